@@ -62,14 +62,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "python generate.py") ->
     Raises:
         SystemExit: --help was asked for, or the arguments are no command; argparse has said so.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(prog)
-    arguments = parser.parse_args(given)
-    _complete(parser, arguments)
-    return run(prog, lambda: _run(arguments, again=_without_check(prog, given)))
+    request = parser(prog).request(sys.argv[1:] if argv is None else argv)
+    return run(prog, lambda: carry_out(request))
 
 
-def _run(arguments: argparse.Namespace, again: str) -> int:
+def carry_out(arguments: argparse.Namespace) -> int:
+    """Do what parsed arguments ask for, and return the exit status.
+
+    Raises:
+        NormforgeError: a manifest, a folder or a table of tiles does not allow it.
+    """
+    again = arguments.again
     tables = own_tables()
     if arguments.tiles is not None:
         tables = {**tables, arguments.tiles.stem: read_table(arguments.tiles)}
@@ -177,8 +180,9 @@ def _size(manifest: Manifest) -> str:
     return f"{counted(instances, 'instance')} in {counted(len(manifest.asked), 'module')}"
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
+def parser(prog: str) -> Parser:
+    """Return the parser of the generator's command line."""
+    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog), resolve=_complete)
     parser.add_argument(
         "--manifest",
         type=Path,
@@ -216,7 +220,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def _complete(parser: Parser, arguments: argparse.Namespace) -> argparse.Namespace:
     """Fill in a checkout's own manifest and folder where the user named none."""
     in_checkout = _MANIFEST.is_file()
     reports = arguments.verb in _REPORTS
@@ -232,6 +236,8 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         if not in_checkout:
             parser.error("an installed normforge has no generated/ of its own; name a folder: --out DIR")
         arguments.out = _shown(_FOLDER)
+    arguments.again = _without_check(parser.prog, arguments.argv)
+    return arguments
 
 
 def _shown(path: Path) -> Path:

@@ -38,7 +38,13 @@ class _Once(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """A parser whose options must be spelled out and, unless they say otherwise (`append`), given at most once."""
 
-    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        epilog: str | None = None,
+        resolve: Callable[[Parser, argparse.Namespace], Any] | None = None,
+    ) -> None:
         super().__init__(
             prog=prog,
             description=description,
@@ -46,13 +52,22 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        refuse_twice(self)
+        self._resolve = resolve
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
+    def request(self, argv: Sequence[str]) -> Any:
+        """Read a command line and return what it asks for.
 
-def refuse_twice(parser: argparse.ArgumentParser) -> None:
-    """Make a parser refuse an option that is given twice. Call this before adding options."""
-    for name in (None, "store"):
-        parser.register("action", name, _Once)
+        Returns:
+            What `resolve` makes of the arguments; without it the arguments, with `parser` and `argv` beside them.
+
+        Raises:
+            SystemExit: --help was asked for, or the arguments are no command; argparse has said so.
+        """
+        given = self.parse_args(argv)
+        given.parser, given.argv = self, tuple(argv)
+        return given if self._resolve is None else self._resolve(self, given)
 
 
 def options_given(namespace: argparse.Namespace) -> frozenset[str]:

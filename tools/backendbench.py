@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..codegen.command import Parser
+import torch
+
+from ..override.served import OPERATORS
 
 _MARK = "# Written by `normforge backendbench`."
 
@@ -23,20 +26,9 @@ def {folder}_kernel_impl({parameters}):
 '''
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run `normforge backendbench`; returns 0."""
-    parser = Parser(
-        prog,
-        "Write the folders that BackendBench (github.com/meta-pytorch/BackendBench) loads operators from with "
-        "--backend directory: one an operator, with a function that calls normforge.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what --ops-directory will be given; made if need be")
-    folder: Path = parser.parse_args(argv).folder
-    # Not before the arguments are read: both import torch, and help and refusals take no seconds without it.
-    import torch
-
-    from ..override.served import OPERATORS
-
+    folder: Path = given.folder
     schemas = {operator: getattr(torch.ops.aten, operator).default._schema for operator in OPERATORS}
     texts = {
         folder / _folder(operator) / _file(operator): _text(operator, [argument.name for argument in schema.arguments])
@@ -44,7 +36,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     }
     for path in texts:
         if (problem := _in_the_way(path)) is not None:
-            parser.error(problem)
+            given.parser.error(problem)
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

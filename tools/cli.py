@@ -1,49 +1,68 @@
-"""The `normforge` command: finds the verb's module, imports it, and hands the rest of the line over."""
+"""The `normforge` command: read a verb's arguments, then import what carries it out."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import start
 from .._version import __version__
 from ..codegen import command
+from ..codegen.command import Parser
 
 
 class Verb(NamedTuple):
-    """A verb's module, whose `main(argv, prog)` returns the exit status, what it does, and whether by calls.
+    """A verb: what it does, and where its functions are, as "module:function".
 
-    The module of its options, if it has one, has `parse(argv, prog)` and imports no torch, so that help and refusals
-    take no seconds.
+    `parser(prog)` returns the `Parser` of the verb's arguments. Its module imports no torch, so that help and refusals
+    take no seconds. `main(request)` carries out what that parser read, and returns the exit status.
     """
 
-    module: str
     summary: str
+    parser: str
+    main: str
     makes_calls: bool = True
-    options: str | None = None
+
+    def parser_of(self, prog: str) -> Parser:
+        """Make the parser of the verb's arguments."""
+        parser: Parser = _function(self.parser)(prog)
+        return parser
 
 
 VERBS = {
-    "run": Verb(".run", "run one problem, check it against the reference and time it", options=".run_options"),
-    "list": Verb(".list_instances", "print the dispatch table in use", options=".list_options"),
-    "generate": Verb("..codegen.cli", "generate kernels from a manifest", makes_calls=False),
-    "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down", options=".tune_options"),
+    "run": Verb("run one problem, check it against the reference and time it", ".run_options:parser", ".run:main"),
+    "list": Verb("print the dispatch table in use", ".arguments:listing", ".list_instances:main"),
+    "generate": Verb(
+        "generate kernels from a manifest", "..codegen.cli:parser", "..codegen.cli:carry_out", makes_calls=False
+    ),
+    "tune": Verb("measure which tiles suit this GPU, and write them down", ".tune_options:parser", ".tune:main"),
     "warmup": Verb(
-        ".warmup_command",
         "compile ahead what a deployment touches, for the GPU that is here",
-        options=".warmup_options",
+        ".arguments:warmup",
+        ".compile_ahead:warmup",
     ),
-    "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here", options=".aot_options"),
-    "merge": Verb(".merge_command", "add up recordings of several processes", makes_calls=False),
+    "aot": Verb("compile it into a folder, for a GPU that need not be here", ".arguments:aot", ".compile_ahead:aot"),
+    "merge": Verb("add up recordings of several processes", ".arguments:merge", ".merge:main", makes_calls=False),
     "backendbench": Verb(
-        ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False
+        "write torch's norms as operators that BackendBench tests",
+        ".arguments:backendbench",
+        ".backendbench:main",
+        makes_calls=False,
     ),
-    "hub": Verb(".hub_command", "write norms as a repository for Hugging Face's kernels", makes_calls=False),
-    "demo": Verb(".demo", "run a handful of modes and print a table", options=".demo_options"),
+    "hub": Verb(
+        "write norms as a repository for Hugging Face's kernels", ".arguments:hub", ".hub:main", makes_calls=False
+    ),
+    "demo": Verb("run a handful of modes and print a table", ".arguments:demo", ".demo:main"),
+    "completion": Verb(
+        "print a script that has a shell complete these words",
+        ".arguments:completion",
+        ".completion:main",
+        makes_calls=False,
+    ),
 }
 
 USAGE = "\n".join(
@@ -79,11 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog, verb = f"normforge {name}", VERBS[name]
 
     def run() -> int:
-        if verb.options is not None:
-            import_module(verb.options, __package__).parse(rest, prog)
+        request = verb.parser_of(prog).request(rest)
         if verb.makes_calls:
             start()
-        return int(import_module(verb.module, __package__).main(rest, prog=prog))
+        return int(_function(verb.main)(request))
 
     status = command.run(prog, run)
     if status == command.INTERRUPTED and argv is None:
@@ -92,3 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def _function(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module, __package__), name)
+    return function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from dataclasses import replace
 
 from tabulate import tabulate
@@ -10,7 +10,6 @@ from tabulate import tabulate
 from ..codegen.model import Mode
 from ..codegen.values import DType, FusedAdd, FusedQuant, Norm
 from .checked_run import solve
-from .demo_options import parse
 from .machine import find_machine
 from .measured_run import Result
 from .problem import Problem, Strides
@@ -40,13 +39,12 @@ PROBLEMS = {
 }
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run `normforge demo`.
 
     Returns:
         0, or 1 if an output differs from the reference.
     """
-    parse(argv, prog)
     machine = find_machine()
     rows, failures = [], 0
     for name, problem in PROBLEMS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -11,18 +12,16 @@ from tabulate import tabulate
 from ..codegen.instance import Tile
 from ..selection.dispatch import instances
 from ..selection.table import Entry
-from .list_options import options
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run `normforge list`; returns 0."""
-    parser, arguments = options(argv, prog)
-    globs, arch = arguments.globs, arguments.arch
+    globs, arch = given.globs, given.arch
     entries = instances()
     for glob in globs:
         if not any(fnmatchcase(entry.name, glob) for entry in entries):
             near = difflib.get_close_matches(glob.rstrip("*"), [entry.name for entry in entries], n=3)
-            parser.error(f"no instance matches {glob!r}; {_hint(near, prog)}")
+            given.parser.error(f"no instance matches {glob!r}; {_hint(near, given.parser.prog)}")
     shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
     few, some = entries[0].small_m, entries[0].some_m
     # A column for ragged rows, and for some, where they have tiles of their own.

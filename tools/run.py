@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -21,16 +20,15 @@ from .group_problem import GroupProblem
 from .machine import Machine, find_machine
 from .measured_run import Result
 from .problem import Problem
-from .run_options import Request, parse
+from .run_options import Request
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(request: Request) -> int:
     """Run `normforge run`.
 
     Returns:
         0, or 1 if an output differs from the reference.
     """
-    request = parse(argv, prog)
     machine = find_machine()
     if machine.interpreted:
         _announce_a_long_wait(request.problem)

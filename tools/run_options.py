@@ -11,18 +11,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..call_kinds import LEAST_ROWS_OF_SAMPLE
-from ..codegen.command import refuse_twice
+from ..codegen.command import Parser
 from ..codegen.families import Kind
 from ..codegen.groups import GROUP
 from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
-from . import group_options, group_problem
+from . import group_problem
 from .group_problem import GroupProblem
 from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"
+
+_DESCRIPTION = """\
+Run one problem on random tensors, check it against the fp64 reference and time it.
+"""
+
+_EPILOG = """\
+-m 10 and -m=10 mean the same. GB/s counts every tensor read or written, once. Without a GPU the kernel runs once, in
+Triton's CPU interpreter, and -warmup and -repeat count nothing.
+Exit status: 0 done, 1 an output differs from the reference, 2 the request cannot be carried out.
+"""
 
 # ck_tile's words and the manifest's; its fp8 is the OCP format on every GPU.
 _FLOATS = {dtype.value: dtype for dtype in (DType.FP16, DType.BF16, DType.FP32)}
@@ -157,7 +167,7 @@ OPTIONS = (
         "groups", int, group_problem.GROUPS, None, "with -norm group, how many a sample has; they divide the channels"
     ),
     Option(
-        "layout", str, next(iter(group_options.LAYOUTS)), tuple(group_options.LAYOUTS), "with -norm group, how x lies"
+        "layout", str, next(iter(group_problem.LAYOUTS)), tuple(group_problem.LAYOUTS), "with -norm group, how x lies"
     ),
     *(
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
@@ -186,17 +196,32 @@ class Request:
     json_file: Path | None
 
 
+class _Parser(Parser):
+    """A parser whose options have one dash, which argparse abbreviates whatever allow_abbrev says."""
+
+    def request(self, argv: Sequence[str]) -> Request:
+        """Resolve a command line, or print what is wrong with it and exit with status 2."""
+        known = ["-h", "--help", *(spelling for option in OPTIONS for spelling in option.spellings)]
+        for word in argv:
+            name = word.partition("=")[0]
+            if name[:1] == "-" and name[1:2].isalpha() and name not in known:
+                near = difflib.get_close_matches(name, known, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"{self.prog} -h lists the options"
+                self.error(f"there is no option {name}; {hint}")
+        try:
+            return _resolve(self.parse_args(argv))
+        except ValueError as error:
+            self.error(str(error))
+
+
 def parse(argv: Sequence[str], prog: str) -> Request:
     """Resolve a command line, or print what is wrong with it and exit with status 2."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description="Run one problem on random tensors, check it against the fp64 reference and time it.",
-        epilog="-m 10 and -m=10 mean the same. GB/s counts every tensor read or written, once. Without a GPU the "
-        "kernel runs once, in Triton's CPU interpreter, and -warmup and -repeat count nothing. "
-        "Exit status: 0 done, 1 an output differs from the reference, 2 the request cannot be carried out.",
-    )
-    refuse_twice(parser)
+    return parser(prog).request(argv)
+
+
+def parser(prog: str) -> _Parser:
+    """Return the parser of `normforge run`."""
+    parser = _Parser(prog, _DESCRIPTION, _EPILOG)
     for option in OPTIONS:
         parser.add_argument(
             *option.spellings,
@@ -209,22 +234,7 @@ def parse(argv: Sequence[str], prog: str) -> Request:
             metavar=None if option.choices else option.type.__name__.upper(),
             help=option.help if option.default is None else f"{option.help} (default: {option.default})",
         )
-    _refuse_unknown(parser, argv)
-    try:
-        return _resolve(parser.parse_args(argv))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    # argparse abbreviates options of one dash whatever allow_abbrev says: -rep would pass for -repeat.
-    known = ["-h", "--help", *(spelling for option in OPTIONS for spelling in option.spellings)]
-    for word in argv:
-        name = word.partition("=")[0]
-        if name[:1] == "-" and name[1:2].isalpha() and name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"{parser.prog} -h lists the options"
-            parser.error(f"there is no option {name}; {hint}")
+    return parser
 
 
 def _resolve(given: argparse.Namespace) -> Request:
@@ -242,12 +252,12 @@ def _resolve(given: argparse.Namespace) -> Request:
 
 def _group_problem(given: argparse.Namespace) -> GroupProblem:
     defaults = {option.name: option.default for option in OPTIONS}
-    return group_options.group_problem(given, defaults, _FLOATS, AUTO)
+    return group_problem.group_problem(given, defaults, _FLOATS, AUTO)
 
 
 def _problem(given: argparse.Namespace) -> Problem:
-    own = {option.name: option.default for option in OPTIONS if option.name in group_options.OWN}
-    group_options.refuse_unread(given, own, (), f"only -norm {GROUP} reads it")
+    own = {option.name: option.default for option in OPTIONS if option.name in group_problem.OWN}
+    group_problem.refuse_unread(given, own, (), f"only -norm {GROUP} reads it")
     fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
     _check_used("prec_sm", given.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
     _check_used("prec_sy", given.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")

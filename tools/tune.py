@@ -19,7 +19,7 @@ from .environment import describe, revision_of
 from .machine import Machine, find_gpu
 from .tile_compiler import Compiler
 from .tile_trials import Outcome, Row, Size, Sizes, Trial
-from .tune_options import parse
+from .tune_options import Request
 from .tune_record import Record
 from .tune_remark import listed
 
@@ -30,12 +30,11 @@ _ROOT = Path(__file__).resolve().parent.parent
 _KERNELS_EACH = 4
 
 
-def main(argv: Sequence[str], prog: str, sizes: Sizes | None = None) -> int:
+def main(request: Request, sizes: Sizes | None = None) -> int:
     """Run `normforge tune`.
 
     Args:
-        argv: what follows the verb.
-        prog: what help and messages call the program.
+        request: what the command line asks for.
         sizes: how much to measure; by default what fills a data centre's GPU.
 
     Returns:
@@ -45,7 +44,6 @@ def main(argv: Sequence[str], prog: str, sizes: Sizes | None = None) -> int:
         DeviceError: there is no GPU.
         TileTableError: --out names no architecture's table, or one that cannot be read or written; or a report.
     """
-    request = parse(argv, prog)
     arguments = request.arguments
     budget = Budget(arguments.minutes)
     # Class by class, so that what there is no time for are whole classes and then rows.

@@ -78,8 +78,11 @@ def parse(argv: Sequence[str], prog: str) -> Request:
     Raises:
         SystemExit: --help was asked for, or the arguments are no command; argparse has said so.
     """
-    parser = _parser(prog)
-    arguments = parser.parse_args(argv)
+    request: Request = parser(prog).request(argv)
+    return request
+
+
+def _resolve(parser: Parser, arguments: argparse.Namespace) -> Request:
     if arguments.minutes is not None and not (math.isfinite(arguments.minutes) and arguments.minutes > 0):
         parser.error(f"--minutes {arguments.minutes} is no time; write a number above 0, 30 or 0.5, say")
     if arguments.resume and arguments.out is None and arguments.report is None:
@@ -119,8 +122,9 @@ def _buckets(parser: argparse.ArgumentParser, lengths: str | None) -> list[Bucke
     return list(dict.fromkeys(bucket for text in wanted for bucket in ladder if int(text) in bucket))
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = Parser(prog, _DESCRIPTION)
+def parser(prog: str) -> Parser:
+    """Return the parser of `normforge tune`."""
+    parser = Parser(prog, _DESCRIPTION, resolve=_resolve)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the table to write, called after the architecture")
     parser.add_argument(
         "--only", default=_ONLY, metavar="GLOB[,GLOB]", help=f"classes to measure, '*' for all (default: {_ONLY})"

@@ -121,7 +121,7 @@ class _ReadError(Exception):
     """Raised in place of what a program would do once it has read its arguments."""
 
 
-def _reads(main: Callable[..., object], arguments: Sequence[str], **named: str) -> None:
+def _reads(main: Callable[..., object], arguments: Sequence[str]) -> None:
     """A program's `main` accepts the arguments; nothing behind its parser runs."""
     real = argparse.ArgumentParser.parse_args
 
@@ -131,7 +131,7 @@ def _reads(main: Callable[..., object], arguments: Sequence[str], **named: str) 
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse):
         try:
-            main(list(arguments), **named)
+            main(list(arguments))
         except _ReadError:
             return
         except SystemExit as refused:
@@ -142,8 +142,7 @@ def _reads(main: Callable[..., object], arguments: Sequence[str], **named: str) 
 def _check_normforge(arguments: Sequence[str]) -> None:
     verb, *rest = arguments
     assert verb in cli.VERBS, f"normforge has no verb {verb}"
-    module = import_module(cli.VERBS[verb].module, cli.__package__)
-    _reads(module.main, rest, prog=f"normforge {verb}")
+    _reads(cli.VERBS[verb].parser_of(f"normforge {verb}").request, rest)
 
 
 def _check_python(arguments: Sequence[str]) -> None:

@@ -755,6 +755,38 @@ main({argv!r})
     assert f"usage: normforge {argv[0]}" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("normforge ", set(VERBS)),
+        ("normforge wa", {"warmup"}),
+        ("normforge run -prec_i b", {"bf16"}),
+        ("normforge run -war", {"-warmup"}),
+        ("normforge tune --res", {"--resume"}),
+        ("normforge aot --ar", {"--arch"}),
+        ("normforge generate --man", {"--manifest"}),
+        ("normforge generate --manifest mi", {"mine.yaml"}),
+    ],
+)
+def test_bash_completes(line: str, expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").touch()
+    assert status("completion", "bash") == 0
+    words = line.split(" ")
+    asked = f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}"
+    script = f"{capsys.readouterr().out}\n{asked}\n_shtab_normforge\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert expected <= set(done.stdout.split()), done.stderr
+    if words[-1]:
+        assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("completion", shell) == 0
+    printed = capsys.readouterr().out
+    assert all(verb in printed for verb in VERBS)
+
+
 def test_what_is_near_no_name_has_no_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("list", "nonsense*") == 2
     assert capsys.readouterr().err.endswith(

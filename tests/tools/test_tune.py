@@ -27,6 +27,7 @@ from normforge.tools.machine import Machine
 from normforge.tools.measured_run import Run
 from normforge.tools.tile_compiler import Compiler
 from normforge.tools.tile_trials import Case, Size, Sizes, Trial
+from normforge.tools.tune_options import parse
 
 from ..thorough import THOROUGH
 
@@ -61,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
 
 
 def run(*argv: str) -> int:
-    return tune.main([*argv, "--jobs", "0"], "normforge tune", SIZES)
+    return tune.main(parse([*argv, "--jobs", "0"], "normforge tune"), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_a_case_without_a_tile_is_reported(
 )
 def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tune.main(argv, "normforge tune")
+        parse(argv, "normforge tune")
     assert message in capsys.readouterr().err
 
 

@@ -27,6 +27,7 @@ from normforge.tools.budget import Budget, OutOfTimeError
 from normforge.tools.machine import Machine
 from normforge.tools.tile_compiler import Compiler
 from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Trial, Tried, Winner
+from normforge.tools.tune_options import parse
 from normforge.tools.tune_record import Record, winners
 from normforge.tools.tune_remark import add_remark, listed
 
@@ -100,7 +101,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def run(*argv: str | Path) -> int:
-    return tune.main([*map(str, argv), "--jobs", "0"], "normforge tune", SIZES)
+    return tune.main(parse([*map(str, argv), "--jobs", "0"], "normforge tune"), SIZES)
 
 
 def lengths(out: Path) -> list[str]:
@@ -512,5 +513,5 @@ def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own(
 )
 def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tune.main(argv, "normforge tune")
+        parse(argv, "normforge tune")
     assert message in capsys.readouterr().err

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from ..codegen.command import DONE, Parser
+from ..codegen.command import DONE
 from ..codegen.hub import MARK, Repository, repository
 
-_DESCRIPTION = """\
-Write a repository of LayerNorm and RMSNorm layers for Hugging Face's kernels (github.com/huggingface/kernels).
 
-It holds generated kernels and what launches them, and imports nothing but torch and Triton. kernels loads the layers
-from the folder as it is (LocalLayerRepository), or from the Hub once it is uploaded there.
-"""
-
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def main(argv: Sequence[str], prog: str) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run `normforge hub`; returns 0."""
-    parser = Parser(prog, _DESCRIPTION)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the repository's folder; made if need be")
-    parser.add_argument(
-        "--owner", default="me", metavar="NAME", help="the user or organisation whose it is on the Hub (default: me)"
-    )
-    arguments = parser.parse_args(argv)
-    folder: Path = arguments.folder
-    if not _OWNER.fullmatch(arguments.owner):
-        parser.error(f"--owner {arguments.owner!r} is no name on the Hub: letters, digits, '.', '_' and '-'")
-    made = repository(arguments.owner)
+    folder: Path = given.folder
+    made = repository(given.owner)
     stale = _stale(folder, made)
     if (problem := _in_the_way(folder, made)) is not None:
-        parser.error(problem)
+        given.parser.error(problem)
     for path, text in made.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)

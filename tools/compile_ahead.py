@@ -1,14 +1,26 @@
-"""The compilations that arguments of `normforge warmup` and `normforge aot` ask for."""
+"""`normforge warmup` and `normforge aot`: compile what a deployment touches before it is needed."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
-from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served, recorded_keys_for
+from ..ahead_of_time import warmup as ahead
+from ..ahead_of_time.build import build
+from ..ahead_of_time.compile_keys import (
+    CompileKey,
+    Pair,
+    find_target,
+    gpu,
+    keys_of,
+    pairs_of,
+    pairs_served,
+    recorded_keys_for,
+)
 from ..ahead_of_time.group_shapes import GroupShape
 from ..ahead_of_time.stand_ins import Deployment, Kind
 from ..call_kinds import USUAL_ROWS
@@ -17,15 +29,54 @@ from ..codegen.manifest import load
 from ..codegen.model import Mode
 from ..codegen.values import DType
 from ..dtypes import TORCH_DTYPES
-from ..errors import MissingInstanceError
-from ..kernels.gpu import Target
+from ..errors import AotError, ConflictError, MissingInstanceError
+from ..kernels.gpu import Target, interpreting, named_target
 from ..kernels.key import KernelKey
 from ..kernels.strides import strides_told
 from ..selection import dispatch
-from .compile_options import ABSENT
+from .arguments import ABSENT
 
 
-def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
+def warmup(given: argparse.Namespace) -> int:
+    """Compile for the GPU that is here, or list the compilations; returns 0.
+
+    Raises:
+        NormforgeError: see `normforge.warmup`; also for what the arguments name and is not there.
+    """
+    keys = _keys(given, find_target(given.arch))
+    if given.list:
+        print(_table(keys))
+        return 0
+    ahead.load(keys, gpu(None), jobs=given.jobs, progress=True)
+    print(f"{len(keys)} kernels are compiled")
+    return 0
+
+
+def aot(given: argparse.Namespace) -> int:
+    """Compile for named architectures into a folder, without a GPU; returns 0.
+
+    Raises:
+        NormforgeError: see `build`; also for what the arguments name and is not there.
+    """
+    if interpreting():
+        raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
+    for_jax = given.framework == "jax"
+    targets = [replace(named_target(arch, given.multiprocessors), plainly=for_jax) for arch in given.arch]
+    for target in targets:
+        if for_jax and not target.is_nvidia:
+            raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
+    for target in targets:
+        keys = _keys(given, target)
+        out: Path = given.out / target.arch if len(targets) > 1 else given.out
+        built = build(keys, target, out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
+        print(
+            f"{len(keys)} kernels for {target.arch} in {out}: {built.compiled} compiled, {built.kept} unchanged, "
+            f"{built.removed} removed"
+        )
+    return 0
+
+
+def _keys(given: argparse.Namespace, target: Target) -> list[CompileKey]:
     """The compilations that parsed arguments ask for.
 
     Raises:
@@ -59,7 +110,7 @@ def _kinds(words: Iterable[str]) -> tuple[Kind, ...]:
     return tuple(absent[word] if word in absent else TORCH_DTYPES[DType(word)] for word in words)
 
 
-def table_of(keys: Sequence[CompileKey]) -> str:
+def _table(keys: Sequence[CompileKey]) -> str:
     """Compilations as a table, and how many they are."""
     rows = [
         (*_instances(key), key.n, " and ".join(key.rows), key.key.symbol, _operands(key.key), _constants(key.key))

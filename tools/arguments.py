@@ -1,0 +1,344 @@
+"""The arguments of the verbs, but for `run`, `tune` and `generate`, which have many.
+
+Imports no torch, so that help and refusals take no seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..call_kinds import ROWS, USUAL_ROWS
+from ..codegen.axes import SAME
+from ..codegen.command import Parser, options_given
+from ..codegen.instance import ANY
+from ..codegen.tile_tables import is_architecture
+from ..codegen.values import INPUT_DTYPES
+from ..kernels.gpu import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from ..ahead_of_time.row_places import Asked, Steps
+
+ABSENT = "none"
+
+_KINDS = (SAME, *(dtype.value for dtype in INPUT_DTYPES), ABSENT)
+
+# The shells that shtab writes completions for and that `normforge completion` is tried in.
+SHELLS = ("bash", "zsh", "tcsh")
+
+_WARMUP = """\
+Compile everything that calls of some modes and sizes come to, for the GPU that is here.
+
+What is compiled stays in Triton's cache on disk (TRITON_CACHE_DIR), where processes that start later on this machine
+find it: they compile nothing, and under NORMFORGE_FROZEN=1 they would refuse to. For another machine, or without a
+GPU: normforge aot.
+"""
+
+_WARMUP_EXAMPLES = """\
+examples:
+  {prog} --n 4096,8192
+  {prog} --n 4096 --weight fp32 'rms_fwd_bf16*' 'rms_bwd_bf16*'
+  {prog} --recorded needed.yaml
+  {prog} --manifest needed.yaml --instances my_kernels --n 5120
+  {prog} --list --arch sm_90 --n 4096 ln_fwd_bf16
+  {prog} --shape 2x320x64x64/32,2x640x32x32/32 gn_fwd_bf16_silu_cl
+"""
+
+_AOT = """\
+Compile everything that calls of some modes and sizes come to into a folder; no GPU is needed.
+
+A process loads it with normforge.load_aot("DIR") or NORMFORGE_AOT=DIR, under the same release of Triton, and launches
+its kernels without Triton's compiler. What the folder lacks is compiled then, or refused under NORMFORGE_FROZEN=1.
+Afterwards it holds exactly what this command asked for; what it held already is not compiled again.
+"""
+
+_AOT_EXAMPLES = """\
+examples:
+  {prog} --arch sm_90 --n 4096,8192 --out kernels_sm90
+  {prog} --arch sm_90 --arch gfx942 --recorded needed.yaml --out kernels
+  {prog} --arch gfx942 --n 5120 --manifest needed.yaml --out kernels_gfx942
+  {prog} --arch sm_90 --shape '*x320x64x64/32' --out kernels_unet 'gn_*wd_bf16_silu'
+  {prog} --for jax --arch sm_90 --n 4096 --out kernels_jax 'ln_*wd_bf16*'
+"""
+
+_MERGE = """\
+Add recordings together: those that processes wrote under names of their own, NORMFORGE_RECORD=needed.%p.yaml say.
+
+What the output holds already it keeps, so that it may be one of the recordings, and a command that is repeated changes
+nothing. Of what several hold one copy is kept.
+"""
+
+_MERGE_EXAMPLES = """\
+examples:
+  {prog} --out needed.yaml needed.*.yaml
+"""
+
+_HUB = """\
+Write a repository of LayerNorm and RMSNorm layers for Hugging Face's kernels (github.com/huggingface/kernels).
+
+It holds generated kernels and what launches them, and imports nothing but torch and Triton. kernels loads the layers
+from the folder as it is (LocalLayerRepository), or from the Hub once it is uploaded there.
+"""
+
+_COMPLETION = """\
+Print a script that has a shell complete verbs, options, their words and names of files.
+"""
+
+_COMPLETION_EXAMPLES = """\
+examples:
+  eval "$({prog} bash)"          # in ~/.bashrc
+  {prog} zsh > ~/.zfunc/_normforge
+"""
+
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def demo(prog: str) -> Parser:
+    """Return the parser of `normforge demo`, which takes no options."""
+    return Parser(
+        prog, "Run a handful of modes and print how far each is from the fp64 reference and, on a GPU, how fast."
+    )
+
+
+def completion(prog: str) -> Parser:
+    """Return the parser of `normforge completion`."""
+    parser = Parser(prog, _COMPLETION, _COMPLETION_EXAMPLES.format(prog=prog))
+    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+    return parser
+
+
+def listing(prog: str) -> Parser:
+    """Return the parser of `normforge list`."""
+    parser = Parser(
+        prog,
+        "Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES.",
+        resolve=_check_architecture,
+    )
+    parser.add_argument("globs", nargs="*", metavar="GLOB", help="show only instances whose name matches one of these")
+    parser.add_argument(
+        "--arch", default=ANY, help="the tiles of this architecture, sm_90 say (default: of those without their own)"
+    )
+    return parser
+
+
+def _check_architecture(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    if given.arch != ANY and not is_architecture(given.arch):
+        parser.error(f"--arch {given.arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
+    return given
+
+
+def merge(prog: str) -> Parser:
+    """Return the parser of `normforge merge`."""
+    parser = Parser(prog, _MERGE, _MERGE_EXAMPLES.format(prog=prog))
+    parser.add_argument("recordings", nargs="+", type=Path, metavar="FILE", help="what NORMFORGE_RECORD wrote")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the recording that they are added to")
+    return parser
+
+
+def hub(prog: str) -> Parser:
+    """Return the parser of `normforge hub`."""
+    parser = Parser(prog, _HUB, resolve=_check_owner)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the repository's folder; made if need be")
+    parser.add_argument(
+        "--owner", default="me", metavar="NAME", help="the user or organisation whose it is on the Hub (default: me)"
+    )
+    return parser
+
+
+def _check_owner(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    if not _OWNER.fullmatch(given.owner):
+        parser.error(f"--owner {given.owner!r} is no name on the Hub: letters, digits, '.', '_' and '-'")
+    return given
+
+
+def backendbench(prog: str) -> Parser:
+    """Return the parser of `normforge backendbench`."""
+    parser = Parser(
+        prog,
+        "Write the folders that BackendBench (github.com/meta-pytorch/BackendBench) loads operators from with "
+        "--backend directory: one an operator, with a function that calls normforge.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what --ops-directory will be given; made if need be")
+    return parser
+
+
+def warmup(prog: str) -> Parser:
+    """Return the parser of `normforge warmup`."""
+    parser = Parser(prog, _WARMUP, _WARMUP_EXAMPLES.format(prog=prog), resolve=_check_warmup)
+    _add_compilations(parser)
+    parser.add_argument("--list", action="store_true", help="print the compilations, and compile nothing")
+    parser.add_argument("--arch", metavar="ARCH", help="with --list: those of this architecture, sm_90 say")
+    return parser
+
+
+def _check_warmup(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    _check_compilations(parser, given)
+    if given.arch is not None and not given.list:
+        parser.error(f"--arch {given.arch} goes with --list; to compile for a GPU that is not here: normforge aot")
+    return given
+
+
+def aot(prog: str) -> Parser:
+    """Return the parser of `normforge aot`."""
+    parser = Parser(prog, _AOT, _AOT_EXAMPLES.format(prog=prog), resolve=_check_aot)
+    _add_compilations(parser)
+    parser.add_argument(
+        "--arch",
+        required=True,
+        action="append",
+        metavar="ARCH",
+        help=f"what to compile for: {', '.join(ARCHITECTURES)} and others; may be given several times",
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="the folder; of several --arch each has its own in it"
+    )
+    parser.add_argument(
+        "--multiprocessors",
+        type=int,
+        metavar="COUNT",
+        help="of the GPU, if not the usual: tiles whose programs wait for one another are chosen by it",
+    )
+    parser.add_argument(
+        "--for",
+        dest="framework",
+        choices=("torch", "jax"),
+        default="torch",
+        help="what launches the kernels; for jax they wait for no other kernel, and their PTX is kept beside the "
+        "binaries (default: torch)",
+    )
+    return parser
+
+
+def _check_aot(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    _check_compilations(parser, given)
+    given.arch = tuple(dict.fromkeys(given.arch))
+    if len(given.arch) > 1 and given.multiprocessors is not None:
+        parser.error("--multiprocessors is of one GPU, and --arch names several; compile for them one by one")
+    return given
+
+
+def _add_compilations(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name compilations, which `warmup` and `aot` share."""
+    parser.add_argument(
+        "modes",
+        nargs="*",
+        metavar="MODE",
+        help="names of modes, as instances begin (ln_fwd_bf16), or globs of such; default: every mode that serves N",
+    )
+    parser.add_argument("--n", type=_lengths, default=(), metavar="N[,N]", help="row lengths")
+    parser.add_argument(
+        "--shape",
+        type=_shapes,
+        default=(),
+        metavar="SHAPE[,SHAPE]",
+        help="of GroupNorm, x's with how many groups a sample has: 2x320x64x64/32; *x320x64x64/32 for any batch",
+    )
+    parser.add_argument(
+        "--recorded",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="instead of modes, sizes and what calls bring: the kernels of the calls that NORMFORGE_RECORD wrote here; "
+        "may be given several times",
+    )
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes of this manifest instead")
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        metavar="DIR",
+        help="the folder of kernels in use at run time (default: NORMFORGE_INSTANCES, or normforge's own)",
+    )
+    kinds = parser.add_argument_group(
+        "what calls bring", f"dtypes are some of {', '.join(_KINDS)}, separated by commas; {SAME} is x's"
+    )
+    present = tuple(word for word in _KINDS if word != ABSENT)
+    add: Callable[..., Any] = partial(kinds.add_argument, metavar="DTYPE[,DTYPE]")
+    add("--weight", type=partial(_words, _KINDS), default=SAME, help=f"weight's, or {ABSENT} (default: {SAME})")
+    add("--bias", type=partial(_words, _KINDS), help=f"bias's, or {ABSENT} (default: weight's)")
+    add("--residual", type=partial(_words, present), default=SAME, help=f"residual's (default: {SAME})")
+    add("--smooth", type=partial(_words, present), default="fp32", help="smooth_scale's (default: fp32)")
+    add("--dy", type=partial(_words, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
+    add("--y", type=partial(_words, present), default=SAME, help=f"GroupNorm's y's (default: {SAME})")
+    kinds.add_argument(
+        "--row-stride",
+        type=_strides,
+        metavar="STRIDES[,STRIDES]",
+        help="elements from one row of x to the next, besides N (rows that adjoin); 6144x32x128 for groups "
+        "of 32 rows, 128 apart in a group and the groups 6144; of other tensors by name: x=6144x32x128+out=6144x32x128",
+    )
+    kinds.add_argument(
+        "--rows",
+        type=partial(_words, ROWS),
+        metavar="CLASS[,CLASS]",
+        help=f"numbers of rows, or of groups: {', '.join(ROWS)}, the last more than an i32 counts "
+        f"(default: {','.join(USUAL_ROWS)}, or those at which calls were recorded)",
+    )
+    parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
+
+
+# What goes with recorded calls: where kernels come from and go to, and not what calls bring.
+_BESIDE_RECORDED = {"instances", "rows", "jobs", "arch", "out", "multiprocessors", "framework"}
+
+
+def _check_compilations(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments, or refuse combinations of them that name no compilations."""
+    if given.recorded is not None:
+        beside = [f"--{name.replace('_', '-')} is" for name in sorted(options_given(given) - _BESIDE_RECORDED)]
+        beside += ["modes are"] if given.modes else []
+        if beside:
+            parser.error(f"{beside[0]} given beside --recorded, and recordings say what calls bring; leave one out")
+        return given
+    if given.manifest is not None and given.modes:
+        parser.error("modes are named, and --manifest too; leave one of them out")
+    if not (given.n or given.shape):
+        parser.error(
+            "there are no sizes; pass row lengths, --n 4096 say, or --shape 2x320x64x64/32 of GroupNorm, or what was "
+            "recorded: --recorded FILE"
+        )
+    return given
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1, separated by commas")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _shapes(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _strides(text: str) -> tuple[Asked, ...]:
+    return tuple(_steps_by_name(part) if "=" in part else _steps(part) for part in text.split(","))
+
+
+def _steps_by_name(text: str) -> dict[str, Steps]:
+    named = [part.partition("=") for part in text.split("+")]
+    return {name.strip(): _steps(steps) for name, _, steps in named}
+
+
+def _steps(text: str) -> Steps:
+    parts = [part.strip() for part in text.split("x")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no stride, or strides with the rows between them: 6144x32x128")
+    steps = tuple(map(int, parts))
+    return steps if len(steps) > 1 else steps[0]
+
+
+def _words(known: Sequence[str], text: str) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+    return tuple(dict.fromkeys(parts))
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; it takes 1 or more")
+    return int(text)
