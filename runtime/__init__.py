@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .selection.dispatch import instances as instances
     from .selection.dispatch import load_instances as load_instances
     from .selection.recording import record as record
+    from .tools.explain import explain as explain
 
 # The public names by the modules that define them. A module is imported when a program asks for one of its names.
 _HOMES = {
@@ -79,10 +80,7 @@ _HOMES = {
     "families.gated.row": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
     "families.modulated.row": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "families.public": (
-        *("l2norm2d_bwd", "l2norm2d_fwd"),
-        *("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
-    ),
+    "families.public": tuple(f"{norm}norm2d_{way}" for norm in ("l2", "layer", "rms") for way in ("bwd", "fwd")),
     "families.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "families.which": ("which",),
     "compiled.switch": ("compile_passes",),
@@ -101,6 +99,7 @@ _HOMES = {
     "selection.batch": ("batch_invariant",),
     "selection.dispatch": ("instances", "load_instances"),
     "selection.recording": ("record",),
+    "tools.explain": ("explain",),
 }
 
 __all__ = ["__version__", "errors", *(name for names in _HOMES.values() for name in names)]

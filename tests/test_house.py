@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_123,
+    "all by hand": 15_122,
     "C": 834,
     "emitted": 211,
     "ahead_of_time": 783,
@@ -46,7 +46,7 @@ MOST_CODE_LINES = {
     "integrations": 402,
     "jax": 703,
     "kernels": 1_119,
-    "normforge": 531,
+    "normforge": 530,
     "operators": 607,
     "override": 239,
     "parallel": 212,

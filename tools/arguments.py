@@ -84,6 +84,11 @@ It holds generated kernels and what launches them, and imports nothing but torch
 from the folder as it is (LocalLayerRepository), or from the Hub once it is uploaded there.
 """
 
+_DOCTOR = """\
+Report versions, GPU, tiles, C launcher, cache folder, settings and interpreter, for a user and for a bug report.
+Exit status: 0 kernels run here; 1 the report names a problem.
+"""
+
 _COMPLETION = """\
 Print a script that has a shell complete verbs, options, their words and names of files.
 """
@@ -102,6 +107,13 @@ def demo(prog: str) -> Parser:
     return Parser(
         prog, "Run a handful of modes and print how far each is from the fp64 reference and, on a GPU, how fast."
     )
+
+
+def doctor(prog: str) -> Parser:
+    """Return the parser of `normforge doctor`."""
+    parser = Parser(prog, _DOCTOR)
+    parser.add_argument("--json", action="store_true", help="print one object of JSON and nothing else")
+    return parser
 
 
 def completion(prog: str) -> Parser:

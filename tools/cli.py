@@ -57,6 +57,9 @@ VERBS = {
         "write norms as a repository for Hugging Face's kernels", ".arguments:hub", ".hub:main", makes_calls=False
     ),
     "demo": Verb("run a handful of modes and print a table", ".arguments:demo", ".demo:main"),
+    "doctor": Verb(
+        "report versions, GPU, cache, settings and problems", ".arguments:doctor", ".doctor:main", makes_calls=False
+    ),
     "completion": Verb(
         "print a script that has a shell complete these words",
         ".arguments:completion",

@@ -43,8 +43,9 @@ def _row(entry: Entry, arch: str, ragged: bool, between: bool) -> tuple[str, ...
     tiles = entry.tiles_on(arch)
     few, some, many = tiles.by_rows
     shown = (many, *([tiles.ragged or many] if ragged else []), *([some] if between else []), few, tiles.for_every_m)
-    return entry.name, f"{entry.first}..{entry.last or ''}", *map(_tile, shown)
+    return entry.name, f"{entry.first}..{entry.last or ''}", *map(shown_tile, shown)
 
 
-def _tile(tile: Tile) -> str:
+def shown_tile(tile: Tile) -> str:
+    """Return a tile in words."""
     return f"{tile.pipeline.value} {tile.rows}×{tile.block} on {tile.warps} warp{'s' * (tile.warps > 1)}"

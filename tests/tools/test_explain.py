@@ -1,0 +1,87 @@
+"""`normforge.explain`: the kernels of a call, and why a call has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen import cli as generator
+
+
+def test_a_committed_kernel_is_the_one_that_which_names() -> None:
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    found = normforge.explain(normforge.rmsnorm2d_fwd, x)
+    (use,) = found.kernels
+    assert found.backend == "kernel"
+    assert use.instance == normforge.which(x, norm="rms")
+    assert use.kernel.startswith("rms_fwd_bf16_")
+    assert (use.n, use.rows, use.source, use.binary) == (64, "few", "committed", "interpreted")
+    assert use.module.name == "rms_fwd_bf16.py"
+    assert use.instance in str(found)
+    torch.testing.assert_close(found.result.y, normforge.rmsnorm2d_fwd(x).y)
+
+
+def test_a_call_that_is_known_is_explained_too() -> None:
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        normforge.layer_norm(x, (64,))
+    assert normforge.explain(normforge.layer_norm, x, (64,)).kernels
+
+
+def test_a_whole_model_forward_and_backward() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    normforge.patch(model)
+    x = torch.randn(4, 64)
+    found = normforge.explain(lambda: model(x).sum().backward())
+    assert [use.kernel.split("_")[:2] for use in found.kernels][:2] == [["ln", "fwd"], ["ln", "bwd"]]
+
+
+def test_a_kernel_that_was_generated_says_so(empty_cache: Path) -> None:
+    found = normforge.explain(normforge.layernorm2d_fwd, torch.randn(2, 32), x_bias=torch.ones(32))
+    (use,) = found.kernels
+    assert use.source == "generated"
+    assert use.module.is_relative_to(empty_cache)
+
+
+@pytest.mark.usefixtures("fresh_table")
+def test_a_kernel_of_another_folder_says_so(tmp_path: Path) -> None:
+    manifest, folder = tmp_path / "mine.yaml", tmp_path / "mine"
+    manifest.write_text("groups:\n  mine:\n    norm: layer\n    dtype_in: fp32\n    n: [n1024]\n")
+    assert generator.main(["--manifest", str(manifest), "--out", str(folder)]) == 0
+    normforge.load_instances(folder)
+    (use,) = normforge.explain(normforge.layernorm2d_fwd, torch.randn(2, 1024)).kernels
+    assert use.source == "folder"
+    assert use.module.is_relative_to(folder)
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (torch.ones(2, 8, dtype=torch.float64), "is float64"),
+        (torch.ones(0, 8), "has no elements"),
+        (torch.ones(2, 8, device="meta"), "is on 'meta'"),
+    ],
+)
+def test_torch_runs_for_a_reason(x: torch.Tensor, reason: str) -> None:
+    found = normforge.explain(normforge.layer_norm, x, (8,))
+    assert (found.backend, found.kernels) == ("torch", ())
+    assert reason in found.reason
+    assert found.reason in str(found)
+
+
+def test_without_the_interpreter_a_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    found = normforge.explain(torch.nn.functional.layer_norm, torch.ones(2, 8), (8,))
+    assert "set TRITON_INTERPRET=1" in found.reason
+
+
+def test_what_is_not_patched_has_no_kernels() -> None:
+    assert "is not patched" in normforge.explain(torch.nn.LayerNorm(8), torch.ones(2, 8)).reason
+
+
+def test_errors_are_the_calls_own() -> None:
+    with pytest.raises(normforge.errors.ShapeError):
+        normforge.explain(normforge.layer_norm, torch.ones(2, 8), (9,))

@@ -1,0 +1,152 @@
+"""`normforge doctor`: what is here, what is set, and what keeps kernels from running."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from .. import settings
+from .._version import __version__
+from ..calls import native
+from ..codegen.command import DIFFERS, DONE
+from ..errors import NormforgeError
+from ..kernels import binaries
+from ..kernels.gpu import architecture, interpreting
+from ..paths import why_open
+from ..selection import dispatch
+from ..selection.on_demand import cache_folder
+from ..upstream import native_launcher
+
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "NORMFORGE_AOT": settings.compiled_ahead,
+    "NORMFORGE_BATCH_INVARIANT": settings.batch_invariant,
+    "NORMFORGE_CACHE": settings.cache,
+    "NORMFORGE_FROZEN": settings.frozen,
+    "NORMFORGE_FUSE_FROM": settings.fuse_from,
+    "NORMFORGE_INSTANCES": settings.instances,
+    "NORMFORGE_NATIVE_LAUNCHER": settings.native_launcher,
+    "NORMFORGE_ON_MISS": settings.generates,
+    "NORMFORGE_RECORD": settings.recording,
+}
+
+
+class _Report:
+    """Facts by name, and problems, each with what to do."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def ask(self, name: str, question: Callable[[], str]) -> None:
+        """Add a fact, or the error that the question raises as a problem."""
+        try:
+            self.facts[name] = question()
+        except NormforgeError as error:
+            self.facts[name] = "not known"
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+
+    def look(self) -> None:
+        """Look at everything."""
+        self.facts["normforge"] = __version__
+        self.facts["Python"] = platform.python_version()
+        self.facts["system"] = platform.platform()
+        self.facts["torch"] = f"{torch.__version__}, CUDA {torch.version.cuda or torch.version.hip or 'none'}"
+        self.facts["Triton"] = self._triton()
+        self._settings()
+        has_triton = self.facts["Triton"] != "none"
+        self.facts["interpreter"] = "on" if has_triton and interpreting() else "off"
+        self._gpu(self.facts["interpreter"] == "on")
+        self.ask("table", lambda: f"{sum(1 for _ in dispatch.loaded())} instances of {dispatch.loaded().where}")
+        self.ask("ahead of time", self._ahead_of_time)
+        self.ask("C launcher", self._launcher)
+        self.ask("cache", self._cache)
+
+    def _triton(self) -> str:
+        try:
+            return version("triton")
+        except PackageNotFoundError:
+            self.problems.append("Triton is not installed, and kernels need Triton; run pip install triton")
+            return "none"
+
+    def _settings(self) -> None:
+        for name in sorted(name for name in os.environ if name.startswith("NORMFORGE_")):
+            self.facts[name] = os.environ[name]
+            if name not in _SETTINGS:
+                self.problems.append(f"{name} is no setting of normforge's; the settings are {', '.join(_SETTINGS)}")
+                continue
+            try:
+                _SETTINGS[name]()
+            except NormforgeError as error:
+                self.problems.append(str(error))
+
+    def _gpu(self, interpreted: bool) -> None:
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            arch = architecture(device)
+            self.facts["GPU"] = f"{torch.cuda.get_device_name(device)} ({arch})"
+            self.ask("tiles", lambda: _tiles(arch))
+            return
+        self.facts["GPU"] = "none"
+        if not interpreted:
+            self.problems.append(
+                "no GPU was found and the interpreter is off, so torch's operators run; use a machine with a GPU, or "
+                "set TRITON_INTERPRET=1 to run kernels on the CPU, slowly"
+            )
+
+    def _ahead_of_time(self) -> str:
+        folder = binaries.loaded()
+        return "no folder" if folder is None else f"{len(folder.rows)} kernels for {folder.arch} in {folder.path}"
+
+    def _launcher(self) -> str:
+        if not settings.native_launcher():
+            return "switched off by NORMFORGE_NATIVE_LAUNCHER=0"
+        try:
+            found = native_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
+        except NormforgeError:
+            raise
+        except Exception as error:
+            return f"not built ({type(error).__name__}: {error}); launches take the slower way through Python"
+        return "built" if found else "not built, and NORMFORGE_FROZEN=1 forbids building"
+
+    def _cache(self) -> str:
+        folder = cache_folder()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        why = None if there.is_dir() and os.access(there, os.W_OK) else f"{there} cannot be written"
+        why = why or (why_open(folder, owned=2) if folder.exists() else None)
+        if why is not None:
+            self.problems.append(
+                f"{why}, and kernels are generated into {folder}; set NORMFORGE_CACHE to another folder"
+            )
+        return f"{folder} ({'writable' if why is None else 'not usable'})"
+
+
+def _tiles(arch: str) -> str:
+    measured = any(arch == name for name, _ in next(iter(dispatch.loaded())).tiles)
+    return (
+        f"measured for {arch}" if measured else f"not measured for {arch}, which takes those of any GPU: normforge tune"
+    )
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run `normforge doctor`; returns 0, or 1 if the report names a problem."""
+    report = _Report()
+    report.look()
+    if given.json:
+        print(json.dumps({"ok": not report.problems, "facts": report.facts, "problems": report.problems}))
+    else:
+        width = max(map(len, report.facts))
+        print("\n".join(f"{name:<{width}}  {fact}" for name, fact in report.facts.items()))
+        print(
+            "\n".join(
+                ["", *(f"problem: {problem}" for problem in report.problems)] if report.problems else ["\nno problems"]
+            )
+        )
+    return DIFFERS if report.problems else DONE
