@@ -24,6 +24,7 @@ MUTANTS ?=
 
 VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.ready-runtime
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
 DOCS := $(VENV)/.ready-docs
@@ -33,10 +34,11 @@ LINKS := $(VENV)/links
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
+.PHONY: help demo smoke test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
 
 help:
 	@echo "make demo          run a handful of modes and compare them with PyTorch"
+	@echo "make smoke         run the quickest check that means something: generated/, the demo and a few tests"
 	@echo "make test          run the tests that find faults soonest: minutes, no GPU needed"
 	@echo "make test-all      run them, and then all the others"
 	@echo "make test-gpu      run the tests that need a GPU"
@@ -53,14 +55,20 @@ help:
 	@echo "make docs          build the documentation site into site/, which fails at a broken link"
 	@echo "make clean         remove the virtual environments and caches"
 
-demo: $(READY)
+demo: $(RUNTIME)
 	@$(BIN)/normforge demo
 
 # Interpreter and compiler cannot share a process: Triton reads the variable when it is imported.
-interpret = @echo "Kernels interpreted, $(1)" && TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu and $(2)"
-compile = @echo "Kernels compiled, $(1)" && env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m "compile and $(2)"
+interpret = @echo "Kernels interpreted, $(1): collecting the tests first" && TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu and $(2)"
+compile = @echo "Kernels compiled, $(1): collecting the tests first" && env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m "compile and $(2)"
+
+smoke: $(READY)
+	$(BIN)/python generate.py --check
+	TRITON_INTERPRET=1 $(BIN)/normforge demo
+	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/test_import.py tests/test_house.py tests/tools/test_explain.py
 
 test: $(READY)
+	@echo "make test runs the tests that find faults soonest, without a GPU: interpreted, then compiled; this takes minutes"
 	$(call interpret,what finds faults soonest,not thorough)
 	$(call compile,what finds faults soonest,not thorough)
 
@@ -97,7 +105,7 @@ bench: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)
 
 # mypy and mkdocs read folders, not setuptools' package-dir; the links lay them out as they are installed.
-.PHONY: links
+.PHONY: help demo smoke test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
 links: $(READY)
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
 	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(CURDIR)/tools $(LINKS)/normforge/
@@ -124,11 +132,18 @@ clean:
 	rm -rf .venv* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # --no-deps at the end: torch's CUDA build asks for one exact Triton, and this target is for the others.
-$(READY): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "normforge needs Python 3.10 or newer, and there is no '$(PYTHON)' on PATH; install one or name yours: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 10); sys.exit("normforge needs Python 3.10 or newer, and $(PYTHON) is %d.%d; name a newer one: make PYTHON=python3.12" % sys.version_info[:2] if old else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	@echo "Installing what normforge runs on: PyTorch and Triton, which with CUDA's libraries are some gigabytes, and a few small packages"
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e .
+	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
+	@touch $@
+
+$(READY): $(RUNTIME)
+	@echo "Installing what the tests and the linters need: JAX, pytest, mypy, ruff and others"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
 	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
 	@touch $@
