@@ -19,9 +19,9 @@ from ..codegen.command import DIFFERS, DONE
 from ..errors import NormforgeError
 from ..kernels import binaries
 from ..kernels.gpu import architecture, interpreting
-from ..paths import why_open
 from ..selection import dispatch
 from ..selection.on_demand import cache_folder
+from ..settings import why_open
 from ..upstream import native_launcher
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
