@@ -17,10 +17,13 @@ from benchmarks.pictures import OVERVIEW, heat_map, save
 from benchmarks.results import load
 from benchmarks.suites import SUITES
 
+from ..evidence import TABLES
 from ..thorough import THOROUGH
 
-FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir())
 ROOT = RESULTS.parent.parent
+EVIDENCE = ROOT / TABLES
+# A command of its own writes each table of evidence, at a revision of its own.
+FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir() and path != EVIDENCE)
 # What two tables of one run may differ in: what only some of them used, or were told.
 _OWN = {"shape", "beside", "seed", "rows", "jax", "transformers", "timm"}
 
@@ -79,6 +82,12 @@ def test_every_folder_is_named_for_its_device() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_is_of_one_revision_and_one_machine_without_a_stale_file(folder: Path) -> None:
     assert faults(folder) == []
+
+
+def test_every_table_of_evidence_states_its_revision() -> None:
+    stated = {name: header.get("revision", "") for name, header in headers(EVIDENCE)}
+    assert stated.keys() == {path.name for path in EVIDENCE.iterdir()}
+    assert [name for name, revision in stated.items() if not re.fullmatch(r"[0-9a-f]{7,40}", revision)] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)

@@ -20,12 +20,12 @@ from .case import BF16, FP16, FP32
 from .devices import on_each_device
 
 OURS: dict[str, Callable[..., torch.Tensor]] = {
-    "families.plain_functions.layer_norm": normforge.layer_norm,
-    "families.plain_functions.rms_norm": normforge.rms_norm,
+    "nn.functional.layer_norm": normforge.layer_norm,
+    "nn.functional.rms_norm": normforge.rms_norm,
 }
 THEIRS: dict[str, Callable[..., torch.Tensor]] = {
-    "families.plain_functions.layer_norm": functional.layer_norm,
-    "families.plain_functions.rms_norm": functional.rms_norm,
+    "nn.functional.layer_norm": functional.layer_norm,
+    "nn.functional.rms_norm": functional.rms_norm,
 }
 # Of a value, and of a gradient beside the largest of its tensor.
 TOLERANCE = {FP16: 5e-3, BF16: 2e-2, FP32: 1e-4}
@@ -118,11 +118,11 @@ def test_samples_with_an_eps_below_0_are_refused(name: str, device: str, op_info
 def _error_inputs(name: str, op_infos: dict[str, Any], device: str) -> list[tuple[torch.Tensor, tuple[Any, ...]]]:
     """Those of rms_norm serve layer_norm too, which has none of its own: a bias goes before eps."""
     inputs: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
-    for error_input in op_infos["families.plain_functions.rms_norm"].error_inputs(device):
+    for error_input in op_infos["nn.functional.rms_norm"].error_inputs(device):
         sample = error_input.sample_input
         shape, weight, eps = sample.args
         inputs.append((sample.input, (shape, weight, eps)))
-        if name == "families.plain_functions.layer_norm":
+        if name == "nn.functional.layer_norm":
             inputs[-1] = (sample.input, (shape, weight, None, eps))
             inputs.append((sample.input, (shape, None, weight, eps)))
     return inputs
