@@ -104,7 +104,7 @@ class _Calls(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in (_ON_MISS, _FROZEN):
             os.environ.pop(name, None)
-        normforge.load_instances(_all_instances())
+        normforge.load_instances()
         if hasattr(self, "recording"):
             self.recording.close()
 
