@@ -1,4 +1,4 @@
-"""The runtime's public functions as text: what `templates/calls.py.j2` makes of the rows of parameters."""
+"""The modules of the runtime that templates make from the rows of parameters: public functions, and types of calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from pathlib import Path
 
 from . import emit
 from .errors import FolderError
-from .families import Family, Parameter
+from .families import Family, Kind, Parameter
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
+from .public import PUBLIC
 
-# From the repository's root.
-PATH = "runtime/families/public.py"
-
-_TEMPLATE = "calls.py.j2"
+# Templates by the paths of the modules, from the repository's root.
+TEMPLATES = {
+    "runtime/families/operands.py": "operands.py.j2",
+    "runtime/families/public.py": "calls.py.j2",
+}
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,26 @@ class CallsFile:
             raise FolderError(f"{self.path} cannot be written: {error.strerror}; mend that and run again") from error
 
 
-def calls_file(root: Path, shown: Path) -> CallsFile | None:
-    """The module of a checkout, or None where that has no runtime.
+def calls_files(root: Path, shown: Path) -> list[CallsFile]:
+    """Return the modules of a checkout; none where the checkout has no runtime.
 
     Args:
-        root: where the checkout is.
-        shown: the module's path as messages have it.
+        root: the checkout.
+        shown: the checkout as messages name it.
 
     Raises:
-        TemplateError: the template is missing or cannot be rendered.
+        TemplateError: a template is missing or cannot be rendered.
     """
-    path = root / PATH
-    if not path.parent.is_dir():
-        return None
-    return CallsFile(path, shown, path.read_text() if path.is_file() else "", render_calls())
+    paths = [(root / name, shown / name, name) for name in TEMPLATES]
+    return [
+        CallsFile(path, seen, path.read_text() if path.is_file() else "", render_calls(name))
+        for path, seen, name in paths
+        if path.parent.is_dir()
+    ]
 
 
-def render_calls() -> str:
-    """Render the module that holds the functions of every family.
+def render_calls(path: str) -> str:
+    """Render a module of `TEMPLATES`.
 
     Raises:
         TemplateError: the template is missing or cannot be rendered.
@@ -90,7 +94,7 @@ def render_calls() -> str:
         "gated": GATED,
         "quantised": QUANTISED,
     }
-    return emit.render(_TEMPLATE, **families, **_HELPERS)
+    return emit.render(TEMPLATES[path], **families, public=PUBLIC, **_HELPERS)
 
 
 def _filled(text: str) -> str:
@@ -106,12 +110,22 @@ def _filled(text: str) -> str:
     )
 
 
-def _paragraph(text: str, indent: int) -> str:
+def _paragraph(text: str, indent: int, hanging: int = 4) -> str:
     """An entry of a docstring's list."""
     margin = " " * indent
     return textwrap.fill(
-        text, emit.LINE_LENGTH, initial_indent=margin, subsequent_indent=margin + 4 * " ", break_on_hyphens=False
+        text,
+        emit.LINE_LENGTH,
+        initial_indent=margin,
+        subsequent_indent=margin + hanging * " ",
+        break_on_hyphens=False,
+        break_long_words=False,
     )
+
+
+def _absent(row: Parameter) -> str:
+    """Return the argument of a call whose norm lacks the parameter."""
+    return "0.0" if row.kind is Kind.NUMBER else "None"
 
 
 def _fitted(before: str, items: str, after: str, indent: int) -> str:
@@ -129,9 +143,9 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
     return f"{margin}{before}\n{filled}\n{margin}{after}  # fmt: skip".replace("\0", " ")
 
 
-def _import_enums(*families: Family) -> str:
-    """The import of the enums whose members families take."""
-    rows = [row for family in families for row in family.parameters]
+def _import_enums(*families: Family, functional: bool = False) -> str:
+    """Return the import of the enums whose members families take, or calls of their functional API alone."""
+    rows = [row for family in families for row in family.parameters if row.functional or not functional]
     names = sorted({row.words.__name__ for row in rows if row.words is not None})
     line = f"from ..codegen.values import {', '.join(names)}"
     if len(line) <= emit.LINE_LENGTH:
@@ -152,6 +166,7 @@ def _block(text: str) -> str:
 _HELPERS = {
     "block": _block,
     "names": _names,
+    "absent": _absent,
     "filled": _filled,
     "paragraph": _paragraph,
     "fitted": _fitted,

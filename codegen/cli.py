@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .calls import PATH as CALLS
-from .calls import CallsFile, calls_file
+from .calls import CallsFile, calls_files
 from .command import DIFFERS, DONE, Parser, run
 from .emit import render_folder
 from .errors import FolderError
@@ -87,8 +86,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
     status = _ACTIONS[arguments.verb](manifest, planned, again)
     # The functions emitted into the runtime depend on no manifest, so only runs into a checkout's own folder write
     # them.
-    calls = calls_file(_ROOT, _shown(_ROOT / CALLS)) if arguments.own else None
-    return status if calls is None else max(status, _with_calls(arguments.verb, calls, again))
+    calls = calls_files(_ROOT, _shown(_ROOT)) if arguments.own else []
+    return max(status, *[_with_calls(arguments.verb, each, again) for each in calls], DONE)
 
 
 def _refuse_to_prune(planned: Plan, asked: str) -> None:

@@ -118,7 +118,7 @@ class Parameter:
         kind: the kind of its values.
         default: the default by norm, as the signature writes it; `REQUIRED` for none. A norm without an entry lacks the
             parameter.
-        meaning: the docstring's line by norm. A norm without an entry refers to the family's first function.
+        meaning: the docstring's line by norm. A norm without an entry has the first one.
         positional: whether the parameter may be passed without its name.
         optional: whether None may be passed; a default of None implies it.
         words: the enum of a `Kind.WORD`.
@@ -259,7 +259,7 @@ class Family:
 
     Attributes:
         direction: backward if calls compute gradients.
-        functions: the functions' names by norm; docstrings of the other functions refer to the first.
+        functions: the functions' names by norm.
         parameters: the parameters, in the order of signatures and schemas.
         results: the results, in order.
         name: "modulated", "gated", "quantised", "dropped" or "group"; "" for the norms alone.
@@ -297,7 +297,7 @@ class Family:
 
     def meaning(self, parameter: Parameter, norm: Norm) -> str:
         """Return the docstring's line for a parameter of a norm's function."""
-        return parameter.meaning.get(norm) or f"see `{next(iter(self.functions.values()))}`."
+        return parameter.meaning.get(norm) or next(iter(parameter.meaning.values()))
 
     def __getitem__(self, name: str) -> Parameter:
         return next(parameter for parameter in self.parameters if parameter.name == name)

@@ -64,8 +64,7 @@ FORWARD = Family(
             "x",
             Kind.ROWS,
             default=_each(REQUIRED),
-            meaning=_each("see `layernorm2d_fwd`, as for every argument not listed here.")
-            | _first(
+            meaning=_first(
                 "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, "
                 "or on two (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere "
                 "under TRITON_INTERPRET=1). M, the number of rows, may be 0."
@@ -88,7 +87,7 @@ FORWARD = Family(
             "bias",
             Kind.VECTOR,
             default=_centred("None"),
-            meaning=_first("(N,), likewise, or None for 0."),
+            meaning=_first("(N,), fp16, bf16 or fp32, or None for 0."),
             positional=True,
             gradient="dbias",
             functional=True,
@@ -297,7 +296,9 @@ BACKWARD = Family(
             "x",
             Kind.ROWS,
             default=_each(REQUIRED),
-            meaning=_first("dy's shape, likewise: what was normalised. After a fused add that is residual_out."),
+            meaning=_first(
+                "dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out."
+            ),
             positional=True,
             axis="dtype_in",
             functional=True,
@@ -316,7 +317,13 @@ BACKWARD = Family(
             default=_centred(REQUIRED),
             meaning=_first("x's shape without the last dimension, fp32, as the forward call saved it."),
         ),
-        Parameter("rstd", Kind.PER_ROW, default=_each(REQUIRED), meaning=_first("likewise."), functional=True),
+        Parameter(
+            "rstd",
+            Kind.PER_ROW,
+            default=_each(REQUIRED),
+            meaning=_first("x's shape without the last dimension, fp32, as the forward call saved it."),
+            functional=True,
+        ),
         Parameter(
             "weight_offset",
             Kind.NUMBER,
@@ -419,7 +426,10 @@ MODULATED = Family(
             "scale",
             Kind.SAMPLES,
             default=_each(REQUIRED),
-            meaning=_first("(B, N), x's shape or (N,), fp16, bf16 or fp32: rows are multiplied by 1 + scale."),
+            meaning=_first(
+                "(B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,), one row for "
+                "all. fp16, bf16 or fp32, rows on any stride. Rows are multiplied by 1 + scale."
+            ),
             positional=True,
             gradient="dscale",
             functional=True,
@@ -428,7 +438,7 @@ MODULATED = Family(
             "shift",
             Kind.SAMPLES,
             default=_each(REQUIRED),
-            meaning=_first("likewise, added behind that."),
+            meaning=_first("(B, N), x's shape or (N,), as scale; added after the multiplication."),
             positional=True,
             gradient="dshift",
             functional=True,
@@ -437,7 +447,10 @@ MODULATED = Family(
             "gate",
             Kind.SAMPLES,
             default=_each("None"),
-            meaning=_first("likewise: x is multiplied by it before residual is added."),
+            meaning=_first(
+                "(B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added. "
+                "Requires residual."
+            ),
             axis="x_gate",
             wanted="x_gate",
             gradient="dgate",
@@ -447,7 +460,7 @@ MODULATED = Family(
             "residual",
             Kind.ROWS,
             default=_each("None"),
-            meaning=_first("x's shape, fp16, bf16 or fp32."),
+            meaning=_first("x's shape, fp16, bf16 or fp32, or None for 0."),
             axis="fadd",
             wanted="fadd.stores",
             gradient="dx",
@@ -475,7 +488,7 @@ GATED = Family(
             "gate",
             Kind.ROWS,
             default=_each(REQUIRED),
-            meaning=_first("x's shape, fp16, bf16 or fp32, rows on strides of their own."),
+            meaning=_first("x's shape, fp16, bf16 or fp32, with strides independent of x's."),
             positional=True,
             wanted="gating.gates",
             unused="gate was passed and gating {gating!r} would ignore it; pass gating='after_norm' or 'before_norm'",
@@ -495,7 +508,7 @@ GATED = Family(
             "bias",
             Kind.GROUPS,
             default=_centred("None"),
-            meaning=_first("likewise, or None for 0."),
+            meaning=_first("(N,), or (G, N) where x is (..., G, N); fp16, bf16 or fp32, or None for 0."),
             axis="grouped",
             gradient="dbias",
             functional=True,
@@ -513,7 +526,7 @@ GATED = Family(
             "activation",
             Kind.WORD,
             default=_each('"silu"'),
-            meaning=_first('"silu" or "sigmoid".'),
+            meaning=_first('"silu", gate * sigmoid(gate), or "sigmoid".'),
             words=GateActivation,
             axis="gate_activation",
             functional=True,

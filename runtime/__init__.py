@@ -32,14 +32,10 @@ if TYPE_CHECKING:
     from .families.gated.functions import GatedRMSNorm as GatedRMSNorm
     from .families.gated.functions import gated_layer_norm as gated_layer_norm
     from .families.gated.functions import gated_rms_norm as gated_rms_norm
-    from .families.gated.row import gated_layernorm2d_fwd as gated_layernorm2d_fwd
-    from .families.gated.row import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
     from .families.group.functions import GroupNorm as GroupNorm
     from .families.group.functions import group_norm as group_norm
     from .families.modulated.functions import modulated_layer_norm as modulated_layer_norm
     from .families.modulated.functions import modulated_rms_norm as modulated_rms_norm
-    from .families.modulated.row import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
-    from .families.modulated.row import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
     from .families.plain_functions import add_layer_norm as add_layer_norm
     from .families.plain_functions import add_rms_norm as add_rms_norm
     from .families.plain_functions import l2_norm as l2_norm
@@ -49,14 +45,18 @@ if TYPE_CHECKING:
     from .families.plain_modules import AddRMSNorm as AddRMSNorm
     from .families.plain_modules import LayerNorm as LayerNorm
     from .families.plain_modules import RMSNorm as RMSNorm
+    from .families.public import gated_layernorm2d_fwd as gated_layernorm2d_fwd
+    from .families.public import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
     from .families.public import l2norm2d_bwd as l2norm2d_bwd
     from .families.public import l2norm2d_fwd as l2norm2d_fwd
     from .families.public import layernorm2d_bwd as layernorm2d_bwd
     from .families.public import layernorm2d_fwd as layernorm2d_fwd
+    from .families.public import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
+    from .families.public import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
+    from .families.public import quantised_layer_norm as quantised_layer_norm
+    from .families.public import quantised_rms_norm as quantised_rms_norm
     from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd
     from .families.public import rmsnorm2d_fwd as rmsnorm2d_fwd
-    from .families.quantised import quantised_layer_norm as quantised_layer_norm
-    from .families.quantised import quantised_rms_norm as quantised_rms_norm
     from .families.which import which as which
     from .kernels.binaries import load_aot as load_aot
     from .override.switch import TorchOverride as TorchOverride
@@ -77,11 +77,12 @@ _HOMES = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
     "calls.backend": ("backend",),
-    "families.gated.row": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "families.modulated.row": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "families.public": tuple(f"{norm}norm2d_{way}" for norm in ("l2", "layer", "rms") for way in ("bwd", "fwd")),
-    "families.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
+    "families.public": (
+        *(f"{norm}norm2d_{way}" for norm in ("l2", "layer", "rms") for way in ("bwd", "fwd")),
+        *(f"{family}_{norm}norm2d_fwd" for family in ("gated", "modulated") for norm in ("layer", "rms")),
+        *(f"quantised_{norm}_norm" for norm in ("layer", "rms")),
+    ),
     "families.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
@@ -113,8 +114,7 @@ if not TYPE_CHECKING:
                     # Should this be the first that needs it in a program of JAX's, `start` runs now.
                     import_module("torch")
                 module = import_module(f".{home}", __name__)
-                globals()[name] = module if home == name else getattr(module, name)
-                return globals()[name]
+                return globals().setdefault(name, module if home == name else getattr(module, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

@@ -21,8 +21,8 @@ from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
 from . import eager
 from .eager import Dropout, rounded
+from .operands import Operands, Options
 from .plain import as_operands, gradients_first
-from .public import Operands, Options
 
 _BACKWARD = calls_of(DROPPED_BWD, name="dropped_gradients")
 

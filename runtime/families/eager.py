@@ -22,7 +22,7 @@ from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
-from .public import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
+from .operands import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
 
 Tensors = Sequence["torch.Tensor | None"]
 

@@ -30,7 +30,7 @@ from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes
 from . import eager
-from .public import BackwardOptions, Operands, Options
+from .operands import BackwardOptions, Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 

@@ -29,9 +29,9 @@ from ..random_mask import dropout_mask
 from . import dropout, eager
 from . import plain as recorded
 from .eager import Dropout
+from .operands import DEFAULT_EPS, Operands, Options
 from .plain import FORWARD_OF, OPERANDS, named
 from .plainly import is_plain
-from .public import DEFAULT_EPS, Operands, Options
 from .replaced import Replacing
 
 

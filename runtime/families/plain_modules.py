@@ -14,8 +14,8 @@ from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
 from ..errors import ConflictError
+from .operands import Operands, Options
 from .plain_functions import add_normalise, normalise, normalise_cast_before_weight, normalise_first
-from .public import Operands, Options
 from .replaced import Replacing
 
 

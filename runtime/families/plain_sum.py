@@ -19,8 +19,8 @@ from ..calls.road import prepared
 from ..dtypes import FLOATS
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
+from .operands import Operands, Options
 from .plain import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
-from .public import Operands, Options
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .public import Operands, Options
+from .operands import Operands, Options
 
 
 def is_plain(operands: Operands, normalized_shape: Any, options: Options) -> bool:

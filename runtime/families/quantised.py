@@ -17,167 +17,51 @@ from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_
 from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Places, calls_of
 from ..codegen.parameters import QUANTISED
-from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
 from ..upstream.dynamo_guards import Empty, contiguous_strides
-from .public import QuantisedOperands, QuantisedOptions
+from .operands import QuantisedOperands, QuantisedOptions
 
 # What returns y as it is.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
-def quantised_layer_norm(
+def forward(
+    norm: str,
     x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-    x_bias: torch.Tensor | None = None,
-    smooth_scale: torch.Tensor | None = None,
-    fquant: str | int | FusedQuant = "dynamic",
-    out_dtype: torch.dtype | None = None,
-    cast: str | Cast = "after_weight",
-    group_size: int | str | ScaleGroup | None = None,
-    scale_format: str | ScaleFormat = "float",
-    scale_layout: str | ScaleLayout = "row_major",
-    global_scale: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    quantise_rounded: bool = False,
-    save_unquant: bool = False,
-    y_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
+    smooth_scale: torch.Tensor | None,
+    fquant: Any,
+    out_dtype: torch.dtype | None,
+    cast: Any,
+    group_size: Any,
+    scale_format: Any,
+    scale_layout: Any,
+    global_scale: torch.Tensor | None,
+    scale_ub: torch.Tensor | None,
+    quantise_rounded: bool,
+    save_unquant: bool,
+    y_scale: torch.Tensor | None,
+    *places: torch.Tensor | None,
 ) -> QuantisedOutput:
-    """LayerNorm of x + x_bias + residual, quantised with a scale a row, a group of a row, or one that is given.
-
-    y is multiplied by smooth_scale, then divided by a scale, rounded to nearest even and saturated at qmax: 127 for
-    int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of neighbours, the last of
-    which may be shorter, is max|y| / qmax (as DeepSeek-V3's activations, 2024, in groups of 128); one that is
-    no normal fp32 number, of zeros say, is 1. What holds a NaN or Inf has a scale that is none.
-
-    Not differentiable.
-
-    Args:
-        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
-        weight: (N,), fp16, bf16 or fp32, or None for 1.
-        bias: (N,), fp16, bf16 or fp32, or None for 0.
-        eps: added to the variance.
-        residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
-        x_bias: (N,), added to every row of x before anything else, or None.
-        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
-        fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3): by the scale that y_scale is.
-        out_dtype: torch.int8 (also where None), torch.float8_e4m3fn or torch.float8_e5m2. With a scale a row and
-            nothing else asked for float8_e4m3fnuz too. torch.float4_e2m1fn_x2 is NVFP4, with group_size 16,
-            scale_format "e4m3" and an even N: y * global_scale / y_scale, to nearest even, at most 6, and 0 where
-            y_scale is 0; of two neighbours the first is the lower half of a byte.
-        cast: see `layernorm2d_fwd`.
-        group_size: 32, 64 or 128 neighbours share a scale, or of fp4 16; None for whole rows.
-        scale_format: of groups of fp8: "float"; or powers of two, rounded up: as fp32 ("ue8m0_float"), as
-            float8_e8m0fnu ("ue8m0"), or as its bytes, four groups to an int32 ("ue8m0_packed"). Of fp4 "e4m3":
-            global_scale * max|y| / 6 in float8_e4m3fn, to nearest even, at most 448.
-        scale_layout: of groups: "row_major"; "column_major": scales of one group side by side, each group's at a
-            multiple of 16 bytes, as DeepGEMM copies them on sm_90; or, of MXFP8 and NVFP4, "swizzled_128x4": in tiles
-            of 128 rows by 4 groups, one behind another, those of the same rows first, zeros where there is none.
-            Scale (r, g) is byte 16 (r mod 32) + 4 (r mod 128 div 32) + g mod 4 of its tile, as torch.nn.functional's
-            scaled_mm (SWIZZLE_32_4_4) and cuBLAS take it
-            (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
-        global_scale: one fp32 value on x's device, above 0, which the host does not read: what scales of scale_format
-            "e4m3" are multiplied by before they are rounded, as a rule 448 * 6 / max|y| of what is calibrated with.
-        scale_ub: one fp32 value on x's device: the most that max|y| counts as. Goes with fp8 and scales that are
-            computed and floats. A NaN makes all scales NaN; 0 or less counts as 0, which makes all scales 1.
-        quantise_rounded: quantise y as it is once rounded to x's 16 bits, before smooth_scale: what a kernel that reads
-            a stored y computes. False quantises it as it is in fp32.
-        save_unquant: return y in x's dtype too, as it is before smooth_scale.
-        y_scale: with fquant "static" what y is divided by: one fp32 value on x's device, which the host does not read,
-            or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
-            shape and dtype, or (..., 1) for a scale a row. Contiguous; of groups, in two dimensions and not swizzled,
-            on any strides above 0 that keep them apart. Swizzled ones may be flat. A scale a row and no more is at a
-            multiple of 16 bytes.
-        out: where y goes, in its shape, contiguous, or None for a new tensor.
-        residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
-
-    Returns:
-        `QuantisedOutput`, with None for what was not asked.
-
-    Raises:
-        ConflictError: an argument that goes with another one that was not passed.
-        NormforgeError: one of those that `layernorm2d_fwd` lists.
-    """
-    asked = ScaleGroup.NONE.value if group_size is None else group_size
-    said = (eps, 0.0, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded, save_unquant)
-    tensors = (x, weight, bias, residual, x_bias, smooth_scale)
-    return _normalise("layer", tensors, (global_scale, scale_ub), said, (out, residual_out, y_scale))
-
-
-def quantised_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    residual: torch.Tensor | None = None,
-    x_bias: torch.Tensor | None = None,
-    smooth_scale: torch.Tensor | None = None,
-    fquant: str | int | FusedQuant = "dynamic",
-    out_dtype: torch.dtype | None = None,
-    cast: str | Cast = "after_weight",
-    group_size: int | str | ScaleGroup | None = None,
-    scale_format: str | ScaleFormat = "float",
-    scale_layout: str | ScaleLayout = "row_major",
-    global_scale: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    quantise_rounded: bool = False,
-    save_unquant: bool = False,
-    y_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> QuantisedOutput:
-    """RMSNorm of x + x_bias + residual, quantised; see `quantised_layer_norm`.
-
-    Args:
-        x: see `quantised_layer_norm`.
-        weight: see `quantised_layer_norm`.
-        eps: added to the mean square.
-        weight_offset: added to every weight, in fp32.
-        residual: see `quantised_layer_norm`.
-        x_bias: see `quantised_layer_norm`.
-        smooth_scale: see `quantised_layer_norm`.
-        fquant: see `quantised_layer_norm`.
-        out_dtype: see `quantised_layer_norm`.
-        cast: see `layernorm2d_fwd`.
-        group_size: see `quantised_layer_norm`.
-        scale_format: see `quantised_layer_norm`.
-        scale_layout: see `quantised_layer_norm`.
-        global_scale: see `quantised_layer_norm`.
-        scale_ub: see `quantised_layer_norm`.
-        quantise_rounded: see `quantised_layer_norm`.
-        save_unquant: see `quantised_layer_norm`.
-        y_scale: see `quantised_layer_norm`.
-        out: see `quantised_layer_norm`.
-        residual_out: see `quantised_layer_norm`.
-    """
-    asked = ScaleGroup.NONE.value if group_size is None else group_size
-    said = (eps, weight_offset, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded)
-    tensors = (x, weight, None, residual, x_bias, smooth_scale)
-    return _normalise("rms", tensors, (global_scale, scale_ub), (*said, save_unquant), (out, residual_out, y_scale))
-
-
-def _normalise(
-    norm: str, tensors: tuple[Any, ...], values: tuple[Any, Any], said: tuple[Any, ...], places: Places
-) -> QuantisedOutput:
-    eps, weight_offset, fquant, *others = said
-    out, residual_out, y_scale = places
+    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`, whose arguments come in order."""
     quantisation = word(FusedQuant, "fquant", fquant)
     given: tuple[Any, Any] = (None, None)
     if quantisation.is_static:
-        quantisation, given = _given_scale(tensors[0], y_scale)
-        places = (out, residual_out, None)
-    operands: QuantisedOperands = (*tensors, *given, *values)
-    options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, *others)
-    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
+        quantisation, given = _given_scale(x, y_scale)
+        y_scale = None
+    operands: QuantisedOperands = (x, weight, bias, residual, x_bias, smooth_scale, *given, global_scale, scale_ub)
+    group = ScaleGroup.NONE.value if group_size is None else group_size
+    of_scales = (group, scale_format, scale_layout, quantise_rounded, save_unquant)
+    options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, *of_scales)
+    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, (*places, y_scale))
     return found
 
 

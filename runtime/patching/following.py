@@ -8,8 +8,8 @@ import torch
 
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
+from ..families.operands import DEFAULT_EPS, Options
 from ..families.plain_modules import LayerNorm, RMSNorm
-from ..families.public import DEFAULT_EPS, Options
 from .huggingface import ANY_LENGTH, HuggingFaceRMSNorm, T5RMSNorm
 
 _FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)

@@ -22,8 +22,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.known import PLAIN
 from ..errors import NormforgeError
+from ..families.operands import Options
 from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
-from ..families.public import Options
 from ..selection.invariance import is_on
 from ..settings import fuse_from
 from .following import is_bare, is_of_length, options_of, vectors_of

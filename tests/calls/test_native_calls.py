@@ -26,7 +26,7 @@ from normforge.calls.outputs import packing
 from normforge.calls.plan import Forward
 from normforge.families import plain as recorded
 from normforge.families import public
-from normforge.families.public import Operands
+from normforge.families.operands import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 

@@ -362,18 +362,21 @@ def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, 
         shutil.copy(repository / name, tmp_path)
     for name in ("codegen", "templates"):
         shutil.copytree(repository / name, tmp_path / name)
-    path = tmp_path / calls.PATH
+    *_, name = calls.TEMPLATES
+    path = tmp_path / name
     path.parent.mkdir(parents=True)
     few = ("generate.py", "--where", "norm=rms,n=1")
-    assert run(*few, "--dry-run", cwd=tmp_path).stdout.endswith(f"{calls.PATH}: would be written\n")
-    assert run(*few, cwd=tmp_path).stdout.endswith(f"{calls.PATH}: written\n")
-    assert path.read_text() == (repository / calls.PATH).read_text()
+    for told, verb in ((("--dry-run",), "would be written"), ((), "written")):
+        said = "".join(f"{name}: {verb}\n" for name in calls.TEMPLATES)
+        assert run(*few, *told, cwd=tmp_path).stdout.endswith(said)
+    for each in calls.TEMPLATES:
+        assert (tmp_path / each).read_text() == (repository / each).read_text()
     assert [run(*few, "--check", cwd=tmp_path).returncode, run(*few, cwd=tmp_path).stdout.count("\n")] == [0, 1]
     path.write_text(path.read_text().replace("native.calls", "native"))
     drifted = run(*few, "--check", cwd=tmp_path)
     assert drifted.returncode == 1
-    assert f"--- {calls.PATH}" in drifted.stdout
-    assert drifted.stderr.startswith(f"{calls.PATH} differs from its template; to bring it up to date: python generate")
+    assert f"--- {name}" in drifted.stdout
+    assert drifted.stderr.startswith(f"{name} differs from its template; to bring it up to date: python generate")
     # With a folder of one's own, nothing else is touched.
     assert run(*few, "--out", "mine", cwd=tmp_path).stdout.count("\n") == 1
 

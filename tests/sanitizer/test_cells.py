@@ -65,7 +65,7 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
 }
 
 # Templates that hold no kernel: frames of files, and device functions.
-FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
+FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "operands.py.j2", "package.py.j2", "primitives.py.j2"}
 FINALISER = "sum_partials"
 
 

@@ -17,8 +17,8 @@ from ...codegen.values import GateActivation
 from ...dtypes import word
 from ...errors import ShapeError
 from .. import first_call
+from ..operands import GatedOperands, GatedOptions
 from ..plain_functions import by_parts, handed_on, is_handed_on
-from ..public import GatedOperands, GatedOptions
 from ..replaced import Replacing
 from . import row
 

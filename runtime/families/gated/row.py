@@ -18,12 +18,12 @@ from ...calls.row_layout import walkable
 from ...calls.traced import unrecorded
 from ...codegen.model import Mode
 from ...codegen.parameters import GATED, GATED_BWD
-from ...codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
+from ...codegen.values import Direction, GateActivation, Gating, Norm
 from ...dtypes import DTYPES, word
 from ...errors import ShapeError
 from .. import eager
 from ..eager import GatedArgs, GatedSaved
-from ..public import GatedOperands
+from ..operands import GatedOperands
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -112,82 +112,21 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
     return grouped
 
 
-def gated_layernorm2d_fwd(
+def forward(
+    norm: str,
     x: torch.Tensor,
     gate: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    activation: str | GateActivation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    fquant: str | int | FusedQuant = "none",
-    out_dtype: torch.dtype | None = None,
-    save_mv: bool = False,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: Any,
+    norm_before_gate: Any,
+    group_size: int | None,
+    *others: Any,
 ) -> LayerNormOutput:
-    """The forward pass of `gated_layer_norm`, its y quantised if asked; see `layernorm2d_fwd` for errors too.
-
-    What is quantised is y in fp32, gate and all, each row by its own y_scale. Of groups, each group of a row is one.
-    Not differentiable.
-
-    Args:
-        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
-        gate: x's shape, fp16, bf16 or fp32, on strides of its own.
-        weight: (N,), fp16, bf16 or fp32, or None for 1.
-        bias: (N,), fp16, bf16 or fp32, or None for 0.
-        eps: added to the variance.
-        activation: see `gated_rms_norm`.
-        norm_before_gate: see `gated_rms_norm`.
-        group_size: see `gated_rms_norm`.
-        fquant: "none" (0) or "dynamic" (2).
-        out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
-            torch.float8_e4m3fnuz and torch.float8_e5m2 quantise too.
-        save_mv: return mean and rstd.
-
-    Returns:
-        `LayerNormOutput`, with None for what was not asked. y_scale, mean and rstd have x's shape without the last
-        dimension; of groups (..., N / group_size).
-    """
-    said = (eps, 0.0, fquant, out_dtype, save_mv)
-    return _forward("layer", (x, gate, weight, bias), (activation, norm_before_gate), said, group_size)
-
-
-def gated_rmsnorm2d_fwd(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    activation: str | GateActivation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    fquant: str | int | FusedQuant = "none",
-    out_dtype: torch.dtype | None = None,
-    save_mv: bool = False,
-) -> LayerNormOutput:
-    """The forward pass of `gated_rms_norm`, its y quantised if asked; see `gated_layernorm2d_fwd`.
-
-    Args:
-        x: see `gated_layernorm2d_fwd`, as for every argument not described here.
-        gate: see `gated_layernorm2d_fwd`.
-        weight: see `gated_layernorm2d_fwd`.
-        eps: added to the mean square.
-        activation: see `gated_layernorm2d_fwd`.
-        norm_before_gate: see `gated_layernorm2d_fwd`.
-        group_size: see `gated_layernorm2d_fwd`.
-        fquant: see `gated_layernorm2d_fwd`.
-        out_dtype: see `gated_layernorm2d_fwd`.
-        save_mv: return rstd; mean is always None.
-    """
-    said = (eps, 0.0, fquant, out_dtype, save_mv)
-    return _forward("rms", (x, gate, weight, None), (activation, norm_before_gate), said, group_size)
-
-
-def _forward(
-    norm: str, operands: GatedOperands, gating: tuple[Any, Any], said: tuple[Any, ...], group_size: int | None
-) -> LayerNormOutput:
-    options = road.options_2d(operands, (norm, *words(*gating), *said))
+    """Run a call of `gated_layernorm2d_fwd` or `gated_rmsnorm2d_fwd`, whose arguments come in order."""
+    operands = (x, gate, weight, bias)
+    options = road.options_2d(operands, (norm, *words(activation, norm_before_gate), eps, 0.0, *others))
     if group_size is not None:
         operands = in_groups(operands, group_size)
     found: LayerNormOutput = road.launched_2d(CALLS, operands, options)

@@ -11,8 +11,8 @@ from ...calls import road
 from ...calls.record import records
 from ...calls.traced import is_dynamo_compiling
 from .. import first_call
+from ..operands import ModulatedOperands, ModulatedOptions
 from ..plain_functions import handed_on, is_handed_on
-from ..public import ModulatedOperands, ModulatedOptions
 from . import row
 
 
