@@ -46,36 +46,37 @@ def layer_norm(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """LayerNorm over x's last dimensions, as `torch.nn.functional.layer_norm`.
+    """Compute LayerNorm over the last dimensions, with the arguments of `torch.nn.functional.layer_norm`.
 
     y = (s - mean) / sqrt(var + eps) * (weight + weight_offset) + bias of s = x + x_bias, with the biased variance (Ba
-    et al., 2016). For the backward pass x is kept, and a mean and rstd a row; nothing where no gradient is due. A
-    gradient of the gradient is computed by torch's operators, from the same formula.
+    et al., 2016). The backward pass saves x, and a mean and rstd per row; nothing if no gradient is due. Torch's
+    operators compute a gradient of the gradient, from the same formula.
 
-    Where kernels cannot, torch's own operator runs, on a GPU too: in transforms of torch.func, for tensors that carry a
-    tangent of forward-mode AD, in what torch.jit.trace records, where anything is float64 (which is logged once), and
-    for rows of no elements.
+    Torch's own operator runs where kernels cannot, on a GPU too: in transforms of torch.func, for tensors with a
+    tangent of forward-mode AD, under torch.jit.trace, for float64 tensors (logged once), and for rows without elements.
 
-    Of DTensors each rank normalises its rows, with nothing communicated where x is sharded along leading dimensions
-    and weight and bias are replicated: y lies as x does, and the gradients of weight and bias are partial sums. What
-    lies otherwise is redistributed first, as for torch's own operator.
+    For DTensors each rank normalises its rows. No communication is needed if x is sharded along leading dimensions and
+    weight and bias are replicated: y has x's placement, and the gradients of weight and bias are partial sums. Other
+    placements are redistributed first, as for torch's own operator.
 
-    Under torch.autocast y has the dtype that torch's has: fp32 on a GPU (that of rms_norm by the release of torch),
-    x's on a CPU. `backend` tells where kernels run and where torch's own operator does.
+    Under torch.autocast y has the dtype that torch's operator has there: fp32 on a GPU (for rms_norm depending on the
+    release of torch), x's dtype on a CPU. `backend` returns where kernels run and where torch's own operator runs.
 
     Args:
-        x: (..., *normalized_shape), fp16, bf16, fp32 or fp64; any strides. What kernels cannot walk (N not contiguous,
-            leading dimensions on more than three strides) is copied once.
+        x: (..., *normalized_shape), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk (N not
+            contiguous, leading dimensions on more than three strides) is copied once.
         normalized_shape: the last dimensions of x, normalised together.
         weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
         bias: normalized_shape, fp16, bf16, fp32 or fp64, or None for 0.
         eps: added to the variance.
-        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rounded to it before they are
-            multiplied by weight as well, as Hugging Face's Llama does; the gradient of weight is of the rounded rows).
-        weight_offset: added to every weight, in fp32; 1.0 where models store weight - 1. The kernels of LayerNorm
-            add none: here, unlike in `rms_norm`, the sum is an operation on (N,) of its own.
-        x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, the bias of a
-            linear layer that was left out there, say; or None. Its gradient is the sum of x's over rows.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32; 1.0 for models that store weight - 1. LayerNorm's kernels add no
+            offset: the sum is a separate operation on (N,).
+        x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the
+            bias of a linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum
+            of x's gradient over rows.
 
     Returns:
         y: x's shape and dtype.
@@ -107,20 +108,25 @@ def rms_norm(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMSNorm over x's last dimensions, as `torch.nn.functional.rms_norm`.
+    """Compute RMSNorm over the last dimensions, with the arguments of `torch.nn.functional.rms_norm`.
 
-    y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) of s = x + x_bias (Zhang and Sennrich, 2019). Everything
-    else is as in `layer_norm`.
+    y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) of s = x + x_bias (Zhang and Sennrich, 2019).
+    Gradients, fallbacks, DTensors and autocast are those of `layer_norm`.
 
     Args:
-        x: see `layer_norm`, as for every argument not described here.
-        normalized_shape: see `layer_norm`.
-        weight: see `layer_norm`.
+        x: (..., *normalized_shape), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk (N not
+            contiguous, leading dimensions on more than three strides) is copied once.
+        normalized_shape: the last dimensions of x, normalised together.
+        weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
         eps: added to the mean square; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of
             the type it computes in, as its documentation says since 2.13.
-        cast: see `layer_norm`.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
         weight_offset: added to every weight, in fp32 and in the kernel; 1.0 for Gemma's norms, which store weight - 1.
-        x_bias: see `layer_norm`.
+        x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the
+            bias of a linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum
+            of x's gradient over rows.
 
     Returns:
         y: x's shape and dtype.
@@ -144,7 +150,7 @@ def l2_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e
     operators, as described in `layer_norm`.
 
     Args:
-        x: (..., N), fp16, bf16, fp32 or fp64; see `layer_norm`.
+        x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
         weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
         eps: added to the sum of squares. `torch.nn.functional.normalize` instead bounds the norm from below.
 
@@ -209,33 +215,38 @@ def add_layer_norm(
     dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     return_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
+    """Add a residual and compute LayerNorm of the sum over the last dimension, in one kernel.
 
     residual_out = dropout(x + x_bias) + residual, summed in fp32 and rounded once, and y is the LayerNorm of
     residual_out. Differentiable through both outputs; the backward pass saves residual_out, and a mean and rstd per
     row.
 
     Args:
-        x: (..., N); see `layer_norm`.
-        residual: x's shape, fp16, bf16, fp32 or fp64, whatever x is.
-        weight: (N,); see `layer_norm`.
-        bias: (N,); see `layer_norm`.
+        x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
+        residual: x's shape, fp16, bf16, fp32 or fp64, whatever x's dtype is.
+        weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
+        bias: (N,), fp16, bf16, fp32 or fp64, or None for 0.
         eps: added to the variance.
-        cast: see `layer_norm`.
-        weight_offset: see `layer_norm`.
-        x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
-        dropout_p: how likely each element of x + x_bias is dropped before residual is added; the others are divided by
-            1 - dropout_p. 0 <= dropout_p < 1; pass `p if module.training else 0.0`.
-        dropout_rng: what decides which, with an element's row and column: (seed, offset), or the same as an int64
-            tensor of two on x's device; a torch.Generator of that device to draw them from; or None for torch's default
-            one. Drawing advances the generator, in a CUDA graph at each replay. The backward pass draws the mask once
-            more, by the same seed and offset; `dropout_mask` computes it.
-        return_mask: whether to return the mask as well, which torch's operators compute apart.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32; 1.0 for models that store weight - 1. LayerNorm's kernels add no
+            offset: the sum is a separate operation on (N,).
+        x_bias: (N,), fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the bias of a
+            linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum of x's
+            gradient over rows. The stored sum includes x_bias.
+        dropout_p: the probability that an element of x + x_bias is dropped before residual is added; kept elements are
+            divided by 1 - dropout_p. 0 <= dropout_p < 1; pass `p if module.training else 0.0`.
+        dropout_rng: the source of the mask, together with an element's row and column: (seed, offset), or both in an
+            int64 tensor of two on x's device; a torch.Generator of that device to draw them from; or None for torch's
+            default generator. A draw advances the generator, in a CUDA graph at each replay. The backward pass computes
+            the same mask again from seed and offset; `dropout_mask` returns the mask.
+        return_mask: return the mask too, which torch's operators compute separately.
 
     Returns:
-        y: x's shape and dtype (under autocast as in `layer_norm`).
+        y: x's shape and dtype; under torch.autocast the dtype that torch's operator has there.
         residual_out: x's shape, in residual's dtype; the residual of the next block.
-        mask: with return_mask alone: x's shape, bool, True where an element was kept.
+        mask: only with return_mask: x's shape, bool, True where an element was kept.
 
     Raises:
         NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape, a dropout_p
@@ -292,22 +303,33 @@ def add_rms_norm(
     dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     return_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
+    """Add a residual and compute RMSNorm of the sum over the last dimension, in one kernel.
 
     Args:
-        x: see `add_layer_norm`, as for every argument not described here.
-        residual: see `add_layer_norm`.
-        weight: see `add_layer_norm`.
-        eps: added to the mean square; None as in `rms_norm`.
-        cast: see `layer_norm`.
-        weight_offset: see `rms_norm`.
-        x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
-        dropout_p: see `add_layer_norm`.
-        dropout_rng: see `add_layer_norm`.
-        return_mask: see `add_layer_norm`.
+        x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
+        residual: x's shape, fp16, bf16, fp32 or fp64, whatever x's dtype is.
+        weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
+        eps: added to the mean square; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of
+            the type it computes in, as its documentation says since 2.13.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32 and in the kernel; 1.0 for Gemma's norms, which store weight - 1.
+        x_bias: (N,), fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the bias of a
+            linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum of x's
+            gradient over rows. The stored sum includes x_bias.
+        dropout_p: the probability that an element of x + x_bias is dropped before residual is added; kept elements are
+            divided by 1 - dropout_p. 0 <= dropout_p < 1; pass `p if module.training else 0.0`.
+        dropout_rng: the source of the mask, together with an element's row and column: (seed, offset), or both in an
+            int64 tensor of two on x's device; a torch.Generator of that device to draw them from; or None for torch's
+            default generator. A draw advances the generator, in a CUDA graph at each replay. The backward pass computes
+            the same mask again from seed and offset; `dropout_mask` returns the mask.
+        return_mask: return the mask too, which torch's operators compute separately.
 
     Returns:
-        y and residual_out, and the mask if it is asked for, as `add_layer_norm` does.
+        y: x's shape and dtype; under torch.autocast the dtype that torch's operator has there.
+        residual_out: x's shape, in residual's dtype; the residual of the next block.
+        mask: only with return_mask: x's shape, bool, True where an element was kept.
 
     Raises:
         NormforgeError: one of those that `add_layer_norm` lists.

@@ -126,14 +126,16 @@ class LayerNorm(_LayerNorm):
     Args:
         normalized_shape: the input's last dimensions, or the last one.
         eps: added to the variance.
-        elementwise_affine: whether there is a weight.
-        bias: whether there is a bias too.
-        device: the parameters'.
-        dtype: the parameters'.
-        cast: see `layer_norm`.
-        weight_offset: see `layer_norm`; weight starts as 1 - weight_offset, ones and zeros otherwise.
-        x_bias: whether there is a parameter x_bias, of normalized_shape and at first zeros, that is added to the input
-            first: the bias of the linear layer before, if that has none of its own.
+        elementwise_affine: True adds a weight.
+        bias: True adds a bias, if there is a weight.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32; the weight starts as 1 - weight_offset.
+        x_bias: True adds a parameter x_bias of shape normalized_shape, zeros at first, which is added to the input
+            before anything else: the bias of the preceding linear layer, if that layer has no bias.
 
     Raises:
         ConflictError: cast is no such word, or there is a weight_offset and no weight.
@@ -171,12 +173,15 @@ class RMSNorm(_RMSNorm):
     Args:
         normalized_shape: the input's last dimensions, or the last one.
         eps: added to the mean square; None is torch.finfo(torch.float32).eps.
-        elementwise_affine: whether there is a weight.
-        device: the parameters'.
-        dtype: the parameters'.
-        cast: see `layer_norm`.
-        weight_offset: see `rms_norm`; weight starts as 1 - weight_offset.
-        x_bias: see `LayerNorm`.
+        elementwise_affine: True adds a weight.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32 and in the kernel; the weight starts as 1 - weight_offset.
+        x_bias: True adds a parameter x_bias of shape normalized_shape, zeros at first, which is added to the input
+            before anything else: the bias of the preceding linear layer, if that layer has no bias.
         cast_before_weight: round to the input's dtype before the multiplication with the weight, as Hugging Face's
             `LlamaRMSNorm` does; the result has the wider of the two dtypes. By default the row is rounded once,
             after the multiplication.
@@ -248,7 +253,7 @@ class _Adds(_Norm):
 class AddLayerNorm(_Adds, _LayerNorm):
     """A residual add and LayerNorm in one kernel: `add_layer_norm` with `LayerNorm`'s parameters and options.
 
-    Further, dropout_p: while it trains, of x, by torch's default generator; see `add_layer_norm`.
+    dropout_p is the probability that an element of x is dropped in training, by torch's default generator.
     """
 
     def __init__(
@@ -282,7 +287,7 @@ class AddLayerNorm(_Adds, _LayerNorm):
 class AddRMSNorm(_Adds, _RMSNorm):
     """A residual add and RMSNorm in one kernel: `add_rms_norm` with `RMSNorm`'s parameters and options.
 
-    Further, dropout_p, as `AddLayerNorm` has it.
+    dropout_p is the probability that an element of x is dropped in training, by torch's default generator.
     """
 
     def __init__(

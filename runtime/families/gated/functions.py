@@ -34,16 +34,18 @@ def gated_layer_norm(
     group_size: int | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """LayerNorm over x's last dimension, times an activated gate; see `gated_rms_norm`, also for errors.
+    """Compute LayerNorm over the last dimension, times an activated gate; see `gated_rms_norm` for formulas and errors.
 
     Args:
-        x: see `gated_rms_norm`, as for every argument not described here.
-        gate: see `gated_rms_norm`.
-        weight: see `gated_rms_norm`.
-        bias: (N,), or None for 0; a gate behind the norm multiplies it too.
-        activation: see `gated_rms_norm`.
-        norm_before_gate: see `gated_rms_norm`.
-        group_size: see `gated_rms_norm`.
+        x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. An x that kernels cannot walk is copied once.
+        gate: x's shape, fp16, bf16, fp32 or fp64, with strides independent of x's.
+        weight: (N,), or None for 1.
+        bias: (N,), or None for 0; multiplied by the gate too if norm_before_gate is True.
+        activation: "silu", gate * sigmoid(gate), or "sigmoid".
+        norm_before_gate: True multiplies the normalised rows by the activated gate; False multiplies x by the activated
+            gate, and normalises the product.
+        group_size: the number of adjacent columns that are normalised together, each such group of a row by itself; a
+            divisor of N. None is N.
         eps: added to the variance.
     """
     operands = (x, gate, weight, bias)
@@ -62,26 +64,27 @@ def gated_rms_norm(
     group_size: int | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """RMSNorm over x's last dimension, times an activated gate: the RMSNormGated of Mamba2 (Dao and Gu, 2024).
+    """Compute RMSNorm over the last dimension, times an activated gate: RMSNormGated of Mamba2 (Dao and Gu, 2024).
 
-    y = RMSNorm(x) * weight * activation(gate), as Gated DeltaNet has it too (Yang et al., 2024); or, with
-    norm_before_gate=False, y = RMSNorm(x * activation(gate)) * weight, as Mamba2 has it. All in fp32, rounded once. The
-    gate is mostly a part of a wider projection, which the kernel reads where it is.
+    y = RMSNorm(x) * weight * activation(gate), as in Gated DeltaNet (Yang et al., 2024); or, with
+    norm_before_gate=False, y = RMSNorm(x * activation(gate)) * weight, as in Mamba2. All steps are in fp32, with one
+    rounding. The gate is usually a slice of a wider projection, which the kernel reads in place.
 
-    Differentiable in every tensor. Kept for the backward pass are the tensors themselves, and an rstd (and of LayerNorm
-    a mean) a row. Sums are in an order that does not change from run to run. Torch's operators compute a gradient of
-    the gradient.
+    Differentiable in every tensor. The backward pass saves the tensors themselves, and an rstd (for LayerNorm a mean
+    too) per row. The order of sums does not change from run to run. Torch's operators compute a gradient of the
+    gradient.
 
-    Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Of DTensors each rank normalises its
-    rows. Under torch.autocast y has the dtype that it has there.
+    Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors each rank
+    normalises its rows. Under torch.autocast y has the dtype of the norm alone there.
 
     Args:
-        x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. What kernels cannot walk is copied once.
-        gate: x's shape, of any of these types, on strides of its own.
+        x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. An x that kernels cannot walk is copied once.
+        gate: x's shape, fp16, bf16, fp32 or fp64, with strides independent of x's.
         weight: (N,), or None for 1.
         activation: "silu", gate * sigmoid(gate), or "sigmoid".
-        norm_before_gate: whether the gate comes behind the norm.
-        group_size: how many neighbouring columns are normalised together, each such group of a row by itself; a
+        norm_before_gate: True multiplies the normalised rows by the activated gate; False multiplies x by the activated
+            gate, and normalises the product.
+        group_size: the number of adjacent columns that are normalised together, each such group of a row by itself; a
             divisor of N. None is N.
         eps: added to the mean square.
 
@@ -194,11 +197,13 @@ class GatedRMSNorm(_GatedNorm):
     Args:
         hidden_size: N.
         eps: added to the mean square; Mamba2 has 1e-5.
-        group_size: see `gated_rms_norm`.
-        norm_before_gate: see `gated_rms_norm`; Mamba2 has False.
-        activation: see `gated_rms_norm`.
-        device: the weight's.
-        dtype: the weight's.
+        group_size: the number of adjacent columns that are normalised together, each such group of a row by itself; a
+            divisor of N. None is N.
+        norm_before_gate: True multiplies the normalised rows by the activated gate; False multiplies x by the activated
+            gate, and normalises the product. Mamba2 has False.
+        activation: "silu", gate * sigmoid(gate), or "sigmoid".
+        device: the device of the weight.
+        dtype: the dtype of the weight.
 
     Raises:
         ShapeError: group_size does not divide hidden_size.
@@ -230,12 +235,14 @@ class GatedLayerNorm(_GatedNorm):
     Args:
         hidden_size: N.
         eps: added to the variance.
-        group_size: see `gated_rms_norm`.
-        norm_before_gate: see `gated_rms_norm`.
-        bias: whether there is one.
-        activation: see `gated_rms_norm`.
-        device: the parameters'.
-        dtype: the parameters'.
+        group_size: the number of adjacent columns that are normalised together, each such group of a row by itself; a
+            divisor of N. None is N.
+        norm_before_gate: True multiplies the normalised rows by the activated gate; False multiplies x by the activated
+            gate, and normalises the product.
+        bias: True adds a bias.
+        activation: "silu", gate * sigmoid(gate), or "sigmoid".
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
         ShapeError: group_size does not divide hidden_size.

@@ -35,22 +35,22 @@ def group_norm(
     *,
     activation: str | Activation | None = None,
 ) -> torch.Tensor:
-    """GroupNorm, as `torch.nn.functional.group_norm`, with the SiLU behind it in the same kernel if asked.
+    """Compute GroupNorm, as `torch.nn.functional.group_norm`, and SiLU of the result in the same kernel if asked.
 
     y = act((x - mean) / sqrt(var + eps) * weight + bias), all in fp32 and rounded once, with the mean and the biased
     variance of each group: C / num_groups channels of one sample at all positions (Wu and He, 2018). With num_groups =
-    C it is InstanceNorm.
+    C the result is InstanceNorm's.
 
-    x is read where it lies, with positions innermost (contiguous) or channels (torch.channels_last,
-    torch.channels_last_3d), and y lies as x does; any other layout is copied once. Long groups are shared by several
-    programs, whose moments are merged in a fixed order: two runs give the same bits, forward and backward.
+    Kernels read x in place if positions are innermost (contiguous) or channels are (torch.channels_last,
+    torch.channels_last_3d), and y has the same layout; any other layout is copied once. Several programs share a long
+    group, and merge their moments in a fixed order: two runs give the same bits, forward and backward.
 
-    Differentiable in x, weight and bias. Kept for the backward pass are x, and a mean and rstd a group; what the
-    activation is applied to is computed again. Torch's operators compute a gradient of the gradient.
+    Differentiable in x, weight and bias. The backward pass saves x, and a mean and rstd per group, and computes the
+    input of the activation again. Torch's operators compute a gradient of the gradient.
 
-    Where kernels cannot run, torch's own operators do: see `layer_norm`. Of DTensors each rank normalises its samples,
-    with nothing communicated where x is sharded along B and weight and bias are replicated; y is contiguous then. Under
-    torch.autocast y is fp32 on a GPU, as torch's.
+    Torch's own operators run where kernels cannot, as described in `layer_norm`. For DTensors each rank normalises its
+    samples, without communication if x is sharded along B and weight and bias are replicated; y is contiguous then.
+    Under torch.autocast y is fp32 on a GPU, as torch's.
 
     Args:
         x: (B, C, ...), fp16, bf16, fp32 or fp64.
@@ -160,11 +160,11 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
         num_groups: groups of each sample; it divides num_channels.
         num_channels: channels of the input.
         eps: added to the variance.
-        affine: whether there are weight and bias.
-        device: the parameters'.
-        dtype: the parameters'.
-        bias: whether there is a bias beside the weight.
-        activation: "silu", or None for none; see `group_norm`.
+        affine: True adds weight and bias.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        bias: False leaves out the bias.
+        activation: "silu", applied to the result in the same kernel, or None.
 
     Raises:
         ConflictError: activation is no such word.

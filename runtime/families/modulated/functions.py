@@ -55,24 +55,24 @@ def modulated_layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm over x's last dimension, scaled and shifted by sample: the AdaLN of DiT (Peebles and Xie, 2022).
+    """Compute LayerNorm over the last dimension, scaled and shifted per sample: AdaLN of DiT (Peebles and Xie, 2022).
 
-    y = LayerNorm(s) * (1 + scale) + shift of s = x, or s = residual + x * gate, all in fp32, rounded once. scale, shift
-    and gate are mostly chunks of one (B, 6 * N) tensor, which the kernel reads where they are.
+    y = LayerNorm(s) * (1 + scale) + shift of s = x, or s = residual + x * gate, all in fp32, with one rounding. scale,
+    shift and gate are usually chunks of one (B, 6 * N) tensor, which the kernel reads in place.
 
-    Differentiable in every tensor. Kept for the backward pass are s as it is stored (x, or residual_out), x where it is
-    gated, the small operands, and a mean and rstd a row. Sums are in an order that does not change from run to run.
-    Torch's operators compute a gradient of the gradient, and that of fewer than eight rows to a modulation.
+    Differentiable in every tensor. The backward pass saves s as it is stored (x, or residual_out), a gated x, the small
+    operands, and a mean and rstd per row. The order of sums does not change from run to run. Torch's operators compute
+    a gradient of the gradient, and the gradients of fewer than eight rows per modulation.
 
-    Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Under
-    torch.autocast y has the dtype that it has there.
+    Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. Under torch.autocast y
+    has the dtype of the norm alone there.
 
     Args:
-        x: (B, ..., N), fp16, bf16, fp32 or fp64. What kernels cannot walk is copied once.
-        scale: (B, N), one for each sample; x's shape, one for each row; or (N,), one for all. fp16, bf16, fp32 or fp64,
-            rows on any stride.
+        x: (B, ..., N), fp16, bf16, fp32 or fp64. An x that kernels cannot walk is copied once.
+        scale: (B, N), one row per sample; x's shape, one row per row of x; or (N,), one row for all. fp16, bf16, fp32
+            or fp64, rows on any stride.
         shift: (B, N), x's shape or (N,), as scale.
-        gate: (B, N), x's shape or (N,), as scale, or None for 1; goes with residual.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1; requires residual.
         residual: x's shape, or None for 0.
         weight: (N,), or None for 1.
         bias: (N,), or None for 0.
@@ -134,15 +134,16 @@ def modulated_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over x's last dimension, scaled and shifted by sample; see `modulated_layer_norm`, also for errors.
+    """Compute RMSNorm over the last dimension, scaled and shifted per sample; see `modulated_layer_norm` for errors.
 
     Args:
-        x: see `modulated_layer_norm`, as for every argument not described here.
-        scale: see `modulated_layer_norm`.
-        shift: see `modulated_layer_norm`.
-        gate: see `modulated_layer_norm`.
-        residual: see `modulated_layer_norm`.
-        weight: see `modulated_layer_norm`.
+        x: (B, ..., N), fp16, bf16, fp32 or fp64. An x that kernels cannot walk is copied once.
+        scale: (B, N), one row per sample; x's shape, one row per row of x; or (N,), one row for all. fp16, bf16, fp32
+            or fp64, rows on any stride.
+        shift: (B, N), x's shape or (N,), as scale.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1; requires residual.
+        residual: x's shape, or None for 0.
+        weight: (N,), or None for 1.
         eps: added to the mean square.
         weight_offset: added to every weight, in fp32.
     """
