@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_032,
+    "all by hand": 15_025,
     "C": 834,
     "emitted": 334,
     "ahead_of_time": 783,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "jax": 703,
     "kernels": 1_119,
     "normforge": 530,
-    "operators": 607,
+    "operators": 600,
     "override": 239,
     "parallel": 212,
     "patching": 1_496,

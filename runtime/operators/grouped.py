@@ -1,4 +1,4 @@
-"""GroupNorm as operators, forward and backward; torch's operators differentiate the second."""
+"""The kernels and gradients of GroupNorm's operators, which `registered` registers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from ..codegen.families import Family
 from ..codegen.parameters import GROUP, GROUP_BWD
 from ..dtypes import FLOATS
 from ..errors import DTypeError, LayoutError
 from ..upstream.torch_dynamo import eager_only
-from .gradients import UNSAVED, kept_too_little, register_second
-from .shortcuts import Kernel, Recording, at_once
-from .twins import both, register_autograd
+from .gradients import UNSAVED, kept_too_little
 
 FORWARD, BACKWARD = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 
@@ -26,37 +23,6 @@ def _calls() -> Any:
     from ..families.group import row as group
 
     return group
-
-
-def _declared(family: Family) -> dict[str, str]:
-    """Return the types of an operator's arguments by name: what is passed as one argument counts once."""
-    return {row.argument or row.name: row.schema for row in family.parameters}
-
-
-def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[Any, Kernel]:
-    """Define both operators in a `torch.library.Library`: a kernel for all devices, a fake one, and gradients.
-
-    Returns:
-        What Inductor's code is to call in place of each.
-    """
-    called, known = {}, {}
-    for family, name, run, fake in (
-        (GROUP, FORWARD, _run, _fake),
-        (GROUP_BWD, BACKWARD, _run_backward, _fake_backward),
-    ):
-        schema = ", ".join(f"{kind} {argument}" for argument, kind in _declared(family).items())
-        for defined, kernel in both(name, run).items():
-            library.define(f"{defined}({schema}) -> Tensor[]", tags=tags)
-            library.impl(defined, kernel, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{namespace}::{defined}", fake, lib=library)
-            operator = getattr(getattr(torch.ops, namespace), defined).default
-            known[defined], called[operator] = kernel, at_once(operator, kernel)
-    recording: Any = Recording(library, known)
-    register_autograd(namespace, FORWARD, _differentiate, _keep, recording)
-    declared = _declared(GROUP_BWD)
-    tensors = [name for name, kind in declared.items() if kind.startswith("Tensor")]
-    register_second(recording, namespace, BACKWARD, tuple(declared), tensors, _computed_by_torch)
-    return called
 
 
 def _require_layout(x: torch.Tensor) -> None:
@@ -95,7 +61,8 @@ def _fake(*given: Any) -> list[torch.Tensor]:
     return [y, x.new_empty(shape, dtype=torch.float32)] if saves else [y]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    """Save the tensors and options of a forward operator's call that its backward pass needs."""
     x, weight, bias, *told, saves = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
@@ -105,7 +72,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
         ctx.save_for_backward(x, weight, bias, *output[1:])
 
 
-def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a forward operator's arguments, computed by the backward operator."""
     if not ctx.saves:
         raise kept_too_little(UNSAVED)
     if arrived[0] is None:
@@ -124,10 +92,11 @@ def _run_backward(*given: Any) -> list[torch.Tensor]:
     return [gradient for gradient in _calls().launched_backward(arrived) if gradient is not None]
 
 
-def _arrived(*given: Any) -> Any:
+def _arrived(
+    dy: Any, x: Any, weight: Any, bias: Any, statistics: Any, num_groups: int, eps: float, activation: str, wants: Any
+) -> Any:
     calls = _calls()
-    *tensors, num_groups, eps, activation, wants = given
-    return calls.Arrived(*tensors, calls.Options(num_groups, eps, activation, None), wants)
+    return calls.Arrived(dy, x, weight, bias, statistics, calls.Options(num_groups, eps, activation, None), wants)
 
 
 @eager_only
@@ -140,7 +109,12 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-def _computed_by_torch(given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
+def by_formula(given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
+    """Compute the gradients of a backward operator's arguments by torch's operators, differentiable."""
     from ..families.eager import group_gradients
 
-    return group_gradients(_arrived(*[given[name] for name in _declared(GROUP_BWD)]))
+    return group_gradients(_arrived(**given))
+
+
+# The kernel of each operator for all devices, and the fake kernel.
+KERNELS = {FORWARD: (_run, _fake), BACKWARD: (_run_backward, _fake_backward)}

@@ -24,16 +24,17 @@ from torch.autograd.graph import increment_version
 
 from ..calls import native
 from ..calls.check import check, refuse_gradient
-from ..calls.functions import FUNCTIONS
+from ..calls.functions import FUNCTIONS, UNCHECKED, Function
 from ..calls.outputs import results_of
 from ..codegen import parameters
+from ..codegen.families import Kind
 from ..codegen.values import Direction
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_inductor import called_at_once
 from . import gradients, grouped
 from .shortcuts import Recording, at_once, of_plain_tensors
-from .twins import both
+from .twins import both, register_autograd
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -63,11 +64,18 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
     return run
 
 
-def _schema(name: str, into: bool, defined: str) -> str:
-    """The schema of a function's operator, or of that which writes where it is told, by the name that it has."""
-    takes = FUNCTIONS[name]
-    rows = [row for row in takes.family.of(takes.norm) if row.name in takes.passed]
-    declared = [f"{row.schema} {row.name}" for row in rows]
+def _arguments(takes: Function) -> dict[str, str]:
+    """Return the types of an operator's arguments by name; mean and rstd of GroupNorm are one argument."""
+    return {
+        row.argument if row.argument and row.kind is Kind.PER_ROW else row.name: row.schema
+        for row in takes.family.of(takes.norm)
+        if row.name in takes.passed
+    }
+
+
+def _schema(takes: Function, into: bool, defined: str) -> str:
+    """Return the schema of a function's operator, or of its operator that writes to places, under a name."""
+    declared = [f"{kind} {argument}" for argument, kind in _arguments(takes).items()]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
     # y is always written to somewhere, the others where they are asked for.
@@ -119,22 +127,27 @@ def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.T
     return _handed(function, into, results_of(call, call.x.new_empty))
 
 
-def _register(name: str, into: bool = False) -> None:
-    """Define a function's operator, or that which writes, with one kernel for all devices and a fake one; and its twin.
+def _kernels_of(name: str, takes: Function, into: bool) -> tuple[Callable[..., Any], ...]:
+    """Return the kernel of a function's operator, the kernel for plain tensors in order, and the fake kernel."""
+    if name in grouped.KERNELS:
+        run, fake = grouped.KERNELS[name]
+        return run, run, fake
+    kernel, fake = partial(_returned, name, into), partial(_fake, name, into)
+    if into or takes.family_name:
+        return kernel, kernel, fake
+    in_order = _in_order(name, len(takes.places))
+    return of_plain_tensors(in_order, kernel), in_order, fake
 
-    The twin is the same, batch invariant.
-    """
-    kernel: Callable[..., Any] = partial(_returned, name, into)
-    takes = FUNCTIONS[name]
-    in_order = None if into or takes.family_name else _in_order(name, len(takes.places))
-    if in_order is not None:
-        kernel = of_plain_tensors(in_order, kernel)
+
+def _register(name: str, takes: Function, into: bool = False) -> None:
+    """Define a function's operator, or its operator that writes, for all devices; and the batch-invariant twin."""
     own = f"{name}_into" if into else name
-    shortest = both(own, in_order or kernel)
+    kernel, in_order, fake = _kernels_of(name, takes, into)
+    shortest = both(own, in_order)
     for defined, each in both(own, kernel).items():
-        _library.define(_schema(name, into, defined), tags=_TAGS)
+        _library.define(_schema(takes, into, defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(_fake, name, into), lib=_library)
+        torch.library.register_fake(f"{_NAMESPACE}::{defined}", fake, lib=_library)
         operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])
@@ -153,18 +166,25 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: 
     _library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
-for _name, _takes in FUNCTIONS.items():
-    _register(_name)
+def _register_gradients(name: str, takes: Function) -> None:
+    """Give a function's operator its gradients; a quantised output has none."""
+    if takes.direction is Direction.BACKWARD:
+        arguments = _arguments(takes)
+        tensors = [each for each, kind in arguments.items() if kind.startswith("Tensor")]
+        compute = grouped.by_formula if name == grouped.BACKWARD else partial(_by_formula, name)
+        gradients.register_second(_recording, _NAMESPACE, name, tuple(arguments), tensors, compute)
+    elif name == grouped.FORWARD:
+        register_autograd(_NAMESPACE, name, grouped.differentiate, grouped.keep, _recording)
+    elif takes.gradients:
+        backward = parameters.GRADIENTS[takes.family_name].functions[takes.norm]
+        gradients.register(_recording, _NAMESPACE, name, backward)
+
+
+for _name, _takes in {**FUNCTIONS, **{name: UNCHECKED[name] for name in grouped.KERNELS}}.items():
+    _register(_name, _takes)
     if _takes.places:
-        _register(_name, into=True)
-    if _takes.direction is Direction.BACKWARD:
-        _tensors = [name for name, _, _ in _takes.tensors]
-        gradients.register_second(_recording, _NAMESPACE, _name, _takes.passed, _tensors, partial(_by_formula, _name))
-    elif _takes.gradients:
-        # What is quantised has no gradient.
-        _backward = parameters.GRADIENTS[_takes.family_name].functions[_takes.norm]
-        gradients.register(_recording, _NAMESPACE, _name, _backward)
-_at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
+        _register(_name, _takes, into=True)
+    _register_gradients(_name, _takes)
 called_at_once(_at_once)
 
 
