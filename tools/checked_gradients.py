@@ -18,7 +18,7 @@ from ..codegen.parameters import BACKWARD, FORWARD, family_of
 from ..families import eager, public
 from ..families.gated import row as gated
 from ..families.modulated import row as modulated
-from ..families.rows import CALLS
+from ..families.public import CALLS
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..selection import dispatch

@@ -14,7 +14,7 @@ from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
 from ..families import public
-from ..families.rows import CALLS
+from ..families.public import CALLS
 from ..families.which import which
 from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference

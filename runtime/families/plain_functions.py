@@ -11,12 +11,13 @@ from typing import Any, Literal, overload
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import native
+from ..calls import native, road
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.randomness import settled
+from ..calls.road import FamilyCalls
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import becomes_operator, is_dynamo_compiling, left_in_traces, result_dtype, unrecorded
 from ..codegen.families import Kind, Parameter
@@ -520,6 +521,35 @@ def by_parts(
     if isinstance(made, tuple):
         return tuple([frame.whole(Kind.ROWS, each) for each in made])
     return frame.whole(Kind.ROWS, made)
+
+
+def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
+    """Check and run a call of modulated or gated norms that no look-up knows, and return its outputs.
+
+    Args:
+        calls: the family's row.
+        operands: the tensors.
+        options: the norm's word and the other arguments, numbers as they were passed.
+    """
+    x = operands[0]
+    check_tensor("x", x)
+    kernel = backend(x) == "kernel"
+    left = left_to_torch(operands)
+    with unrecorded():
+        given = road.named(calls, operands, options)
+        check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
+    numbers = ("eps", "weight_offset")
+    told = zip(calls.options, options[1:], strict=True)
+    said = (options[0], *[float(value) if name in numbers else value for name, value in told])
+    if not kernel or left:
+        *others, out_dtype, saves = said
+        return calls.eager(operands, (*others, out_dtype or result_dtype(options[0], x), saves))
+    if is_sharded(*operands):
+        function = calls.functions[options[0]]
+        return by_parts(function, calls.rows, operands, lambda parts: normalise_family(calls, parts, said))
+    traced = becomes_operator(*operands)
+    # What is known is known by what was passed, and by what surrounds it.
+    return (road.normalise_traced if traced else road.normalise)(calls, operands, said)
 
 
 def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:

@@ -799,3 +799,7 @@ def quantised_rms_norm(
         "rms", x, weight, None, eps, weight_offset, residual, x_bias, smooth_scale, fquant, out_dtype, cast, group_size,
         scale_format, scale_layout, global_scale, scale_ub, quantise_rounded, save_unquant, y_scale, out, residual_out,
     )  # fmt: skip
+
+
+# The rows of the families that `forward` serves, by name.
+CALLS = {"modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}

@@ -16,7 +16,7 @@ from ..calls.traced import intercepted, operated_as
 from ..codegen.families import Kind
 from ..codegen.values import Direction
 from ..families import eager, public
-from ..families.rows import CALLS
+from ..families.public import CALLS
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from normforge.calls import road
 from normforge.calls.functions import FUNCTIONS as FUNCTIONS_OF
 from normforge.errors import GradientError, NormforgeError
-from normforge.families.rows import CALLS
+from normforge.families.public import CALLS
 
 from ..calling import same_bits
 from .neighbours import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_norm

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...calls import road
+from ...calls.argument_checks import check_flag
 from ...calls.backend import backend
 from ...calls.check import check_normalised
 from ...calls.record import records
@@ -16,9 +17,8 @@ from ...calls.traced import is_dynamo_compiling
 from ...codegen.values import GateActivation
 from ...dtypes import word
 from ...errors import ShapeError
-from .. import first_call
 from ..operands import GatedOperands, GatedOptions
-from ..plain_functions import by_parts, handed_on, is_handed_on
+from ..plain_functions import by_parts, handed_on, is_handed_on, normalise_family
 from ..replaced import Replacing
 from . import row
 
@@ -123,7 +123,7 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
     if is_sharded(*operands):
         return _by_parts(operands, options, group_size)
     if group_size is None:
-        return first_call.normalise(row.CALLS, operands, options)
+        return normalise_family(row.CALLS, operands, options)
     return _normalise(row.in_groups(operands, group_size), options, None).flatten(-2)
 
 
@@ -167,7 +167,7 @@ class _GatedNorm(Replacing):
     ) -> None:
         super().__init__()
         self.hidden_size, self.eps, self.group_size = hidden_size, eps, group_size
-        self.norm_before_gate = row.checked_flag(norm_before_gate)
+        self.norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
         self.activation = word(GateActivation, "activation", activation).value
         if group_size is not None and not row.divides(group_size, hidden_size):
             raise ShapeError(f"group_size={group_size!r} and hidden_size={hidden_size}; it takes a divisor of that")

@@ -66,18 +66,9 @@ GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
 def words(activation: Any, norm_before_gate: Any) -> tuple[str, str]:
     """Return the row's words for a caller's arguments: gating, and the activation, which is checked later."""
     if norm_before_gate.__class__ is not bool:
-        norm_before_gate = checked_flag(norm_before_gate)
+        norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
     # An enum's member is no word of a schema.
     return GATING[norm_before_gate], activation.value if isinstance(activation, GateActivation) else activation
-
-
-def checked_flag(norm_before_gate: object) -> bool:
-    """Return norm_before_gate as it was passed.
-
-    Raises:
-        ConflictError: it is neither True nor False.
-    """
-    return check_flag("norm_before_gate", norm_before_gate)
 
 
 def divides(group_size: object, n: int) -> bool:

@@ -10,9 +10,8 @@ import torch
 from ...calls import road
 from ...calls.record import records
 from ...calls.traced import is_dynamo_compiling
-from .. import first_call
 from ..operands import ModulatedOperands, ModulatedOptions
-from ..plain_functions import handed_on, is_handed_on
+from ..plain_functions import handed_on, is_handed_on, normalise_family
 from . import row
 
 
@@ -164,7 +163,7 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
         given = road.named(row.CALLS, operands, options)
         return handed_on(_PUBLIC[options[0]], operands, given, positional=3)
     row.check_gate(operands)
-    return first_call.normalise(row.CALLS, operands, options)
+    return normalise_family(row.CALLS, operands, options)
 
 
 # By the norm's word.
