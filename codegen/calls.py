@@ -12,10 +12,11 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
-from .public import PUBLIC
+from .public import FUNCTIONAL, PUBLIC
 
 # Templates by the paths of the modules, from the repository's root.
 TEMPLATES = {
+    "runtime/families/functional.py": "functional.py.j2",
     "runtime/families/operands.py": "operands.py.j2",
     "runtime/families/public.py": "calls.py.j2",
 }
@@ -94,7 +95,7 @@ def render_calls(path: str) -> str:
         "gated": GATED,
         "quantised": QUANTISED,
     }
-    return emit.render(TEMPLATES[path], **families, public=PUBLIC, **_HELPERS)
+    return emit.render(TEMPLATES[path], **families, public=PUBLIC, functional=FUNCTIONAL, **_HELPERS)
 
 
 def _filled(text: str) -> str:

@@ -244,3 +244,128 @@ _QUANTISED = PublicFunctions(
 )
 
 PUBLIC = (_MODULATED, _GATED, _QUANTISED)
+
+
+@dataclass(frozen=True)
+class FunctionalFunctions:
+    """Differentiable functions of a family.
+
+    Attributes:
+        family: the functions' names by norm, with the parameters of their signatures.
+        module: the module of `runtime/families/` whose `normalise` they call.
+        output: the type of their result.
+        overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
+            of the arguments that have no default then.
+        summary: the docstring's first line by norm.
+        details: the docstring's paragraphs by norm.
+        returns: the docstring's entry about the result.
+        raises: the docstring's entries about errors.
+    """
+
+    family: Family
+    module: str
+    output: str
+    overloads: tuple[tuple[str, Mapping[str, str], tuple[str, ...]], ...]
+    summary: Mapping[Norm, str]
+    details: Mapping[Norm, tuple[str, ...]]
+    returns: str
+    raises: tuple[str, ...]
+
+
+_ANY_FLOATS = "fp16, bf16, fp32 or fp64"
+_RAISES = (
+    "ShapeError: a tensor's shape does not fit x's{shape}.",
+    "DTypeError: a tensor is of a type that cannot be normalised.",
+    "DeviceError: tensors are on several devices.",
+    "LayoutError: a tensor is sparse or nested.",
+    "ConflictError: {conflict} or eps is no number of at least 0.",
+    "NormforgeError: one of the other errors that `layernorm2d_fwd` lists.",
+)
+_SUMS = "The order of sums does not change from run to run."
+
+
+def _raises(shape: str, conflict: str) -> tuple[str, ...]:
+    return tuple(line.format(shape=shape, conflict=conflict) for line in _RAISES)
+
+
+def _floats(row: Parameter) -> Parameter:
+    """Return a row whose tensor may be of fp64 too."""
+    return replace(row, meaning={norm: text.replace(_FLOATS, _ANY_FLOATS) for norm, text in row.meaning.items()})
+
+
+_MODULATED_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        MODULATED,
+        "modulated_{function}",
+        _as(FORWARD["x"], f"(B, ..., N), {_ANY_FLOATS}. An x that kernels cannot walk is copied once."),
+        *(_floats(MODULATED[name]) for name in ("scale", "shift", "gate", "residual")),
+        *(_floats(replace(row, positional=False)) for row in (_WEIGHT, _BIAS)),
+        _EPS,
+        _OFFSET,
+    ),
+    module="modulated",
+    output="torch.Tensor | tuple[torch.Tensor, torch.Tensor]",
+    overloads=(
+        ("torch.Tensor", {"residual": "None"}, ()),
+        ("tuple[torch.Tensor, torch.Tensor]", {"residual": "torch.Tensor"}, ("residual",)),
+    ),
+    summary={
+        Norm.LAYER: "Compute LayerNorm over the last dimension, scaled and shifted per sample, as AdaLN of DiT is.",
+        Norm.RMS: "Compute RMSNorm over the last dimension, scaled and shifted per sample.",
+    },
+    details={
+        norm: (
+            f"y = {norm.row.title}(s) * (1 + scale) + shift of s = x, or s = residual + x * gate, all in fp32, with "
+            "one rounding (Peebles and Xie, 2022). scale, shift and gate are usually chunks of one (B, 6 * N) tensor, "
+            "which the kernel reads in place.",
+            "Differentiable in every tensor. The backward pass saves s as it is stored (x, or residual_out), a gated "
+            f"x, the small operands, and {'a mean and rstd' if norm.centres else 'an rstd'} per row. {_SUMS} Torch's "
+            "operators compute a gradient of the gradient, and the gradients of fewer than eight rows per modulation.",
+            "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. Under "
+            "torch.autocast y has the dtype of the norm alone there.",
+        )
+        for norm in MODULATED.functions
+    },
+    returns="y: x's shape and dtype. With a residual, y and residual_out: s, in residual's dtype.",
+    raises=_raises("", "there is a gate and no residual;"),
+)
+
+_GATED_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        GATED,
+        "gated_{function}",
+        _as(
+            FORWARD["x"], f"(..., N), {_ANY_FLOATS}; rows on any strides. An x that kernels cannot walk is copied once."
+        ),
+        _floats(GATED["gate"]),
+        _floats(_WEIGHT),
+        _as(_BIAS, f"(N,), {_ANY_FLOATS}, or None for 0; multiplied by the gate too if norm_before_gate is True."),
+        *(_GATED.family[name] for name in ("activation", "norm_before_gate", "group_size")),
+        _EPS,
+    ),
+    module="gated",
+    output="torch.Tensor",
+    overloads=(),
+    summary={
+        Norm.LAYER: "Compute LayerNorm over the last dimension, times an activated gate.",
+        Norm.RMS: "Compute RMSNorm over the last dimension, times an activated gate, as RMSNormGated of Mamba2 does.",
+    },
+    details={
+        norm: (
+            f"y = {norm.row.title}(x) * weight * activation(gate), as in Gated DeltaNet (Yang et al., 2024); or, with "
+            f"norm_before_gate=False, y = {norm.row.title}(x * activation(gate)) * weight, as in Mamba2 (Dao and Gu, "
+            "2024). All steps are in fp32, with one rounding. The gate is usually a slice of a wider projection, which "
+            "the kernel reads in place.",
+            "Differentiable in every tensor. The backward pass saves the tensors themselves, and "
+            f"{'a mean and rstd' if norm.centres else 'an rstd'} per row. {_SUMS} Torch's operators compute a gradient "
+            "of the gradient.",
+            "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors "
+            "each rank normalises its rows. Under torch.autocast y has the dtype of the norm alone there.",
+        )
+        for norm in GATED.functions
+    },
+    returns="y: x's shape and dtype.",
+    raises=_raises(", or group_size does not divide N", "activation is no such word; norm_before_gate is no flag;"),
+)
+
+FUNCTIONAL = (_MODULATED_FUNCTIONS, _GATED_FUNCTIONS)

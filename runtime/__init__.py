@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from .calls.outputs import LayerNormOutput as LayerNormOutput
     from .calls.outputs import QuantisedOutput as QuantisedOutput
     from .compiled.switch import compile_passes as compile_passes
+    from .families.functional import gated_layer_norm as gated_layer_norm
+    from .families.functional import gated_rms_norm as gated_rms_norm
+    from .families.functional import modulated_layer_norm as modulated_layer_norm
+    from .families.functional import modulated_rms_norm as modulated_rms_norm
     from .families.gated.functions import GatedLayerNorm as GatedLayerNorm
     from .families.gated.functions import GatedRMSNorm as GatedRMSNorm
-    from .families.gated.functions import gated_layer_norm as gated_layer_norm
-    from .families.gated.functions import gated_rms_norm as gated_rms_norm
     from .families.group.functions import GroupNorm as GroupNorm
     from .families.group.functions import group_norm as group_norm
-    from .families.modulated.functions import modulated_layer_norm as modulated_layer_norm
-    from .families.modulated.functions import modulated_rms_norm as modulated_rms_norm
     from .families.plain_functions import add_layer_norm as add_layer_norm
     from .families.plain_functions import add_rms_norm as add_rms_norm
     from .families.plain_functions import l2_norm as l2_norm
@@ -87,9 +87,9 @@ _HOMES = {
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "families.plain_functions": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
-    "families.gated.functions": ("GatedLayerNorm", "GatedRMSNorm", "gated_layer_norm", "gated_rms_norm"),
+    "families.functional": ("gated_layer_norm", "gated_rms_norm", "modulated_layer_norm", "modulated_rms_norm"),
+    "families.gated.functions": ("GatedLayerNorm", "GatedRMSNorm"),
     "families.group.functions": ("GroupNorm", "group_norm"),
-    "families.modulated.functions": ("modulated_layer_norm", "modulated_rms_norm"),
     "families.plain_modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "parallel": ("parallel",),

@@ -8,7 +8,7 @@ _HOMES = {
     "gated_modules": "gated.functions",
     "gating": "gated.functions",
     "grouping": "group.functions",
-    "modulation": "modulated.functions",
+    "modulation": "functional",
     "modules": "plain_modules",
     "replaced": "replaced",
 }

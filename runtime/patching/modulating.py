@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.traced import result_dtype
-from ..families.modulated.functions import modulated_layer_norm, modulated_rms_norm
+from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from ..families.operands import DEFAULT_EPS
 from ..families.plain_modules import LayerNorm
 from .following import is_bare, is_of_length, rounds_once, vectors_of

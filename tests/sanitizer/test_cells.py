@@ -65,7 +65,9 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
 }
 
 # Templates that hold no kernel: frames of files, and device functions.
-FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "operands.py.j2", "package.py.j2", "primitives.py.j2"}
+FRAMES = {
+    f"{name}.py.j2" for name in ("calls", "dispatch", "functional", "module", "operands", "package", "primitives")
+}
 FINALISER = "sum_partials"
 
 
