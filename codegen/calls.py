@@ -24,13 +24,13 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class CallsFile:
-    """The module as a checkout has it, beside what it should hold.
+    """An emitted module of a checkout, with the text it should have.
 
     Attributes:
-        path: where it is.
-        shown: the same as messages have it.
-        present: what it holds; empty if it is missing.
-        text: what it should.
+        path: the path of the file.
+        shown: the path as messages name it.
+        present: the text of the file; empty if the file is missing.
+        text: the text it should have.
     """
 
     path: Path
@@ -40,20 +40,20 @@ class CallsFile:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it holds what it should."""
+        """Return True if the file has the text it should have."""
         return self.present == self.text
 
     def diff(self) -> Iterator[str]:
-        """The unified diff to what it should hold, line by line."""
+        """Yield the unified diff to the text that the file should have, line by line."""
         old, new = (text.splitlines(keepends=True) for text in (self.present, self.text))
         yield from difflib.unified_diff(old, new, str(self.shown), str(self.shown))
 
     def write(self) -> None:
-        """Make it hold that, at once: a run that is cut off leaves it as it was.
+        """Replace the file atomically: an interrupted run leaves the old file.
 
         Raises:
-            FolderError: it cannot be written.
-            TemplateError: what it should hold is no Python.
+            FolderError: the file cannot be written.
+            TemplateError: the text is not valid Python.
         """
         emit.check_python(str(self.path), self.text)
         temporary = self.path.with_suffix(".py.tmp")
@@ -99,7 +99,7 @@ def render_calls(path: str) -> str:
 
 
 def _filled(text: str) -> str:
-    """A paragraph of a docstring."""
+    """Return a paragraph of a docstring, filled."""
     margin = " " * 4
     return textwrap.fill(
         " ".join(text.split()),
@@ -112,7 +112,7 @@ def _filled(text: str) -> str:
 
 
 def _paragraph(text: str, indent: int, hanging: int = 4) -> str:
-    """An entry of a docstring's list."""
+    """Return an entry of a docstring's list, filled."""
     margin = " " * indent
     return textwrap.fill(
         text,
@@ -130,7 +130,7 @@ def _absent(row: Parameter) -> str:
 
 
 def _fitted(before: str, items: str, after: str, indent: int) -> str:
-    """Items between two brackets, as the formatter sets them; or filled where it would give each a line."""
+    """Return items between brackets as the formatter sets them, or filled if the formatter would give each a line."""
     margin, inner = " " * indent, " " * (indent + 4)
     text = " ".join(items.split()).removesuffix(",")
     one = f"{margin}{before}{text}{after}"
@@ -138,7 +138,7 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
         return one
     if len(inner + text) <= emit.LINE_LENGTH and not before.endswith("= ("):
         return f"{margin}{before}\n{inner}{text}\n{margin}{after}"
-    # A tuple would be given a line for each. An item is not broken.
+    # The formatter would give each item of a tuple a line. Items are never broken.
     joined = ", ".join(item.replace(" ", "\0") for item in text.split(", "))
     filled = textwrap.fill(f"{joined},", emit.LINE_LENGTH, initial_indent=inner, subsequent_indent=inner)
     return f"{margin}{before}\n{filled}\n{margin}{after}  # fmt: skip".replace("\0", " ")
@@ -155,12 +155,12 @@ def _import_enums(*families: Family, functional: bool = False) -> str:
 
 
 def _names(rows: Sequence[Parameter]) -> str:
-    """What rows are called."""
+    """Return the names of rows."""
     return ", ".join(row.name for row in rows)
 
 
 def _block(text: str) -> str:
-    """What a macro of whole lines gives, where a line is to follow."""
+    """Return the text of a macro of whole lines, without the newlines at both ends."""
     return text.strip("\n")
 
 

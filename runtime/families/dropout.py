@@ -1,4 +1,4 @@
-"""Calls that add a residual to what a dropout leaves of x: the row of the family; `calls/road.py` has the rest."""
+"""Calls that add a residual behind a dropout of x: the row of the family; `calls/road.py` has the rest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _saved(operands: road.Operands, total: torch.Tensor | None) -> tuple[torch.T
 
 def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
     norm, _, weight_offset, _, p, _, cast, _ = options
-    # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
+    # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
     return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, p, dtypes
 
 
@@ -51,7 +51,7 @@ def _gradients(
     total, weight, rng, statistics = saved
     norm, weight_offset, cast, p, dtypes = args
     x_dtype, _, bias_dtype, residual_dtype, x_bias_dtype, _ = dtypes
-    # The sum holds x_bias already; given as zeros, it has the kernel sum ddropped before it is rounded.
+    # The sum includes x_bias already. An x_bias of zeros makes the kernel sum ddropped before rounding.
     nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if due[4] else None
     operands = (dy, total, weight, statistics, nothing, dresidual_out, rng)
     wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
@@ -89,7 +89,7 @@ def _by_formula(operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGrad
 
 
 def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
-    """Return the gradients where one arrived for the sum alone; none of x_bias if that is None."""
+    """Return the gradients if only the sum received one; no gradient of x_bias if x_bias is None."""
     ddropped = dropped(eager.widened(dresidual_out), p, rng)
     return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)
 
@@ -130,7 +130,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     Args:
         operands: x and residual are (..., *shape), the others shape.
         shape: the dimensions that are normalised together.
-        options: see `public.Options`.
+        options: see `operands.Options`.
         dropout: what is dropped.
 
     Returns:
@@ -142,7 +142,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
 
 
 def normalise_traced(operands: Operands, dimensions: int, options: Options, p: float, rng: torch.Tensor) -> Any:
-    """`normalise` as one operator, and the views and copies before it."""
+    """Run `normalise` as one operator, behind the views and copies that the operator needs."""
     rows = as_operands(operands, dimensions)
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     norm, eps, weight_offset, out_dtype, cast = options

@@ -529,7 +529,7 @@ def group(
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) == 1 and options.activation == "none" and options.out_dtype in (None, x.dtype):
         return torch.group_norm(x, options.num_groups, weight, bias, options.eps)
-    # What is applied behind the norm is rounded once, with it.
+    # The norm and the activation share one rounding.
     wide = widened(x)
     weight, bias = (None if vector is None else vector.to(wide.dtype) for vector in (weight, bias))
     y = torch.group_norm(wide, options.num_groups, weight, bias, options.eps)

@@ -1,6 +1,6 @@
 """Differentiable calls of the norms alone: the row of the family; `calls/road.py` has the rest.
 
-Such a call is two tuples, `public.Operands` and `public.Options`; only what reads a part of them knows the part.
+Such a call is two tuples, `operands.Operands` and `operands.Options`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .operands import BackwardOptions, Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 
-# A call that autograd records: its options, and what was launched; None for a call that something sees.
+# A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
 Recording = tuple[Options, "Recorded | None"]
 
 
-# Of the operands, with their kinds, and of the options behind the norm.
+# Names and kinds of the operands, and names of the options behind the norm.
 OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
 _OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
 
@@ -54,12 +54,12 @@ def _kinds() -> tuple[Kind, ...]:
 
 
 def named(operands: Operands, options: Options) -> dict[str, Any]:
-    """What a call is given, but for the norm, by the names of its rows."""
+    """Return the arguments of a call by the names of its rows, without the norm."""
     return dict(zip(_names(), (*operands, *options[1:]), strict=True))
 
 
 def as_operands(operands: Operands, dimensions: int) -> Operands:
-    """Operands as the forward functions take them, N being the last `dimensions` of x together."""
+    """Return operands as forward functions take them, with the last `dimensions` of x flattened to N."""
     found = [
         None
         if operand is None
@@ -96,9 +96,9 @@ def told_of(operands: Operands, options: Options, saves: bool) -> road.Options:
 
 
 def normalise_traced(operands: Operands, dimensions: int, options: Options) -> Any:
-    """`normalise` as one operator, and the views and copies before it."""
+    """Run `normalise` as one operator, behind the views and copies that the operator needs."""
     rows = as_operands(operands, dimensions)
-    # As `records`, each name of which TorchDynamo would guard.
+    # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     fadd = "none" if operands[3] is None else "pre_add_store"
     y, total, _ = operate(CALLS, rows, (*options, fadd, saves))
@@ -111,9 +111,9 @@ def _seen(operands: Operands, options: Options) -> Recorded:
 
 
 class _Normalise(torch.autograd.Function):
-    """y of x, weight, bias and x_bias; see `normalise`.
+    """y of x, weight, bias and x_bias, without a residual.
 
-    Kept for the backward pass: x, weight, x_bias, and a mean and rstd a row.
+    The backward pass saves x, weight, x_bias, and a mean and rstd per row.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         options, recorded = call
         y, _, statistics, is_invariant = recorded or _seen((x, weight, bias, None, x_bias), options)
-        # One attribute: each that is set takes 0.1 us.
+        # One attribute, because setting each takes 0.1 us.
         ctx.args = options, None if bias is None else bias.dtype, is_invariant
         ctx.save_for_backward(x, weight, statistics, x_bias)
         return y
@@ -137,14 +137,14 @@ class _Normalise(torch.autograd.Function):
         (norm, _, weight_offset, _, cast), bias_dtype, is_invariant = ctx.args
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         gradients = GRADIENTS[is_invariant](options, dy, *ctx.saved_tensors, None)
-        # Of as many operands as were passed.
+        # One gradient per operand that was passed.
         return None, *gradients[: len(ctx.needs_input_grad) - 1]
 
 
 class _AddNormalise(torch.autograd.Function):
-    """y and residual_out of x, weight, bias, residual and x_bias; see `normalise`.
+    """y and residual_out of x, weight, bias, residual and x_bias.
 
-    Kept for the backward pass: residual_out, which the caller holds anyway, weight, and a mean and rstd a row.
+    The backward pass saves residual_out, which the caller holds anyway, weight, and a mean and rstd per row.
     """
 
     @staticmethod
@@ -159,7 +159,7 @@ class _AddNormalise(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         options, recorded = call
         y, total, statistics, is_invariant = recorded or _seen((x, weight, bias, residual, x_bias), options)
-        # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
+        # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
         norm, _, weight_offset, _, cast = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
         summed = None if x_bias is None else x_bias.dtype
@@ -188,7 +188,7 @@ class _AddNormalise(torch.autograd.Function):
                 dx_dtype = dtype_of_all(dtypes) if dtypes else None
             wants = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias]
             total, weight, statistics = ctx.saved_tensors
-            # The sum holds x_bias already; given as zeros, it has the kernel sum dx before it is rounded.
+            # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
             nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
             options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
             dx, dweight, dbias, dx_bias, _ = GRADIENTS[is_invariant](
@@ -214,7 +214,7 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
         call = options, recorded
         if residual is not None:
             return add(call, *operands)
-        # Each None that is passed takes autograd some 0.1 us.
+        # Autograd takes about 0.1 us for each None that is passed.
         if x_bias is not None:
             return plain(call, x, weight, bias, x_bias)
         return plain(call, x, weight) if bias is None else plain(call, x, weight, bias)
@@ -230,7 +230,7 @@ def _record(_: Any, operands: Any, options: Any, found: Found | None) -> Any:
     return _record_seen(operands, options[:-2], None if found is None else recorded_of(found))
 
 
-# Whether a residual is added, and statistics are saved, the look-up finds out itself.
+# The look-up itself finds out if a residual is added and if statistics are saved.
 CALLS = road.calls_of(
     FORWARD,
     name="recorded",
@@ -243,8 +243,8 @@ FORWARD_OF = CALLS.functions
 record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 native.record_by("recorded", record_known)
 
-# Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are, or of the first two or
-# three alone. Nothing is dropped here.
+# Names of the gradients that are due, by flags of x (or residual), weight, bias and x_bias, or of the first two or
+# three alone. No call here has a dropout.
 WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
     due: tuple(compress(NormGradients._fields, due))
     for passed in (2, 3, 4)
@@ -253,19 +253,19 @@ WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
 
 
 def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A gradient in the dtype of what it is of."""
+    """Return a gradient in the dtype of its operand."""
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as a function of its own, which torch's operators differentiate."""
+    """The backward pass as an autograd function, which torch's operators differentiate."""
 
     @staticmethod
     def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.options, ctx.is_invariant = options, is_on()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
-        # Not a named tuple, of which autograd makes no tuple.
+        # Autograd accepts a tuple, and no named tuple.
         return tuple(gradients_of(options, *operands))
 
     @staticmethod
@@ -281,17 +281,17 @@ _applied = applied(_Gradients)
 
 
 def _differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
-    """`gradients_of` where a gradient of the gradient could be asked for."""
+    """Return `gradients_of` in a form that autograd can differentiate."""
     if arrived_in_memory((operands[0], operands[-1])) or is_dynamo_compiling() or dispatch_modes():
         return _applied(options, *operands)
-    # Of what has none autograd records what torch's operators do, and not what is done within them.
+    # For tensors without memory autograd records torch's operators of the formula.
     return eager.plain_gradients_of_packed(operands, options)
 
 
 def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     """Return the gradients that are due. Operands are `BackwardOperands`, whose rstd packs the means too."""
     if torch.is_grad_enabled():
-        # Recorded only where a gradient of the gradient could be asked for.
+        # Recorded only if a gradient of the gradient may be asked for.
         differentiable: NormGradients = _differentiable_gradients_of(options, *operands)
         return differentiable
     key, found = None, None
@@ -313,12 +313,12 @@ def gradients_first(
 
     Args:
         rows: the rows of its family.
-        key: what the pass was looked up by; None if it cannot be known.
-        operands: dy first, and dresidual_out, see `rows`.
-        options: see `rows`.
+        key: the key of the look-up; None if the pass cannot become known.
+        operands: the tensors of the family's rows, dy first, with dresidual_out.
+        options: the norm's word and the options of the family's rows.
         formula: computes the gradients of what kernels cannot read by torch's operators.
     """
-    # An eager call's backward pass becomes part of a graph, by compiled autograd say.
+    # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
     if is_dynamo_compiling() or dispatch_modes():
         return gradients_by_operator(rows, operands, options)
     at = rows.inputs.index("dresidual_out")
@@ -327,7 +327,7 @@ def gradients_first(
         return formula(operands, options)
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
-        # Copies may be like the gradients of a call before.
+        # Copies may match the gradients of an earlier call.
         look_up: Lookup = getattr(native.calls, rows.name)
         key, found = look_up.gradients(copies, options)
         if found is not None:
@@ -335,7 +335,7 @@ def gradients_first(
     return launched_backward(options[0], key, road.named(rows, copies, options), packed=True)
 
 
-# By whether the call was batch invariant.
+# Indexed by the batch invariance of the call.
 GRADIENTS = (gradients_of, reentering(gradients_of))
 
 
@@ -345,7 +345,7 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
-    """`gradients_of` where something sees operators, and is to see this one."""
+    """Compute `gradients_of` by an operator, because a dispatch mode sees operators."""
     given = road.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = walkable_gradient(given[name])

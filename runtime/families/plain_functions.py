@@ -485,7 +485,7 @@ def _traced(operands: Operands, normalized_shape: Any, options: Options, module:
     """Run `normalise_first` for a call that TorchDynamo traces and `is_plain` accepts."""
     shape = tuple(normalized_shape)
     kernel, left = backend(operands[0]) == "kernel", left_in_traces()
-    # As `is_served`, which to follow costs a dozen guards; of a module that is served none is asked for a method.
+    # The condition of `is_served`, inlined because tracing the function costs a dozen guards.
     if (left or not kernel) and module is not None and (before := module.forward_before(operands[0])) is not None:
         return before(module, operands[0])
     if not kernel:
@@ -548,7 +548,7 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
         function = calls.functions[options[0]]
         return by_parts(function, calls.rows, operands, lambda parts: normalise_family(calls, parts, said))
     traced = becomes_operator(*operands)
-    # What is known is known by what was passed, and by what surrounds it.
+    # The key of a known call holds the arguments as passed, and the surrounding state.
     return (road.normalise_traced if traced else road.normalise)(calls, operands, said)
 
 
@@ -556,7 +556,7 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, option
     """Run `normalise` on DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, _, _, residual, _ = operands
     if residual is not None and residual.shape != x.shape:
-        # The parts may be alike on one rank and not on another, which would wait for it.
+        # Parts may fit on one rank and not on another: the first would wait for the second.
         check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
     rows, dimensions = [FORWARD[name] for name, _ in OPERANDS], len(normalized_shape or ())
     call = partial(normalise, normalized_shape=normalized_shape, options=options)

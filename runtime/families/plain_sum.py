@@ -1,7 +1,8 @@
 """A residual add and the norm behind it, launched as one kernel and recorded as two functions.
 
-A forward adds first, and calls the norm next. The kernel runs at the sum, and makes both; autograd records each where
-the forward asks for it. So hooks on the sum, and `retain_grad`, see the gradient that torch's operators give the sum.
+A model's forward adds first, and calls the norm next. The kernel runs at the sum and computes both results; autograd
+records each where the forward asks for it. Hooks on the sum, and `retain_grad`, see the gradient that torch's operators
+would give the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..upstream.torch_internals import applied_at_once
 from .operands import Operands, Options
 from .plain import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
 
-# y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
+# y, and the statistics of the rows, or None if autograd does not record the norm.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -31,14 +32,14 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 
     Args:
         operands: x and residual, (..., N) of fp16, bf16 or fp32; weight and bias, (N,) or None; no x_bias.
-        options: the norm's word, and what is told besides.
+        options: the norm's word, and its other options.
 
     Returns:
-        The sum in residual's dtype, differentiable in x and residual, and what `norm_of_sum` is to be given. None where
-        no kernel serves tensors like these as they are: nothing was done then.
+        The sum in residual's dtype, differentiable in x and residual, and the argument `ahead` of `norm_of_sum`. None
+        if no kernel can read these tensors in place; nothing was computed then.
 
     Raises:
-        NormforgeError: the first call of its kind cannot be served, for want of an instance, say.
+        NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
     made: Any = native.calls.added_ahead.normalise(operands, options, None)
     if made is None:
@@ -48,7 +49,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
         found = _found(operands, options, is_recorded)
         made = _record(operands, options, recorded_of(found)) if is_recorded else run(*found)
     first, second, *_ = made
-    # A call that is not recorded returns y and the sum.
+    # A call without a gradient returns y and the sum.
     return (first, second) if isinstance(second, tuple) else (second, (first, None))
 
 
@@ -64,8 +65,8 @@ def norm_of_sum(
     """Record the norm of a sum that `add_ahead` made with statistics.
 
     Returns:
-        y, and a tensor that is the sum: a gradient that arrives at it is added to dx in the norm's backward kernel,
-        where one that arrives at `total` is added behind it, by autograd.
+        y, and an alias of the sum. The norm's backward kernel adds the alias's gradient to dx; autograd adds the
+        gradient of `total` after the kernel.
     """
     both: tuple[torch.Tensor, torch.Tensor] = _apply_norm((options, ahead), total, weight, bias)
     return both
@@ -79,7 +80,7 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
         options: the norm's word, and its other options.
 
     Returns:
-        y, and x for the sum, see `norm_of_sum`. None where no kernel serves the tensors as they are.
+        y, and an alias of x for the sum, as from `norm_of_sum`. None if no kernel can read the tensors in place.
     """
     both: tuple[torch.Tensor, torch.Tensor] | None
     both = native.calls.added_ahead.normalise(operands, options, operands[0].shape[-1:])
@@ -89,7 +90,7 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
 
 
 def _served(operands: Operands, options: Options) -> bool:
-    """Whether a kernel serves tensors as they are, with no copy and nobody else who has to see what runs."""
+    """Return True if a kernel reads the tensors without a copy, and no dispatch mode has to see the call."""
     norm, _, weight_offset, _, _ = options
     x, weight, bias, _, _ = operands
     there = [each for each in operands if each is not None]
@@ -107,7 +108,7 @@ def _served(operands: Operands, options: Options) -> bool:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of x and residual; y and the statistics beside it are not autograd's yet. Nothing is kept."""
+    """The sum of x and residual. Autograd does not know y and the statistics yet, and nothing is saved."""
 
     @staticmethod
     def forward(
@@ -131,7 +132,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _NormOfSum(torch.autograd.Function):
-    """y of a sum, and the sum once more; kept are the sum, weight, and a mean and rstd a row."""
+    """y of a sum, and an alias of the sum. The backward pass saves the sum, weight, and a mean and rstd per row."""
 
     @staticmethod
     def forward(
@@ -143,7 +144,7 @@ class _NormOfSum(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options, (y, statistics) = told
         ctx.is_invariant = is_on()
-        # Of one memory and one version with total: what is written to either is found out of both.
+        # The alias shares memory and version counter with total, so autograd notices a write to either.
         again = total.detach()
         ctx.told = options, None if bias is None else bias.dtype
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
@@ -167,7 +168,7 @@ _apply_sum, _apply_norm = applied_at_once(_Sum), applied_at_once(_NormOfSum)
 
 
 def _record(operands: Operands, options: Options, recorded: Recorded) -> Any:
-    """Record the sum of a call alone, or its norm where there is no residual."""
+    """Record the sum of a call, or the norm if there is no residual."""
     y, total, statistics, _ = recorded
     x, weight, bias, residual, _ = operands
     if total is None:

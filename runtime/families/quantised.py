@@ -1,4 +1,4 @@
-"""Norms whose output is quantised as inference engines have it: by groups, by scales that are given, in two forms."""
+"""Norms with outputs quantised for inference engines: by groups, by static scales, and with y unquantised too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..kernels.key import ALIGNMENT
 from ..upstream.dynamo_guards import Empty, contiguous_strides
 from .operands import QuantisedOperands, QuantisedOptions
 
-# What returns y as it is.
+# The functions that return y unquantised.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
@@ -102,7 +102,7 @@ def _check(call: Call, places: Places, addressed: bool) -> None:
 
 def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
     dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
-    # Of scales that are given there are none to store, and they are no place.
+    # A static y_scale is an operand, and no place for scales.
     assert dtype is not None
     check_tensor("y_scale", place)
     shapes = [leading, (*leading, 1)]
@@ -138,7 +138,7 @@ def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, tor
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of a tensor to behind its last; of none there is no span."""
+    """Return the addresses of a tensor's first byte and behind its last byte; (0, 0) for a tensor without elements."""
     if tensor.numel() == 0:
         return 0, 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -146,7 +146,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
-    """Allocate what a call returns, where it has no place, and launch the kernel of its plan."""
+    """Allocate the outputs that have no place, and launch the kernel of the plan."""
     plan, addresses, tensors, shape, m, eps, weight_offset = found
     leading, (out, residual_out, y_scale, *_) = shape[:-1], places
     layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
@@ -157,7 +157,7 @@ def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
         groups = bool(plan.mode.group_size.code)
         if groups:
             columns, packs = scale_columns(plan.mode, plan.n), plan.mode.scale_format.packs
-            # Bytes of groups that a row has not are 0.
+            # The bytes of an int32 behind the last group are 0.
             is_whole = plan.n > (columns * packs - 1) * plan.mode.group_size.code
             if y_scale is None:
                 filled = make if is_whole else partial(_zeros, plan.empty)
@@ -177,7 +177,7 @@ def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
         y_scale,
         None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
     )
-    # What autograd kept of them is no longer what it was, and it finds out by this.
+    # Autograd may have saved these tensors, and detects the write by the version.
     increment_version([place for place in places if place is not None])
     if m:
         ready = plan.prepared(m)
@@ -196,7 +196,7 @@ def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
 
 
 def _new(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values or gaps."""
+    """Return a contiguous tensor with undefined values."""
     sizes = tuple(shape)
     return empty(sizes, contiguous_strides(sizes), dtype)
 
@@ -211,14 +211,14 @@ def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _clear_padding(scale: torch.Tensor, m: int, columns: int) -> None:
-    """Have zeros where tiles have rows or groups that there are none of."""
+    """Set the padding of tiles to zeros."""
     if scale.numel() != m * columns:
         scale.view(torch.uint8).zero_()
 
 
 def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
-    """From one row's scales to the next one's, and from one group's to the next one's, as kernels count them."""
-    # Of four groups in an int32 in bytes.
+    """Return the strides between rows' scales and between groups' scales, in the unit of kernels."""
+    # In bytes if an int32 packs the scales of four groups.
     unit = scale.element_size() if kind.stores_exponents else 1
     # A dimension of one row may have any stride.
     at = scale.dim() - 2

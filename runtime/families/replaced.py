@@ -16,7 +16,7 @@ from ..errors import TransformError
 from ..selection.invariance import is_on, refuse_torch
 from ..upstream.torch_internals import is_forward_ad_on
 
-# Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
+# The attribute of a swapped module with the data for unpatch; deep copies and pickles include the attribute.
 ORIGINAL = "_normforge_original"
 
 

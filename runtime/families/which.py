@@ -1,4 +1,4 @@
-"""Which instance a call would take."""
+"""The instance that a call would take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
         norm: the norm's word: "layer" or "rms".
         functional: whether the question is about `layer_norm`, `rms_norm` or a module rather than the forward
             function. Those run torch's own operator where no kernel can run, and then the answer is "torch".
-        **keywords: likewise.
+        **keywords: the keyword arguments of the forward function.
 
     Returns:
         The name that `instances()` lists, or would list once it has been generated on demand.

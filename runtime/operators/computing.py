@@ -1,4 +1,4 @@
-"""What operators compute of arguments by name: results in the order of the rows, None for what is not returned."""
+"""The computations of operators, from arguments by name to results in the order of the rows, None for absent ones."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
         if not dispatch_modes():
             results = PUBLIC[function](**given)
         else:
-            # Whoever sees operators has seen this one.
+            # The modes that see operators have seen this operator already.
             results = (launched_backward if is_backward else launched)(takes.norm.value, None, given)
         return results
     if is_backward:
         require_device(check(function, given).x)
-        # An operator returns memory of its own, without gaps.
+        # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, given.values()) for each in _gradients(function, given)]
     calls = CALLS[takes.family_name]
     options = road.options_of(calls, takes.norm.value, given)

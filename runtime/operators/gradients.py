@@ -21,13 +21,13 @@ from .twins import register_autograd
 
 @dataclass(frozen=True)
 class _Told:
-    """What a backward pass has to know besides tensors.
+    """The arguments of a backward pass other than tensors.
 
     Attributes:
-        stores: whether the sum is an output. It is kept then, and x is not.
-        given: what was passed that is neither tensor nor decides what is kept, by name.
-        dtypes: of the inputs that are tensors, by name.
-        refusal: why there is nothing to compute gradients from, or None.
+        stores: True if the sum is an output; the sum is saved then in place of x.
+        given: the arguments of the forward call that the backward call takes too, by name.
+        dtypes: the dtypes of the tensors that were passed, by name.
+        refusal: the reason why gradients cannot be computed, or None.
     """
 
     stores: bool
@@ -38,24 +38,24 @@ class _Told:
 
 UNSAVED = "mean and rstd were not saved; pass save_mv=True"
 
-# The gradients that arrive, and the operands that the stored sum is made of.
+# The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")
 _SUMMED = ("x", "residual", "x_bias", "gate")
 
 
 def kept_too_little(why: str) -> GradientError:
-    """The error for a gradient of a call that has nothing to compute it from."""
+    """Return the error for a gradient of a call that saved too little."""
     return GradientError(f"a gradient was asked of a call that kept too little for one: {why}")
 
 
 def register(library: torch.library.Library, namespace: str, forward: str, backward: str) -> None:
-    """Give a forward operator what differentiates it.
+    """Register the gradients of a forward operator.
 
     Args:
-        library: where it is defined.
-        namespace: under what name.
-        forward: its name.
-        backward: that of the operator that computes its gradients.
+        library: the library that defines the operator.
+        namespace: the namespace of the library.
+        forward: the operator's name.
+        backward: the name of the operator that computes the gradients.
     """
     takes, computes = FUNCTIONS[forward], FUNCTIONS[backward]
     statistics = [name for name, kind, _ in computes.tensors if kind is Kind.PER_ROW]
@@ -67,7 +67,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if not takes.family_name:
             _refuse(given)
         if given["x"].dtype is output[0].dtype is torch.float32:
-            # Of fp32 alone nothing is rounded first, whatever the sum is stored in.
+            # With x and y in fp32 nothing is rounded before weight, whatever the dtype of the stored sum.
             given["cast"] = "after_weight"
         adds = given.get("residual") is not None
         stores = adds and given.get("fadd", "pre_add_store") == "pre_add_store"
@@ -87,12 +87,12 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         # y, and the sum if a tensor that is summed requires a gradient.
         summed = [given.get(name) for name in _SUMMED]
         sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
-        # What is quantised has no gradient, though torch takes fp8 for floats.
+        # A quantised output has no gradient, although fp8 is a floating-point dtype of torch.
         ctx.mark_non_differentiable(*output[1 + sum_is_due if output[0].dtype in FLOATS else 0 :])
         if refusal is None:
             held = {**given, "gated": None if given.get("gate") is None else given["x"]}
             if stores:
-                # The sum holds x_bias already.
+                # The sum includes x_bias already.
                 held |= {"x": output[1], "x_bias": None}
             ctx.save_for_backward(*[held[name] for name in kept], *output[len(output) - len(statistics) :])
 
@@ -111,7 +111,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
-    """Refuse a call of the 2d functions' operators that has no gradient."""
+    """Raise an error if a call of a 2d function's operator cannot have a gradient."""
     if given["fquant"] != "none":
         raise GradientError(
             "a tensor requires a gradient and a quantised output has none; call under torch.no_grad(), or detach it"
@@ -128,15 +128,15 @@ def register_second(
     tensors: Sequence[str],
     compute: Callable[[dict[str, Any]], Sequence[torch.Tensor | None]],
 ) -> None:
-    """Give a backward operator what differentiates it, which torch's operators do.
+    """Register the gradients of a backward operator, computed by torch's operators.
 
     Args:
-        library: where it is defined.
-        namespace: under what name.
-        name: its.
-        passed: the names of its arguments, in order.
-        tensors: those of them that are tensors.
-        compute: from all of them, by name, to what it returns, and None in place of what it does not.
+        library: the library that defines the operator.
+        namespace: the namespace of the library.
+        name: the operator's name.
+        passed: the names of the operator's arguments, in order.
+        tensors: the names of the arguments that are tensors.
+        compute: returns the operator's results from the arguments by name, None for results that are not returned.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ def register_second(
 def _compute(
     forward: str, backward: str, told: _Told, needed: Sequence[str], given: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The gradients that are due, by the names of what they are of."""
+    """Return the gradients that are due, by the names of their operands."""
     from .computing import by_formula, shares_no_row
 
     if all(given[name] is None for name in _ARRIVE):
@@ -174,7 +174,7 @@ def _compute(
             gradients["x"] = gradient
     x = given["x"]
     if told.stores and "x_bias" in needed:
-        # The sum holds it already. Given as zeros, it has the kernel add up dx before that is rounded.
+        # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
         given["x_bias"] = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
     wanted = {gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in wanted]

@@ -1,16 +1,17 @@
-"""The forward and backward functions as operators of torch's dispatcher: what a traced graph holds of them.
+"""The forward and backward functions as operators of torch's dispatcher, for traced graphs.
 
-torch.compile, torch.export and make_fx record operators, and learn what they return from fake kernels. Eager calls do
-not come here: the dispatcher alone takes 6 us, and Inductor's code goes past it too (`shortcuts`). An operator returns
-the outputs that were asked for, in the order of `LayerNormOutput` or `NormGradients`, and nothing in place of the
-others. Its schema has no defaults, so that its kernels are given every argument.
+torch.compile, torch.export and make_fx record operators, and take the outputs' metadata from fake kernels. Eager calls
+use no operator, because the dispatcher alone takes 6 us, and Inductor's code bypasses the dispatcher too (`shortcuts`).
+An operator returns only the outputs that were asked for, in the order of `LayerNormOutput` or `NormGradients`. Schemas
+have no defaults, so that kernels receive every argument.
 
-Where a caller says where outputs go, another operator (`..._into`) writes y and the sum there. A copy after the
-functional one would move as many bytes again as its kernel does. It returns y_scale, mean and rstd, of no elements
-where not asked for: of operators that write, torch functionalises only those that return a fixed number of tensors.
+If a caller passes tensors for outputs, another operator (`..._into`) writes y and the sum there: a copy after the
+functional operator would move as many bytes again as the kernel. This operator returns y_scale, mean and rstd, as
+tensors without elements if they were not asked for, because torch functionalises only writing operators that return a
+fixed number of tensors.
 
-Importing this module registers them, in `torch.ops.normforge`. What computes results besides look-ups of plain norms is
-imported when an operator is called.
+Importing this module registers the operators in `torch.ops.normforge`. The code that computes results, other than
+look-ups of plain norms, is imported when an operator is called.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from . import gradients, grouped
 from .shortcuts import Recording, at_once, of_plain_tensors
 from .twins import both, register_autograd
 
-# The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
+# The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 Tensors = list[torch.Tensor]
 
 _NAMESPACE = "normforge"
-# torch declares no types for it.
+# torch declares no types for Library.
 _Library: Any = torch.library.Library
 _library = _Library(_NAMESPACE, "DEF")
-# Of operators, by name.
+# The kernels of operators, by name.
 _kernels: dict[str, Callable[..., Any]] = {}
 _recording: Any = Recording(_library, _kernels)
-# What Inductor's code calls in place of operators.
+# The functions that Inductor's code calls in place of operators.
 _at_once: dict[Any, Callable[..., Any]] = {}
 
 
 def _in_order(name: str, places: int) -> Callable[..., Tensors]:
-    """Return a function's operator by its look-up: from the arguments in order, no places, to the results."""
+    """Return the kernel of a function's operator by the look-up: arguments in order, without places, to results."""
     absent = (None,) * places
 
     @eager_only
@@ -78,7 +79,7 @@ def _schema(takes: Function, into: bool, defined: str) -> str:
     declared = [f"{kind} {argument}" for argument, kind in _arguments(takes).items()]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
-    # y is always written to somewhere, the others where they are asked for.
+    # y always has a place; other outputs have one if they are asked for.
     for alias, (place, result) in zip("abcdefgh", takes.places, strict=False):
         always = not next(row.wanted for row in takes.family.results if row.name == result)
         declared.append(f"Tensor({alias}!){'' if always else '?'} {place}")
@@ -88,13 +89,13 @@ def _schema(takes: Function, into: bool, defined: str) -> str:
 
 
 def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of an operator by their names; those of places come last."""
+    """Return the arguments of an operator by name; places come last."""
     takes = FUNCTIONS[function]
     return dict(zip((*takes.passed, *[place for place, _ in takes.places]), arguments, strict=False))
 
 
 def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Tensor, ...]:
-    """What an operator returns: what there is, or, if it writes, some tensor for each result that it does not write."""
+    """Return the tensors that an operator returns; a writing operator returns one for each result without a place."""
     if not into:
         return [tensor for tensor in results if tensor is not None]
     takes = FUNCTIONS[function]
@@ -156,13 +157,13 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
 
 
 def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: int) -> None:
-    """Have autograd see what an operator writes to, its last arguments, also where it is traced and does not run."""
+    """Make autograd see that an operator writes to its last arguments, also while it is traced."""
 
     def count(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         increment_version([place for place in arguments[-places:] if place is not None])
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
-    # As torch.library.custom_op does for what it is told is mutated.
+    # torch.library.custom_op does the same for mutated arguments.
     _library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
@@ -194,5 +195,5 @@ def _rule_dtensors() -> None:
     sharding.register(_library, _NAMESPACE)
 
 
-# Who has no DTensors does not wait for them to be imported, which takes a second.
+# Importing DTensors takes a second, so programs without DTensors skip the import.
 when_imported("torch.distributed.tensor", _rule_dtensors)

@@ -1,8 +1,8 @@
-"""What the operators do with DTensors: each rank computes its rows; `calls.sharded` says where tensors lie.
+"""The rules of operators for DTensors: each rank computes its rows; `calls.sharded` decides the placements.
 
-The rules are the dispatcher's (`torch.library.register_torch_dispatch`). `register_sharding` has one placement for all
-tensors of a list, which is what these operators return; and DTensor remembers what it says of a call by the tensors and
-integers of that, whatever words and types it was given besides.
+The rules are the dispatcher's (`torch.library.register_torch_dispatch`). `register_sharding` does not fit: it has one
+placement for all tensors of a list, which these operators return, and DTensor caches its answer for a call by tensors
+and integers, and ignores words and dtypes.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _sharded(
     args: tuple[Any, ...],
     kwargs: Any = None,
 ) -> Sequence[torch.Tensor]:
-    """What an operator returns of DTensors; `args` are all its arguments, in order.
+    """Return the results of an operator for DTensors; `args` are all arguments, in order.
 
-    One that writes where it is told, to places, returns the others, of no elements where there is nothing to return.
+    An operator that writes to places returns the other results, as tensors without elements if not asked for.
     """
     given = dict(zip((*takes.passed, *places), args, strict=True))
     frame = _frame(operator, given, takes)
@@ -76,7 +76,7 @@ def _sharded(
         elif row.name == "y_scale" and "scale_layout" in given:
             returned.append(_scales(frame, part, given))
         elif row.name not in places.values():
-            # An operand of one of these kinds may have one of several shapes, and its gradient has the same.
+            # An operand of these kinds may have one of several shapes, and the gradient has the same shape.
             is_gradient = row.kind in (Kind.SAMPLES, Kind.GROUPS)
             returned.append(frame.whole(row.kind, part, given[row.like[0]] if is_gradient else None))
     return tuple(returned) if places else returned
@@ -86,26 +86,26 @@ def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
     if given.get("dropout_rng") is not None:
         refuse_sharded(given["x"])
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-    # The groups of a row are together, as what they have of their own is.
+    # All groups of a row are on one rank, and so are the weights of groups.
     grouped = any(name in tensors and tensors[name].dim() > 1 for name, _ in takes.by_groups)
     return Frame(str(operator), tensors, 2 if grouped else 1)
 
 
 def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call of a rank is given, but for places."""
+    """Return the arguments of a rank's call, without places."""
     parts = {name: given[name] for name in takes.passed}
     for name, kind, _ in takes.tensors:
         part = frame.part(kind, given[name])
-        # The whole has strides that a kernel can walk, and a part that was cut out of one need not have them.
+        # Kernels can walk the strides of the whole, but not always those of a part.
         parts[name] = walkable(part) if part is not None and kind.has_row_stride else part
     return parts
 
 
 def _scales(frame: Frame, part: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """What a rank's scales are of, one a row or one a group: dealt out as the rows are, in the layout of each part.
+    """Return a DTensor of a rank's scales, per row or per group: sharded as the rows are, in the layout of each part.
 
     Raises:
-        LayoutError: they are in tiles, and the rows of a tile are on several ranks.
+        LayoutError: scales are in tiles, and the rows of a tile are on several ranks.
     """
     x, layout = frame.like, ScaleLayout(given["scale_layout"])
     columns = part.shape[x.dim() - 1 :]
@@ -124,7 +124,7 @@ def _scales(frame: Frame, part: torch.Tensor, given: Mapping[str, Any]) -> torch
 
 
 def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
-    """A rank's part of what is written to, which nothing can be moved to."""
+    """Return a rank's part of a place; a place cannot be redistributed."""
     if whole.placements != frame.of_rows:
         raise LayoutError(
             f"{name} has placements {whole.placements} and what is written there {frame.of_rows}; give it those, or "
@@ -135,19 +135,19 @@ def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
 
 
 def _nothing(frame: Frame) -> torch.Tensor:
-    """What is returned in place of a result that was not asked for."""
+    """Return a tensor without elements, for a result that was not asked for."""
     x = frame.like
     return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
 
 
-# The tensors of GroupNorm's operators, but for the statistics of groups: (2, B, groups), see `_of_statistics`.
+# The tensors of GroupNorm's operators, without the statistics of groups: (2, B, groups), see `_of_statistics`.
 _GROUP = {"dy": Kind.ROWS, "x": Kind.ROWS, "weight": Kind.VECTOR, "bias": Kind.VECTOR}
 
 
 def _sharded_group(
     compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> list[torch.Tensor]:
-    """What an operator of GroupNorm returns of DTensors: each rank has samples, and statistics of those."""
+    """Return the results of a GroupNorm operator for DTensors: each rank has samples, and their statistics."""
     given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=True))
     x, statistics, wants = given["x"], given.get("statistics"), given.get("wants")
     frame = Frame(str(operator), {name: given[name] for name in (*_GROUP, "statistics") if name in given}, x.dim() - 1)
@@ -158,7 +158,7 @@ def _sharded_group(
         parts["statistics"] = whole.to_local()
     names = ["y", "statistics"]
     if wants is not None:
-        # In the order in which gradients are listed.
+        # In the order of the gradients in results.
         names = [f"d{name}" for name in ("x", "weight", "bias") if f"d{name}" in wants and given[name] is not None]
     made = []
     for name, part in zip(names, compute(*{**given, **parts}.values()), strict=False):
@@ -172,14 +172,14 @@ def _sharded_group(
 
 
 def _part(frame: Frame, name: str, whole: torch.Tensor | None) -> Any:
-    """A rank's part of a vector, or its samples as the operator takes them."""
+    """Return a rank's part of a vector, or its samples in a layout that the operator takes."""
     part = frame.part(_GROUP[name], whole)
     is_apart = _GROUP[name] is Kind.ROWS and group.are_channels_last(part) is None
     return part.contiguous() if is_apart else part
 
 
 def _of_statistics(frame: Frame) -> tuple[Any, ...]:
-    """The placements of (2, B, groups), where samples are dealt out."""
+    """Return the placements of (2, B, groups) for sharded samples."""
     from torch.distributed.tensor import Shard
 
     return tuple(

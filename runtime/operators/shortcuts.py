@@ -1,8 +1,8 @@
-"""The ways to an operator's kernel that leave out what torch does besides, where that comes to nothing.
+"""Direct ways to an operator's kernel for calls that need none of torch's other dispatch steps.
 
-Of an operator with a gradient, torch runs a kernel in Python for autograd, which calls the operator anew below that:
-each argument is made a value of C++ and an object of Python twice. A call that autograd records nothing of, and that
-nobody else is to see, is answered by the first kernel. The code that Inductor writes calls no operator at all.
+For an operator with a gradient, torch runs a Python kernel for autograd, which calls the operator again below autograd:
+each argument is converted between C++ and Python twice. The first kernel answers a call that autograd does not record
+and no mode sees. Inductor's code calls no operator at all.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..upstream.torch_internals import dispatch_modes, ends_with_autograd, trans
 Kernel = Callable[..., Any]
 Operator = torch._ops.OpOverload[Any, Any]
 
-# Where it stands: torch's own attributes are looked up by what takes as long again.
+# A global, because the attribute look-up in torch takes as long as the call.
 is_grad_enabled = torch.is_grad_enabled
-# What torch's own kernel for autograd asks.
+# The condition of torch's own kernel for autograd.
 _any_requires_grad = torch._C._any_requires_grad
 
-# What arguments are where no class of tensors sees operators.
+# The classes of arguments of calls that no tensor class sees.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), str, float, int, bool, list))
 
 
 def of_plain_tensors(kernel: Kernel, otherwise: Kernel) -> Kernel:
-    """A kernel that leaves a call to another one where a mode or a class sees operators."""
+    """Return a kernel that calls `otherwise` if a mode or a tensor class sees operators."""
 
     @eager_only
     def run(*arguments: Any) -> Any:
@@ -40,10 +40,10 @@ def of_plain_tensors(kernel: Kernel, otherwise: Kernel) -> Kernel:
 
 
 class Recording:
-    """Stands for a library while autograd is registered: has torch's kernel answer what it would record nothing of."""
+    """A proxy of a library for registering autograd, whose kernel directly answers calls that need no recording."""
 
     def __init__(self, library: torch.library.Library, kernels: Mapping[str, Kernel]) -> None:
-        """Take the library, and the kernels of operators for plain tensors, by name."""
+        """Store the library, and the kernels of operators for plain tensors, by name."""
         self._library: Any = library
         self._kernels = kernels
 
@@ -62,11 +62,11 @@ class Recording:
 
 
 def at_once(operator: Operator, kernel: Kernel) -> Kernel:
-    """What Inductor's code is to call in place of an operator: a kernel for plain tensors, the only ones it has."""
+    """Return the function for Inductor's code to call in place of an operator: Inductor has plain tensors alone."""
 
     @eager_only
     def run(*arguments: Any) -> Any:
-        # That code runs without gradients. Who would record one finds the operator, as do modes and transforms.
+        # Inductor's code runs without gradients. Recorded calls, modes and transforms use the operator.
         if is_grad_enabled() or dispatch_modes() or transforming():
             return operator(*arguments)
         return kernel(*arguments)

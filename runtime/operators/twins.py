@@ -1,7 +1,7 @@
-"""The twin of each operator, which is batch invariant wherever it runs: what is traced under batch invariance.
+"""The twin of each operator, which is always batch invariant, for traces under batch invariance.
 
-Whether a call is to be so is asked of the thread that makes it. A graph is run by others, autograd's threads say, and
-what Inductor or a CUDA graph keeps of it by anybody: so it holds operators that need not ask.
+Batch invariance is a state of the calling thread. Other threads, autograd's for example, may run a graph, or the code
+that Inductor or a CUDA graph made of the graph, so graphs hold operators that do not depend on that state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kernel = Callable[..., Any]
 
 
 def within(kernel: Kernel) -> Kernel:
-    """What computes the same, batch invariant."""
+    """Return a kernel that runs under batch invariance."""
 
     @eager_only
     def run(*arguments: Any, **named: Any) -> Any:
@@ -33,13 +33,13 @@ def within(kernel: Kernel) -> Kernel:
 
 
 def both(name: str, kernel: Kernel) -> dict[str, Kernel]:
-    """The kernels of an operator and of its twin, by their names."""
+    """Return the kernels of an operator and of its twin, by name."""
     return {name: kernel, f"{name}{INVARIANT}": within(kernel)}
 
 
 def register_autograd(
     namespace: str, name: str, differentiate: Kernel, keep: Kernel, library: torch.library.Library
 ) -> None:
-    """Give an operator what differentiates it, and its twin the same, of operators that are twins."""
+    """Register the gradients of an operator, and for its twin the batch-invariant gradients."""
     for each, function in both(name, differentiate).items():
         torch.library.register_autograd(f"{namespace}::{each}", function, setup_context=keep, lib=library)

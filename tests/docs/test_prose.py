@@ -35,13 +35,10 @@ WORD = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 MOST = {
     "ahead_of_time": 30,
     "calls": 111,
-    "codegen": 3,
     "compiled": 37,
-    "families": 69,
     "integrations": 16,
     "jax": 19,
     "kernels": 65,
-    "operators": 26,
     "override": 13,
     "parallel": 4,
     "patching": 64,

@@ -53,7 +53,7 @@ _RUNTIME = (
     "upstream/triton_launcher",
 )
 _CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
-# A docstring and nothing else.
+# Docstrings, types and signatures alone.
 _TEMPLATES_WITHOUT_CODE = {"templates/package.py.j2", "templates/operands.py.j2", "templates/functional.py.j2"}
 
 # They hold text against a copy of it, or build a distribution: any edit would be noticed, whatever it breaks.

@@ -61,7 +61,7 @@ def _by_parts(function: Function, operands: GatedOperands, options: GatedOptions
     """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, *_ = operands
     name, given = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
-    # The parts may be alike on one rank and not on another, which would wait for it.
+    # Parts may fit on one rank and not on another: the first would wait for the second.
     check_normalised(name, given, x.shape[-1:], kernel=backend(x) == "kernel")
     return by_parts(name, row.CALLS.rows, operands, lambda parts: _run(function, parts, options, group_size))
 

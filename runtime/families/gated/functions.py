@@ -40,13 +40,13 @@ class _GatedNorm(Replacing):
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Weight to ones, and bias, where there is one, to zeros."""
+        """Set the weight to ones, and the bias to zeros if there is one."""
         torch.nn.init.ones_(self.weight)
         if (bias := self._parameters.get("bias")) is not None:
             torch.nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
-        """The size, epsilon, and the options that are not the default."""
+        """Return the size, epsilon, and the options that differ from their defaults."""
         others = [
             f"{name}={getattr(self, name)!r}" for name, default in _OPTIONS.items() if getattr(self, name) != default
         ]
@@ -91,7 +91,7 @@ class GatedRMSNorm(_GatedNorm):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
         return gated_rms_norm(x, gate, self.weight, **self._options)
 
 
@@ -135,5 +135,5 @@ class GatedLayerNorm(_GatedNorm):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
         return gated_layer_norm(x, gate, self.weight, self.bias, **self._options)

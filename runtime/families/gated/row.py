@@ -213,5 +213,5 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
     return (vector if vector.dim() > 1 else vector.expand(groups, -1)).contiguous()
 
 
-# What `GatedSaved` holds, but for statistics.
+# The fields of `GatedSaved` without the statistics.
 _BACKWARD = Backward.of(GATED_BWD, ("x", "gate", "weight", "bias"), _laid_out, _problem, _of_results)

@@ -81,7 +81,7 @@ def _aligned(tensor: _Vector) -> _Vector:
 def launched(
     x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, *, saves: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A checked call of a tensor that is laid out: y, and if it `saves` them a mean and rstd of each group.
+    """Run a checked call of a tensor that kernels can walk: return y, and if it `saves` them mean and rstd per group.
 
     The statistics are one tensor, (2, samples, groups), fp32.
     """

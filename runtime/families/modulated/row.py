@@ -214,7 +214,7 @@ def _on_one_stride(_: ModulatedSaved, rows: torch.Tensor) -> torch.Tensor:
     return rows if isinstance(row_stride("rows", rows), int) else rows.contiguous()
 
 
-# What `ModulatedSaved` holds, but for statistics, as kernels name it.
+# The fields of `ModulatedSaved` without the statistics, under the names of kernels.
 _BACKWARD = Backward.of(
     MODULATED_BWD,
     ("x", "scale", "shift", "gate", "gated", "weight", "bias"),
