@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calls.outputs import QuantisedOutput
-from ..families.quantised import quantised_layer_norm, quantised_rms_norm
+from ..families.public import quantised_layer_norm, quantised_rms_norm
 from .serving import cast_of, fits, follow_switch, served
 
 # vLLM's own switch of batch invariance.

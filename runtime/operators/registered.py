@@ -133,11 +133,11 @@ def _kernels_of(name: str, takes: Function, into: bool) -> tuple[Callable[..., A
     if name in grouped.KERNELS:
         run, fake = grouped.KERNELS[name]
         return run, run, fake
-    kernel, fake = partial(_returned, name, into), partial(_fake, name, into)
+    kernel, as_checked = partial(_returned, name, into), partial(_fake, name, into)
     if into or takes.family_name:
-        return kernel, kernel, fake
+        return kernel, kernel, as_checked
     in_order = _in_order(name, len(takes.places))
-    return of_plain_tensors(in_order, kernel), in_order, fake
+    return of_plain_tensors(in_order, kernel), in_order, as_checked
 
 
 def _register(name: str, takes: Function, into: bool = False) -> None:
