@@ -19,7 +19,7 @@ from normforge.calls import native
 from normforge.families import plain as recorded
 from normforge.families import plain_functions, public
 
-from .take_apart import Taken, nothing, without
+from .take_apart import Taken, launching, nothing, without
 from .timing import Call
 
 PYTHON, APPLY, SAVING = "normforge's Python", "torch's apply", "what is kept for the backward pass"
@@ -64,7 +64,7 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
 def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
     """The plans, of one that launches nothing, and returns the same memory again where it does not allocate."""
     plan = SimpleNamespace(**vars(taken.plan))
-    plan.forward = cache(lambda m: (nothing, *taken.plan.forward(m)[1:]))
+    plan.at = cache(lambda shape: launching(taken.plan.at(shape), lambda _: nothing, in_c=True))
     if not allocates:
         again = cycle(taken.kept).__next__
         plan.empty = lambda *_: again()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -98,8 +97,8 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
         )
     ((key, (known,)),) = dispatch.plans.items()
     plan = known.plan
-    choose = (lambda: plan.layout(m)) if plan.mode.is_backward else (lambda: plan.forward(m))
-    taken = Taken(plan, m, key, known, choose, plan.empty, [], [], [])
+    shape = torch.Size((m, plan.n))
+    taken = Taken(plan, m, key, known, lambda: plan.at(shape), plan.empty, [], [], [])
 
     def allocate(*asked: Any) -> torch.Tensor:
         taken.allocations.append(asked)
@@ -116,18 +115,10 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
 
     # A stand-in, because an attribute that shadows a method makes every plan of the process slower to ask.
     stand_in = SimpleNamespace(**vars(plan) | {"empty": allocate})
-    ready, layout = plan.prepared(m), plan.layout(m)
-    launch, *told = plan.forward(m)
-    stand_in.forward = lambda _: (launch and watched(launch), *told)
-    if ready.by_address:
-        ready = replace(ready, steps=tuple(replace(step, launch=watched(step.launch)) for step in ready.steps))
-    if plan.mode.is_backward:
-        layout = replace(
-            layout,
-            steps=tuple((watched(launch), grid) for launch, grid in layout.steps),
-            finish=None if layout.finish is None else (watched(layout.finish[0]), layout.finish[1]),
-        )
-    stand_in.prepared, stand_in.layout = lambda _: ready, lambda _: layout
+    sized = plan.at(shape)
+    is_watched = sized.layout.in_c or plan.mode.is_backward
+    layout = (launching(sized, watched) if is_watched else sized).layout
+    stand_in.layout, stand_in.at = lambda _: layout, lambda shape: plan.at(shape)._replace(layout=layout)
     known.plan = stand_in
     try:
         call()
@@ -159,8 +150,16 @@ def launching_nothing() -> Iterator[None]:
 
 def _launching_nothing(plan: Any) -> Any:
     stand_in = SimpleNamespace(**vars(plan))
-    stand_in.forward = cache(lambda m: (nothing, *plan.forward(m)[1:]))
+    stand_in.at = cache(lambda shape: launching(plan.at(shape), lambda _: nothing, in_c=True))
     return stand_in
+
+
+def launching(sized: Any, by: Callable[[Any], Any], **others: Any) -> Any:
+    """Return how calls of a shape are launched, each launch replaced by what `by` makes of it, and `others`."""
+    layout = sized.layout
+    steps = tuple((by(launch), grid) for launch, grid in layout.steps)
+    finish = None if layout.finish is None else (by(layout.finish[0]), layout.finish[1])
+    return sized._replace(layout=layout._replace(steps=steps, finish=finish, **others))
 
 
 def without(function: Any, **instead: Callable[..., Any] | SimpleNamespace) -> Callable[..., Any]:

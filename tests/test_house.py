@@ -36,12 +36,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_918,
-    "C": 834,
+    "all by hand": 14_892,
+    "C": 828,
     "emitted": 448,
     "ahead_of_time": 783,
-    "calls": 2_596,
-    "families": 2_490,
+    "calls": 2_581,
+    "families": 2_485,
     "compiled": 662,
     "integrations": 402,
     "jax": 703,
@@ -59,7 +59,7 @@ MOST_CODE_LINES = {
 MOST_MODULES = 66
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
-MOST_STOPS = {"layer_norm": (12, 5), "rmsnorm2d_fwd": (8, 2), "gradients of layer_norm": (14, 6)}
+MOST_STOPS = {"layer_norm": (11, 4), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (14, 6)}
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 

@@ -9,7 +9,7 @@ outputs overlap anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -79,7 +79,7 @@ class Known:
         """What calls come to of which some address is not aligned; None if there was none, or there is no memory."""
         return None if NOWHERE in addresses else self._misaligned.get(_alignment(addresses))
 
-    def learn(self, addresses: Addresses, plan: object) -> None:
+    def learn(self, addresses: Sequence[int], plan: object) -> None:
         """Have `plan` or `plan_at` give a plan."""
         if any(at & MISALIGNED for at in addresses):
             self._misaligned[_alignment(addresses)] = plan
@@ -98,7 +98,7 @@ def all_plans() -> list[Any]:
 
 
 def remember(
-    among: dispatch.Plans, key: Key, tensors: Tensors, free: Sequence[int], addresses: Addresses, plan: object
+    among: dispatch.Plans, key: Key, tensors: Tensors, free: Sequence[int], addresses: Sequence[int], plan: object
 ) -> None:
     """Make calls known that are like one that was checked.
 
@@ -120,7 +120,12 @@ def remember(
     dispatch.remember(among, key, (kind, *[one for one in kinds if one is not kind][: _MOST_KINDS - 1]))
 
 
-def _alignment(addresses: Addresses) -> tuple[bool, ...]:
+def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Return where tensors lie, 0 for those that are not there."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
     return tuple([not at & MISALIGNED for at in addresses])
 
 

@@ -1,56 +1,67 @@
-"""Backward calls that are known: of any family, looked up by key and guard, and launched without being looked at."""
+"""Backward calls of rows in parts that are known: what a look-up launches them by, and how one is looked up again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import or_
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..selection import dispatch
-from ..upstream.torch_dynamo import eager_only
-from .known import MISALIGNED, Key, Known
+from . import native
+from .known import Key, Tensors, addresses_of
+from .launch import run_layout
+from .outputs import unpacked
+from .plan import Plan, Sized
 
 # dy, the gradient of the sum, what was normalised and the other operands that a forward pass kept, and its statistics
 # in one tensor; None for what is not there.
-Arrived = tuple["torch.Tensor | None", ...]
+Arrived = Tensors
 # The key that a call was looked up by, and its tensors.
 Learnt = tuple[Key, Arrived]
-Gradients = list["torch.Tensor | None"]
+Gradients = Sequence["torch.Tensor | None"]
 
 
-class Ready(Protocol):
-    """The launches of calls whose tensors are like those of one that was checked, all but where they lie."""
+class Ready(NamedTuple):
+    """The launches of calls whose tensors are like those of one that was checked, all but where they lie.
 
-    def run(self, arrived: Arrived, addresses: Sequence[int], told: Any) -> Gradients | None:
-        """Launch a call and return the gradients of its operands; None if it has no rows."""
-
-
-@eager_only
-def gradients_known(family: str, arrived: Arrived, told: Any, due: tuple[bool, ...]) -> tuple[Key, Gradients | None]:
-    """Return the gradients of a call that is like one before, and the key that it was looked up by.
-
-    Args:
-        family: the word of its family.
-        arrived: its tensors.
-        told: what else a backward pass has to know; it says which operands are there.
-        due: which operands have a gradient that is asked for.
-
-    Returns:
-        The key, and the gradients of the operands; None where no call was like this one.
+    Attributes:
+        plan: the kernels.
+        inputs: picks what launches bring from what arrived, the means and rstd.
+        order: picks the gradients of a call's operands from the results, behind which None stands.
+        at: from the shape of what was normalised to how calls are launched; None if there are no rows.
     """
-    # Which other tensors are there follows from what was told.
-    key = (family, "bwd", told, due, arrived[1] is None)
-    kind: Known
-    for kind in dispatch.plans.get(key, ()):
-        if kind.fits(*kind.present(arrived)):
-            addresses = addresses_of(arrived)
-            aligned = not reduce(or_, addresses) & MISALIGNED
-            ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)
-            return key, None if ready is None else ready.run(arrived, addresses, told)
-    return key, None
+
+    plan: Plan
+    inputs: Callable[[Any], tuple[Any, ...]]
+    order: Callable[[Any], Gradients]
+    at: Callable[[torch.Size], Sized | None]
+
+    def run(self, arrived: Arrived, addresses: Sequence[int]) -> Gradients | None:
+        """Launch a call and return the gradients of its operands; None if there are no rows."""
+        plan, x = self.plan, arrived[2]
+        assert x is not None
+        sized = self.at(x.shape)
+        if sized is None:
+            return None
+        layout, numbers, makes, _ = sized
+        empty = plan.empty
+        results = tuple([None if make is None else empty(*make) for make in makes])
+        made: Sequence[Any] = results
+        if layout.by_address:
+            at = addresses[-1]
+            statistics = (at, at + layout.to_rstd) if layout.to_rstd else (0, at)
+            inputs, made = self.inputs((*addresses, *statistics)), addresses_of(results)
+        else:
+            inputs = self.inputs(with_statistics(arrived, x.numel() // plan.n))
+        run_layout(plan, layout, inputs, made, numbers)
+        return self.order((*results, None))
+
+
+def with_statistics(arrived: Arrived, m: int) -> Tensors:
+    """Return what arrived, and behind it the means of m rows, if there are any, and rstd."""
+    packed = arrived[-1]
+    assert packed is not None
+    return *arrived, *unpacked(packed.view(-1), m)
 
 
 def looked_up_again(
@@ -59,10 +70,10 @@ def looked_up_again(
     """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
 
     Args:
-        family: see `gradients_known`.
+        family: the name of the look-up among `native.calls`.
         learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
-        told: see `gradients_known`.
-        due: see `gradients_known`.
+        told: what else a backward pass has to know; it says which operands are there.
+        due: which operands have a gradient that is asked for.
         *laid_out: dy and the gradient of the sum as kernels can walk them.
 
     Returns:
@@ -71,10 +82,5 @@ def looked_up_again(
     if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
         return learnt, None
     arrived = (*laid_out, *learnt[1][2:])
-    key, known = gradients_known(family, arrived, told, tuple(due))
+    key, known = getattr(native.calls, family).known_gradients(arrived, told, tuple(due))
     return (key, arrived), known
-
-
-def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """Where tensors lie, 0 for those that are not there."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

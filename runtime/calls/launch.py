@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..kernels.assembly import SUMS
 from ..kernels.launcher import new_exchange
-from ..upstream.dynamo_guards import contiguous_strides
 from .check import Call
-from .known_backward import addresses_of
+from .known import addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of, unpacked
-from .plan import Layout, Plan
+from .plan import Layout, Plan, make_of
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
@@ -56,53 +54,48 @@ def run(
         residual_out: likewise.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
-    empty, n = plan.empty, plan.n
-    _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
-    launch, grid, length, to_rstd = plan.forward(m)
-    size: tuple[int, ...] = (m, n) if len(shape) == 2 else tuple(shape)
-    strides: tuple[int, ...] = (n, 1) if len(shape) == 2 else contiguous_strides(size)
+    empty = plan.empty
+    layout, _, makes, recorded = plan.at(shape)
+    asked: Any = recorded if packed else makes
+    of_y, of_total, of_scale, of_mean, of_rstd = asked
     if out is None:
-        y = empty(size, strides, plan.y_dtype)
+        y = empty(*of_y)
     else:
         y = out
         # What autograd kept of it is no longer what it was, and it finds out by this.
         increment_version(y)
     total = y_scale = mean = rstd = None
     total_at = y_scale_at = mean_at = rstd_at = 0
-    if sum_dtype is not None:
+    if of_total is not None:
         if residual_out is None:
-            total = empty(size, strides, sum_dtype)
+            total = empty(*of_total)
         else:
             total = residual_out
             increment_version(total)
         total_at = total.data_ptr()
-    if packed:
-        rstd = empty((length,), (1,), torch.float32)
-        start = rstd.data_ptr()
-        mean_at, rstd_at = start if to_rstd else 0, start + to_rstd
-    elif scale_dtype is not None or rstd_dtype is not None:
-        leading = size[:-1]
-        leading_strides = (1,) if len(shape) == 2 else contiguous_strides(leading)
-        if scale_dtype is not None:
-            y_scale = empty(leading, leading_strides, scale_dtype)
-            y_scale_at = y_scale.data_ptr()
-        if rstd_dtype is not None:
-            rstd = empty(leading, leading_strides, rstd_dtype)
-            rstd_at = rstd.data_ptr()
-        if mean_dtype is not None:
-            mean = empty(leading, leading_strides, mean_dtype)
-            mean_at = mean.data_ptr()
+    if of_scale is not None:
+        y_scale = empty(*of_scale)
+        y_scale_at = y_scale.data_ptr()
+    if of_rstd is not None:
+        rstd = empty(*of_rstd)
+        rstd_at = rstd.data_ptr()
+    if of_mean is not None:
+        mean = empty(*of_mean)
+        mean_at = mean.data_ptr()
+    elif packed and layout.to_rstd:
+        mean_at, rstd_at = rstd_at, rstd_at + layout.to_rstd
     outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
     if m == 0:
         return outputs
-    if launch is None:
-        written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
-        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset), dropout_p)
+    written = y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at
+    numbers = (m, eps, weight_offset, dropout_p) if dropout_p else (m, eps, weight_offset)
+    if layout.in_c:
+        ((launch, grid),) = layout.steps
+        launch(grid, (*addresses, *written, 0, *numbers))
+    elif layout.by_address:
+        run_layout(plan, layout, addresses, written, numbers)
     else:
-        values = (
-            *addresses, y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
-        )  # fmt: skip
-        launch(grid, (*values, dropout_p) if dropout_p else values)
+        run_layout(plan, layout, *_as_tensors(plan, m, tensors, outputs), numbers)
     return outputs
 
 
@@ -133,33 +126,24 @@ def run_backward(
 
     rstd may be in one tensor with the means, if there are any, and mean None; the addresses are each one's own.
     """
-    layout, empty, n, dx_dtype = plan.layout(m), plan.empty, plan.n, plan.dtypes[0]
-    dx = None
-    if dx_dtype is not None:
-        if len(shape) == 2:
-            dx = empty((m, n), (n, 1), dx_dtype)
-        else:
-            size = tuple(shape)
-            dx = empty(size, contiguous_strides(size), dx_dtype)
-    sums = [None if dtype is None else empty((n,), (1,), dtype) for dtype in plan.sum_dtypes]
-    ddropped = None
-    if dropout_p and plan.dtypes[-1] is not None:
-        size = tuple(shape)
-        ddropped = empty(size, contiguous_strides(size), plan.dtypes[-1])
-    gradients = make_output(NormGradients, (dx, *sums, ddropped))
+    layout, numbers, makes, _ = plan.at(shape)
+    empty = plan.empty
+    made = [None if make is None else empty(*make) for make in makes]
+    of_dropped = make_of(shape, plan.dtypes[-1]) if dropout_p else None
+    gradients = make_output(NormGradients, (*made, None if of_dropped is None else empty(*of_dropped)))
     given: Sequence[Any] = addresses
-    written: Tensors = gradients
-    if not layout.by_address:
+    written: Sequence[Any] = gradients
+    if layout.by_address:
+        written = addresses_of(gradients)
+    else:
         given, written = _as_tensors(plan, m, tensors, gradients)
-    dropped: tuple[Any, ...] = ()
-    if dropout_p:
-        dropped = (dropout_p, *(addresses_of(written[-1:]) if layout.by_address else written[-1:]))
-    run_layout(plan, layout, given, written[:-1], (m, weight_offset, *dropped))
+    dropped = (dropout_p, written[-1]) if dropout_p else ()
+    run_layout(plan, layout, given, written[:-1], (*numbers, weight_offset, *dropped))
     return gradients
 
 
 def run_layout(
-    plan: Plan, layout: Layout, values: Sequence[Any], results: Sequence[torch.Tensor | None], numbers: Sequence[float]
+    plan: Plan, layout: Layout, values: Sequence[Any], made: Sequence[Any], numbers: Sequence[float]
 ) -> None:
     """Launch the kernels of a layout.
 
@@ -167,71 +151,32 @@ def run_layout(
         plan: their plan.
         layout: how the kernels are launched.
         values: what launches bring before the results, as addresses or as tensors, as the layout takes them.
-        results: the tensors that kernels write, the family's sums last.
+        made: what kernels write, in the same form, the family's sums last.
         numbers: what launches bring behind all pointers.
     """
-    work = plan.empty((layout.length,), (1,), torch.float32) if layout.length else None
+    work = None if layout.memory is None else plan.empty(*layout.memory)
     exchange = new_exchange(plan.empty, layout.exchange) if layout.exchange else None
-    count, others = len(plan.sum_dtypes), len(SUMS) - len(plan.sum_dtypes)
     pieces: list[Any]
-    made: Sequence[Any]
-    absent: tuple[int | None, ...]
+    absent = 0 if layout.by_address else None
     if layout.by_address:
         base = 0 if work is None else work.data_ptr()
         pieces = [base + offset for offset in layout.offsets]
         pieces.append(0 if exchange is None else exchange.data_ptr())
-        made, absent = addresses_of(results), (0,) * others
     else:
         pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
         pieces.append(exchange)
-        made, absent = results, (None,) * others
-    rows = len(made) - count
+    rows = len(made) - layout.sums
     given = (*values, *made[:rows], *pieces, *numbers)
     for launch, grid in layout.steps:
         launch(grid, given)
     if layout.finish is not None:
         launch, grid = layout.finish
-        launch(grid, (*pieces[:count], *absent, *made[rows:], *absent, layout.programs))
+        launch(grid, layout.adds((layout.programs, absent, *made[rows:], *pieces)))
 
 
 def of_no_rows(call: Call) -> NormGradients:
     """What a backward call without rows returns: sums of nothing."""
     return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
-
-
-def launch_otherwise(
-    plan: Plan,
-    m: int,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    written: tuple[int, ...],
-    outputs: LayerNormOutput,
-    numbers: tuple[float, float],
-    dropout_p: float = 0.0,
-) -> None:
-    """Launch a forward kernel that takes tensors, or whose programs exchange values.
-
-    Args:
-        plan: the call's.
-        m: its rows.
-        addresses: of what is read.
-        tensors: these themselves.
-        written: the addresses of what is returned.
-        outputs: these themselves.
-        numbers: eps and weight_offset.
-        dropout_p: of a plan with dropout.
-    """
-    ready = plan.prepared(m)
-    exchange = None if ready.exchange is None else new_exchange(plan.empty, ready.exchange(m))
-    values: tuple[Any, ...]
-    if ready.by_address:
-        values = (*addresses, *written, 0 if exchange is None else exchange.data_ptr())
-    else:
-        given, made = _as_tensors(plan, m, tensors, outputs)
-        values = (*given, *made, exchange)
-    (step,) = ready.steps
-    values = (*values, m, *numbers)
-    step.launch(step.grid(m), (*values, dropout_p) if dropout_p else values)
 
 
 def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:

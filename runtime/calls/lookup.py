@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from ..codegen.tables import ABSENT, FREE, Table
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import launch
-from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, picking
+from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, Tensors, addresses_of, picking
 from .outputs import NormGradients
 from .overlap import may_write
 
@@ -152,6 +154,24 @@ class Lookup:
         key, _, found = self._look_up(norm, (*operands, *others), ())
         return key, None if found is None else launch.run_backward(*found)
 
+    @eager_only
+    def known_gradients(self, arrived: Tensors, told: Any, due: tuple[bool, ...]) -> tuple[Key, Any]:
+        """Return the key of a backward pass whose rows are in parts; and the gradients, or None if no pass is like it.
+
+        Args:
+            arrived: its tensors.
+            told: what else a backward pass has to know; it says which operands are there.
+            due: which operands have a gradient that is asked for.
+        """
+        # Which other tensors are there follows from what was told.
+        key = (self.table.head, told, due, arrived[1] is None)
+        for known in self.plans_of.plans.get(key, ()):
+            if known.fits(*known.present(arrived)):
+                addresses = addresses_of(arrived)
+                ready = known.plan_at(*addresses) if reduce(or_, addresses) & MISALIGNED else known.plan
+                return key, None if ready is None else ready.run(arrived, addresses)
+        return key, None
+
     def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
         """Return the key, the kind of call and what launches are told; None for what there is not."""
         table, x = self.table, values[self._x]
@@ -217,7 +237,7 @@ class Lookup:
         plan = known.plan_at(*self._vectors(addresses)) if bits & MISALIGNED else known.plan
         if plan is None:
             return key, None, None
-        if table.rstd >= 0 and not addresses[table.mean] and (to_rstd := plan.layout(m).to_rstd):
+        if table.rstd >= 0 and not addresses[table.mean] and (to_rstd := plan.at(shape).layout.to_rstd):
             # One tensor holds the means, and rstd behind them.
             packed = addresses[table.rstd]
             addresses = (*addresses[: table.mean], packed, packed + to_rstd, *addresses[table.rstd + 1 :])

@@ -18,7 +18,19 @@ from torch.autograd.graph import increment_version
 
 from .. import settings
 from ..codegen.families import Family
-from ..codegen.parameters import BACKWARD, DROPPED, DROPPED_BWD, FORWARD, GATED, GROUP, MODULATED, QUANTISED
+from ..codegen.parameters import (
+    BACKWARD,
+    DROPPED,
+    DROPPED_BWD,
+    FORWARD,
+    GATED,
+    GATED_BWD,
+    GROUP,
+    GROUP_BWD,
+    MODULATED,
+    MODULATED_BWD,
+    QUANTISED,
+)
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction, Norm
 from ..selection import dispatch
@@ -47,6 +59,9 @@ _FAMILIES = {
     "gradients": BACKWARD,
     "dropped": DROPPED,
     "dropped_gradients": DROPPED_BWD,
+    "modulated_gradients": MODULATED_BWD,
+    "gated_gradients": GATED_BWD,
+    "group_gradients": GROUP_BWD,
     **{family.name: family for family in (MODULATED, GATED, QUANTISED, GROUP)},
 }
 
@@ -119,7 +134,6 @@ def _in_c(module: Any) -> Callable[..., Any]:
             is_grad_enabled=torch.is_grad_enabled,
             may_write=may_write,
             increment_version=increment_version,
-            statistics_dtype=torch.float32,
             run=launch.run,
             run_recorded=launch.run_recorded,
             run_backward=launch.run_backward,

@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,20 +20,20 @@ from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
-from ..kernels.assembly import Facts, Programs, Recipe, assemble, in_software
+from ..kernels.assembly import SUMS, Facts, Programs, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
 from ..selection.table import Entry
-from ..upstream.dynamo_guards import allocator
+from ..upstream.dynamo_guards import allocator, contiguous_strides
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length, packing
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
 from .row_layout import group_stride, row_stride, sample_stride
 
-# How many M a plan keeps the launches of.
+# How many shapes, and M, a plan keeps the launches of.
 _LAYOUTS = 64
 
 
@@ -70,7 +72,6 @@ class Prepared:
         terms: from M to how many values each has.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
         by_address: whether launches take addresses, and not tensors.
-        alone: whether the first step is all there is to launch, by address, of operands and results.
     """
 
     steps: tuple[Step, ...]
@@ -80,7 +81,6 @@ class Prepared:
     terms: Callable[[int], int]
     exchange: Callable[[int], int] | None
     by_address: bool
-    alone: bool
 
     @property
     def launchers(self) -> tuple[Launcher, ...]:
@@ -88,37 +88,72 @@ class Prepared:
         return tuple(step.launcher for step in (*self.steps, self.finish) if step is not None)
 
 
-# How a forward call's kernel is launched for one M, None if it is not `Prepared.alone`, and its grid; the length of the
-# tensor that holds statistics for autograd, and the bytes to rstd there. A plain tuple, which takes least to unpack.
-Forward = tuple["Launch | None", Grid, int, int]
+# How to make a tensor: size, strides and dtype; None for a tensor that is not asked for.
+Make = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Makes = tuple["Make | None", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a backward call's kernels are launched for one M and number of parts, and what lies where in their memory.
+class Layout(NamedTuple):
+    """How a call's kernels are launched for one M and number of parts, and what lies where in their memory.
 
     Attributes:
         steps: how the kernels that walk the rows are launched, in order, and their grids.
-        finish: the same of what adds up their partial sums; None where there are none.
-        programs: how many share the rows of a part.
-        starts: where the partial sums of each sum of the family start, in fp32 elements, None of what is not wanted;
-            then each of the values that the first step leaves for the next.
-        offsets: the same in bytes; 0 of what is not wanted, which no compiled kernel reads.
-        length: of that memory, in elements.
-        exchange: how many int64 the programs exchange values through.
-        by_address: whether launches take addresses, and not tensors.
+        finish: how the kernel is launched that adds up their partial sums, and its grid; None where there is none.
+        adds: picks what that kernel takes from `programs`, what is not there, the sums, and where their parts start.
+        programs: how many programs share the rows of a part.
+        offsets: where the partial sums of each sum of the family start, in bytes, 0 for a sum that is not wanted, which
+            no compiled kernel reads; then where each of the values starts that the first step leaves for the next.
+        memory: how to make the memory that they start in; None where there is none.
+        sums: how many of the results are sums, which follow those that are rows.
         to_rstd: where one tensor holds both statistics, the bytes from the means to rstd; 0 if there are no means.
+        by_address: whether launches take addresses, and not tensors.
+        exchange: how many int64 the programs exchange values through.
+        in_c: whether launches take addresses alone, and no memory to exchange values through.
+        starts: `offsets` in fp32 elements, None for a sum that is not wanted.
     """
 
-    steps: tuple[tuple[Launch, Grid], ...]
-    finish: tuple[Launch, Grid] | None
-    programs: int
-    starts: tuple[int | None, ...]
-    offsets: tuple[int, ...]
-    length: int
-    exchange: int
-    by_address: bool
-    to_rstd: int
+    steps: tuple[tuple[Launch, Grid], ...] = ()
+    finish: tuple[Launch, Grid] | None = None
+    adds: Callable[[Any], tuple[Any, ...]] = tuple
+    programs: int = 0
+    offsets: tuple[int, ...] = ()
+    memory: Make | None = None
+    sums: int = 0
+    to_rstd: int = 0
+    by_address: bool = False
+    exchange: int = 0
+    in_c: bool = False
+    starts: tuple[int | None, ...] = ()
+
+
+class Sized(NamedTuple):
+    """How calls of one shape are launched.
+
+    Attributes:
+        layout: the launches.
+        numbers: what the launches bring behind all pointers; the numbers that a look-up reads follow.
+        makes: how to make the results.
+        recorded: how to make the results of a forward call that autograd records: rstd holds the means too.
+    """
+
+    layout: Layout
+    numbers: tuple[float, ...]
+    makes: Makes
+    recorded: Makes = ()
+
+
+def _adds(sums: int) -> Callable[[Any], tuple[Any, ...]]:
+    """Return `Layout.adds` for kernels of some sums: none takes fewer than a plain norm has."""
+    absent = [1] * (len(SUMS) - sums)
+    places = [*range(2 + sums, 2 + 2 * sums), *absent, *range(2, 2 + sums), *absent, 0]
+    pick: Callable[[Any], tuple[Any, ...]] = itemgetter(*places)
+    return pick
+
+
+def make_of(size: Sequence[int], dtype: torch.dtype | None) -> Make | None:
+    """Return how to make a contiguous tensor."""
+    whole = tuple(size)
+    return None if dtype is None else (whole, contiguous_strides(whole), dtype)
 
 
 class Plan:
@@ -137,8 +172,8 @@ class Plan:
         saves_mean: whether kernels write the rows' means, or read them.
         as_bytes: which of x and y kernels are handed as bytes.
         extents: where the tensors lie that outputs must not meet.
-        forward: from M to the `Forward` of a forward call's launch.
-        layout: from M, and how many parts the rows are in, to the `Layout` of a backward call's launches.
+        at: from x's shape to the `Sized` of a call's launches.
+        layout: from M, and how many parts the rows are in, to the `Layout` of the launches.
     """
 
     def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
@@ -163,7 +198,7 @@ class Plan:
         # By class of M.
         self._prepared: list[Prepared | None] = [None] * len(ROWS)
         # Found anew for each call, they took 0.3 us of it.
-        self.forward = lru_cache(_LAYOUTS)(self._forward)
+        self.at = lru_cache(_LAYOUTS)(self._at)
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
 
@@ -206,7 +241,6 @@ class Plan:
         finisher = None if made.finisher is None else (self._launcher(made.finisher), made.finisher)
         by_address = all(launcher.launch for launcher, _ in (*walkers, *([finisher] if finisher else ())))
         steps = tuple([_step(*walker, by_address) for walker in walkers])
-        alone = by_address and finisher is None and made.exchange is None and len(steps) == 1
         found = Prepared(
             steps=steps,
             finish=None if finisher is None else _step(*finisher, by_address),
@@ -215,7 +249,6 @@ class Plan:
             terms=made.terms,
             exchange=made.exchange,
             by_address=by_address,
-            alone=alone,
         )
         self._prepared[size] = found
         return found
@@ -223,15 +256,25 @@ class Plan:
     def _launcher(self, recipe: Recipe) -> Launcher:
         return launcher_of(self.entry, recipe, self._target, self._launches_on)
 
-    def _forward(self, m: int) -> Forward:
-        if m == 0:
-            # For no rows nothing is to be compiled.
-            return None, (0, 1, 1), 0, 0
-        ready = self.prepared(m)
-        first = ready.steps[0]
-        return first.launch if ready.alone else None, first.grid(m), *packing(m, self.saves_mean)
+    def _at(self, shape: torch.Size) -> Sized:
+        m = shape.numel() // self.n
+        # The gradient of what is dropped comes behind the sums, and is no pointer of most kernels.
+        makes = self.makes(shape)[: -1 if self.mode.is_backward else None]
+        statistics = make_of((packing(m, self.saves_mean)[0],), torch.float32)
+        return Sized(self.layout(m), (m,), makes, (*makes[:2], None, None, statistics))
+
+    def makes(self, shape: Sequence[int], of_sums: Sequence[Sequence[int]] = ()) -> Makes:
+        """Return how to make the results of calls on rows of a shape; `of_sums` has a shape for each that is a sum."""
+        kinds = [row.kind for row in self.family.results]
+        sizes = {Kind.ROWS: shape, Kind.PER_ROW: shape[:-1]}
+        others = of_sums or [shape[-1:]] * len(kinds)
+        results = zip(kinds, others, self.dtypes, strict=True)
+        return tuple([make_of(sizes.get(kind, other), dtype) for kind, other, dtype in results])
 
     def _lay_out(self, m: int, parts: int = 1) -> Layout:
+        if m == 0:
+            # For no rows nothing is to be compiled.
+            return Layout()
         ready = self.prepared(m)
         each, finish = ready.programs(m, parts), ready.finish
         programs = parts * each
@@ -245,16 +288,20 @@ class Plan:
         for _ in range(ready.row_terms):
             starts.append(length)
             length += term
+        exchange = 0 if ready.exchange is None else ready.exchange(m)
         return Layout(
             steps=tuple(launch for step in ready.steps for launch in step.launches(m, programs)),
             finish=None if finish is None else (finish.launch, self._finishing_grid(finish.grid(m, each), parts)),
+            adds=_adds(len(self.sum_dtypes)),
             programs=each,
-            starts=tuple(starts),
             offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
-            length=length,
-            exchange=0 if ready.exchange is None else ready.exchange(m),
-            by_address=ready.by_address,
+            memory=make_of((length,), torch.float32) if length else None,
+            sums=len(self.sum_dtypes),
             to_rstd=packing(m, self.saves_mean)[1],
+            by_address=ready.by_address,
+            exchange=exchange,
+            in_c=ready.by_address and not exchange,
+            starts=tuple(starts),
         )
 
     def _finishing_grid(self, grid: Grid, parts: int) -> Grid:

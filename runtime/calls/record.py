@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied, applied_at_once, has_tangent
+from . import native
 from .known import PLAIN, Tensors
-from .known_backward import gradients_known
 from .traced import dispatch_modes, is_dynamo_compiling
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Recording(NamedTuple):
         launch: from a call and its operands to outputs, and to what the backward pass needs.
         gradients: from the arguments of `gradients_of`, whether the eager formula has to compute, and what the call
             becomes known by, or None, to gradients.
-        family: the word that backward calls are looked up by (`gradients_known`); "" for calls looked up elsewhere.
+        family: the name of the look-up of backward calls among `native.calls`; "" for calls looked up elsewhere.
         sums: indices of the operands that the stored sum is made of.
     """
 
@@ -63,9 +63,10 @@ def gradients_of(
     can_be_known = recording.family and dy is not None and not by_formula and forward_ad._current_level < 0
     if can_be_known and isinstance(saved[-1], torch.Tensor):
         arrived = (dy, dresidual_out, *saved)
-        key, found = gradients_known(recording.family, arrived, args, due)
+        key, found = getattr(native.calls, recording.family).known_gradients(arrived, args, due)
         if found is not None:
-            return found
+            gradients: Gradients = found
+            return gradients
         learnt = key, arrived
     return recording.gradients(saved, args, dy, dresidual_out, due, by_formula, learnt)
 

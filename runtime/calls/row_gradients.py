@@ -14,22 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.families import Family, Kind
+from ..codegen.families import Family
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch
-from ..upstream.dynamo_guards import contiguous_strides
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import has_tangent
 from .canonical import in_place_of
 from .check import Call
 from .functions import UNCHECKED
-from .known import MISALIGNED, PLAIN, remember
-from .known_backward import Arrived, Gradients, Learnt, addresses_of, looked_up_again
+from .known import MISALIGNED, PLAIN, addresses_of, remember
+from .known_backward import Arrived, Gradients, Learnt, Ready, looked_up_again, with_statistics
 from .launch import run_layout
-from .outputs import unpacked
-from .plan import Layout, Plan, plan_of
+from .plan import Plan, Sized, plan_of
 
 
 class Problem(NamedTuple):
@@ -138,19 +136,19 @@ def gradients(
         args: the other arguments of the backward pass.
         arrived: dy and the gradient of the sum; None for one that did not arrive.
         due: which gradients are.
-        learnt: the key and tensors of `gradients_known`, by which calls like this one become known; None has them
-            stay unknown.
+        learnt: the key and tensors of `Lookup.known_gradients`, by which calls like this one become known;
+            None has them stay unknown.
     """
     # Of another table, which may be loaded meanwhile, nothing is to be known.
     plans = dispatch.plans
     dy, dresidual_out = [None if each is None else backward.laid_out(saved, each) for each in arrived]
-    learnt, known = looked_up_again(backward.family.name, learnt, args, due, dy, dresidual_out)
+    learnt, known = looked_up_again(f"{backward.family.name}_gradients", learnt, args, due, dy, dresidual_out)
     if known is not None:
         return known
     problem = backward.problem(saved, args, dy, dresidual_out, due)
     done = launched(backward, problem, saved[0].shape, args.weight_offset, learnt)
     made = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
-    learn(plans, learnt, done, made)
+    learn(plans, learnt, done, made, args.weight_offset)
     return made
 
 
@@ -174,18 +172,17 @@ def launched(
     misaligned = [row.slot for row, at in zip(rows, addresses_of(read), strict=True) if at & MISALIGNED]
     plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
     of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in backward.family.results]
-    makes = _makes(backward.family, shape, of_sums, plan.dtypes)
-    results = tuple([None if made is None else plan.empty(*made) for made in makes])
+    results = tuple([None if make is None else plan.empty(*make) for make in plan.makes(shape, of_sums)])
     layout = plan.layout(m, parts)
-    own = read if learnt is None else backward.inputs(_with_statistics(learnt[1], m))
+    own = read if learnt is None else backward.inputs(with_statistics(learnt[1], m))
     # Kernels are not given what their mode does not read.
     reads_own = all(
         at == its or not row.is_wanted(mode)
         for row, at, its in zip(rows, addresses_of(read), addresses_of(own), strict=True)
     )
     given = own if reads_own else read
-    values = addresses_of(given) if layout.by_address else given
-    run_layout(plan, layout, values, results, (m, backward.number(m, parts), weight_offset))
+    values, made = map(addresses_of, (given, results)) if layout.by_address else (given, results)
+    run_layout(plan, layout, values, made, (m, backward.number(m, parts), weight_offset))
     return Launched(backward, plan, parts, reads_own, results)
 
 
@@ -193,95 +190,35 @@ def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[
     return (parts, n) if operand is None or operand.numel() != parts * n else operand.shape
 
 
-# How to make a tensor: size, strides and dtype; None for one that is not due.
-_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def _makes(
-    family: Family, shape: Sequence[int], of_sums: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None]
-) -> tuple[_Made | None, ...]:
-    """Return how to make the results of a family's calls: rows of a shape, and sums of shapes of their own."""
-    found: list[_Made | None] = []
-    for row, own, dtype in zip(family.results, of_sums, dtypes, strict=True):
-        size = tuple(shape if row.kind is Kind.ROWS else own)
-        found.append(None if dtype is None else (size, contiguous_strides(size), dtype))
-    return tuple(found)
-
-
 # How many shapes a kind of call that is known keeps the sizes of.
 _SHAPES = 64
 
 
-class _Sized(NamedTuple):
-    """How calls of one shape are launched: the layout, M, what parts are told apart by, and how to make the results."""
+def _ready(done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]], weight_offset: float) -> Ready:
+    """Have calls be launched as one was.
 
-    layout: Layout
-    m: int
-    number: int
-    makes: tuple[_Made | None, ...]
-
-
-class Ready:
-    """The launches of calls whose tensors are like those of one that was checked, all but where they lie.
-
-    Attributes:
-        plan: the kernels.
-        inputs: see `Backward`.
-        order: picks the gradients of a call's operands from the results, behind which None stands.
-        at: from the shape of what was normalised to how calls are launched; None if there are no rows.
+    Args:
+        done: the call that was launched.
+        order: for each operand the place of its gradient among the results, or their number for none.
+        of_sums: for each result its shape, if it is a sum.
+        weight_offset: what was added to weight.
     """
+    backward, plan, parts, *_ = done
 
-    __slots__ = ("_backward", "_of_sums", "_parts", "at", "inputs", "order", "plan")
-
-    def __init__(self, done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]]) -> None:
-        """Have calls be launched as one was.
-
-        Args:
-            done: the call that was launched.
-            order: for each operand the place of its gradient among the results, or their number for none.
-            of_sums: for each result its shape, if it is a sum.
-        """
-        self.plan, self.inputs = done.plan, done.backward.inputs
-        self._backward, self._parts, self._of_sums = done.backward, done.parts, of_sums
-        self.order: Callable[[Any], tuple[torch.Tensor | None, ...]] = itemgetter(*order)
-        self.at = lru_cache(_SHAPES)(self._at)
-
-    def _at(self, shape: torch.Size) -> _Sized | None:
-        plan, parts = self.plan, self._parts
+    @lru_cache(_SHAPES)
+    def at(shape: torch.Size) -> Sized | None:
         m = shape.numel() // plan.n
         if m == 0:
             return None
-        makes = _makes(self._backward.family, shape, self._of_sums, plan.dtypes)
-        return _Sized(plan.layout(m, parts), m, self._backward.number(m, parts), makes)
+        numbers = m, backward.number(m, parts), weight_offset
+        return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
 
-    def run(self, arrived: Arrived, addresses: Sequence[int], told: Any) -> Gradients | None:
-        """Launch a call and return the gradients of its operands; None if there are no rows."""
-        plan, x = self.plan, arrived[2]
-        assert x is not None
-        sized = self.at(x.shape)
-        if sized is None:
-            return None
-        layout, m, number, makes = sized
-        empty = plan.empty
-        results = tuple([None if made is None else empty(*made) for made in makes])
-        inputs: tuple[Any, ...]
-        if layout.by_address:
-            at = addresses[-1]
-            statistics = (at, at + layout.to_rstd) if layout.to_rstd else (0, at)
-            inputs = self.inputs((*addresses, *statistics))
-        else:
-            inputs = self.inputs(_with_statistics(arrived, m))
-        run_layout(plan, layout, inputs, results, (m, number, told.weight_offset))
-        return list(self.order((*results, None)))
+    return Ready(plan, backward.inputs, itemgetter(*order), at)
 
 
-def _with_statistics(arrived: Arrived, m: int) -> tuple[torch.Tensor | None, ...]:
-    packed = arrived[-1]
-    assert packed is not None
-    return *arrived, *unpacked(packed, m)
-
-
-def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients) -> None:
+def learn(
+    among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients, weight_offset: float
+) -> None:
     """Make calls known that are like one, unless kernels read copies or did not write the very gradients.
 
     Args:
@@ -289,6 +226,7 @@ def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradient
         learnt: see `looked_up_again`.
         done: the call that was launched.
         gradients: what the call returns.
+        weight_offset: what was added to weight.
     """
     places = [_place(gradient, done.results) for gradient in gradients]
     if learnt is None or not done.reads_own or None in places:
@@ -296,7 +234,8 @@ def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradient
     key, arrived = learnt
     of_sums = [() if result is None else tuple(result.shape) for result in done.results]
     order = [place for place in places if place is not None]
-    remember(among, key, arrived, _free(done, arrived), tuple(addresses_of(arrived)), Ready(done, order, of_sums))
+    ready = _ready(done, order, of_sums, weight_offset)
+    remember(among, key, arrived, _free(done, arrived), addresses_of(arrived), ready)
 
 
 def _place(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:

@@ -18,7 +18,7 @@
 #define EACH_OBJECT(use)                                                                                               \
   use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
-  use(increment_version) use(statistics_dtype) use(run) use(run_recorded) use(run_backward)         \
+  use(increment_version) use(run) use(run_recorded) use(run_backward)                                                  \
   use(output) use(otherwise) use(record)
 #define EACH_INDEX(use)                                                                                                \
   use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
@@ -34,12 +34,15 @@ typedef struct {
 /* The names that tensors, kinds and plans are asked by. */
 #define EACH_NAME(use)                                                                                                 \
   use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
-  use(trains) use(_current_level) use(extents) use(forward) use(layout) use(empty) use(dtypes) use(sum_dtypes)         \
-  use(steps) use(finish) use(programs) use(offsets) use(length) use(exchange) use(by_address)           \
-  use(to_rstd) use(is_invariant)
+  use(trains) use(_current_level) use(extents) use(at) use(empty) use(run) use(inputs) use(order)         \
+  use(is_invariant)
 #define AS_NAME(name) static PyObject *name##_name;
 EACH_NAME(AS_NAME)
 static PyObject *zero, *one, *no_number;
+
+/* What `Sized` and `Layout` of calls/plan.py begin with. */
+enum { LAYOUT, NUMBERS, MAKES, RECORDED, SIZED };
+enum { STEPS, FINISH, ADDS, PROGRAMS, OFFSETS, MEMORY, SUMS, TO_RSTD, BY_ADDRESS, EXCHANGE, IN_C, LAID };
 
 /* What is compared of an operand in each call, in the order of `LOOKS`. */
 enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
@@ -48,8 +51,8 @@ enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
  * not be made, `failed` is set, an exception says why, and nothing more is asked. */
 typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
-  PyObject *key, *shape, *kind, *plan, *layout, *m, *addresses, *size[2], *strides[2];
-  int failed, count;
+  PyObject *key, *shape, *kind, *plan, *m, *addresses, *const *sized, *const *layout;
+  int failed, count, packs;
   /* The operands that are there, and which they are. */
   size_t present;
   int place[MOST_ARGUMENTS];
@@ -91,6 +94,10 @@ static PyObject *ask(Call *call, PyObject *object, PyObject *name) {
 
 static PyObject *apply(Call *call, PyObject *function, PyObject *const *args, size_t count) {
   return call->failed ? NULL : keep(call, PyObject_Vectorcall(function, args, count, NULL));
+}
+
+static PyObject *ask_of(Call *call, PyObject *object, PyObject *name, PyObject *argument) {
+  return call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(object, name, argument));
 }
 
 static PyObject *sum_of(Call *call, PyObject *a, PyObject *b) {
@@ -183,7 +190,7 @@ static int describe(Lookup *self, Call *call) {
 /* Find the kind whose guard the tensors fit. */
 static int find_kind(Lookup *self, Call *call) {
   PyObject *plans = get(call, self->plans_of, plans_name);
-  PyObject *kinds = call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(plans, get_name, call->key));
+  PyObject *kinds = ask_of(call, plans, get_name, call->key);
   for (Py_ssize_t at = 0; !call->failed && PyTuple_Check(kinds) && at < PyTuple_GET_SIZE(kinds); ++at) {
     call->kind = PyTuple_GET_ITEM(kinds, at);
     if (is_yes(call, apply(call, get(call, call->kind, fits_name), call->there, call->present)))
@@ -246,6 +253,16 @@ static int are_sized(Lookup *self, Call *call) {
   return !call->failed;
 }
 
+/* Find how calls of x's shape are launched: 0 if there are no rows. */
+static int find_sized(Call *call, PyObject *of) {
+  PyObject *sized = ask_of(call, of, at_name, call->shape);
+  if (sized == Py_None)
+    return 0;
+  call->sized = items_of(call, sized, SIZED);
+  call->layout = call->failed ? NULL : items_of(call, call->sized[LAYOUT], LAID);
+  return !call->failed;
+}
+
 /* Read where the operands are, and find the plan for that. */
 static int find_plan(Lookup *self, Call *call) {
   PyObject *at[MOST_ARGUMENTS], *vectors[MOST_ARGUMENTS];
@@ -272,14 +289,11 @@ static int find_plan(Lookup *self, Call *call) {
     call->plan = get(call, call->kind, plan_name);
   if (call->failed || call->plan == Py_None)
     return 0;
-  if (self->rstd >= 0) {
-    call->layout = keep(call, PyObject_CallMethodOneArg(call->plan, layout_name, call->m));
-    PyObject *to_rstd = get(call, call->layout, to_rstd_name);
-    /* One tensor holds the means, and rstd behind them. */
-    if (at[self->mean] == zero && is_yes(call, to_rstd)) {
+  /* One tensor holds the means, and rstd behind them. */
+  if (self->rstd >= 0 && find_sized(call, call->plan) && at[self->mean] == zero &&
+      is_yes(call, call->layout[TO_RSTD])) {
       at[self->mean] = at[self->rstd];
-      at[self->rstd] = sum_of(call, at[self->rstd], to_rstd);
-    }
+      at[self->rstd] = sum_of(call, at[self->rstd], call->layout[TO_RSTD]);
   }
   return (call->addresses = tuple_of(call, at, self->inputs)) != NULL;
 }
@@ -314,24 +328,10 @@ static PyObject *found_of(Lookup *self, Call *call) {
   return tuple_of(call, found, 5 + numbers);
 }
 
-/* Allocate a tensor of x's shape, less some dimensions of the last; or, of a length, a vector; None without a dtype. */
-static PyObject *allocate(Call *call, PyObject *empty, int less, PyObject *length, PyObject *dtype) {
-  PyObject *strides[MOST_ARGUMENTS], *asked[3] = {call->size[less], call->strides[less], dtype};
-  Py_ssize_t count = PyTuple_GET_SIZE(call->shape) - less, step = 1;
-  if (dtype == Py_None || call->failed)
-    return dtype;
-  if (length != NULL) {
-    asked[0] = tuple_of(call, &length, 1);
-    asked[1] = tuple_of(call, &one, 1);
-  } else if (asked[0] == NULL) {
-    for (Py_ssize_t at = count - 1; at >= 0; --at) {
-      strides[at] = keep(call, PyLong_FromSsize_t(step));
-      step *= PyLong_AsSsize_t(PyTuple_GET_ITEM(call->shape, at));
-    }
-    asked[0] = call->size[less] = keep(call, PyTuple_GetSlice(call->shape, 0, count));
-    asked[1] = call->strides[less] = tuple_of(call, strides, count);
-  }
-  return apply(call, empty, asked, 3);
+/* Make a tensor of a size, strides and a dtype, or none. */
+static PyObject *allocate(Call *call, PyObject *empty, PyObject *make) {
+  PyObject *const *asked = make == Py_None ? NULL : items_of(call, make, 3);
+  return asked == NULL ? Py_None : apply(call, empty, asked, 3);
 }
 
 /* Zero is the address of what is not there. */
@@ -354,105 +354,119 @@ static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, P
   return made;
 }
 
-/* The results of a forward call; what a plan says of a number of rows; and the numbers. */
+/* Allocate what a call returns, but for what is `made` beforehand, and launch every step, and the kernel that adds up
+ * partial sums, if there is one. The values begin with what is read, and end in `numbers`. None ends the results. */
+static void launch_steps(Call *call, PyObject **values, Py_ssize_t count, PyObject **numbers, size_t more,
+                         PyObject **made) {
+  PyObject *added[MOST_ARGUMENTS], *empty = get(call, call->plan, empty_name), *const *layout = call->layout;
+  PyObject *const *offsets = items_of(call, layout[OFFSETS], 0), *const *steps = items_of(call, layout[STEPS], 1);
+  PyObject *const *own = items_of(call, call->sized[NUMBERS], 0);
+  PyObject *makes = call->sized[call->packs ? RECORDED : MAKES], *const *each = items_of(call, makes, 0);
+  if (call->failed)
+    return;
+  Py_ssize_t results = PyTuple_GET_SIZE(makes), sums = PyLong_AsSsize_t(layout[SUMS]), adds = 2;
+  for (Py_ssize_t at = 0; at < results; ++at) {
+    made[at] = made[at] == NULL ? allocate(call, empty, each[at]) : made[at];
+    *(at < results - sums ? &values[count++] : &added[adds++]) = address_of(call, made[at]);
+  }
+  made[results] = Py_None;
+  if (call->packs) {
+    /* Without means rstd is where they would be. */
+    values[count - 2] = is_yes(call, layout[TO_RSTD]) ? values[count - 1] : zero;
+    values[count - 1] = sum_of(call, values[count - 1], layout[TO_RSTD]);
+  }
+  /* Where the parts of the memory that programs share begin, and that of what they exchange, which is nothing. */
+  PyObject *base = address_of(call, allocate(call, empty, layout[MEMORY]));
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(layout[OFFSETS]); ++at)
+    values[count++] = added[adds++] = sum_of(call, base, offsets[at]);
+  values[count++] = zero;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(call->sized[NUMBERS]); ++at)
+    values[count++] = own[at];
+  memcpy(values + count, numbers, more * sizeof(*values));
+  PyObject *given = tuple_of(call, values, count + (Py_ssize_t)more);
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(layout[STEPS]); ++at)
+    launch(call, steps[at], given);
+  if (layout[FINISH] != Py_None) {
+    added[0] = layout[PROGRAMS];
+    added[1] = zero;
+    PyObject *all = tuple_of(call, added, adds);
+    launch(call, layout[FINISH], apply(call, layout[ADDS], &all, 1));
+  }
+}
+
+/* The results of a forward call, and the numbers. */
 enum { Y, SUM, Y_SCALE, MEAN, RSTD, RESULTS };
-enum { LAUNCH, GRID, LENGTH, TO_RSTD, FORWARD };
 enum { EPS, WEIGHT_OFFSET, DROPOUT_P };
 
-/* Allocate what a forward call returns and launch its kernel; `run` does where kernels take more than addresses. If the
- * call `packs`, one tensor holds the statistics of the rows, as autograd keeps them, in place of rstd. */
+/* Run a forward call; `run` does where kernels take more than addresses. If the call `packs`, one tensor holds the
+ * statistics of the rows, as autograd keeps them, in place of rstd. */
 static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObject **made) {
-  PyObject *values[MOST_ARGUMENTS], *m = call->m, *eps = call->numbers[EPS];
-  PyObject *offset = call->numbers[WEIGHT_OFFSET], *p = call->numbers[DROPOUT_P] ? call->numbers[DROPOUT_P] : no_number;
+  PyObject *values[MOST_ARGUMENTS], *p = call->numbers[DROPOUT_P] ? call->numbers[DROPOUT_P] : no_number;
+  PyObject *numbers[] = {call->numbers[EPS], call->numbers[WEIGHT_OFFSET], p};
   PyObject *places[] = {operand_at(self, call, self->inputs), operand_at(self, call, self->inputs + 1)};
-  PyObject *said = call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(call->plan, forward_name, m));
-  PyObject *const *forward = items_of(call, said, FORWARD);
-  if (call->failed || forward[LAUNCH] == Py_None) {
-    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, eps, offset, p,
-                         places[Y], places[SUM]};
+  if (!find_sized(call, call->plan) || !is_yes(call, call->layout[IN_C])) {
+    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, numbers[EPS],
+                         numbers[WEIGHT_OFFSET], p, places[Y], places[SUM]};
     return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 8 : 10), RESULTS);
   }
-  PyObject *const *dtypes = items_of(call, get(call, call->plan, dtypes_name), RESULTS);
-  PyObject *empty = get(call, call->plan, empty_name);
+  memset(made, 0, (RESULTS + 1) * sizeof(*made));
+  for (int at = 0; at <= SUM; ++at)
+    /* What autograd kept of a tensor that is written is no longer what it was: autograd finds out by the version. */
+    if (places[at] != Py_None && apply(call, self->increment_version, &places[at], 1))
+      made[at] = places[at];
   Py_ssize_t count = PyTuple_GET_SIZE(call->addresses);
   memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
-  for (int at = 0; !call->failed && at < RESULTS; ++at) {
-    PyObject *place = at > SUM ? Py_None : places[at];
-    /* What autograd kept of a tensor that is written is no longer what it was: autograd finds out by the version. */
-    if (place != Py_None)
-      apply(call, self->increment_version, &place, 1);
-    else
-      place = allocate(call, empty, at > SUM, NULL, packs && at > SUM ? Py_None : dtypes[at]);
-    made[at] = place;
-    values[count++] = call->failed ? NULL : address_of(call, place);
-  }
-  if (packs && !call->failed) {
-    made[RSTD] = allocate(call, empty, 0, forward[LENGTH], self->statistics_dtype);
-    PyObject *start = call->failed ? NULL : address_of(call, made[RSTD]);
-    /* Without means rstd is where they would be. */
-    values[count - 2] = is_yes(call, forward[TO_RSTD]) ? start : zero;
-    values[count - 1] = sum_of(call, start, forward[TO_RSTD]);
-  }
-  PyObject *others[] = {zero, m, eps, offset, p};
-  memcpy(values + count, others, sizeof(others));
-  launch(call, said, tuple_of(call, values, count + 4 + (PyFloat_AS_DOUBLE(p) != 0.0)));
+  call->packs = packs;
+  launch_steps(call, values, count, numbers, 2 + (PyFloat_AS_DOUBLE(p) != 0.0), made);
   return call->failed ? NULL : made;
 }
 
-/* Launch every step of a backward call, and the kernel that adds up partial sums, if there is one. */
-static void launch_steps(Call *call, PyObject *layout, PyObject *values, PyObject **pieces, PyObject **sums, size_t n) {
-  PyObject *steps = get(call, layout, steps_name), *finish = get(call, layout, finish_name);
-  PyObject *const *each = items_of(call, steps, 1);
-  for (Py_ssize_t at = 0; !call->failed && at < PyTuple_GET_SIZE(steps); ++at)
-    launch(call, each[at], values);
-  if (call->failed || finish == Py_None)
-    return;
-  PyObject *given[MOST_ARGUMENTS];
-  memcpy(given, pieces, n * sizeof(*given));
-  memcpy(given + n, sums, n * sizeof(*given));
-  given[2 * n] = get(call, layout, programs_name);
-  launch(call, finish, tuple_of(call, given, (Py_ssize_t)(2 * n + 1)));
-}
-
-/* Allocate what a backward call returns and launch its kernels; `run_backward` of launch.py does where there is a
- * dropout, and where kernels take more than addresses. */
+/* Run a backward call; `run_backward` of launch.py does where there is a dropout, or not `IN_C`. */
 static PyObject *run_backward(Lookup *self, Call *call) {
-  PyObject *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS], *sums[MOST_ARGUMENTS], **pieces, *m = call->m;
-  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number, *layout = call->layout;
-  if (PyFloat_AS_DOUBLE(p) != 0.0 || is_yes(call, get(call, layout, exchange_name)) ||
-      !is_yes(call, get(call, layout, by_address_name))) {
-    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, offset, p};
+  PyObject *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
+  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number;
+  if (PyFloat_AS_DOUBLE(p) != 0.0 || !is_yes(call, call->layout[IN_C])) {
+    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, offset, p};
     return apply(call, self->run_backward, given, 7);
   }
-  PyObject *empty = get(call, call->plan, empty_name), *sum_dtypes = get(call, call->plan, sum_dtypes_name);
-  PyObject *offsets = get(call, layout, offsets_name), *length = get(call, layout, length_name), *work = Py_None;
-  PyObject *const *dtypes = items_of(call, get(call, call->plan, dtypes_name), 1);
-  PyObject *const *each = items_of(call, sum_dtypes, 0);
-  if (items_of(call, offsets, each == NULL ? 0 : PyTuple_GET_SIZE(sum_dtypes)) == NULL)
-    return NULL;
-  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses), sum = PyTuple_GET_SIZE(sum_dtypes);
-  PyObject *n = PyTuple_GET_ITEM(call->shape, PyTuple_GET_SIZE(call->shape) - 1);
+  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses);
   memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
-  made[0] = allocate(call, empty, 0, NULL, dtypes[0]);
-  for (Py_ssize_t at = 0; !call->failed && at < sum; ++at) {
-    made[1 + at] = allocate(call, empty, 0, n, each[at]);
-    sums[at] = call->failed ? NULL : address_of(call, made[1 + at]);
+  launch_steps(call, values, count, &offset, 1, made);
+  return output_of(self, call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
+}
+
+/* Run a backward call of rows in parts whose tensors, of a `kind`, are there: None if there are no rows, or no plan. */
+static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
+  PyObject *at[MOST_ARGUMENTS], *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
+  Py_ssize_t count = PyTuple_GET_SIZE(arrived);
+  unsigned long long bits = 0;
+  for (Py_ssize_t each = 0; each < count; ++each) {
+    at[each] = address_of(call, PyTuple_GET_ITEM(arrived, each));
+    bits |= call->failed ? 0 : PyLong_AsUnsignedLongLong(at[each]);
   }
-  made[1 + sum] = Py_None;
-  if (is_yes(call, length))
-    work = allocate(call, empty, 0, length, self->statistics_dtype);
+  int is_aligned = !(bits & (unsigned long long)self->misaligned);
+  PyObject *ready = get(call, call->kind, is_aligned ? plan_name : plan_at_name);
+  ready = is_aligned ? ready : apply(call, ready, at, (size_t)count);
+  call->shape = get(call, PyTuple_GET_ITEM(arrived, 2), shape_name);
+  if (call->failed || ready == Py_None || !find_sized(call, ready))
+    return Py_None;
+  if (!is_yes(call, call->layout[IN_C])) {
+    PyObject *given[] = {arrived, tuple_of(call, at, count)};
+    return apply(call, get(call, ready, run_name), given, 2);
+  }
+  /* The last one holds the means, if there are any, and rstd behind them. */
+  at[count] = is_yes(call, call->layout[TO_RSTD]) ? at[count - 1] : zero;
+  at[count + 1] = sum_of(call, at[count - 1], call->layout[TO_RSTD]);
+  PyObject *all = tuple_of(call, at, count + 2), *read = apply(call, get(call, ready, inputs_name), &all, 1);
+  PyObject *const *inputs = items_of(call, read, 1);
+  call->plan = get(call, ready, plan_name);
   if (call->failed)
     return NULL;
-  values[count++] = address_of(call, made[0]);
-  /* Where the parts of the memory that programs share begin, and that of what they exchange, which is nothing. */
-  pieces = values + count;
-  PyObject *base = address_of(call, work);
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(offsets); ++at)
-    values[count++] = sum_of(call, base, PyTuple_GET_ITEM(offsets, at));
-  PyObject *others[] = {zero, m, offset};
-  memcpy(values + count, others, sizeof(others));
-  launch_steps(call, layout, tuple_of(call, values, count + 3), pieces, sums, (size_t)sum);
-  return output_of(self, call, made, sum + 2);
+  count = PyTuple_GET_SIZE(read);
+  memcpy(values, inputs, (size_t)count * sizeof(*values));
+  launch_steps(call, values, count, NULL, 0, made);
+  PyObject *results = tuple_of(call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
+  return apply(call, get(call, ready, order_name), &results, 1);
 }
 
 /* Return 1 if a known forward call writes to nothing that it reads. */
@@ -481,7 +495,7 @@ static void settle(Lookup *self, Call *call) {
 static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   /* The first is for the key, where `otherwise` takes the rest. */
-  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS], *made = NULL;
+  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS + 1], *made = NULL;
   Call call;
   if (given != self->arguments)
     return PyErr_Format(PyExc_TypeError, "%U takes %zd arguments, and not %zd", self->head, self->arguments, given);
@@ -550,7 +564,7 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
  * A normalized_shape of None is x's last dimension where there is a residual. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  PyObject *values[MOST_ARGUMENTS], *made[RESULTS], *found = Py_None;
+  PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1], *found = Py_None;
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
   int adds = !call.failed && values[self->residual] != Py_None;
@@ -574,6 +588,23 @@ static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t g
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
   PyObject *made[] = {call.key == NULL ? Py_None : call.key, known ? run_backward(self, &call) : Py_None};
+  return end(&call, tuple_of(&call, made, 2));
+}
+
+/* Return the key of a backward pass whose rows are in parts, and the gradients, or None if no pass is like it. */
+static PyObject *known_gradients(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Lookup *self = (Lookup *)object;
+  Call call;
+  begin(&call, NULL, NULL);
+  PyObject *const *arrived = given == 3 ? items_of(&call, args[0], 3) : NULL;
+  if (arrived == NULL)
+    return PyErr_Format(PyExc_TypeError, "a %U call is looked up by tensors, arguments and what is due", self->head);
+  for (Py_ssize_t each = 0; each < PyTuple_GET_SIZE(args[0]); ++each)
+    if (arrived[each] != Py_None)
+      call.there[call.present++] = arrived[each];
+  PyObject *key[] = {self->head, args[1], args[2], arrived[1] == Py_None ? Py_True : Py_False};
+  call.key = tuple_of(&call, key, 4);
+  PyObject *made[] = {call.key, find_kind(self, &call) ? run_parts(self, &call, args[0]) : Py_None};
   return end(&call, tuple_of(&call, made, 2));
 }
 
@@ -612,6 +643,7 @@ static PyMethodDef methods[] = {
     FAST(find),
     FAST(normalise),
     FAST(gradients),
+    FAST(known_gradients),
     {NULL, NULL, 0, NULL},
 };
 

@@ -50,7 +50,8 @@ typedef struct {
   vectorcallfunc vectorcall;
   Driver driver;
   CUfunction function;
-  unsigned threads, shared, attribute_count;
+  /* All but the grid and the stream of a launch. */
+  CUlaunchConfig config;
   CUlaunchAttribute attributes[2];
   int ordinal;
   EACH_OBJECT(AS_OBJECT)
@@ -101,7 +102,8 @@ static int is_quiet(PyObject *hooks, PyObject *name, PyObject *chain) {
   return quiet;
 }
 
-static int read_grid(PyObject *grid, unsigned *sizes) {
+static int read_grid(PyObject *grid, CUlaunchConfig *config) {
+  unsigned *sizes[] = {&config->gridDimX, &config->gridDimY, &config->gridDimZ};
   if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) != 3) {
     PyErr_SetString(PyExc_TypeError, "a grid is a tuple of three ints");
     return -1;
@@ -114,7 +116,7 @@ static int read_grid(PyObject *grid, unsigned *sizes) {
       PyErr_Format(PyExc_OverflowError, "a grid of %lld programs", size);
       return -1;
     }
-    sizes[axis] = (unsigned)size;
+    *sizes[axis] = (unsigned)size;
   }
   return 0;
 }
@@ -125,10 +127,8 @@ static int read_stream(Launch *self, CUstream *stream) {
     return -1;
   unsigned long long handle = PyLong_AsUnsignedLongLong(number);
   Py_DECREF(number);
-  if (handle == (unsigned long long)-1 && PyErr_Occurred())
-    return -1;
   *stream = (CUstream)(uintptr_t)handle;
-  return 0;
+  return handle == (unsigned long long)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
 /* Without Python's lock. A thread that has done nothing on the GPU yet has no context, and takes its device's. */
@@ -147,20 +147,17 @@ static CUresult put_on_stream(Launch *self, const CUlaunchConfig *config, void *
   return status == CUDA_SUCCESS ? driver->launch(config, self->function, parameters, NULL) : status;
 }
 
-static void raise_status(Launch *self, CUresult status) {
+static PyObject *raise_status(Launch *self, CUresult status) {
   const char *description = NULL;
   if (self->driver.describe(status, &description) != CUDA_SUCCESS || description == NULL)
-    PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %d", (int)status);
-  else
-    PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s", description);
+    return PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %d", (int)status);
+  return PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s", description);
 }
 
 static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
   Launch *self = (Launch *)callable;
-  if (PyVectorcall_NARGS(flags) != 2 || (names != NULL && PyTuple_GET_SIZE(names) != 0)) {
-    PyErr_SetString(PyExc_TypeError, "a launch takes a grid and values");
-    return NULL;
-  }
+  if (PyVectorcall_NARGS(flags) != 2 || (names != NULL && PyTuple_GET_SIZE(names) != 0))
+    return PyErr_Format(PyExc_TypeError, "a launch takes a grid and values");
   int quiet = is_quiet(self->hooks, enter_name, self->enter);
   if (quiet > 0)
     quiet = is_quiet(self->hooks, leave_name, self->leave);
@@ -170,13 +167,10 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
     return PyObject_Vectorcall(self->observed, args, 2, NULL);
 
   PyObject *values = args[1];
-  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->given) {
-    PyErr_Format(PyExc_TypeError, "the values of this launch are a tuple of %zd", self->given);
-    return NULL;
-  }
-  unsigned sizes[3];
-  CUstream stream;
-  if (read_grid(args[0], sizes) < 0 || read_stream(self, &stream) < 0)
+  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->given)
+    return PyErr_Format(PyExc_TypeError, "the values of this launch are a tuple of %zd", self->given);
+  CUlaunchConfig config = self->config;
+  if (read_grid(args[0], &config) < 0 || read_stream(self, &config.hStream) < 0)
     return NULL;
   Cell cells[MOST_PARAMETERS];
   void *parameters[MOST_PARAMETERS + SCRATCHES];
@@ -194,31 +188,15 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
   }
   for (Py_ssize_t at = 0; at < SCRATCHES; ++at)
     parameters[count + at] = &none;
-  if (sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0)
+  if (config.gridDimX == 0 || config.gridDimY == 0 || config.gridDimZ == 0)
     Py_RETURN_NONE;
 
-  CUlaunchConfig config = {
-      .gridDimX = sizes[0],
-      .gridDimY = sizes[1],
-      .gridDimZ = sizes[2],
-      .blockDimX = self->threads,
-      .blockDimY = 1,
-      .blockDimZ = 1,
-      .sharedMemBytes = self->shared,
-      .hStream = stream,
-      .attrs = self->attributes,
-      .numAttrs = self->attribute_count,
-  };
   CUresult status;
   /* As Triton's does: a launch waits where the queue is full, maybe for a thread that waits for the lock. */
   Py_BEGIN_ALLOW_THREADS
   status = put_on_stream(self, &config, parameters);
   Py_END_ALLOW_THREADS
-  if (status != CUDA_SUCCESS) {
-    raise_status(self, status);
-    return NULL;
-  }
-  Py_RETURN_NONE;
+  return status == CUDA_SUCCESS ? Py_NewRef(Py_None) : raise_status(self, status);
 }
 
 static int read_parameters(Launch *self, PyObject *told) {
@@ -262,24 +240,23 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   long ordinal = PyLong_AsLong(device);
   if (ordinal == -1 && PyErr_Occurred())
     return NULL;
-  if (threads <= 0 || shared < 0 || ordinal < 0 || ordinal > INT_MAX) {
-    PyErr_Format(PyExc_ValueError, "%d threads with %d bytes of shared memory on device %ld", threads, shared, ordinal);
-    return NULL;
-  }
+  if (threads <= 0 || shared < 0 || ordinal < 0 || ordinal > INT_MAX)
+    return PyErr_Format(PyExc_ValueError, "%d threads with %d bytes of shared memory on device %ld", threads, shared,
+                        ordinal);
   Launch *self = (Launch *)type->tp_alloc(type, 0);
   if (self == NULL)
     return NULL;
   memcpy(&self->driver, at, sizeof(at));
   self->vectorcall = launch;
   self->function = (CUfunction)(uintptr_t)function;
-  self->threads = (unsigned)threads;
-  self->shared = (unsigned)shared;
+  self->config = (CUlaunchConfig){.blockDimX = (unsigned)threads, .blockDimY = 1, .blockDimZ = 1,
+                                  .sharedMemBytes = (unsigned)shared, .attrs = self->attributes};
   self->ordinal = (int)ordinal;
   self->given = given;
   if (pdl)
-    self->attributes[self->attribute_count++] = early;
+    self->attributes[self->config.numAttrs++] = early;
   if (cooperative)
-    self->attributes[self->attribute_count++] = together;
+    self->attributes[self->config.numAttrs++] = together;
   EACH_OBJECT(TAKE_OBJECT)
   if (read_parameters(self, parameters) < 0)
     Py_CLEAR(self);
@@ -315,11 +292,7 @@ static PyTypeObject LaunchType = {
     .tp_vectorcall_offset = offsetof(Launch, vectorcall),
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "normforge_launcher",
-    .m_size = -1,
-};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "normforge_launcher", .m_size = -1};
 
 PyMODINIT_FUNC PyInit_normforge_launcher(void) {
   enter_name = PyUnicode_InternFromString("launch_enter_hook");

@@ -31,7 +31,7 @@ from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
 from normforge.calls.known import all_plans
-from normforge.calls.plan import Forward, Plan
+from normforge.calls.plan import Plan, Sized
 from normforge.families import plain_functions, public
 from normforge.selection import dispatch
 
@@ -167,13 +167,14 @@ def test_what_a_call_allocates_is_allocated_again() -> None:
 
 def test_what_a_call_launches_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, tuple[Any, ...]]] = []
-    find = Plan._forward
+    find = Plan._at
 
-    def forward(plan: Plan, m: int) -> Forward:
-        _, grid, length, to_rstd = find(plan, m)
-        return lambda grid, values: launched.append((grid, values)), grid, length, to_rstd
+    def at(plan: Plan, shape: torch.Size) -> Sized:
+        sized = find(plan, shape)
+        steps = tuple((lambda grid, values: launched.append((grid, values)), grid) for _, grid in sized.layout.steps)
+        return sized._replace(layout=sized.layout._replace(steps=steps, in_c=True))
 
-    monkeypatch.setattr(Plan, "_forward", forward)
+    monkeypatch.setattr(Plan, "_at", at)
     x, weight, bias, residual = _tensors()
     taken = take_apart(
         lambda: normforge.layernorm2d_fwd(x, weight, bias, residual=residual, fadd="pre_add_store"),

@@ -531,7 +531,7 @@ def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pyt
     assert layouts[3].programs >= 4
     for layout in layouts:
         assert layout.starts == (0, layout.programs * n, None)
-        assert layout.length == layout.programs * n * 2
+        assert layout.memory == ((layout.programs * n * 2,), (1,), torch.float32)
         assert layout.steps[0][1] == (layout.programs, 1, 1)
 
 
@@ -540,12 +540,15 @@ def test_recorded_calls_of_several_m_share_a_plan_and_no_grid(monkeypatch: pytes
     normforge.layer_norm(torch.randn(3, 64, requires_grad=True), (64,))
     (known,) = all_plans()
     ready = [*known._prepared]
-    assert known.forward(0)[0] is None
+    assert known.at(torch.Size((0, 64))).layout.steps == ()
     # For no rows nothing was made ready, or compiled.
     assert known._prepared == ready
     # A mean a row, up to a multiple of 16 bytes, and behind them rstd.
     for m, length, to_rstd in ((1, 5, 16), (5, 13, 32), (1000, 2000, 4000), (5, 13, 32)):
-        assert known.forward(m)[1:] == (known.prepared(m).steps[0].grid(m), length, to_rstd)
+        sized = known.at(torch.Size((m, 64)))
+        assert [grid for _, grid in sized.layout.steps] == [known.prepared(m).steps[0].grid(m)]
+        assert sized.recorded[-1] == ((length,), (1,), torch.float32)
+        assert sized.layout.to_rstd == to_rstd
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64), (2, 1, 3, 64)], ids=str)

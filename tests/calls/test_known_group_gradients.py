@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import normforge
+from normforge.calls.known_backward import Ready
 from normforge.families.group import row as group
 
 from .looked import Looked
@@ -20,7 +21,7 @@ SAMPLES, CHANNELS, SPACE, GROUPS = 3, 12, (3, 4), 4
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (group, "launched_backward"), (group._Ready, "run"))
+    return Looked(monkeypatch, (group, "launched_backward"), (Ready, "run"))
 
 
 def operands(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import weakref
@@ -23,7 +22,7 @@ from normforge import settings
 from normforge.calls import check, first, native
 from normforge.calls.lookup import Lookup
 from normforge.calls.outputs import packing
-from normforge.calls.plan import Forward
+from normforge.calls.plan import Plan, Sized
 from normforge.families import plain as recorded
 from normforge.families import public
 from normforge.families.operands import Operands
@@ -286,6 +285,13 @@ def test_a_function_returns_what_its_look_up_in_python_returns(name: str, monkey
     assert checked == ["check"]
 
 
+def launching(plan: Plan, shape: torch.Size, launch: Callable[..., None]) -> Sized:
+    """How a plan's calls of a shape are launched, by address and by another launch."""
+    sized = plan._at(shape)
+    steps = tuple((launch, grid) for _, grid in sized.layout.steps)
+    return sized._replace(layout=sized.layout._replace(steps=steps, in_c=True))
+
+
 # Grid and values of each launch, and the plan of which they are.
 Launched = tuple[list[tuple[Any, ...]], Any, bool]
 
@@ -310,11 +316,11 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
                 alike.reverse()
             return alike[0]
 
-        def forward(m: int) -> Forward:
-            return lambda *given: launches.append(given), *plan._forward(m)[1:]
+        def at(shape: torch.Size) -> Sized:
+            return launching(plan, shape, lambda *given: launches.append(given))
 
         monkeypatch.setattr(plan, "empty", empty)
-        monkeypatch.setattr(plan, "forward", forward)
+        monkeypatch.setattr(plan, "at", at)
         yield launches, plan, adds
 
 
@@ -395,7 +401,7 @@ def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.Mon
     told = found(PLAIN(), OPTIONS)[2]
     plan = launched[1]
     assert told[0] is plan
-    monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
+    monkeypatch.setattr(plan, "at", lambda shape: launching(plan, shape, fail))
     with pytest.raises(RuntimeError, match="no such launch"):
         native.calls.recorded.normalise(PLAIN(), OPTIONS, (N,))
 
@@ -412,7 +418,7 @@ def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch:
     call()
     ((kind,),) = dispatch.plans.values()
     plan = kind.plan
-    monkeypatch.setattr(plan, "forward", lambda m: (lambda *given: launches.append(given), *plan._forward(m)[1:]))
+    monkeypatch.setattr(plan, "at", lambda shape: launching(plan, shape, lambda *given: launches.append(given)))
     for calls in (native.calls, PYTHON):
         monkeypatch.setattr(native, "calls", calls)
         places = call()
@@ -465,7 +471,8 @@ def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: 
     ((key, (kind,)),) = [item for item in dispatch.plans.items() if "recorded bwd" in _as_tuple(item[0])]
     ((operands, options),) = arrived
     plan = kind.plan
-    made = plan._lay_out(M if len(operands[1].shape) == 2 else 2 * M)
+    sized = plan._at(operands[1].shape)
+    made = sized.layout
 
     def launch(*given: Any) -> None:
         launches.append(given)
@@ -481,8 +488,8 @@ def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: 
     asked: list[Any] = []
     steps = tuple((launch, grid) for _, grid in made.steps)
     finish = None if made.finish is None else (launch, made.finish[1])
-    laid = dataclasses.replace(made, steps=steps, finish=finish, by_address=True, exchange=0)
-    monkeypatch.setattr(plan, "layout", lambda m: laid)
+    laid = made._replace(steps=steps, finish=finish, by_address=True, exchange=0, in_c=True)
+    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=laid))
     monkeypatch.setattr(plan, "empty", empty)
     both = []
     for each in (native.calls, PYTHON):
@@ -499,6 +506,68 @@ def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: 
     assert launches[:half] == launches[half:]
 
 
+IMAGES = torch.randn(2, 8, 4, requires_grad=True)
+# Calls whose backward passes have rows in parts, by the names of their look-ups.
+IN_PARTS: dict[str, Callable[[], torch.Tensor]] = {
+    "gated_gradients": lambda: normforge.gated_layer_norm(rows(), rows(), vector(), vector()),
+    "modulated_gradients": lambda: normforge.modulated_layer_norm(rows(2, 16, N), rows(2, N), rows(2, N)),
+    "group_gradients": lambda: normforge.group_norm(IMAGES, 2, torch.ones(8), torch.zeros(8)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_gradients_of_parts_are_launched_as_python_launches_them(name: str) -> None:
+    launches: list[tuple[Any, ...]] = []
+    asked: list[tuple[Any, ...]] = []
+    own = getattr(native.calls, name)
+
+    class Noting:
+        def known_gradients(self, *given: Any) -> Any:
+            asked.append(given)
+            return own.known_gradients(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: Noting()}))
+        y = IN_PARTS[name]()
+        torch.autograd.backward(y, torch.randn_like(y))
+    (given,) = asked
+    ((kind,),) = [kinds for key, kinds in dispatch.plans.items() if name.split("_")[0] + " bwd" in _as_tuple(key)]
+    ready = kind.plan
+    assert [each.known_gradients(*given)[1] is None for each in (own, getattr(PYTHON, name))] == [False, False]
+
+    def launch(*of: Any) -> None:
+        launches.append(of)
+
+    kept: list[torch.Tensor] = []
+    made: list[torch.Tensor] = []
+
+    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        if not made:
+            kept.append(torch.empty_strided(size, strides, dtype=dtype))
+        return made.pop(0) if made else kept[-1]
+
+    def at(shape: torch.Size) -> Sized:
+        sized: Sized = ready.at(shape)
+        layout = sized.layout
+        steps = tuple((launch, grid) for _, grid in layout.steps)
+        finish = layout.finish and (launch, layout.finish[1])
+        return sized._replace(layout=layout._replace(steps=steps, finish=finish, by_address=True, in_c=True))
+
+    kind.plan = ready._replace(plan=SimpleNamespace(empty=empty, n=ready.plan.n), at=at)
+    key, expected = getattr(PYTHON, name).known_gradients(*given)
+    # The same memory again.
+    made += kept
+    assert own.known_gradients(*given)[0] == key
+    half = len(launches) // 2
+    assert launches[:half] == launches[half:]
+    assert half > 0
+    assert expected is not None
+    made += kept
+    assert [*map(id, own.known_gradients(*given)[1])] == [*map(id, expected)]
+    with pytest.raises(TypeError, match="is looked up by tensors, arguments and what is due"):
+        own.known_gradients(*given, None)
+
+
 def _as_tuple(key: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = key
     return found
@@ -507,11 +576,12 @@ def _as_tuple(key: Any) -> tuple[Any, ...]:
 def test_gradients_of_another_call_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     differentiated("LayerNorm")
     (plan,) = [kind.plan for key, kinds in dispatch.plans.items() if "recorded bwd" in _as_tuple(key) for kind in kinds]
-    interpreted = plan._lay_out(M)
-    launched = dataclasses.replace(
-        interpreted, steps=tuple((lambda *_: None, grid) for _, grid in interpreted.steps), finish=None, by_address=True
+    sized = plan._at(torch.Size((M, N)))
+    interpreted = sized.layout
+    launched = interpreted._replace(
+        steps=tuple((lambda *_: None, grid) for _, grid in interpreted.steps), finish=None, by_address=True, in_c=True
     )
-    monkeypatch.setattr(plan, "layout", lambda m: launched)
+    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=launched))
     calls = (native.calls.gradients, PYTHON.gradients)
     x, dy = rows(), rows().detach()
     options = ("layer", 0.0, "after_weight", None, torch.float32, ("dx", "dweight", "dbias"))
@@ -535,13 +605,13 @@ def test_gradients_of_another_call_are_not_found(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> None:
         raise RuntimeError("no such launch")
 
-    failing = dataclasses.replace(launched, steps=tuple((fail, grid) for _, grid in launched.steps))
-    monkeypatch.setattr(plan, "layout", lambda m: failing)
+    failing = launched._replace(steps=tuple((fail, grid) for _, grid in launched.steps))
+    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=failing))
     with pytest.raises(RuntimeError, match="no such launch"):
         calls[0].gradients(operands, options)
     # And what is launched with tensors, or with memory that programs exchange values through, is launched in Python.
-    for otherwise in (interpreted, dataclasses.replace(launched, exchange=1)):
-        monkeypatch.setattr(plan, "layout", lambda m, layout=otherwise: layout)
+    for otherwise in (interpreted, launched._replace(exchange=1, in_c=False)):
+        monkeypatch.setattr(plan, "at", lambda shape, layout=otherwise: sized._replace(layout=layout))
         assert calls[0].gradients(operands, options)[1] is not None
     with pytest.raises(TypeError, match="a recorded bwd call is looked up by two tuples"):
         calls[0].gradients((dy, x), options)

@@ -56,7 +56,7 @@ CALLS = calls_of(
     eager=eager.gated,
     saved=_saved,
     args=_args,
-    recording=Recording(launch_recorded, _gradients, "gated"),
+    recording=Recording(launch_recorded, _gradients, "gated_gradients"),
 )
 
 # By norm_before_gate.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 
 from ...call_kinds import GROUP_SIZES
 from ...calls import native
 from ...calls.check import Call
-from ...calls.known import PLAIN, Key, Tensors, remember
-from ...calls.known_backward import Learnt, addresses_of, looked_up_again
+from ...calls.known import PLAIN, Key, addresses_of, remember
+from ...calls.known_backward import Learnt, Ready, looked_up_again
 from ...calls.launch import run_layout
-from ...calls.plan import Plan, plan_of
+from ...calls.plan import Plan, Sized, make_of, plan_of
 from ...calls.record import Launched, Recording, arrived_in_memory, record, record_at_once, records
 from ...calls.row_gradients import call_of
 from ...calls.traced import intercepted, operator
@@ -161,36 +163,28 @@ def _addresses_of_both(statistics: int, m: int) -> tuple[int, int]:
     return statistics, statistics + m * torch.float32.itemsize
 
 
-class _Ready(NamedTuple):
-    """The launches of a backward call.
+# From what arrived for a backward pass, the means and rstd to what launches bring.
+_INPUTS = itemgetter(0, 2, 3, 4, 6, 7)
+# How many shapes a kind of backward call keeps the launches of.
+_SHAPES = 64
 
-    Attributes:
-        plan: the kernels.
-        wants_dx: whether x has a gradient that is asked for.
-    """
 
-    plan: Plan
-    wants_dx: bool
+def _ready(plan: Plan, x: torch.Tensor, *, wants_dx: bool) -> Ready:
+    """Return the launches of backward calls of tensors like x; kernels write dx whether a call wants dx or not."""
+    strides, dtype, channels, groups = x.stride(), x.dtype, plan.sizes["channels"], plan.sizes["groups"]
+    sums = [make_of((channels,), each) for each in plan.sum_dtypes]
 
-    def run(self, arrived: Tensors, addresses: Sequence[int], told: Any) -> list[torch.Tensor | None] | None:
-        """Launch a call and return the gradients of x, weight and bias; None if there are no samples."""
-        dy, _, x, weight, bias, statistics = arrived
-        plan = self.plan
-        if x is None or x.shape[0] == 0:
+    @lru_cache(_SHAPES)
+    def at(shape: torch.Size) -> Sized | None:
+        m = shape[0] * groups
+        if m == 0:
             return None
-        m = x.shape[0] * plan.sizes["groups"]
-        layout, empty, channels = plan.layout(m), plan.empty, x.shape[1]
-        dx = empty(tuple(x.shape), x.stride(), x.dtype)
-        sums = [None if dtype is None else empty((channels,), (1,), dtype) for dtype in plan.sum_dtypes]
-        values: tuple[Any, ...]
-        if layout.by_address:
-            values = (addresses[0], *addresses[2:5], *_addresses_of_both(addresses[5], m))
-        else:
-            assert statistics is not None
-            values = (dy, x, weight, bias, *statistics)
+        # One tensor holds the means of all groups, and rstd right behind them.
+        layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize)
         # Kernels take an eps and do not read it.
-        run_layout(plan, layout, values, (dx, *sums), (0.0,))
-        return [dx if self.wants_dx else None, *sums]
+        return Sized(layout, (0.0,), ((tuple(shape), strides, dtype), *sums))
+
+    return Ready(plan, _INPUTS, itemgetter(0 if wants_dx else 3, 1, 2), at)
 
 
 @eager_only
@@ -209,7 +203,7 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
     dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
     whole: Any = map(_aligned, (dy, x, weight, bias))
     dy, x, weight, bias = whole
-    learnt, known = looked_up_again("group", learnt, _told_backward(options, weight, bias), due, dy, None)
+    learnt, known = looked_up_again("group_gradients", learnt, _told_backward(options, weight, bias), due, dy, None)
     if known is not None:
         return Gradients(*known)
     vectors = {"dweight": weight, "dbias": bias}
@@ -219,10 +213,10 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
         return Gradients(torch.empty_like(x) if "dx" in wants else None, zeros.get("dweight"), zeros.get("dbias"))
     tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
     dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
-    ready = _Ready(_plan(Direction.BACKWARD, tensors, options, dtypes), "dx" in wants)
+    ready = _ready(_plan(Direction.BACKWARD, tensors, options, dtypes), x, wants_dx="dx" in wants)
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
-    found = ready.run(launched, addresses, options)
+    found = ready.run(launched, addresses)
     assert found is not None
     if learnt is not None:
         key, own = learnt
@@ -321,4 +315,4 @@ def _gradients(
     return launched_backward(arrived, due, learnt)
 
 
-_RECORDING = Recording(_launch_recorded, _gradients, "group")
+_RECORDING = Recording(_launch_recorded, _gradients, "group_gradients")

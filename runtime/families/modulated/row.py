@@ -63,7 +63,7 @@ CALLS = calls_of(
     saved=_saved,
     args=_args,
     # x, gate and residual make the sum.
-    recording=Recording(launch_recorded, _gradients, "modulated", sums=(0, 3, 4)),
+    recording=Recording(launch_recorded, _gradients, "modulated_gradients", sums=(0, 3, 4)),
 )
 
 

@@ -360,8 +360,8 @@ MUTANTS = (
         "c-exchanges-mean-and-rstd",
         "what is kept for the backward pass has rstd for mean, where calls are launched in C",
         _KNOWN_C,
-        "values[count - 1] = sum_of(call, start, forward[TO_RSTD]);",
-        "values[count - 1] = values[count - 2], values[count - 2] = sum_of(call, start, forward[TO_RSTD]);",
+        "    values[count - 1] = sum_of(call, values[count - 1], layout[TO_RSTD]);",
+        "    values[count - 2] = sum_of(call, values[count - 1], layout[TO_RSTD]);",
         ("tests/calls/test_native_calls.py::test_launches_and_what_they_return_are_those_of_python",),
     ),
     Mutant(
@@ -378,7 +378,7 @@ MUTANTS = (
         "out is returned as it was, and y goes elsewhere",
         "runtime/calls/launch.py",
         "        y = out\n",
-        "        y = empty(size, strides, plan.y_dtype)\n",
+        "        y = empty(*of_y)\n",
         ("tests/calls/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
     ),
     Mutant(

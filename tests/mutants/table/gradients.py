@@ -331,8 +331,8 @@ MUTANTS = (
         "offset-is-not-launched-backward",
         "gradients are launched without weight_offset",
         "runtime/calls/launch.py",
-        "(m, weight_offset, *dropped)",
-        "(m, 0.0, *dropped)",
+        "(*numbers, weight_offset, *dropped)",
+        "(*numbers, 0.0, *dropped)",
         (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
     ),
     Mutant(

@@ -157,9 +157,9 @@ MUTANTS = (
     Mutant(
         "modulated-gradients-known-at-any-address",
         "a backward pass that is known takes tensors at no multiple of 16 bytes for such as are",
-        "runtime/calls/known_backward.py",
-        "ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)",
-        "ready: Ready | None = kind.plan",
+        "runtime/upstream/known.c",
+        "  int is_aligned = !(bits & (unsigned long long)self->misaligned);",
+        "  int is_aligned = 1;",
         ("tests/calls/test_known_gradients.py::test_what_differs_is_looked_at[cpu]",),
     ),
     Mutant(
@@ -176,9 +176,9 @@ MUTANTS = (
     Mutant(
         "modulated-gradients-known-without-the-sums",
         "a backward pass is known whether the sum's gradient arrived or not",
-        "runtime/calls/known_backward.py",
-        'key = (family, "bwd", told, due, arrived[1] is None)',
-        'key = (family, "bwd", told, due)',
+        "runtime/upstream/known.c",
+        "args[2], arrived[1] == Py_None ? Py_True : Py_False};",
+        "args[2], Py_True};",
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
     Mutant(
