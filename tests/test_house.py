@@ -36,8 +36,8 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_892,
-    "C": 828,
+    "all by hand": 14_864,
+    "C": 800,
     "emitted": 448,
     "ahead_of_time": 783,
     "calls": 2_581,

@@ -18,8 +18,7 @@
 #define EACH_OBJECT(use)                                                                                               \
   use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
-  use(increment_version) use(run) use(run_recorded) use(run_backward)                                                  \
-  use(output) use(otherwise) use(record)
+  use(increment_version) use(run) use(run_recorded) use(run_backward) use(output) use(otherwise) use(record)
 #define EACH_INDEX(use)                                                                                                \
   use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
   use(misaligned)
@@ -34,8 +33,7 @@ typedef struct {
 /* The names that tensors, kinds and plans are asked by. */
 #define EACH_NAME(use)                                                                                                 \
   use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
-  use(trains) use(_current_level) use(extents) use(at) use(empty) use(run) use(inputs) use(order)         \
-  use(is_invariant)
+  use(trains) use(_current_level) use(extents) use(at) use(empty) use(run) use(inputs) use(order) use(is_invariant)
 #define AS_NAME(name) static PyObject *name##_name;
 EACH_NAME(AS_NAME)
 static PyObject *zero, *one, *no_number;
@@ -63,6 +61,9 @@ static void begin(Call *call, PyObject **values, PyObject *norm) {
   memset(call, 0, offsetof(Call, place));
   call->values = values;
   call->norm = norm;
+  call->key = Py_None;
+  for (int at = 0; at < MOST_NUMBERS; ++at)
+    call->numbers[at] = no_number;
 }
 
 /* End a call, and return a new reference to what came of it: NULL with an exception if the call failed. */
@@ -74,14 +75,13 @@ static PyObject *end(Call *call, PyObject *result) {
 }
 
 static PyObject *keep(Call *call, PyObject *made) {
-  if (made == NULL || call->count == MOST_KEPT) {
-    if (made != NULL)
-      PyErr_SetString(PyExc_SystemError, "a call makes more objects than known.c has room for");
-    Py_CLEAR(made);
-    call->failed = 1;
-  } else
-    call->kept[call->count++] = made;
-  return made;
+  if (made != NULL && call->count < MOST_KEPT)
+    return call->kept[call->count++] = made;
+  if (made != NULL)
+    PyErr_SetString(PyExc_SystemError, "a call makes more objects than known.c has room for");
+  Py_XDECREF(made);
+  call->failed = 1;
+  return NULL;
 }
 
 static PyObject *get(Call *call, PyObject *object, PyObject *name) {
@@ -130,6 +130,11 @@ static int is_equal(Call *call, PyObject *a, PyObject *b) {
   int equal = call->failed ? 0 : PyObject_RichCompareBool(a, b, Py_EQ);
   call->failed |= equal < 0;
   return equal > 0;
+}
+
+/* Zero is the address of what is not there. */
+static PyObject *address_of(Call *call, PyObject *tensor) {
+  return tensor == Py_None ? zero : ask(call, tensor, data_ptr_name);
 }
 
 /* One of some small numbers that a table holds as bytes, and an operand: None if it is not there. */
@@ -263,37 +268,38 @@ static int find_sized(Call *call, PyObject *of) {
   return !call->failed;
 }
 
+/* Find what serves calls of a kind whose tensors are at some addresses: None if nothing does. */
+static PyObject *find_served(Lookup *self, Call *call, PyObject *const *at, size_t count) {
+  unsigned long long bits = 0;
+  for (size_t each = 0; !call->failed && each < count; ++each)
+    bits |= PyLong_AsUnsignedLongLong(at[each]);
+  int is_aligned = !(bits & (unsigned long long)self->misaligned);
+  PyObject *served = get(call, call->kind, is_aligned ? plan_name : plan_at_name);
+  return is_aligned ? served : apply(call, served, at, count);
+}
+
 /* Read where the operands are, and find the plan for that. */
 static int find_plan(Lookup *self, Call *call) {
   PyObject *at[MOST_ARGUMENTS], *vectors[MOST_ARGUMENTS];
   Py_ssize_t operands = PyBytes_GET_SIZE(self->operands);
-  unsigned long long bits = 0;
   size_t count = 0;
-  for (Py_ssize_t each = 0; each < operands; ++each)
-    at[each] = zero;
-  for (size_t each = 0; each < call->present; ++each) {
-    int place = call->place[each];
-    at[place] = ask(call, call->there[each], data_ptr_name);
-    unsigned long long address = call->failed ? 0 : PyLong_AsUnsignedLongLong(at[place]);
+  for (Py_ssize_t each = 0; each < operands; ++each) {
+    PyObject *tensor = operand_at(self, call, each);
+    at[each] = address_of(call, tensor);
     /* A tensor without memory is of no call that is known. */
-    if (address == 0)
+    if (tensor != Py_None && !is_yes(call, at[each]))
       return 0;
-    bits |= number_at(self->in_vectors, place) ? address : 0;
+    if (number_at(self->in_vectors, each))
+      vectors[count++] = at[each];
   }
-  if (bits & (unsigned long long)self->misaligned) {
-    for (Py_ssize_t each = 0; each < operands; ++each)
-      if (number_at(self->in_vectors, each))
-        vectors[count++] = at[each];
-    call->plan = apply(call, get(call, call->kind, plan_at_name), vectors, count);
-  } else
-    call->plan = get(call, call->kind, plan_name);
+  call->plan = find_served(self, call, vectors, count);
   if (call->failed || call->plan == Py_None)
     return 0;
   /* One tensor holds the means, and rstd behind them. */
   if (self->rstd >= 0 && find_sized(call, call->plan) && at[self->mean] == zero &&
       is_yes(call, call->layout[TO_RSTD])) {
-      at[self->mean] = at[self->rstd];
-      at[self->rstd] = sum_of(call, at[self->rstd], call->layout[TO_RSTD]);
+    at[self->mean] = at[self->rstd];
+    at[self->rstd] = sum_of(call, at[self->rstd], call->layout[TO_RSTD]);
   }
   return (call->addresses = tuple_of(call, at, self->inputs)) != NULL;
 }
@@ -306,7 +312,7 @@ static int look_up(Lookup *self, Call *call) {
   if (call->failed && PyErr_ExceptionMatches(self->unreadable)) {
     PyErr_Clear();
     call->failed = 0;
-    call->key = NULL;
+    call->key = Py_None;
     return 0;
   }
   return known && is_unwatched(self, call) && are_numbers(self, call) && are_sized(self, call) && find_plan(self, call);
@@ -334,16 +340,10 @@ static PyObject *allocate(Call *call, PyObject *empty, PyObject *make) {
   return asked == NULL ? Py_None : apply(call, empty, asked, 3);
 }
 
-/* Zero is the address of what is not there. */
-static PyObject *address_of(Call *call, PyObject *tensor) {
-  return tensor == Py_None ? zero : ask(call, tensor, data_ptr_name);
-}
-
 static void launch(Call *call, PyObject *step, PyObject *values) {
   PyObject *const *pair = items_of(call, step, 2);
-  PyObject *given[] = {call->failed ? NULL : pair[1], values};
-  if (!call->failed)
-    apply(call, pair[0], given, 2);
+  if (pair != NULL)
+    apply(call, pair[0], (PyObject *[]){pair[1], values}, 2);
 }
 
 static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, Py_ssize_t count) {
@@ -355,16 +355,18 @@ static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, P
 }
 
 /* Allocate what a call returns, but for what is `made` beforehand, and launch every step, and the kernel that adds up
- * partial sums, if there is one. The values begin with what is read, and end in `numbers`. None ends the results. */
-static void launch_steps(Call *call, PyObject **values, Py_ssize_t count, PyObject **numbers, size_t more,
-                         PyObject **made) {
-  PyObject *added[MOST_ARGUMENTS], *empty = get(call, call->plan, empty_name), *const *layout = call->layout;
+ * partial sums, if there is one, given a tuple of what is read, and numbers. None ends the results. */
+static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t more, PyObject **made) {
+  PyObject *values[MOST_ARGUMENTS], *added[MOST_ARGUMENTS], *empty = get(call, call->plan, empty_name);
+  PyObject *const *layout = call->layout;
   PyObject *const *offsets = items_of(call, layout[OFFSETS], 0), *const *steps = items_of(call, layout[STEPS], 1);
-  PyObject *const *own = items_of(call, call->sized[NUMBERS], 0);
+  PyObject *const *own = items_of(call, call->sized[NUMBERS], 0), *const *inputs = items_of(call, read, 0);
   PyObject *makes = call->sized[call->packs ? RECORDED : MAKES], *const *each = items_of(call, makes, 0);
   if (call->failed)
     return;
   Py_ssize_t results = PyTuple_GET_SIZE(makes), sums = PyLong_AsSsize_t(layout[SUMS]), adds = 2;
+  Py_ssize_t count = PyTuple_GET_SIZE(read);
+  memcpy(values, inputs, (size_t)count * sizeof(*values));
   for (Py_ssize_t at = 0; at < results; ++at) {
     made[at] = made[at] == NULL ? allocate(call, empty, each[at]) : made[at];
     *(at < results - sums ? &values[count++] : &added[adds++]) = address_of(call, made[at]);
@@ -401,52 +403,40 @@ enum { EPS, WEIGHT_OFFSET, DROPOUT_P };
 /* Run a forward call; `run` does where kernels take more than addresses. If the call `packs`, one tensor holds the
  * statistics of the rows, as autograd keeps them, in place of rstd. */
 static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObject **made) {
-  PyObject *values[MOST_ARGUMENTS], *p = call->numbers[DROPOUT_P] ? call->numbers[DROPOUT_P] : no_number;
-  PyObject *numbers[] = {call->numbers[EPS], call->numbers[WEIGHT_OFFSET], p};
+  PyObject **numbers = call->numbers;
   PyObject *places[] = {operand_at(self, call, self->inputs), operand_at(self, call, self->inputs + 1)};
   if (!find_sized(call, call->plan) || !is_yes(call, call->layout[IN_C])) {
     PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, numbers[EPS],
-                         numbers[WEIGHT_OFFSET], p, places[Y], places[SUM]};
+                         numbers[WEIGHT_OFFSET], numbers[DROPOUT_P], places[Y], places[SUM]};
     return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 8 : 10), RESULTS);
   }
-  memset(made, 0, (RESULTS + 1) * sizeof(*made));
   for (int at = 0; at <= SUM; ++at)
     /* What autograd kept of a tensor that is written is no longer what it was: autograd finds out by the version. */
     if (places[at] != Py_None && apply(call, self->increment_version, &places[at], 1))
       made[at] = places[at];
-  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses);
-  memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
   call->packs = packs;
-  launch_steps(call, values, count, numbers, 2 + (PyFloat_AS_DOUBLE(p) != 0.0), made);
+  launch_steps(call, call->addresses, numbers, 2 + (PyFloat_AS_DOUBLE(numbers[DROPOUT_P]) != 0.0), made);
   return call->failed ? NULL : made;
 }
 
 /* Run a backward call; `run_backward` of launch.py does where there is a dropout, or not `IN_C`. */
 static PyObject *run_backward(Lookup *self, Call *call) {
-  PyObject *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
-  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number;
+  PyObject *made[MOST_ARGUMENTS] = {NULL}, *offset = call->numbers[0], *p = call->numbers[1];
   if (PyFloat_AS_DOUBLE(p) != 0.0 || !is_yes(call, call->layout[IN_C])) {
     PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, offset, p};
     return apply(call, self->run_backward, given, 7);
   }
-  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses);
-  memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
-  launch_steps(call, values, count, &offset, 1, made);
+  launch_steps(call, call->addresses, &offset, 1, made);
   return output_of(self, call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
 }
 
 /* Run a backward call of rows in parts whose tensors, of a `kind`, are there: None if there are no rows, or no plan. */
 static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
-  PyObject *at[MOST_ARGUMENTS], *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
+  PyObject *at[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
   Py_ssize_t count = PyTuple_GET_SIZE(arrived);
-  unsigned long long bits = 0;
-  for (Py_ssize_t each = 0; each < count; ++each) {
+  for (Py_ssize_t each = 0; each < count; ++each)
     at[each] = address_of(call, PyTuple_GET_ITEM(arrived, each));
-    bits |= call->failed ? 0 : PyLong_AsUnsignedLongLong(at[each]);
-  }
-  int is_aligned = !(bits & (unsigned long long)self->misaligned);
-  PyObject *ready = get(call, call->kind, is_aligned ? plan_name : plan_at_name);
-  ready = is_aligned ? ready : apply(call, ready, at, (size_t)count);
+  PyObject *ready = find_served(self, call, at, (size_t)count);
   call->shape = get(call, PyTuple_GET_ITEM(arrived, 2), shape_name);
   if (call->failed || ready == Py_None || !find_sized(call, ready))
     return Py_None;
@@ -457,14 +447,9 @@ static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
   /* The last one holds the means, if there are any, and rstd behind them. */
   at[count] = is_yes(call, call->layout[TO_RSTD]) ? at[count - 1] : zero;
   at[count + 1] = sum_of(call, at[count - 1], call->layout[TO_RSTD]);
-  PyObject *all = tuple_of(call, at, count + 2), *read = apply(call, get(call, ready, inputs_name), &all, 1);
-  PyObject *const *inputs = items_of(call, read, 1);
+  PyObject *all = tuple_of(call, at, count + 2);
   call->plan = get(call, ready, plan_name);
-  if (call->failed)
-    return NULL;
-  count = PyTuple_GET_SIZE(read);
-  memcpy(values, inputs, (size_t)count * sizeof(*values));
-  launch_steps(call, values, count, NULL, 0, made);
+  launch_steps(call, apply(call, get(call, ready, inputs_name), &all, 1), at, 0, made);
   PyObject *results = tuple_of(call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
   return apply(call, get(call, ready, order_name), &results, 1);
 }
@@ -495,7 +480,7 @@ static void settle(Lookup *self, Call *call) {
 static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   /* The first is for the key, where `otherwise` takes the rest. */
-  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS + 1], *made = NULL;
+  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS + 1] = {NULL}, *made = NULL;
   Call call;
   if (given != self->arguments)
     return PyErr_Format(PyExc_TypeError, "%U takes %zd arguments, and not %zd", self->head, self->arguments, given);
@@ -508,7 +493,7 @@ static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given)
     made = self->rstd >= 0 ? run_backward(self, &call)
                            : output_of(self, &call, run_forward(self, &call, 0, results), RESULTS);
   else if (!call.failed) {
-    passed[0] = call.key == NULL ? Py_None : call.key;
+    passed[0] = call.key;
     made = apply(&call, self->otherwise, passed, (size_t)given + 1);
   }
   return end(&call, made);
@@ -555,8 +540,8 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
   PyObject *values[MOST_ARGUMENTS];
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
-  PyObject *made[] = {call.key == NULL ? Py_None : call.key, known && is_recorded(&call) ? Py_True : Py_False,
-                      known ? found_of(self, &call) : Py_None};
+  PyObject *records = known && is_recorded(&call) ? Py_True : Py_False;
+  PyObject *made[] = {call.key, records, known ? found_of(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 3));
 }
 
@@ -564,7 +549,7 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
  * A normalized_shape of None is x's last dimension where there is a residual. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1], *found = Py_None;
+  PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1] = {NULL}, *found = Py_None;
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
   int adds = !call.failed && values[self->residual] != Py_None;
@@ -587,7 +572,7 @@ static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t g
   PyObject *values[MOST_ARGUMENTS];
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
-  PyObject *made[] = {call.key == NULL ? Py_None : call.key, known ? run_backward(self, &call) : Py_None};
+  PyObject *made[] = {call.key, known ? run_backward(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 2));
 }
 

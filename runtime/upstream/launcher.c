@@ -89,16 +89,12 @@ static int convert(int kind, PyObject *value, Cell *cell) {
 /* Whether a chain of hooks is in its place and empty: 1 or 0, and -1 with an exception. */
 static int is_quiet(PyObject *hooks, PyObject *name, PyObject *chain) {
   PyObject *there = PyObject_GetAttr(hooks, name);
-  if (there == NULL)
-    return -1;
-  Py_DECREF(there);
+  Py_XDECREF(there);
   if (there != chain)
-    return 0;
+    return there == NULL ? -1 : 0;
   PyObject *calls = PyObject_GetAttr(chain, calls_name);
-  if (calls == NULL)
-    return -1;
-  int quiet = PyList_Check(calls) && PyList_GET_SIZE(calls) == 0;
-  Py_DECREF(calls);
+  int quiet = calls == NULL ? -1 : PyList_Check(calls) && PyList_GET_SIZE(calls) == 0;
+  Py_XDECREF(calls);
   return quiet;
 }
 
@@ -110,10 +106,9 @@ static int read_grid(PyObject *grid, CUlaunchConfig *config) {
   }
   for (int axis = 0; axis < 3; ++axis) {
     long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(grid, axis));
-    if (size == -1 && PyErr_Occurred())
-      return -1;
     if (size < 0 || size > INT_MAX) {
-      PyErr_Format(PyExc_OverflowError, "a grid of %lld programs", size);
+      if (!PyErr_Occurred())
+        PyErr_Format(PyExc_OverflowError, "a grid of %lld programs", size);
       return -1;
     }
     *sizes[axis] = (unsigned)size;
@@ -161,10 +156,8 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
   int quiet = is_quiet(self->hooks, enter_name, self->enter);
   if (quiet > 0)
     quiet = is_quiet(self->hooks, leave_name, self->leave);
-  if (quiet < 0)
-    return NULL;
-  if (!quiet)
-    return PyObject_Vectorcall(self->observed, args, 2, NULL);
+  if (quiet <= 0)
+    return quiet < 0 ? NULL : PyObject_Vectorcall(self->observed, args, 2, NULL);
 
   PyObject *values = args[1];
   if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->given)
@@ -178,13 +171,9 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
   Py_ssize_t count = self->count;
   for (Py_ssize_t at = 0; at < count; ++at) {
     Parameter *parameter = &self->parameters[at];
-    if (parameter->place < 0) {
-      parameters[at] = &parameter->fixed;
-      continue;
-    }
-    if (convert(parameter->kind, PyTuple_GET_ITEM(values, parameter->place), &cells[at]) < 0)
+    if (parameter->place >= 0 && convert(parameter->kind, PyTuple_GET_ITEM(values, parameter->place), &cells[at]) < 0)
       return NULL;
-    parameters[at] = &cells[at];
+    parameters[at] = parameter->place < 0 ? &parameter->fixed : &cells[at];
   }
   for (Py_ssize_t at = 0; at < SCRATCHES; ++at)
     parameters[count + at] = &none;

@@ -84,7 +84,7 @@ MUTANTS = (
         "no-memory-is-an-address",
         "a kernel is launched on address 0 in a call that is known",
         _KNOWN_C,
-        "    if (address == 0)\n      return 0;\n",
+        "    if (tensor != Py_None && !is_yes(call, at[each]))\n      return 0;\n",
         "",
         (f"{_FOREIGN}::test_a_tensor_whose_storage_was_freed_is_refused",),
     ),
