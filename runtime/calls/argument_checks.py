@@ -190,7 +190,7 @@ def check_written(name: str, output: torch.Tensor, addressed: bool) -> None:
     if addressed:
         refuse_transformed(**{name: output})
     check_no_gradient("what is written to it has none", **{name: output})
-    # Of what a trace holds torch asks the rest itself.
+    # In a trace, torch asks the rest itself.
     if not addressed:
         return
     if output.is_neg():
@@ -217,7 +217,7 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-# What transforms of torch's can follow.
+# Transforms of torch can follow these functions.
 _FOLLOWED = "normforge.layer_norm, rms_norm or another differentiable function"
 
 

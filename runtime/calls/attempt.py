@@ -1,4 +1,4 @@
-"""Calls made in somebody else's place: theirs is to serve what no kernel does."""
+"""Calls made in place of another function, which serves whatever no kernel does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:
-    """What a function that calls kernels returns; None if no kernel serves the call after all.
+    """Run `run` and return its result, or None if no kernel can serve the call.
 
     Args:
         whose: what leaves such a call to others, for the word about it that is said once of each kind of error.
@@ -28,7 +28,7 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, 
         named: those that it takes by name.
     """
     recording = torch.is_grad_enabled()
-    # Tensors may require a gradient that is somebody else's to record.
+    # Tensors may require a gradient that the caller records.
     if recording:
         set_grad_enabled(False)
     try:
@@ -45,7 +45,7 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, 
 
 
 def _captured(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured of what runs on x's device."""
+    """Return True if a CUDA graph is being captured on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

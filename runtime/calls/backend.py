@@ -1,4 +1,4 @@
-"""Where the functional API runs kernels, and where torch's own operators."""
+"""The choice between kernels and torch's own operators in the functional API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("normforge")
 
 
 def backend(x: torch.Tensor) -> str:
-    """What the functional API and the modules run on x.
+    """Return the word for what the functional API and the modules run on x.
 
     Returns:
         "kernel" on a GPU, and on a CPU under TRITON_INTERPRET=1, when Triton's interpreter runs the kernels; "torch",
@@ -37,18 +37,18 @@ def backend(x: torch.Tensor) -> str:
 
 @constant_in_traces
 def _interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels of CPU tensors."""
+    """Return True if Triton's interpreter runs the kernels of CPU tensors."""
     # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
     return "TRITON_INTERPRET" in os.environ and gpu.interpreting()
 
 
 def intercepted(*tensors: torch.Tensor | None) -> bool:
-    """Whether something sees the operators that tensors are given to: a mode, or a class, as fake tensors have."""
+    """Return True if a mode, or a class such as that of fake tensors, sees the operators that take the tensors."""
     return dispatch_modes() > 0 or any(sees_operators(tensor) for tensor in tensors)
 
 
 def sees_operators(tensor: object) -> bool:
-    """Whether a tensor is of a class that torch's dispatcher hands operators to, as fake and distributed ones are."""
+    """Return True if torch's dispatcher hands operators to the tensor's class, such as fake and distributed tensors."""
     return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
@@ -81,7 +81,7 @@ def _is_foreign(cls: type) -> bool:
 
 
 def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether torch's own operator serves a call, although kernels run where its tensors are.
+    """Return True if torch's own operator serves a call, although kernels run where the tensors are.
 
     Kernels take neither float64 nor rows of no elements. And only of its own operators does torch know how they are
     transformed (torch.func), differentiated forward and recorded (torch.jit.trace).

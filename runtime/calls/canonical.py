@@ -19,21 +19,21 @@ from .known import MISALIGNED
 
 
 def settled(call: Call, rows: Iterable[Parameter]) -> Call:
-    """A call of tensors that lie so: the very call if its own do."""
+    """Return a call of tensors that lie as N says: the call itself if its tensors do."""
     copies: dict[str, torch.Tensor] = {}
     for row in rows:
         tensor: torch.Tensor | None = getattr(call, row.name)
         if tensor is None or not row.is_read_in_vectors:
             continue
         if not lies_so(tensor, call.n, of_rows=row.kind.has_row_stride):
-            # What is written there is copied to where it should be.
+            # The results are copied from there to the place that was passed.
             empties = row.kind is Kind.PLACE
             copies[row.name] = _like(tensor) if empties else _like(tensor).copy_(tensor)
     return call.given_with(**copies) if copies else call
 
 
 def in_place_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Iterable[str]) -> dict[str, Any]:
-    """The same of tensors by name, some of which are of rows, where a call is to be batch invariant."""
+    """Return tensors by name, copied where a batch-invariant call needs that; `of_rows` names those that have rows."""
     found = dict(tensors)
     if invariance.is_on():
         for name, tensor in tensors.items():
@@ -43,7 +43,7 @@ def in_place_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Ite
 
 
 def lies_so(tensor: torch.Tensor, n: int, *, of_rows: bool) -> bool:
-    """Whether a tensor, of rows of n or a vector, lies so."""
+    """Return True if a tensor, of rows of n or a vector, lies as N says."""
     if of_rows and not starts_aligned(n):
         return True
     if tensor.data_ptr() & MISALIGNED:

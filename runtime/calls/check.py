@@ -54,10 +54,10 @@ FP8_HAS_NO_GRADIENT = (
     "(x.float() * x_scale).bfloat16()"
 )
 
-# What the functional API, which has no x_scale, says of an fp8 x.
+# The functional API, which has no x_scale, adds this about an fp8 x.
 TAKEN_WITH_ITS_SCALE = "and is taken with its scale by normforge.{}(x, x_scale=x_scale, ...), which has no gradient"
 
-# What torch's operators normalise, and the kernels do not.
+# Torch's operators also normalise float64, and the kernels do not.
 _DOUBLE = (*FLOATS, torch.float64)
 
 # How each kind of tensor that is read is checked.
@@ -75,7 +75,7 @@ _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call. What it was given is an attribute each, by the names of its family's rows.
+    """A checked call. Each argument is an attribute, by the names of its family's rows.
 
     Attributes:
         function: what is called.
@@ -107,17 +107,17 @@ class Call:
         return found
 
     def tensors_read(self) -> dict[str, torch.Tensor]:
-        """The tensors that it was given to read, by what callers call them."""
+        """Return the tensors that the call reads, by the names that callers use."""
         takes = self.function
         there = [(name, self.given[name]) for name, _, _ in takes.tensors if self.given[name] is not None]
         return {takes.arguments.get(name, name): tensor for name, tensor in there}
 
     def given_with(self, **given: Any) -> Call:
-        """A call that was given something else."""
+        """Return the call with other arguments in place of some."""
         return replace(self, given={**self.given, **given})
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of a result; None if it returns none such."""
+        """Return the dtype of a result; None if the call does not return the result."""
         for result in self.function.results:
             if result.name == name and name in self.wants:
                 if result.axis:
@@ -175,7 +175,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         axes["dtype_out"] = _output_dtype(said, axes)
     if "scale_layout" in axes:
         axes["scale_layout"] = axes["scale_layout"].of_kernels
-    # Where there are no 16 bits to round to, y's or dy's, rows are rounded once.
+    # Without 16 bits to round to, y's or dy's, rows are rounded once.
     dy = said.get("dy")
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
@@ -215,7 +215,7 @@ def refuse_gradient(call: Call) -> None:
 
 
 def _output_dtype(said: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
-    """The dtype of y where none was passed."""
+    """Return the dtype of y where none was passed."""
     out = said.get("out")
     if out is not None:
         check_dtype("out", check_tensor("out", out), tuple(DTYPES))
@@ -256,7 +256,7 @@ def _check_needs(takes: Function, said: Mapping[str, Any]) -> None:
 
 
 def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
-    """What a mode says at the end of some attributes, "fadd" and "adds" say; True if there are none."""
+    """Follow a path of attributes from a mode, such as "fadd" and "adds"; return True for an empty path."""
     value: Any = mode
     for name in wanted:
         value = getattr(value, name)
@@ -264,7 +264,7 @@ def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
 
 
 def _wants(takes: Function, mode: Mode, said: Mapping[str, Any]) -> tuple[str, ...]:
-    """The results that a call returns: those that it names, if it names any, and else those of its mode."""
+    """Return the results that a call returns: those that the call names, if any, and else those of its mode."""
     if "wants" not in said:
         return tuple([result.name for result in takes.results if _asks(mode, result.wanted)])
     names, known = tuple(said["wants"]), [result.name for result in takes.results]

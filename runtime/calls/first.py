@@ -1,4 +1,4 @@
-"""A call of no kind that is known: an operator if somebody is to see one, and else checked, launched and made known."""
+"""Calls of no known kind: an operator if something sees operators, and else checked, launched and made known."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNorm
         NormforgeError: as `layernorm2d_fwd` and `layernorm2d_bwd` list them.
     """
     is_forward = family is FORWARD
-    # What no kernel takes an operator may.
+    # An operator may take what no kernel does.
     if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
         return forward_traced(norm, given) if is_forward else backward_traced(norm, given)
     return launched(norm, key, given) if is_forward else launched_backward(norm, key, given)
@@ -80,7 +80,7 @@ def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) 
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
-    """What a call of copies returns, where its own outputs are."""
+    """Return the results of a call of copies, copied to the places that were passed."""
     for place, result in passed.function.places:
         own, made = passed.given[place], getattr(results, result)
         if own is not None and own is not made:
@@ -98,7 +98,7 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
         return of_no_rows(call)
     x = call.x
     if call.dy is None:
-        # A row of stride 0 stands for all rows of zeros.
+        # One row of zeros, of stride 0, serves as all rows.
         key, call = None, call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
     if packed:
         mean, rstd = unpacked(call.rstd, call.m)
@@ -114,7 +114,7 @@ def as_invariant(call: Call) -> Call:
 
 
 def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:
-    """Plan a call that was checked, make calls like it known, and return what launches are told.
+    """Plan a call that was checked, make calls like it known, and return what launches take.
 
     Args:
         call: the call, of tensors that kernels read and write.
@@ -153,7 +153,7 @@ def refuse_foreign(family: Family, given: Given) -> None:
 
 
 def resolved(tensor: Any) -> Any:
-    """What was passed itself, or a copy where its memory holds the negative of what it stands for."""
+    """Return the argument itself, or a copy of a tensor whose memory holds negated values."""
     # TorchDynamo follows no is_neg, and a transform of torch.func wraps the tensor that resolve_neg returns.
     is_asked = isinstance(tensor, torch.Tensor) and (is_dynamo_compiling() or tensor.is_neg())
     return tensor.resolve_neg() if is_asked else tensor
@@ -173,7 +173,7 @@ def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[
     if any(row.kind is Kind.SAMPLES or not tensor.is_contiguous() for row, tensor in there):
         leading = min(leading, 1)
     if any(row.kind is Kind.PLACE and _widens(tensor) for row, tensor in there):
-        # Rows that were checked lie apart, and more of them may not.
+        # The checked rows do not overlap, and more of them might.
         leading = 0
     return [
         0 if tensor is None else min(leading, tensor.dim() - row.kind.has_row_stride)
@@ -182,7 +182,7 @@ def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[
 
 
 def _widens(tensor: torch.Tensor) -> bool:
-    """Whether rows stand between those of the first dimension: as many as it has, and no more, fit there."""
+    """Return True if rows of other dimensions lie between those of the first, whose size is then fixed."""
     if tensor.is_contiguous():
         return False
     first, *others = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
@@ -190,7 +190,7 @@ def _widens(tensor: torch.Tensor) -> bool:
 
 
 def address_of(name: str, tensor: torch.Tensor | None) -> int:
-    """The address of a tensor that was checked; 0 if there is none, or nothing in it.
+    """Return the address of a checked tensor; 0 for an absent or empty one.
 
     Raises:
         LayoutError: it has no memory of its own.

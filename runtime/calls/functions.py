@@ -25,7 +25,7 @@ _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float3
 
 
 class Returned(NamedTuple):
-    """What is looked at of a result; see `codegen.parameters.Result`. `wanted` is the attributes that lead to it."""
+    """The fields of a result that calls read; see `codegen.parameters.Result`. `wanted` is a path of attributes."""
 
     name: str
     wanted: tuple[str, ...]
@@ -35,7 +35,7 @@ class Returned(NamedTuple):
 
 
 class Function(NamedTuple):
-    """What is looked at of a function, by what is done with it.
+    """The fields of a function that calls read, by their use.
 
     Plain values, because TorchDynamo follows this code: it reads no property of a frozen dataclass.
 
@@ -49,7 +49,7 @@ class Function(NamedTuple):
         words: names, with the enums of their members and the axes that they decide.
         numbers: names, with the least and the most that each takes.
         flags: names, with the axes that they decide.
-        dtypes: likewise, and whether None may be passed.
+        dtypes: names, with the axes that they decide, and whether None may be passed.
         tensors: the names of what is read, with its kind, and whether None may be passed.
         arguments: the names of those that callers pass as another argument, with what errors call them.
         by_dtype: names of tensors whose dtype decides an axis, with that.
@@ -130,7 +130,7 @@ def _path(wanted: str) -> tuple[str, ...]:
 
 
 def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
-    """The values of an axis that a tensor decides by being there: no and yes, or the first word that says so."""
+    """Return the values of an axis without and with a tensor: False and True, or the first word that says so."""
     if kind is bool:
         return False, True
     says = _path(row.wanted)[-1]
@@ -150,15 +150,15 @@ UNCHECKED = {
 
 @constant_in_traces
 def function_named(name: str) -> Function:
-    """A function of `FUNCTIONS`, for the functional API, which compiled models call.
+    """Return a function of `FUNCTIONS`, for the functional API, which compiled models call.
 
     What TorchDynamo reads of the table itself, compiled code looks at again in each call: 224 of the 717 lines of
-    guards that `patch` added to GPT-2. What it is told this way is to be looked at, and not to be a key or have methods
-    called.
+    guards that `patch` added to GPT-2. The code may read what this returns, but not use it as a key
+    or call its methods.
     """
     return FUNCTIONS[name]
 
 
 def completed(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function by name, with the defaults of those that are missing."""
+    """Return the arguments of a function by name, completed by defaults."""
     return {**dict(function_named(function).defaults), **given}

@@ -1,10 +1,9 @@
-"""Calls that are known: what their tensors were like when they were checked, and the plans that serve them.
+"""Known calls: the properties of tensors that were checked, and the plans that serve calls of such tensors.
 
-A call is looked up by a key of its modes, of N and of which tensors are there; under it lie the kinds of call that were
-checked before, the newest first. A kind's guard says at once whether a call's tensors are like those that were checked:
-of their class, device, dtype and layout, as negated, as differentiated, and seen by nobody who did not see those. What
-no guard can hold is looked at in each call: that rows are as many as x's, where they lie, the numbers, and whether
-outputs overlap anything.
+The key of a call holds its modes, N, and which tensors are present. Under a key are the kinds of call that were checked
+before, the newest first. A kind's guard compares class, device, dtype, layout, negation and requires_grad of a call's
+tensors with those of the checked call. Each call is checked for whatever no guard can hold: the number of rows,
+addresses, numbers, and the overlap of outputs with other tensors.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from ..upstream.dynamo_guards import Fits, contiguous_strides, guard
 # An address with any of these bits is not aligned.
 MISALIGNED = ALIGNMENT - 1
 
-# Stands for the address of a tensor without memory: no tensor has it, and it is not aligned.
+# The address of a tensor without memory: no tensor has this address, which is not aligned.
 NOWHERE = 1
 
 # Anything else may answer the same questions and be something else: a subclass with a storage of its own kind, say.
 PLAIN: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter))
 
-# What reading an attribute may raise of something that is no plain tensor, or of one without memory (a sparse one), and
-# what looking up a key may of an argument that cannot be hashed.
+# Errors from reading an attribute of something that is no plain tensor, or of a tensor without memory (a sparse one),
+# and from looking up a key with an argument that cannot be hashed.
 UNREADABLE = (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError)
 
-# Of kinds that differ in nothing that a key holds, before the oldest is forgotten.
+# The number of kinds under one key before the oldest is forgotten.
 _MOST_KINDS = 16
 
 Key = tuple[Any, ...]
@@ -76,7 +75,7 @@ class Known:
         self._misaligned: dict[tuple[bool, ...], Any] = {}
 
     def plan_at(self, *addresses: int) -> Any:
-        """What calls come to of which some address is not aligned; None if there was none, or there is no memory."""
+        """Return the plan of calls with some misaligned address; None if there is no plan, or no memory."""
         return None if NOWHERE in addresses else self._misaligned.get(_alignment(addresses))
 
     def learn(self, addresses: Sequence[int], plan: object) -> None:
@@ -93,7 +92,7 @@ class Known:
 
 
 def all_plans() -> list[Any]:
-    """What all kinds of call come to that are known, each kind in the order in which it came."""
+    """Return the plans of all known kinds of call, each kind in the order in which the kinds came."""
     return [plan for kinds in dispatch.plans.values() for kind in reversed(kinds) for plan in kind.plans]
 
 
@@ -133,7 +132,7 @@ def picking(places: Sequence[int]) -> Callable[[Any], Any]:
     """Return what picks the items at some places as a tuple."""
     if not places:
         return lambda items: ()
-    # Of one place itemgetter picks the item, and no tuple of it.
+    # For one place, itemgetter picks the item rather than a tuple.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
@@ -161,7 +160,7 @@ def _is_ragged(tensor: torch.Tensor) -> bool:
 
 
 def _pattern(tensor: torch.Tensor, free: int) -> Pattern:
-    """A tensor's, of which so many leading sizes may be any."""
+    """Return the pattern of a tensor of which so many leading sizes may be any."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if strides == contiguous_strides(shape):
         # How far apart dimensions are depends on the sizes of those behind them.

@@ -51,7 +51,7 @@ def run(
         weight_offset: added to weight.
         dropout_p: of a plan with dropout.
         out: where y goes, or None for a new tensor.
-        residual_out: likewise.
+        residual_out: where the stored sum goes, or None for a new tensor.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
     empty = plan.empty
@@ -62,7 +62,7 @@ def run(
         y = empty(*of_y)
     else:
         y = out
-        # What autograd kept of it is no longer what it was, and it finds out by this.
+        # A tensor that autograd saved has changed: autograd finds out by the version.
         increment_version(y)
     total = y_scale = mean = rstd = None
     total_at = y_scale_at = mean_at = rstd_at = 0
@@ -175,12 +175,12 @@ def run_layout(
 
 
 def of_no_rows(call: Call) -> NormGradients:
-    """What a backward call without rows returns: sums of nothing."""
+    """Return the results of a backward call without rows: sums of nothing."""
     return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 
 
 def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:
-    """What is read and what is returned, as kernels that take tensors know them."""
+    """Return the tensors that are read and the results, as kernels that take tensors need them."""
     by_name = {row.name: tensor for row, tensor in zip(plan.family.inputs, tensors, strict=True)}
     by_name |= {row.name: tensor for row, tensor in zip(plan.family.results, results, strict=True)}
     rstd = by_name["rstd"]

@@ -26,12 +26,12 @@ _ROWS, _PER_ROW, _SCALE, _SAMPLES, _, _FREE = range(FREE + 1)
 
 _SHAPES = frozenset((tuple, torch.Size, list))
 
-# Where torch defines them: each attribute takes a look-up of its own.
+# Bound here, because each attribute of torch takes a look-up.
 is_grad_enabled = torch.is_grad_enabled
 
 
 class _Present(NamedTuple):
-    """What follows from which operands of a call are there.
+    """The facts that follow from which operands of a call are present.
 
     Attributes:
         mask: a bit for each operand that is there.
@@ -119,7 +119,7 @@ class Lookup:
 
         Returns:
             The key of the call, or None if the call cannot be known; whether a gradient is due; and what
-            `launch.run` and `launch.run_recorded` are told of the call, or None if no call like it is known.
+            `launch.run` and `launch.run_recorded` take of the call, or None if no call like it is known.
         """
         norm, *others = options
         if self.table.residual < 0:
@@ -173,7 +173,7 @@ class Lookup:
         return key, None
 
     def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
-        """Return the key, the kind of call and what launches are told; None for what there is not."""
+        """Return the key, the kind of call and what launches take; None for what is missing."""
         table, x = self.table, values[self._x]
         cls: type = x.__class__
         # Anything else may answer the same questions: a proxy of torch.fx records what it is asked.

@@ -1,4 +1,4 @@
-"""What calls return, and the rows' statistics in one tensor, as autograd keeps them: one allocation, not two.
+"""Results of calls, and the rows' statistics in one tensor, as autograd saves them: one allocation, not two.
 
 Kernels are compiled for pointers at multiples of 16 bytes, so that is where each of the two starts, whatever M is.
 """
@@ -43,7 +43,7 @@ class LayerNormOutput(NamedTuple):
 
 
 class QuantisedOutput(NamedTuple):
-    """What a call of `quantised_layer_norm` or `quantised_rms_norm` returns; None where one was not asked for.
+    """Outputs of `quantised_layer_norm` and `quantised_rms_norm`; None where one was not asked for.
 
     Attributes:
         y: x's shape, in out_dtype; of fp4, whose elements lie two in one of torch's, (..., N / 2).
@@ -61,7 +61,7 @@ class QuantisedOutput(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """What a backward call returns; None where a gradient was not asked for.
+    """Gradients of a backward call; None where one was not asked for.
 
     Attributes:
         dx: x's shape, of what was normalised; also the gradient of a residual that was added to x.
@@ -80,7 +80,7 @@ class NormGradients(NamedTuple):
 
 
 def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of a gradient of several tensors, each of which rounds it to its own: one that holds what all round.
+    """Return the dtype of a gradient of several tensors, each rounded to its own dtype: one that holds all of them.
 
     So each is rounded once. Two types of 16 bits have fp32 in common.
     """
@@ -88,18 +88,18 @@ def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def aligned_length(length: int) -> int:
-    """The fp32 values from one piece of a tensor to the next, if each starts at a multiple of 16 bytes."""
+    """Return the number of fp32 values from one piece of a tensor to the next, each at a multiple of 16 bytes."""
     return -(-length // _STEP) * _STEP
 
 
 def packing(m: int, mean: bool) -> tuple[int, int]:
-    """The length of a tensor that holds the statistics of m rows, and the bytes to rstd; 0 if there are no means."""
+    """Return the length of a tensor of the statistics of m rows, and the bytes to rstd; 0 if there are no means."""
     start = aligned_length(m) if mean else 0
     return start + m, _ITEMSIZE * start
 
 
 def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The means of m rows, if there are any, and rstd, as views."""
+    """Return the means of m rows, if there are any, and rstd, as views."""
     return (None, packed) if packed.numel() == m else (packed[:m], packed[-m:])
 
 
@@ -113,18 +113,18 @@ def unpacked_of(rows: torch.Tensor, statistics: Statistics) -> tuple[torch.Tenso
 
 
 def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
-    """What `packing` makes room for, of the means, if there are any, and rstd."""
+    """Return the means, if there are any, and rstd in one tensor, as `packing` lays them out."""
     *means, rstd = (statistic.flatten() for statistic in statistics)
     padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
     return torch.cat([*padded, rstd])
 
 
 def unflattened(rows: Any, shape: tuple[int, ...]) -> Any:
-    """Rows whose last dimension stands for those of a shape, with these."""
+    """Return rows whose last dimension is split into those of a shape."""
     return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
 
 
-# Of scales in column-major order, each group's start at a multiple of so many bytes: what TMA asks for.
+# TMA asks that each group's scales in column-major order start at a multiple of so many bytes.
 _TMA = 16
 
 # Rows and groups of a tile of scales.
@@ -147,7 +147,7 @@ def group_scales(
 def group_strides(
     leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
 ) -> tuple[int, ...]:
-    """The strides of what `group_scales` returns of scales that are in no tiles."""
+    """Return the strides of what `group_scales` returns of scales that are in no tiles."""
     innermost, outermost = (columns, 1) if layout is ScaleLayout.ROW_MAJOR else (1, _padded(m, dtype))
     strides = [innermost]
     for size in reversed(leading[1:]):
@@ -162,7 +162,7 @@ def _padded(m: int, dtype: torch.dtype) -> int:
 
 
 def y_shape(shape: Sequence[int], mode: Mode) -> tuple[int, ...]:
-    """The shape of y of x's, (..., N): in elements of torch's, of which one holds two of fp4."""
+    """Return the shape of y for x's, (..., N): in torch's elements, one of which holds two of fp4."""
     return *shape[:-1], shape[-1] // mode.dtype_out.packs
 
 
@@ -178,7 +178,7 @@ def scale_columns(mode: Mode, n: int) -> int:
 
 
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
-    """What a call returns, made by something else than its kernels; None for what it does not."""
+    """Return the results of a call, made by `make` and not by kernels; None for results that are not asked for."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
     made: list[torch.Tensor | None] = []
     for row in call.function.family.results:

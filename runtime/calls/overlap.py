@@ -1,7 +1,7 @@
-"""Whether what a call writes shares memory with what it reads: one question, asked the cheap way first.
+"""The overlap of outputs with inputs in memory, looked for the cheap way first.
 
-A call of a known kind has the extents of its rows by its plan, so where outputs and inputs lie apart a few comparisons
-of addresses say so. Where they may meet, and of a kind that is not known, strides are looked at.
+The plan of a known kind of call holds the extents of rows, so that a few comparisons of addresses show that outputs and
+inputs are disjoint. Strides decide where the extents meet, and for kinds that are not known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Extent = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the tensors of a kind of call lie, from their first bytes.
+    """The extents in memory of the tensors of a kind of call, from their first bytes.
 
     Attributes:
         inputs: of each tensor that is there: its place among a call's, the bytes of a row, those from one row to the
@@ -37,7 +37,7 @@ class Extents:
 
 
 def extent_of(stride: RowStride, n: int, itemsize: int) -> Extent:
-    """The bytes of a row of n elements, and from one row to the next.
+    """Return the bytes of a row of n elements, and from one row to the next.
 
     Of rows on several strides, bytes of which so many rows take no less than theirs take.
     """
@@ -56,15 +56,15 @@ def may_write(
     out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> bool:
-    """Whether outputs may be written to, and share no memory with anything but the x or residual that they are.
+    """Return True if outputs can be written and share no memory with inputs, but for the x or residual that they are.
 
     Args:
         extents: of the call's kind.
         addresses: of its inputs; 0 where there is none.
-        tensors: likewise.
+        tensors: the inputs themselves; None where there is none.
         m: its rows.
         out: where y goes, or None for a new tensor.
-        residual_out: likewise.
+        residual_out: where the stored sum goes, or None for a new tensor.
     """
     y_at = y_end = 0
     if out is not None:
@@ -88,7 +88,7 @@ def may_write(
 
 
 def _is_writable(output: torch.Tensor) -> bool:
-    # That it requires a gradient, a known call's guard tells.
+    # A known call's guard knows whether the output requires a gradient.
     return not output.is_inference() or torch.is_inference_mode_enabled()
 
 
@@ -111,12 +111,12 @@ def _spares(
 
 
 def spoils(output: torch.Tensor, tensor: torch.Tensor, replaceable: bool) -> bool:
-    """Whether writing an output may change another tensor, other than by taking its place if that may be done."""
+    """Return True if writing an output may change another tensor, unless the output may replace the tensor and does."""
     return may_overlap(output, tensor) and not (replaceable and _is_the_same(output, tensor))
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether any byte may belong to both of two (..., N) tensors whose rows are contiguous.
+    """Return True if any byte may belong to both of two (..., N) tensors whose rows are contiguous.
 
     Exact where the strides of both are the same, but for those of rows that adjoin (two halves of a wider tensor do not
     overlap, nor do queries and keys of a packed one); where they are not, it may say so of rows that interleave.
@@ -127,7 +127,7 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def rows_overlap(tensor: torch.Tensor) -> bool:
-    """Whether any two rows of a (..., N) tensor may overlap: some stride is less than what lies within it spans."""
+    """Return True if any two rows of a (..., N) tensor may overlap: some stride is less than the span within."""
     dimensions = [
         (size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1
     ]
@@ -143,7 +143,7 @@ def rows_overlap(tensor: torch.Tensor) -> bool:
 
 
 def elements_overlap(tensor: torch.Tensor) -> bool:
-    """Whether any two elements of a tensor of two dimensions, on strides above 0, are one."""
+    """Return True if any two elements of a tensor of two dimensions, on strides above 0, are one."""
     (rows, columns), (row, column) = tensor.shape, tensor.stride()
     # Side by side, as they mostly are; in a trace sizes may be symbols, of which less is asked then.
     if row >= columns * column or column >= rows * row:
@@ -157,7 +157,7 @@ def elements_overlap(tensor: torch.Tensor) -> bool:
 
 
 def _is_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two (..., N) tensors of one shape: whether all elements are where the other's are."""
+    """Return True if all elements of two (..., N) tensors of one shape share their addresses."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and all(size < 2 or s == t for size, s, t in strides)
 
@@ -165,12 +165,12 @@ def _is_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The bytes and the number of steps from one group of rows to the next, the longest first.
 _Steps = list[tuple[int, int]]
 
-# Groups of one tensor that are held against one group of another: two, where groups are no longer than the step.
+# Groups of one tensor that are compared with one group of another: two, where groups are no longer than the step.
 _MOST_GROUPS = 8
 
 
 def _steps(tensor: torch.Tensor) -> tuple[_Steps, int]:
-    """A (..., N) tensor as the bytes that it takes without a gap, and the steps by which they are repeated."""
+    """Describe a (..., N) tensor by the bytes of its first block without gaps, and the steps that repeat the block."""
     itemsize = tensor.element_size()
     width = (tensor.shape[-1] if tensor.dim() else 1) * itemsize
     dimensions = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
@@ -190,7 +190,7 @@ def _span(steps: _Steps, width: int) -> int:
 
 
 def _may_meet(distance: int, a: _Steps, a_width: int, b: _Steps, b_width: int) -> bool:
-    """Whether a byte may belong to both, where the second starts some bytes behind the first, or before."""
+    """Return True if a byte may belong to both, where the second starts some bytes behind the first, or before."""
     if distance >= _span(a, a_width) or -distance >= _span(b, b_width):
         return False
     if not a and not b:

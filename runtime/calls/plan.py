@@ -1,4 +1,4 @@
-"""What a checked call comes to: the kernels that serve it, made ready, and the types of what it returns.
+"""Plans of checked calls: the kernels that serve them, made ready, and the types of their results.
 
 Forward and backward alike. Which tensors there are, in what order launches bring them and what types they have follows
 from the rows of `codegen.parameters`; which kernels run, with what grids and constants, from those of
@@ -182,7 +182,7 @@ class Plan:
         Args:
             call: what was asked.
             misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
-            target: the GPU that the call is for, if x, which then stands for another tensor, is not on it: kernels are
+            target: the GPU that the call is for, if x, then a stand-in for another tensor, is elsewhere: kernels are
                 known then, and not compiled. None is x's device.
 
         Raises:
@@ -227,7 +227,7 @@ class Plan:
         return [self]
 
     def prepared(self, m: int) -> Prepared:
-        """The kernels for m rows; the first call of each class of M compiles them."""
+        """Return the kernels for m rows; the first call of each class of M compiles them."""
         size = bisect_left(self._most_rows, m)
         return self._prepared[size] or self._prepare(size, m)
 
@@ -332,7 +332,7 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
 
 
 def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
-    """A kernel of an instance; with no device, it is known and not compiled."""
+    """Return the launcher of a kernel of an instance; with no device, the kernel is described and not compiled."""
     kernel = entry.load_finaliser() if recipe.part is None else entry.load(recipe.part)
     return Launcher(kernel, recipe, target, device)
 
@@ -343,7 +343,7 @@ def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
 
 
 def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:
-    """The dtypes of a call's inputs and results, None of what is not there, or is not asked for."""
+    """Return the dtypes of a call's inputs and results, None of an absent input or a result that is not asked for."""
     family = call.function.family
     inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
     return inputs, {row: call.dtype_of(row.name) for row in family.results}
@@ -358,7 +358,7 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
 
 
 def _row_strides(call: Call) -> dict[str, RowStride]:
-    """The strides of rows by their slots; 0 of what is not there, and that of rows that adjoin of what is new."""
+    """Return the strides of rows by their slots: 0 for an absent tensor, N for a new one."""
     family = call.function.family
     places = {row.result: row.name for row in family.places}
     kinds = {row.name: row.kind for row in family.inputs}

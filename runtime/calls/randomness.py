@@ -1,4 +1,4 @@
-"""What a dropout's mask follows from, settled before a call is looked up: a seed and an offset on x's device, or none.
+"""The seed and offset of a dropout's mask, on x's device, settled before a call is looked up.
 
 Where the caller brings none they are drawn there by torch's generator, as torch's own dropout draws: its state goes on,
 a CUDA graph draws anew at each replay, and a call that checkpoint makes again draws the same. Nothing waits for the
@@ -45,7 +45,7 @@ def settled(dropout_p: Any, dropout_rng: Any, x: Any, *, draws: bool = True) -> 
 
 
 def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Tensor | None]:
-    """The same where nothing is to be computed: what would be drawn is any seed and offset."""
+    """Settle a call that computes nothing: any seed and offset take the place of drawn ones."""
     dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
     if dropout_p and dropout_rng is None and isinstance(x, torch.Tensor):
         dropout_rng = torch.empty(2, dtype=torch.int64, device=x.device)
@@ -53,7 +53,7 @@ def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Te
 
 
 def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """A seed and an offset from a generator of x's device, torch's default one if None."""
+    """Draw a seed and an offset from a generator of x's device, torch's default one if None."""
     refuse_sharded(x)
     told: dict[str, Any] = {} if generator is None else {"generator": generator}
     with _beside(x):
@@ -90,7 +90,7 @@ def _state(given: Any, x: Any, *, draws: bool) -> Any:
 
 
 def _beside(x: torch.Tensor) -> AbstractContextManager[object]:
-    """What has tensors made as x is: a fake tensor takes fake ones alone, outside of its mode too."""
+    """Return a context that makes tensors as x is: a fake tensor takes fake ones alone, outside of its mode too."""
     mode = None if is_dynamo_compiling() else getattr(x, "fake_mode", None)
     return nullcontext() if mode is None else mode
 

@@ -59,7 +59,7 @@ def gradients_of(
         return [None] * len(due)
     by_formula = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
     learnt = None
-    # What is known does not look for a tangent of forward-mode AD.
+    # A known call does not look for a tangent of forward-mode AD.
     can_be_known = recording.family and dy is not None and not by_formula and forward_ad._current_level < 0
     if can_be_known and isinstance(saved[-1], torch.Tensor):
         arrived = (dy, dresidual_out, *saved)

@@ -32,9 +32,9 @@ from .traced import intercepted, is_dynamo_compiling, operated, operated_as, res
 
 # The tensors of a call, in the order in which launches bring them, None for those that are not there.
 Operands = tuple[Any, ...]
-# The norm's word, and what else a call is told, in the order of the rows; whether statistics are saved comes last.
+# The norm's word, and the other arguments of a call, in the order of the rows; whether statistics are saved comes last.
 Options = tuple[Any, ...]
-# Where outputs go, y and the stored sum first; None for new tensors.
+# The places of outputs, y and the stored sum first; None for new tensors.
 Places = tuple["torch.Tensor | None", ...]
 
 
@@ -56,7 +56,7 @@ def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: b
             raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
         rows, packs = call.x, call.mode.dtype_out.packs
         if result == "y" and packs > 1:
-            # Of as many elements as torch has for y.
+            # Torch has fewer elements for y: each holds several.
             rows = rows[..., ::packs]
             if isinstance(place, torch.Tensor) and place.shape != rows.shape:
                 raise ShapeError(
@@ -78,7 +78,7 @@ def _launch(found: Found, options: Options, places: Places) -> LayerNormOutput:
 
 
 def _nothing(*_: Any) -> NoReturn:
-    """Stand for a function that a family without gradients lacks."""
+    """Raise, in place of a function that a family without gradients lacks."""
     raise AssertionError("calls without gradients are never recorded")
 
 
@@ -125,7 +125,7 @@ class FamilyCalls(NamedTuple):
     looked_up: tuple[int | None, int | None] = (None, None)
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
-        """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
+        """Return the key of a call, or None; and what `launch.run` takes of a known call, or None of another."""
         rows, told = self.looked_up
         key, _, found = getattr(native.calls, self.name).find(operands[:rows], options[:told])
         return key, found if found is None or rows is None else with_rng(found, operands[-1])
@@ -208,7 +208,7 @@ def normalise_found(calls: FamilyCalls, operands: Operands, options: Options, fo
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Launch the kernel that serves arguments which were checked, recording it where `options` ask for statistics.
 
-    Where somebody sees operators it is one, and what is kept for the backward pass is the same.
+    Where something sees operators the call is an operator, and saves the same tensors for the backward pass.
 
     Returns:
         y, and residual_out where there is a residual.
@@ -265,7 +265,7 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
     Args:
         calls: its family's row.
         operands: its tensors.
-        options: what else it is told.
+        options: its other arguments.
         key: what it was looked up by; None if it cannot be known.
 
     Raises:
@@ -278,7 +278,7 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
     require_device(call.x)
     as_passed, call = call, as_invariant(call)
     family = call.function.family
-    # What a mask follows from is settled behind the look-up.
+    # The seed and offset of a mask are settled behind the look-up.
     passed = tuple(
         [None if row.kind is Kind.RANDOM else given.get(row.name) for row in (*family.inputs, *family.places)]
     )
@@ -295,7 +295,7 @@ def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
 def options_2d(operands: Operands, options: Options) -> Options:
     """Return the options of a 2d function as operators take them, y in x's dtype whatever autocast would have."""
     *said, fquant, out_dtype, saves = options
-    # A member may stand for a word, and the operator's schema has words alone.
+    # A member may be passed for a word, and the operator's schema has words alone.
     quantised = word(FusedQuant, "fquant", fquant).value
     if out_dtype is None and quantised == "none" and isinstance(operands[0], torch.Tensor):
         out_dtype = operands[0].dtype
@@ -308,7 +308,7 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, places
     Args:
         calls: its family's row.
         operands: its tensors.
-        options: what else it is told.
+        options: its other arguments.
         places: where outputs go, None for new tensors.
 
     Raises:

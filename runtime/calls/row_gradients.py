@@ -31,7 +31,7 @@ from .plan import Plan, Sized, plan_of
 
 
 class Problem(NamedTuple):
-    """What kernels compute for a call.
+    """The problem that kernels solve for a call.
 
     Attributes:
         mode: the mode of the kernels.
@@ -139,7 +139,7 @@ def gradients(
         learnt: the key and tensors of `Lookup.known_gradients`, by which calls like this one become known;
             None has them stay unknown.
     """
-    # Of another table, which may be loaded meanwhile, nothing is to be known.
+    # Another table may be loaded meanwhile, whose plans must not learn this call.
     plans = dispatch.plans
     dy, dresidual_out = [None if each is None else backward.laid_out(saved, each) for each in arrived]
     learnt, known = looked_up_again(f"{backward.family.name}_gradients", learnt, args, due, dy, dresidual_out)
@@ -255,7 +255,7 @@ def _free(done: Launched, arrived: Arrived) -> list[int]:
         return [0] * len(arrived)
     x = arrived[2]
     assert x is not None
-    # Of no more than one, so that a guard holds all strides: rows with gaps between them are read by another stride.
+    # No more than one, so that a guard holds all strides: rows with gaps between them are read by another stride.
     free = min(x.dim() - 1 - done.plan.mode.grouped, 1)
     are_rows = [tensor is not None and tensor.shape == x.shape and tensor.dim() > 1 for tensor in arrived[:-1]]
     return [*[free * each for each in are_rows], free]
@@ -267,7 +267,7 @@ def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
 
 
 def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand that each part has a row of, or all share, from what parts add up to."""
+    """Return the gradient of an operand that each part has a row of, or all parts share, from the sums of parts."""
     return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
@@ -282,7 +282,7 @@ def rounded(
 
 
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether kernels can read all that there is of some tensors: of none a tangent of forward-mode AD."""
+    """Return True if kernels can read everything about some tensors, none of which has a forward-mode tangent."""
     there = [tensor for tensor in tensors if tensor is not None]
     if not all(tensor.__class__ in PLAIN and tensor.dtype in FLOATS and not tensor.is_neg() for tensor in there):
         return False

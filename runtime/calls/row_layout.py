@@ -15,7 +15,7 @@ MOST_STRIDES = 3
 
 
 def row_stride(name: str, tensor: torch.Tensor) -> RowStride:
-    """The stride, in elements, that steps from row to row of a (..., N) tensor, or the two or three that do.
+    """Return the stride, in elements, from row to row of a (..., N) tensor, or the two or three strides.
 
     Raises:
         LayoutError: the last dimension is not contiguous, or the leading ones need more strides than three.
@@ -42,7 +42,7 @@ def row_stride(name: str, tensor: torch.Tensor) -> RowStride:
 
 
 def sample_stride(name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride:
-    """The same of what has a row for each of x's, one for each of its samples, or one for all.
+    """Return the row stride of a tensor that has a row per row of x, per sample of x, or one for all.
 
     Of samples always on two strides, so that the kernel of one sample is that of several.
     """
@@ -56,7 +56,7 @@ def sample_stride(name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride
 
 
 def group_stride(name: str, tensor: torch.Tensor) -> RowStride:
-    """The same of what has a row for each of the groups that x's rows are in turn, or one for all."""
+    """Return the row stride of a tensor that has a row per group, which x's rows cycle through, or one for all."""
     row_stride(name, tensor)
     groups = tensor.shape[0] if tensor.dim() > 1 else 1
     return RowWalk((0, tensor.stride(0)), (groups,)) if groups > 1 else 0
@@ -76,7 +76,7 @@ def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def as_rows(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """A tensor as (..., N) that kernels can walk, N being its last `dimensions` together; copied once if need be."""
+    """Return a tensor as (..., N) that kernels can walk, its last `dimensions` as N; copied once if need be."""
     return walkable(tensor.flatten(-dimensions))
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def is_sharded(*operands: object) -> bool:
-    """Whether any operand is a DTensor."""
-    # What is not imported has no instances.
+    """Return True if any operand is a DTensor."""
+    # A module that is not imported has no instances.
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and any(isinstance(operand, module.DTensor) for operand in operands)
 
 
 class Frame:
-    """Where the tensors of one call lie.
+    """The placements of the tensors of one call.
 
     Attributes:
         like: x, which says it.
@@ -68,7 +68,7 @@ class Frame:
         self.of_rows, self.of_vectors, self.of_sums = _placements(x.placements, x.dim() - dimensions)
 
     def part(self, kind: Kind, tensor: torch.Tensor | None) -> Any:
-        """A rank's part of an operand, with a gradient that is one of the operand's; None of one that is not there."""
+        """Return a rank's part of an operand, whose gradient is a part of the operand's; None for an absent operand."""
         if tensor is None:
             return None
         placements, of_gradient = self._lies(kind, tensor)
@@ -78,17 +78,17 @@ class Frame:
         return whole.to_local(grad_placements=of_gradient)
 
     def _lies(self, kind: Kind, tensor: torch.Tensor) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-        """The placements that an operand is to have, and those of its gradient."""
+        """Return the placements that an operand is to have, and those of its gradient."""
         if kind is Kind.SAMPLES and tensor.dim() < self.like.dim():
             return self._of_samples(tensor.dim() == 1)
         if kind.is_shared:
             return self.of_vectors, self.of_sums
-        # Of a scale there may be one for all rows.
+        # One scale may serve all rows.
         is_one = kind is Kind.SCALE and tensor.numel() == 1
         return self.of_vectors if is_one else self.of_rows, self.of_rows
 
     def _of_samples(self, is_one: bool) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-        """The same of one vector a sample, or one for all: dealt out where samples are, not where their rows are."""
+        """Return `_lies` for one vector per sample, or one for all: sharded where samples are, not where rows are."""
         both = zip(self.of_rows, self.of_vectors, self.of_sums, strict=True)
         lies = [
             (row, row) if getattr(row, "dim", None) == 0 and not is_one else (vector, total)
@@ -99,7 +99,7 @@ class Frame:
 
     @property
     def deals(self) -> bool:
-        """Whether ranks have rows of their own."""
+        """Return True if ranks have rows of their own."""
         return self.of_rows != self.of_vectors
 
     def whole(self, kind: Kind, part: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,10 +119,10 @@ class Frame:
 
 @cache
 def _placements(of_x: tuple[Placement, ...], first: int) -> tuple[tuple[Placement, ...], ...]:
-    """Those of rows, of vectors and of sums, where rows are the dimensions from the first on."""
+    """Return the placements of rows, vectors and sums, where rows are the dimensions from the first on."""
     from torch.distributed.tensor import Partial, Replicate
 
-    # Of several classes, private ones of torch's among them, are those that deal out a dimension, which they name.
+    # Placements that deal out a dimension name it; they are of several classes, private ones of torch's among them.
     sharded = [getattr(placement, "dim", first) < first for placement in of_x]
     of_rows = [placement if deals else Replicate() for placement, deals in zip(of_x, sharded, strict=True)]
     return (

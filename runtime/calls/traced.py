@@ -30,7 +30,7 @@ from .outputs import LayerNormOutput, NormGradients
 
 
 def unrecorded() -> AbstractContextManager[object]:
-    """A context in which torch.jit.trace records nothing, and sizes are integers rather than tensors."""
+    """Return a context in which torch.jit.trace records nothing, and sizes are integers rather than tensors."""
     return _paused() if jit_tracing() else nullcontext()
 
 
@@ -46,17 +46,17 @@ def _paused() -> Iterator[None]:
         inner._set_tracing_state(state)
 
 
-# What the name of an operator ends in that is batch invariant wherever it runs.
+# The suffix of operators that are batch invariant wherever they run.
 INVARIANT = "_invariant"
 
 
 def operator(name: str) -> Any:
-    """An operator, which `operators` registers: of a function's name, or that and "_into" if it writes; or its twin."""
+    """Return the operator of a function's name, with "_into" if the operator writes; or its batch-invariant twin."""
     return getattr(torch.ops.normforge, f"{name}{INVARIANT}" if is_on() else name).default
 
 
 def operated(function: str, given: Mapping[str, Any]) -> Any:
-    """What the operator of a function returns, given its arguments by name; what is missing is the default."""
+    """Call the operator of a function by named arguments, completed by defaults, and return its results."""
     said = completed(function, given)
     return operator(function)(*[said[name] for name in function_named(function).passed])
 
@@ -71,7 +71,7 @@ def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
 
 
 def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
-    """A forward call as one operator, given its arguments by name. Overlap of outputs is not looked for."""
+    """Run a forward call as one operator, given its arguments by name. Overlap of outputs is not looked for."""
     function = FORWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
@@ -91,7 +91,7 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
 
 
 def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
-    """A backward call as one operator, likewise."""
+    """Run a backward call as one operator, given its arguments by name."""
     function = BACKWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
@@ -99,7 +99,7 @@ def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
 
 
 def said_of(call: Call) -> dict[str, Any]:
-    """What a call was given, as operators take it."""
+    """Return the arguments of a call as operators take them."""
     said = dict(call.given)
     for name, _, _ in call.function.words:
         said[name] = said[name].value
@@ -118,7 +118,7 @@ def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
 
 @constant_in_traces
 def _autocasts(norm: str) -> bool:
-    """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
+    """Return True if autocast runs torch's operator in fp32 on a GPU; on a CPU no operator does."""
     return _registered_for_autocast(f"aten::{norm}_norm")
 
 
