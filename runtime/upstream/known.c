@@ -1,8 +1,7 @@
-/* Known calls of every family: found by the rows of the family, and launched, without the interpreter in between.
+/* Find known calls of every family by the family's rows, and launch them, without running Python bytecode.
  *
- * A `Lookup` does what `Lookup` of calls/lookup.py does, step by step and by the same plans. Both are given the same
- * table, and know nothing about norms. Tensors are asked by their Python methods, so that this file is compiled without
- * torch, in the time that launcher.c takes. */
+ * `Lookup` takes the steps of `Lookup` in calls/lookup.py, with the same table and plans; neither knows about norms. This
+ * file reads tensors by their Python methods, and so compiles without torch, in the time that launcher.c takes. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,10 +10,10 @@
 #define MOST_ARGUMENTS 48
 #define MOST_NUMBERS 3
 #define MOST_KEPT 256
-/* An argument that a function lacks. */
+/* The index of an argument that a function lacks. */
 #define ABSENT 255
 
-/* What a look-up is made of, by the names of `Table` and `around`: objects, and numbers. */
+/* The fields of a look-up, by the names of `Table` and of `_in_c` of calls/native.py: objects, and numbers. */
 #define EACH_OBJECT(use)                                                                                               \
   use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
@@ -30,7 +29,7 @@ typedef struct {
   EACH_INDEX(AS_INDEX)
 } Lookup;
 
-/* The names that tensors, kinds and plans are asked by. */
+/* The names of attributes and methods of tensors, kinds and plans. */
 #define EACH_NAME(use)                                                                                                 \
   use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
   use(trains) use(_current_level) use(extents) use(at) use(empty) use(run) use(inputs) use(order) use(is_invariant)
@@ -38,20 +37,20 @@ typedef struct {
 EACH_NAME(AS_NAME)
 static PyObject *zero, *one, *no_number;
 
-/* What `Sized` and `Layout` of calls/plan.py begin with. */
+/* The first fields of `Sized` and `Layout` of calls/plan.py. */
 enum { LAYOUT, NUMBERS, MAKES, RECORDED, SIZED };
 enum { STEPS, FINISH, ADDS, PROGRAMS, OFFSETS, MEMORY, SUMS, TO_RSTD, BY_ADDRESS, EXCHANGE, IN_C, LAID };
 
-/* What is compared of an operand in each call, in the order of `LOOKS`. */
+/* The ways to compare an operand's sizes with x's in each call, in the order of `LOOKS`. */
 enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
 
-/* One call. `kept` owns every object that is made for the call; all other references are borrowed. Once an object could
- * not be made, `failed` is set, an exception says why, and nothing more is asked. */
+/* One call. `kept` owns every object that is made for the call; all other references are borrowed. When an object cannot
+ * be made, `failed` is set with an exception, and every later step does nothing. */
 typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
   PyObject *key, *shape, *kind, *plan, *m, *addresses, *const *sized, *const *layout;
   int failed, count, packs;
-  /* The operands that are there, and which they are. */
+  /* The number of operands that are present, their places, and themselves. */
   size_t present;
   int place[MOST_ARGUMENTS];
   PyObject *there[MOST_ARGUMENTS], *kept[MOST_KEPT];
@@ -66,7 +65,7 @@ static void begin(Call *call, PyObject **values, PyObject *norm) {
     call->numbers[at] = no_number;
 }
 
-/* End a call, and return a new reference to what came of it: NULL with an exception if the call failed. */
+/* End a call, and return a new reference to its result: NULL with an exception if the call failed. */
 static PyObject *end(Call *call, PyObject *result) {
   result = call->failed ? NULL : Py_XNewRef(result);
   while (call->count > 0)
@@ -111,7 +110,7 @@ static PyObject *tuple_of(Call *call, PyObject *const *items, Py_ssize_t count) 
   return call->failed ? NULL : keep(call, made);
 }
 
-/* The items of a tuple that has so many, or more. */
+/* Return the items of a tuple that has at least so many. */
 static PyObject *const *items_of(Call *call, PyObject *object, Py_ssize_t least) {
   if (!call->failed && (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) < least)) {
     PyErr_Format(PyExc_TypeError, "%R is no tuple of at least %zd", object, least);
@@ -132,12 +131,12 @@ static int is_equal(Call *call, PyObject *a, PyObject *b) {
   return equal > 0;
 }
 
-/* Zero is the address of what is not there. */
+/* Return the address of a tensor; 0 for None. */
 static PyObject *address_of(Call *call, PyObject *tensor) {
   return tensor == Py_None ? zero : ask(call, tensor, data_ptr_name);
 }
 
-/* One of some small numbers that a table holds as bytes, and an operand: None if it is not there. */
+/* Return a number of a table's bytes, and an operand, or None for an absent one. */
 static int number_at(PyObject *bytes, Py_ssize_t at) { return ((unsigned char *)PyBytes_AS_STRING(bytes))[at]; }
 
 static PyObject *operand_at(Lookup *self, Call *call, Py_ssize_t at) {
@@ -170,7 +169,7 @@ static int describe(Lookup *self, Call *call) {
     int look = number_at(self->looks, each);
     if (look == SCALE)
       parts[at++] = is_equal(call, ask(call, tensor, numel_name), one) ? Py_True : Py_False;
-    /* Row strides are then found from all sizes but the first, and strides, together. */
+    /* A plan then depends on all sizes but the first, as row strides do. */
     gaps |= last != 1 && look <= SCALE && !is_yes(call, ask(call, tensor, is_contiguous_name));
   }
   parts[0] = self->head;
@@ -213,7 +212,7 @@ static int is_unwatched(Lookup *self, Call *call) {
          !is_yes(call, apply(call, self->is_grad_enabled, NULL, 0));
 }
 
-/* Return 1 if the numbers are within their limits, and what those that are not 0 need is there. */
+/* Return 1 if the numbers are within their limits, and numbers other than 0 come with the operand they need. */
 static int are_numbers(Lookup *self, Call *call) {
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(self->numbers); ++at) {
     PyObject *const *row = &PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->numbers, at), 0);
@@ -268,7 +267,7 @@ static int find_sized(Call *call, PyObject *of) {
   return !call->failed;
 }
 
-/* Find what serves calls of a kind whose tensors are at some addresses: None if nothing does. */
+/* Find the plan of a kind for tensors at some addresses: None if there is no such plan. */
 static PyObject *find_served(Lookup *self, Call *call, PyObject *const *at, size_t count) {
   unsigned long long bits = 0;
   for (size_t each = 0; !call->failed && each < count; ++each)
@@ -278,7 +277,7 @@ static PyObject *find_served(Lookup *self, Call *call, PyObject *const *at, size
   return is_aligned ? served : apply(call, served, at, count);
 }
 
-/* Read where the operands are, and find the plan for that. */
+/* Read the addresses of the operands, and find the plan for them. */
 static int find_plan(Lookup *self, Call *call) {
   PyObject *at[MOST_ARGUMENTS], *vectors[MOST_ARGUMENTS];
   Py_ssize_t operands = PyBytes_GET_SIZE(self->operands);
@@ -286,7 +285,7 @@ static int find_plan(Lookup *self, Call *call) {
   for (Py_ssize_t each = 0; each < operands; ++each) {
     PyObject *tensor = operand_at(self, call, each);
     at[each] = address_of(call, tensor);
-    /* A tensor without memory is of no call that is known. */
+    /* No known call has a tensor without memory. */
     if (tensor != Py_None && !is_yes(call, at[each]))
       return 0;
     if (number_at(self->in_vectors, each))
@@ -295,7 +294,7 @@ static int find_plan(Lookup *self, Call *call) {
   call->plan = find_served(self, call, vectors, count);
   if (call->failed || call->plan == Py_None)
     return 0;
-  /* One tensor holds the means, and rstd behind them. */
+  /* One tensor may hold the means, and rstd behind them. */
   if (self->rstd >= 0 && find_sized(call, call->plan) && at[self->mean] == zero &&
       is_yes(call, call->layout[TO_RSTD])) {
     at[self->mean] = at[self->rstd];
@@ -304,9 +303,9 @@ static int find_plan(Lookup *self, Call *call) {
   return (call->addresses = tuple_of(call, at, self->inputs)) != NULL;
 }
 
-/* Look a call up: 1 if it is known, with all that launches are told of it; 0 if not, with a key if it can have one. */
+/* Look a call up. Return 1 if the call is known, with whatever launches take; 0 if not, with a key if one exists. */
 static int look_up(Lookup *self, Call *call) {
-  /* Anything else than a plain tensor may answer the same questions: a proxy of torch.fx records what it is asked. */
+  /* Ask plain tensors alone: a proxy of torch.fx, for one, answers and records every question. */
   PyObject *x = operand_at(self, call, self->x);
   int known = PySet_Contains(self->plain, (PyObject *)Py_TYPE(x)) > 0 && describe(self, call) && find_kind(self, call);
   if (call->failed && PyErr_ExceptionMatches(self->unreadable)) {
@@ -318,7 +317,7 @@ static int look_up(Lookup *self, Call *call) {
   return known && is_unwatched(self, call) && are_numbers(self, call) && are_sized(self, call) && find_plan(self, call);
 }
 
-/* The tensors that are read: for launches that take tensors. */
+/* Return the tensors that are read, for launches that take tensors. */
 static PyObject *tensors_of(Lookup *self, Call *call) {
   PyObject *tensors[MOST_ARGUMENTS];
   for (Py_ssize_t at = 0; at < self->inputs; ++at)
@@ -326,7 +325,7 @@ static PyObject *tensors_of(Lookup *self, Call *call) {
   return tuple_of(call, tensors, self->inputs);
 }
 
-/* What launches in Python take of a call: a tuple of five, and the numbers. */
+/* Return what launches in Python take of a call: a tuple of five, and the numbers. */
 static PyObject *found_of(Lookup *self, Call *call) {
   PyObject *found[5 + MOST_NUMBERS] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m};
   Py_ssize_t numbers = PyTuple_GET_SIZE(self->numbers);
@@ -334,7 +333,7 @@ static PyObject *found_of(Lookup *self, Call *call) {
   return tuple_of(call, found, 5 + numbers);
 }
 
-/* Make a tensor of a size, strides and a dtype, or none. */
+/* Allocate a tensor of a size, strides and a dtype, or return None. */
 static PyObject *allocate(Call *call, PyObject *empty, PyObject *make) {
   PyObject *const *asked = make == Py_None ? NULL : items_of(call, make, 3);
   return asked == NULL ? Py_None : apply(call, empty, asked, 3);
@@ -354,8 +353,8 @@ static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, P
   return made;
 }
 
-/* Allocate what a call returns, but for what is `made` beforehand, and launch every step, and the kernel that adds up
- * partial sums, if there is one, given a tuple of what is read, and numbers. None ends the results. */
+/* Allocate the results of a call that are not `made` yet, and launch every step, and the kernel that adds up partial
+ * sums, if there is one. The launches read `read` and the numbers. None follows the results. */
 static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t more, PyObject **made) {
   PyObject *values[MOST_ARGUMENTS], *added[MOST_ARGUMENTS], *empty = get(call, call->plan, empty_name);
   PyObject *const *layout = call->layout;
@@ -373,11 +372,11 @@ static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t 
   }
   made[results] = Py_None;
   if (call->packs) {
-    /* Without means rstd is where they would be. */
+    /* Without means, rstd takes their place. */
     values[count - 2] = is_yes(call, layout[TO_RSTD]) ? values[count - 1] : zero;
     values[count - 1] = sum_of(call, values[count - 1], layout[TO_RSTD]);
   }
-  /* Where the parts of the memory that programs share begin, and that of what they exchange, which is nothing. */
+  /* The addresses of the parts of the memory that programs share, and 0 for memory to exchange values through. */
   PyObject *base = address_of(call, allocate(call, empty, layout[MEMORY]));
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(layout[OFFSETS]); ++at)
     values[count++] = added[adds++] = sum_of(call, base, offsets[at]);
@@ -400,8 +399,8 @@ static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t 
 enum { Y, SUM, Y_SCALE, MEAN, RSTD, RESULTS };
 enum { EPS, WEIGHT_OFFSET, DROPOUT_P };
 
-/* Run a forward call; `run` does where kernels take more than addresses. If the call `packs`, one tensor holds the
- * statistics of the rows, as autograd keeps them, in place of rstd. */
+/* Run a forward call, by `run` of launch.py unless `IN_C`. If the call `packs`, one tensor in place of rstd holds the
+ * statistics of the rows, as autograd saves them. */
 static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObject **made) {
   PyObject **numbers = call->numbers;
   PyObject *places[] = {operand_at(self, call, self->inputs), operand_at(self, call, self->inputs + 1)};
@@ -411,7 +410,7 @@ static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObjec
     return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 8 : 10), RESULTS);
   }
   for (int at = 0; at <= SUM; ++at)
-    /* What autograd kept of a tensor that is written is no longer what it was: autograd finds out by the version. */
+    /* Autograd may have saved a tensor that is written: the version shows the change. */
     if (places[at] != Py_None && apply(call, self->increment_version, &places[at], 1))
       made[at] = places[at];
   call->packs = packs;
@@ -419,7 +418,7 @@ static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObjec
   return call->failed ? NULL : made;
 }
 
-/* Run a backward call; `run_backward` of launch.py does where there is a dropout, or not `IN_C`. */
+/* Run a backward call, by `run_backward` of launch.py with a dropout, or unless `IN_C`. */
 static PyObject *run_backward(Lookup *self, Call *call) {
   PyObject *made[MOST_ARGUMENTS] = {NULL}, *offset = call->numbers[0], *p = call->numbers[1];
   if (PyFloat_AS_DOUBLE(p) != 0.0 || !is_yes(call, call->layout[IN_C])) {
@@ -430,7 +429,7 @@ static PyObject *run_backward(Lookup *self, Call *call) {
   return output_of(self, call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
 }
 
-/* Run a backward call of rows in parts whose tensors, of a `kind`, are there: None if there are no rows, or no plan. */
+/* Run a backward call of rows in parts whose kind was found. Return None if there are no rows, or no plan. */
 static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
   PyObject *at[MOST_ARGUMENTS], *made[MOST_ARGUMENTS] = {NULL};
   Py_ssize_t count = PyTuple_GET_SIZE(arrived);
@@ -444,7 +443,7 @@ static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
     PyObject *given[] = {arrived, tuple_of(call, at, count)};
     return apply(call, get(call, ready, run_name), given, 2);
   }
-  /* The last one holds the means, if there are any, and rstd behind them. */
+  /* The last tensor holds the means, if there are any, and rstd behind them. */
   at[count] = is_yes(call, call->layout[TO_RSTD]) ? at[count - 1] : zero;
   at[count + 1] = sum_of(call, at[count - 1], call->layout[TO_RSTD]);
   PyObject *all = tuple_of(call, at, count + 2);
@@ -464,7 +463,7 @@ static int may_write(Lookup *self, Call *call) {
   return is_yes(call, apply(call, self->may_write, given, 6));
 }
 
-/* Settle what the mask of a dropout follows from, before anything is looked up. */
+/* Settle the seed and offset of a dropout's mask before the look-up. */
 static void settle(Lookup *self, Call *call) {
   if (self->dropout < 0)
     return;
@@ -476,10 +475,10 @@ static void settle(Lookup *self, Call *call) {
     memcpy(p, pair, 2 * sizeof(*p));
 }
 
-/* A call of a function of one norm, by all its arguments in order. */
+/* Run a call of a function of one norm, given all its arguments in order. */
 static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  /* The first is for the key, where `otherwise` takes the rest. */
+  /* The key precedes the arguments in a call of `otherwise`. */
   PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS + 1] = {NULL}, *made = NULL;
   Call call;
   if (given != self->arguments)
@@ -499,7 +498,7 @@ static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given)
   return end(&call, made);
 }
 
-/* Return 1 if a normalized_shape is x's last dimension. The class of each size, because 64.0 is equal to 64. */
+/* Return 1 if a normalized_shape is x's last dimension. The class of the size counts too, because 64.0 equals 64. */
 static int is_last(Call *call, PyObject *normalized) {
   PyObject *size = NULL;
   int is_shape = PyTuple_CheckExact(normalized) || Py_IS_TYPE(normalized, Py_TYPE(call->shape));
@@ -511,7 +510,7 @@ static int is_last(Call *call, PyObject *normalized) {
          is_equal(call, size, PyTuple_GET_ITEM(call->shape, PyTuple_GET_SIZE(call->shape) - 1));
 }
 
-/* Look up a call that comes as its operands, and its norm with its options. */
+/* Look up a call, given a tuple of its operands, and a tuple of its norm and options. */
 static int look_up_pair(Lookup *self, Call *call, PyObject **values, PyObject *const *args, Py_ssize_t given) {
   begin(call, values, NULL);
   PyObject *const *operands = given < 2 ? NULL : items_of(call, args[0], 1);
@@ -534,7 +533,7 @@ static int is_recorded(Call *call) {
   return call->records == Py_True && is_yes(call, get(call, call->kind, trains_name));
 }
 
-/* Return the key, or None; whether a gradient is due; and what launches in Python are told, or None. */
+/* Return the key, or None; whether a gradient is due; and what launches in Python take, or None. */
 static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   PyObject *values[MOST_ARGUMENTS];
@@ -600,7 +599,7 @@ static void dealloc(PyObject *object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-/* A look-up holds functions, modules and constants that outlive it: garbage collection has no part in that. */
+/* A look-up holds functions, modules and constants that outlive it, and takes no part in garbage collection. */
 #define TAKE_OBJECT(name)                                                                                              \
   self->name = Py_XNewRef(PyDict_GetItemString(named, #name));                                                         \
   missing = self->name == NULL ? #name : missing;

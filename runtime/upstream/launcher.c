@@ -1,8 +1,8 @@
-/* A launch of a compiled kernel, with all prepared that is the same at every launch.
+/* A launcher of a compiled kernel that prepares whatever is equal in all launches.
  *
- * What reaches the driver is what Triton's own launcher hands over, in 3.6 and in 3.7, for a kernel without tensor
- * descriptors, scratch memory and clusters: `native_launcher.py` says which those are, and the two must not be told
- * apart by the kernel. Types come from the cuda.h that Triton ships, addresses of functions from the caller. */
+ * The driver receives exactly the arguments that the launchers of Triton 3.6 and 3.7 pass, for kernels without tensor
+ * descriptors, scratch memory and clusters, which `native_launcher.py` selects. Types come from the cuda.h that Triton
+ * ships, addresses of functions from the caller. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,10 +13,10 @@
 
 #include "cuda.h"
 
-/* Of one kernel; they lie on the stack during a launch. */
+/* The most parameters of a kernel; they are on the stack during a launch. */
 #define MOST_PARAMETERS 128
 
-/* Behind a kernel's own parameters: its memory and its profile's, of which it has none here. */
+/* Pointers behind a kernel's own parameters: scratch memory and the profiler's, both null here. */
 #define SCRATCHES 2
 
 typedef union {
@@ -25,7 +25,7 @@ typedef union {
   float f32;
 } Cell;
 
-/* 'p', 'i', 'l' or 'f'; where in the values of a launch it is, or -1, and then it is fixed. */
+/* A kernel's parameter: its kind, 'p', 'i', 'l' or 'f', and its index in the values of a launch, or -1 if fixed. */
 typedef struct {
   int kind;
   Py_ssize_t place;
@@ -42,7 +42,7 @@ typedef struct {
   CUresult (*enter)(CUcontext);
 } Driver;
 
-/* What a launch holds of Python. */
+/* The Python objects that a launch holds. */
 #define EACH_OBJECT(use) use(device) use(current_stream) use(hooks) use(enter) use(leave) use(observed)
 #define AS_OBJECT(name) PyObject *name;
 typedef struct {
@@ -61,7 +61,7 @@ typedef struct {
 
 static PyObject *enter_name, *leave_name, *calls_name;
 
-/* Convert a Python value to what a kernel takes: 0, or -1 with an exception if it is none. */
+/* Convert a Python value to a kernel's parameter. Return 0, or -1 with an exception. */
 static int convert(int kind, PyObject *value, Cell *cell) {
   if (kind == 'f') {
     double wide = PyFloat_AsDouble(value);
@@ -86,7 +86,7 @@ static int convert(int kind, PyObject *value, Cell *cell) {
   return 0;
 }
 
-/* Whether a chain of hooks is in its place and empty: 1 or 0, and -1 with an exception. */
+/* Return 1 if a chain of hooks is in its place and empty, 0 if not, and -1 with an exception. */
 static int is_quiet(PyObject *hooks, PyObject *name, PyObject *chain) {
   PyObject *there = PyObject_GetAttr(hooks, name);
   Py_XDECREF(there);
@@ -126,7 +126,7 @@ static int read_stream(Launch *self, CUstream *stream) {
   return handle == (unsigned long long)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Without Python's lock. A thread that has done nothing on the GPU yet has no context, and takes its device's. */
+/* Launch without Python's lock. A thread that has not used the GPU yet has no context, and takes its device's. */
 static CUresult put_on_stream(Launch *self, const CUlaunchConfig *config, void **parameters) {
   const Driver *driver = &self->driver;
   CUcontext context = NULL;
@@ -181,7 +181,7 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
     Py_RETURN_NONE;
 
   CUresult status;
-  /* As Triton's does: a launch waits where the queue is full, maybe for a thread that waits for the lock. */
+  /* Release the lock, as Triton does: a launch on a full queue may wait for a thread that waits for the lock. */
   Py_BEGIN_ALLOW_THREADS
   status = put_on_stream(self, &config, parameters);
   Py_END_ALLOW_THREADS
@@ -252,7 +252,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   return (PyObject *)self;
 }
 
-/* Like a tuple it is never changed, so a circle through it is cut elsewhere: there is no tp_clear. */
+/* A launch is immutable, as tuples are, so that cycles are broken elsewhere: there is no tp_clear. */
 #define VISIT(name) Py_VISIT(self->name);
 static int traverse(PyObject *object, visitproc visit, void *arg) {
   Launch *self = (Launch *)object;
