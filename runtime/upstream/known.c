@@ -1,7 +1,7 @@
 /* Find known calls of every family by the family's rows, and launch them, without running Python bytecode.
  *
- * `Lookup` takes the steps of `Lookup` in calls/lookup.py, with the same table and plans; neither knows about norms. This
- * file reads tensors by their Python methods, and so compiles without torch, in the time that launcher.c takes. */
+ * `Lookup` takes the steps of `Lookup` in calls/lookup.py, with the same table and plans; neither knows about norms.
+ * This file reads tensors by their Python methods, and so compiles without torch, in the time that launcher.c takes. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -44,8 +44,8 @@ enum { STEPS, FINISH, ADDS, PROGRAMS, OFFSETS, MEMORY, SUMS, TO_RSTD, BY_ADDRESS
 /* The ways to compare an operand's sizes with x's in each call, in the order of `LOOKS`. */
 enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
 
-/* One call. `kept` owns every object that is made for the call; all other references are borrowed. When an object cannot
- * be made, `failed` is set with an exception, and every later step does nothing. */
+/* One call. `kept` owns every object that is made for the call; all other references are borrowed. When an object
+ * cannot be made, `failed` is set with an exception, and every later step does nothing. */
 typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
   PyObject *key, *shape, *kind, *plan, *m, *addresses, *const *sized, *const *layout;

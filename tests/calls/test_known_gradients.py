@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import row_gradients
+from normforge.calls.known_backward import Ready
 from normforge.families.modulated import row as modulated
 from normforge.selection import dispatch
 
@@ -24,7 +24,7 @@ SAMPLES, ROWS, N = 2, 9, 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (modulated, "gradients"), (row_gradients.Ready, "run"))
+    return Looked(monkeypatch, (modulated, "gradients"), (Ready, "run"))
 
 
 def operands(
