@@ -16,11 +16,11 @@ import torch
 from ..families.replaced import Replacing
 from .following import may_follow, rounds_once
 from .modulating import formula_of, modulate
-from .modulation_text import Modulation
 from .probing import mixed_in
 from .report import Fused
 from .rewriting import MODULATE, SUMS, Forward, UnreadableError, read, rewritten
 from .sums import Sums
+from .text import Modulation, dotted, norm_of
 
 
 class FusedBlock:
@@ -49,8 +49,9 @@ class FusedBlock:
         own: str = block.extra_repr()
         cls, chosen, modulated, norms = self._normforge_made
         forward = read(cls)
-        said = [f"sum -> {name}" for name in _behind(forward, chosen, norms)]
-        said += [f"gradient of {name} + residual" for name in _inputs(forward, chosen, norms)]
+        behind, inputs = _norms_at(forward, chosen, norms)
+        said = [f"sum -> {name}" for name in behind]
+        said += [f"gradient of {name} + residual" for name in inputs]
         said += [f"{forward.modulations[which].norm} -> its modulation" for which in modulated]
         return ", ".join([own, *said] if own else said)
 
@@ -97,21 +98,21 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
         forward = read(cls)
     except UnreadableError as unreadable:
         return str(unreadable) if adds and followers else None
-    modulated = _modulated(module, forward)
-    if not modulated and not (adds and followers and forward.behind):
+    modulated = tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
+    if not modulated and not (adds and followers and forward.sums):
         return _why_unfused(module, forward) if adds else None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
     if mixed := mixed_in(cls):
         return f"{cls.__name__} is also a {mixed}; patch before it is made one"
-    spent = {addition for which in modulated for addition in forward.spent[which]}
+    spent = {addition for which in modulated for addition in forward.modulations[which].spent}
     names = tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
     # A norm with its modulation saves more than one with the sum before it.
     norms = tuple(name for name in followers if name not in names)
     chosen = tuple(
         which
-        for which in range(len(forward.behind))
-        if which not in spent and (_behind(forward, (which,), norms) or _inputs(forward, (which,), norms))
+        for which, each in enumerate(forward.sums)
+        if each.node not in spent and any(_norms_at(forward, (which,), norms))
     )
     if not chosen and not modulated:
         return _why_unfused(module, forward)
@@ -119,7 +120,8 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
         module.__class__ = _made(cls, chosen, modulated, norms)
     except UnreadableError as unreadable:
         return str(unreadable)
-    return Fused(path, cls, _behind(forward, chosen, norms), names, _inputs(forward, chosen, norms))
+    behind, inputs = _norms_at(forward, chosen, norms)
+    return Fused(path, cls, behind, names, inputs)
 
 
 def _followers(module: torch.nn.Module) -> tuple[str, ...]:
@@ -130,10 +132,10 @@ def _followers(module: torch.nn.Module) -> tuple[str, ...]:
 def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
     """Return why no sum of a module that may add is fused; None if there is nothing to tell."""
     followers = _followers(module)
-    if followers and not forward.behind:
+    if followers and not forward.sums:
         adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
         return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adders else None
-    beside = set(forward.behind).union(*forward.inputs)
+    beside = {norm_of(call) for each in forward.sums for call in (each.behind, *each.inputs) if call is not None}
     for name, child in module._modules.items():
         if child is None or name not in beside or name in followers or not _is_norms(child):
             continue
@@ -146,19 +148,14 @@ def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
     return "no norm is called directly behind a sum, or with what is added later" if followers else None
 
 
-def _behind(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the norms directly behind some additions."""
-    return tuple(dict.fromkeys(name for name in (forward.behind[which] for which in chosen) if name in norms))
-
-
-def _inputs(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the norms whose input is an operand of some additions."""
-    return tuple(name for name in norms if any(name in forward.inputs[which] for which in chosen))
-
-
-def _modulated(module: torch.nn.Module, forward: Forward) -> tuple[int, ...]:
-    """Return the modulations of a forward that are computed together with their norms."""
-    return tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
+def _norms_at(
+    forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the norms directly behind some additions, and of those whose input is an operand of one."""
+    sums = [forward.sums[which] for which in chosen]
+    behind = dict.fromkeys(norm_of(each.behind) for each in sums if each.behind is not None)
+    inputs = {norm_of(call) for each in sums for call in each.inputs}
+    return tuple(name for name in behind if name in norms), tuple(name for name in norms if name in inputs)
 
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
@@ -166,11 +163,11 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
     # Modulated kernels round once.
     if norm is None or not (may_follow(norm) and rounds_once(norm)):
         return False
-    function = modulation.function
-    return (
-        function is None
-        or formula_of(_function(forward, function), modulation.positional, modulation.named) is not None
-    )
+    if modulation.function is None:
+        return True
+    function = _function(forward, dotted(modulation.function) or "")
+    named = tuple(keyword.arg or "" for keyword in modulation.named)
+    return formula_of(function, len(modulation.given), named) is not None
 
 
 def _function(forward: Forward, dotted: str) -> Any:

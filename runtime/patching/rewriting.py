@@ -17,8 +17,7 @@ from operator import or_
 from typing import Any
 
 from .function_state import content_of
-from .modulation_text import Modulation, Place, nodes_of, norm_of, places_of
-from .sum_text import SumText
+from .text import Modulation, Sum, modulations_of, norm_of, sums_of
 
 # The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
 # `sums.Sums`, by whose methods the forward adds and calls norms.
@@ -39,42 +38,13 @@ class Forward:
 
     Attributes:
         function: the function itself, without decorators.
-        text: the file that it is in.
-        behind: for each `a + b`, in the order of the text, the name of what is called directly behind the addition with
-            the sum alone; or None. See `SumText`.
-        inputs: for each `a + b`, the names of what is called before the addition, with one of its operands alone.
+        sums: what it adds, in the order of the text.
         modulations: what it does with the results of norms.
-        spent: of each modulation, which additions are part of it.
     """
 
     function: types.FunctionType
-    text: str
-    behind: tuple[str | None, ...]
-    inputs: tuple[frozenset[str], ...]
+    sums: tuple[Sum, ...]
     modulations: tuple[Modulation, ...]
-    spent: tuple[frozenset[int], ...]
-
-    def changed(self, added: Iterable[int], modulated: Iterable[int], norms: Collection[str]) -> types.FunctionType:
-        """Return the function, with some of its operations replaced by calls of ours.
-
-        Args:
-            added: the additions to replace.
-            modulated: the modulations to replace.
-            norms: the names of the norms whose calls are replaced, where they are called with a sum, or their input is
-                added again.
-        """
-        tree, definition = _parsed(self.text, self.function)
-        places, nodes = places_of(definition), _additions(definition)
-        replacing = _Replacing(
-            definition.args.args[0].arg,
-            SumText(definition),
-            [nodes[which] for which in added],
-            [places[which] for which in modulated],
-            norms,
-        )
-        replacing.replace_in(definition)
-        old = self.function
-        return _like(_compiled(tree, old), old, old.__closure__)
 
 
 @cache
@@ -84,13 +54,19 @@ def read(cls: Any) -> Forward:
     Raises:
         UnreadableError: its text is not there, or is not what it runs.
     """
+    forward, _, _ = _read(cls)
+    return forward
+
+
+def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
+    """Return the forward of a class, the tree of its file, and its definition in the tree."""
     function = inspect.unwrap(cls.forward)
     if not isinstance(function, types.FunctionType):
         raise UnreadableError("its forward is no function of Python's")
     try:
         # Of the whole file: how a method is called depends on whether its module was imported there.
-        text = "".join(inspect.findsource(function)[0])
-        tree, definition = _parsed(text, function)
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+        definition = _definition_in(tree, function)
     except (OSError, TypeError, SyntaxError) as error:
         raise UnreadableError(f"the text of its forward cannot be read ({type(error).__name__}: {error})") from None
     if _shape(_compiled(tree, function)) != _shape(function.__code__):
@@ -98,94 +74,87 @@ def read(cls: Any) -> Forward:
     first = definition.args.args[0].arg if definition.args.args else None
     if first is None or any(isinstance(node, ast.Name) and _assigns(node, first) for node in ast.walk(definition)):
         raise UnreadableError("its forward has no first parameter that stays what it is")
-    additions, places = _additions(definition), places_of(definition)
-    spent = (frozenset(additions.index(node) for node in place.spent) for place in places)
-    sums = SumText(definition)
-    calls = [sums.behind.get(id(node)) for node in additions]
-    return Forward(
-        function,
-        text,
-        tuple(None if call is None else norm_of(call) for call in calls),
-        tuple(frozenset(map(norm_of, sums.inputs[id(node)])) for node in additions),
-        tuple(place.modulation for place in places),
-        tuple(spent),
-    )
+    return Forward(function, sums_of(definition), modulations_of(definition)), tree, definition
 
 
 def rewritten(
     cls: Any, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return a class's forward, changed as by `Forward.changed` and decorated as before.
+    """Return a class's forward, decorated as before, with some of its operations replaced by calls of ours.
+
+    Args:
+        cls: the class.
+        added: the additions to replace.
+        modulated: the modulations to replace.
+        norms: the names of the norms whose calls are replaced, where they are called with a sum, or their input is
+            added again.
 
     Raises:
         UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
     """
-    forward = read(cls)
-    return _decorated(cls.forward, forward.function, forward.changed(added, modulated, norms))
+    # Read anew: what is replaced in a tree is gone from it.
+    forward, tree, definition = _read(cls)
+    modulations = [forward.modulations[which] for which in modulated]
+    _Replacing(definition, [forward.sums[which] for which in added], modulations, norms)
+    old = forward.function
+    return _decorated(cls.forward, old, _like(_compiled(tree, old), old, old.__closure__))
 
 
 class _Replacing(ast.NodeTransformer):
-    """Puts calls in the place of additions, norms and modulations."""
+    """Puts calls in the place of additions, norms and modulations, in the body of a function."""
 
     def __init__(
-        self, first: str, text: SumText, added: list[ast.BinOp], places: Iterable[Place], norms: Collection[str]
+        self, definition: ast.FunctionDef, sums: list[Sum], modulations: list[Modulation], norms: Collection[str]
     ) -> None:
-        self._first = first
-        self._text = text  # Holds the nodes, so that their ids stay theirs.
-        self._behind = {id(node): text.behind.get(id(node)) for node in added}
-        behind = {id(call) for call in self._behind.values() if call is not None and norm_of(call) in norms}
-        again = {id(call) for node in added for call in text.inputs[id(node)] if norm_of(call) in norms}
+        self._first = definition.args.args[0].arg
+        self._sums = {each.node: each.behind for each in sums}
+        behind = {call for call in self._sums.values() if call is not None and norm_of(call) in norms}
+        again = {call for each in sums for call in each.inputs if norm_of(call) in norms}
         # Of each call of a norm that is replaced, whether it is directly behind a sum.
         self._norms = {call: call in behind for call in behind | again}
-        self._branches = {id(branch) for node in added for branch in text.branches.get(id(node), ())}
-        self._places = {id(place.node): place for place in places}
-        self._dropped = {id(place.before) for place in self._places.values() if place.before is not None}
-
-    def replace_in(self, definition: ast.FunctionDef) -> None:
-        """Replace in the body of a function."""
+        self._branches = {branch for each in sums for branch in each.branches}
+        self._modulations = {each.node: each for each in modulations}
+        self._dropped = {each.before for each in modulations}
         definition.body = [made for made in map(self.visit, definition.body) if made is not None]
-        if self._behind:
-            sums = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
-            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], sums))
+        if sums:
+            made = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
+            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], made))
 
     def visit(self, node: ast.AST) -> Any:
-        if id(node) in self._dropped:
+        if node in self._dropped:
             return None
-        if (place := self._places.get(id(node))) is not None:
-            return ast.copy_location(self._modulated(place), node)
+        if node in self._modulations:
+            return ast.copy_location(self._modulated(self._modulations[node]), node)
         self.generic_visit(node)
-        if id(node) in self._branches:
-            assert isinstance(node, ast.If)
+        if isinstance(node, ast.If) and node in self._branches:
             node.body.insert(0, ast.Expr(_called(SUMS, "forget", [])))
-        elif id(node) in self._behind:
-            assert isinstance(node, ast.BinOp)
-            call = self._behind[id(node)]
-            norm = None if call is None or id(call) not in self._norms else norm_of(call)
+        elif isinstance(node, ast.BinOp) and node in self._sums:
+            call = self._sums[node]
+            norm = norm_of(call) if call in self._norms else None
             return ast.copy_location(_called(SUMS, "add", [ast.Constant(norm), node.left, node.right]), node)
-        elif id(node) in self._norms:
-            assert isinstance(node, ast.Call)
-            given = [node.func, node.args[0], ast.Constant(self._norms[id(node)])]
+        elif isinstance(node, ast.Call) and node in self._norms:
+            given = [node.func, node.args[0], ast.Constant(self._norms[node])]
             return ast.copy_location(_called(SUMS, "normalise", given), node)
         return node
 
-    def _modulated(self, place: Place) -> ast.Call:
-        function = place.function or ast.Constant(None)
-        rows, *given = map(self.visit, (*place.call.args, *place.given))
-        named = [ast.keyword(keyword.arg, self.visit(keyword.value)) for keyword in place.named]
-        return _called(self._first, MODULATE, [function, place.call.func, rows, *given], named)
+    def _modulated(self, modulation: Modulation) -> ast.Call:
+        function = modulation.function or ast.Constant(None)
+        rows, *given = map(self.visit, (*modulation.call.args, *modulation.given))
+        named = [ast.keyword(keyword.arg, self.visit(keyword.value)) for keyword in modulation.named]
+        return _called(self._first, MODULATE, [function, modulation.call.func, rows, *given], named)
 
 
 def _called(owner: str, name: str, given: list[ast.expr], named: Iterable[ast.keyword] = ()) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name(owner, ast.Load()), name, ast.Load()), given, list(named))
 
 
-def _parsed(text: str, function: types.FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
-    """Return the tree of a file, and the definition of a function in the tree."""
-    tree, at = ast.parse(text), (function.__name__, function.__code__.co_firstlineno)
+def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
+    """Return the definition of a function in the tree of its file."""
+    at = (function.__name__, function.__code__.co_firstlineno)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and (node.name, _line(node)) == at]
     if len(found) != 1:
         raise UnreadableError("the text of its forward is not where it was")
-    return tree, found[0]
+    return found[0]
 
 
 def _line(definition: ast.FunctionDef) -> int:
@@ -195,11 +164,6 @@ def _line(definition: ast.FunctionDef) -> int:
 
 def _assigns(node: ast.Name, name: str) -> bool:
     return node.id == name and not isinstance(node.ctx, ast.Load)
-
-
-def _additions(definition: ast.FunctionDef) -> list[ast.BinOp]:
-    """Return the additions in a function, without those of inner scopes."""
-    return [node for node in nodes_of(definition) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
 
 
 def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:

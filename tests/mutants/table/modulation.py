@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "modulation-of-a-name-that-goes-on",
         "patch: a norm's result that is used beside its modulation is thought to be used in it alone",
-        "runtime/patching/modulation_text.py",
+        "runtime/patching/text.py",
         "if call is None or len(loads) != 1:",
         "if call is None:",
         (f"{_PATCHED}::test_what_is_not_a_modulation_runs_as_it_did[UsedTwice]",),

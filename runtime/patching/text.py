@@ -1,0 +1,280 @@
+"""Find in the text of a forward its sums, the norms called with them, and where a norm's result is scaled and shifted.
+
+The text is followed in the order in which it runs. The norm *directly behind* a sum is called before anything else that
+could run code of anybody's: between the two there are assignments of names, and look-ups of names and attributes.
+
+A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift,
+scale)` by whatever function. The norm's result may have a name first, if the very next statement gives that name to
+what it makes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+# From which a scope of its own begins, with other variables.
+_SCOPES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+    *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
+)
+
+
+def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function in the order of its text, without the contents of inner scopes."""
+    waiting: list[ast.AST] = list(reversed(definition.body))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, _SCOPES):
+            waiting += reversed(list(ast.iter_child_nodes(node)))
+
+
+def _call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
+    """Return a node that is `self.norm(x)`, with one argument, or else None."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner)), args=[argument], keywords=[]):
+            return node if owner == first and not isinstance(argument, ast.Starred) else None
+    return None
+
+
+def norm_of(call: ast.Call) -> str:
+    """Return the name of the norm that a call `self.norm(x)` calls."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr
+
+
+# Sums
+
+
+@dataclass(eq=False)
+class Sum:
+    """An addition `a + b` in a forward.
+
+    Attributes:
+        node: the addition.
+        behind: the call of a norm directly behind it.
+        inputs: the calls of norms before it whose input is one of its operands.
+        branches: the branches between it and the norm. The norm is directly behind the sum only if the forward takes
+            none of them.
+    """
+
+    node: ast.BinOp
+    behind: ast.Call | None = None
+    inputs: list[ast.Call] = field(default_factory=list)
+    branches: list[ast.If] = field(default_factory=list)
+
+
+def sums_of(definition: ast.FunctionDef) -> tuple[Sum, ...]:
+    """Return the sums of a method, in the order of the text, without those of inner scopes."""
+    additions = (node for node in nodes_of(definition) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add))
+    sums: dict[ast.AST, Sum] = {node: Sum(node) for node in additions}
+    _Run(definition, sums)
+    return tuple(sums.values())
+
+
+# What runs no code that could change a tensor, once its parts have run. A look-up of an attribute is taken for one.
+_IDLE = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.Assign, ast.Expr, ast.Return, ast.BoolOp, ast.IfExp),
+    *(ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop),
+)
+# Statements that run once, from their beginning to their end.
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.If)
+
+
+class _Run:
+    """A run through the text of a forward, which notes of each sum the norms it meets."""
+
+    def __init__(self, definition: ast.FunctionDef, sums: dict[ast.AST, Sum]) -> None:
+        self._first = definition.args.args[0].arg
+        self._sums = sums
+        # The value of each variable: an expression's node, or an object for a value from elsewhere.
+        self._values: dict[str, object] = {}
+        self._calls: list[tuple[ast.Call, object]] = []
+        # The sum that ran last, while nothing else ran since, and the branches since.
+        self._last: Sum | None = None
+        self._passed: list[ast.If] = []
+        self._visit_all(definition.body)
+
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self._visit(node)
+
+    def _visit(self, node: ast.AST) -> None:
+        if isinstance(node, _SCOPES) or (isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE)):
+            self._last = None
+        if isinstance(node, ast.If):
+            self._visit_branches(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            self._visit(node.value)
+            value = self._value(node.value)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            self._visit_all(targets)
+            self._values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+        elif not isinstance(node, _SCOPES):
+            self._visit_all(ast.iter_child_nodes(node))
+            self._run(node)
+
+    def _run(self, node: ast.AST) -> None:
+        """Note a node whose parts ran."""
+        last, stored = self._last, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+        if isinstance(node, ast.Name) and stored:
+            self._values[node.id] = node
+        elif isinstance(node, ast.BinOp) and node in self._sums:
+            operands = [self._value(node.left), self._value(node.right)]
+            self._last, self._passed = self._sums[node], []
+            self._last.inputs = [call for call, value in self._calls if any(value is each for each in operands)]
+        elif not _is_idle(node) or (isinstance(node, ast.Attribute) and stored):
+            self._last = None
+        if isinstance(node, ast.Call) and _call_of_norm(node, self._first) is not None:
+            value = self._value(node.args[0])
+            self._calls.append((node, value))
+            if last is not None and value is last.node:
+                last.behind, last.branches = node, self._passed
+
+    def _visit_branches(self, node: ast.If) -> None:
+        self._visit(node.test)
+        last, passed, before = self._last, self._passed, dict(self._values)
+        for branch in (node.body, node.orelse):
+            self._last = None
+            self._visit_all(branch)
+        if node.orelse:
+            self._last = None
+            self._values = {name: value for name, value in self._values.items() if before.get(name) is value}
+        else:
+            # As if it were not taken: whoever takes it says so when it runs.
+            self._last, self._passed, self._values = last, [*passed, node], before
+
+    def _value(self, node: ast.expr) -> object:
+        return self._values.setdefault(node.id, object()) if isinstance(node, ast.Name) else node
+
+
+def _is_idle(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        return all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+    return isinstance(node, _IDLE) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+
+
+# Modulations
+
+# What makes up expressions that may be evaluated before the norm is called instead of after: it calls views alone.
+_QUIET = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.BinOp, ast.UnaryOp),
+    *(ast.expr_context, ast.operator, ast.unaryop),
+)
+_VIEWS = frozenset(("unsqueeze", "squeeze", "view", "reshape", "chunk"))
+
+
+@dataclass(frozen=True, eq=False)
+class Modulation:
+    """A modulation of a norm's result in a forward.
+
+    Attributes:
+        node: the expression that modulates.
+        call: the call of the norm.
+        function: the function that modulates, a name with dots; None where it is written out.
+        given: the further positional arguments; scale and shift where they are written out.
+        named: the keyword arguments.
+        spent: the additions that are part of the modulation.
+        before: the statement that only gives the norm's result its name.
+    """
+
+    node: ast.expr
+    call: ast.Call
+    function: ast.expr | None
+    given: list[ast.expr]
+    named: list[ast.keyword] = field(default_factory=list)
+    spent: tuple[ast.expr, ...] = ()
+    before: ast.stmt | None = None
+
+    @property
+    def norm(self) -> str:
+        """The name of the norm in its module."""
+        return norm_of(self.call)
+
+
+def modulations_of(definition: ast.FunctionDef) -> tuple[Modulation, ...]:
+    """Return the places in a method where a norm's result is modulated."""
+    first = definition.args.args[0].arg
+    found: list[Modulation] = []
+    for node in (definition, *nodes_of(definition)):
+        if isinstance(node, ast.expr):
+            found += _matched(node, lambda rows: _call_of_norm(rows, first))
+        # The statements of an inner scope are not this function's.
+        if node is definition or not isinstance(node, _SCOPES):
+            for _, statements in ast.iter_fields(node):
+                found += _named_first(statements, first) if isinstance(statements, list) else ()
+    return tuple(found)
+
+
+def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Modulation]:
+    """Yield the places where a statement names the norm's result and the next statement modulates the name."""
+    for both in pairwise(statements):
+        match both:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=rows) as before,
+                ast.Assign(targets=[ast.Name(id=again)], value=value),
+            ) if name == again:
+                call = _call_of_norm(rows, first)
+                loads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
+                if call is None or len(loads) != 1:
+                    continue
+                calls: dict[ast.expr, ast.Call] = {loads[0]: call}
+                for modulation in _matched(value, calls.get):
+                    yield replace(modulation, before=before)
+
+
+def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> Iterator[Modulation]:
+    """Yield the modulation that an expression is, if any.
+
+    Args:
+        node: the expression.
+        source: maps an expression to the call of a norm whose result the expression is, or to None.
+    """
+    if isinstance(node, ast.Call) and node.args and dotted(node.func):
+        call, given, named = source(node.args[0]), node.args[1:], node.keywords
+        beside = [*given, *(keyword.value for keyword in named if keyword.arg is not None)]
+        if call is not None and len(beside) == 2 == len(given) + len(named) and all(map(_is_quiet, beside)):
+            yield Modulation(node, call, node.func, given, named)
+    for product, shift in _terms(node, ast.Add):
+        for rows, factor in _terms(product, ast.Mult):
+            call, less = source(rows), _less_one(factor)
+            if call is not None and less is not None and _is_quiet(less[0]) and _is_quiet(shift):
+                yield Modulation(node, call, None, [less[0], shift], spent=(node, less[1]))
+                return
+
+
+def _terms(node: ast.expr, operator: type[ast.operator]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield both terms of an operation, in either order."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        yield node.left, node.right
+        yield node.right, node.left
+
+
+def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    """Return the scale of a factor 1 + scale, and the addition; `(1 + scale)[:, None]` gives `scale[:, None]`."""
+    for one, scale in _terms(factor, ast.Add):
+        if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
+            return scale, factor
+    match factor:
+        case ast.Subscript(value=inner, slice=at) if within := _less_one(inner):
+            return ast.Subscript(within[0], at, ast.Load()), within[1]
+        case ast.Call(func=ast.Attribute(value=inner, attr="unsqueeze" as name)) if within := _less_one(inner):
+            return ast.Call(ast.Attribute(within[0], name, ast.Load()), factor.args, factor.keywords), within[1]
+    return None
+
+
+def dotted(node: ast.expr) -> str | None:
+    """Return an expression's dotted name, or None if the expression is more than a name."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return inner and f"{inner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _is_quiet(node: ast.expr) -> bool:
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    views = all(isinstance(call.func, ast.Attribute) and call.func.attr in _VIEWS for call in calls)
+    return views and all(isinstance(each, (*_QUIET, ast.Call)) for each in ast.walk(node))
