@@ -68,12 +68,8 @@ _TYPES = (torch.float32, torch.bfloat16)
 
 
 def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training: bool, dtype: torch.dtype) -> bool:
-    twin: Any = object.__new__(type(module))
-    parameters = {
-        name: None if each is None else torch.nn.Parameter(torch.ones(tuple(each.shape), dtype=dtype))
-        for name, each in module._parameters.items()
-    }
-    vars(twin).update({**vars(module), "_parameters": parameters, "training": training})
+    held = {**vars(module), "_parameters": _ones(module._parameters, dtype), "training": training}
+    twin = _twin(type(module), held)
     grouped = isinstance(module, torch.nn.GroupNorm)
     x = torch.ones((2, twin.num_channels, 3) if grouped else (2, 3, *twin.normalized_shape), dtype=dtype)
     for cast in (False, True):
@@ -127,15 +123,6 @@ _DTYPE: Any = torch.Tensor.dtype
 _CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type_as, _DTYPE.__get__)
 
 
-# The sizes of the input of a norm, with channels last, second, or first.
-_LAYOUTS: tuple[Callable[[int], tuple[int, ...]], ...] = (
-    lambda n: (2, 3, n),
-    lambda n: (2, n, 3),
-    lambda n: (2, n, 3, 5),
-    lambda n: (2, n, 3, 5, 4),
-)
-
-
 def ignores_scale(module: torch.nn.Module) -> bool | None:
     """Return True if a module returns of 64 * x what it returns of x, as a norm does; None if it cannot be tried.
 
@@ -145,14 +132,15 @@ def ignores_scale(module: torch.nn.Module) -> bool | None:
     sizes = {math.prod(shape) for shape in shapes}
     if len(sizes) > 1 or any(max(shape, default=1) != math.prod(shape) for shape in shapes):
         return False
+    n = next(iter(sizes), 64)
     ignores = None
-    for layout in _LAYOUTS:
-        x = torch.linspace(100, 1000, math.prod(layout(next(iter(sizes), 64))), dtype=torch.float32)
-        x = torch.sin(x).reshape(layout(next(iter(sizes), 64))) * 100
+    # Channels last, second, or first.
+    for shape in ((2, 3, n), (2, n, 3), (2, n, 3, 5), (2, n, 3, 5, 4)):
+        x = torch.linspace(100, 1000, math.prod(shape), dtype=torch.float32)
+        x = torch.sin(x).reshape(shape) * 100
         try:
             with apart(), torch.no_grad():
-                twins = [_cpu_twin(module) for _ in range(2)]
-                one, other = (type(twin).forward(twin, each) for twin, each in zip(twins, (x, 64 * x), strict=True))
+                one, other = (type(module).forward(_cpu_twin(module), each) for each in (x, 64 * x))
                 if not isinstance(one, torch.Tensor) or one.shape != x.shape or torch.equal(one, one * 0):
                     continue
                 ignores = bool(ignores or torch.allclose(one, other, rtol=1e-3, atol=1e-3))
@@ -161,17 +149,25 @@ def ignores_scale(module: torch.nn.Module) -> bool | None:
     return ignores
 
 
-def _cpu_twin(module: torch.nn.Module) -> torch.nn.Module:
+def _cpu_twin(module: torch.nn.Module) -> Any:
     """Return a copy of a module for a trial, with numbers of the same shapes for its tensors."""
-    twin = object.__new__(type(module))
     held = {name: _unshared(value) for name, value in vars(module).items() if not isinstance(value, torch.Tensor)}
-    tensors = {
-        kind: {
-            name: None if each is None else torch.ones(tuple(each.shape)) for name, each in vars(module)[kind].items()
-        }
-        for kind in ("_parameters", "_buffers")
+    ones = {kind: _ones(held[kind], torch.float32) for kind in ("_parameters", "_buffers")}
+    return _twin(type(module), held | ones)
+
+
+def _ones(tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+    """Return ones on the CPU in the shapes of a module's tensors."""
+    return {
+        name: None if each is None else torch.nn.Parameter(torch.ones(tuple(each.shape), dtype=dtype))
+        for name, each in tensors.items()
     }
-    vars(twin).update(held | tensors)
+
+
+def _twin(cls: type[torch.nn.Module], held: dict[str, Any]) -> Any:
+    """Return a module of a class that holds some attributes; no constructor runs."""
+    twin = object.__new__(cls)
+    vars(twin).update(held)
     return twin
 
 
@@ -188,7 +184,7 @@ def formula_of(module: torch.nn.Module) -> Formula:
     _check_class(type(module))
     try:
         with apart():
-            return _try(_trial_of(module, _input_of(module)), names)
+            return _try(_Trial(module, _input_of(module)), names)
     except UnlikeError:
         raise
     except Exception as error:  # A model's forward may raise anything.
@@ -254,12 +250,11 @@ def mixed_in(cls: type[torch.nn.Module]) -> str:
 
 def _input_of(module: torch.nn.Module) -> inspect.Parameter:
     """Return the only parameter of a module's forward."""
-    signature = inspect.signature(module.forward)
+    parameters = list(inspect.signature(module.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if [parameter.kind in named for parameter in signature.parameters.values()] != [True]:
-        parameters = ", ".join(map(str, signature.parameters.values()))
-        raise UnlikeError(f"its forward takes ({parameters}), and ours one tensor")
-    return next(iter(signature.parameters.values()))
+    if len(parameters) != 1 or parameters[0].kind not in named:
+        raise UnlikeError(f"its forward takes ({', '.join(map(str, parameters))}), and ours one tensor")
+    return parameters[0]
 
 
 @contextmanager
@@ -319,35 +314,25 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
 _SOME_LENGTH = 64
 
 
-def _trial_of(module: torch.nn.Module, given: inspect.Parameter) -> _Trial:
-    """Return a trial with an even number of rows."""
-    held = module._parameters.get("weight")
-    n = _SOME_LENGTH if held is None else held.numel()
-    generator = torch.Generator("cpu").manual_seed(0)
-    count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
-    rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
-    # Rows of every size down to that of eps, so that eps must be in its place.
-    rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
-    weight = torch.randn(n, generator=generator, dtype=torch.float32)
-    return _Trial(module, given, rows, weight if held is not None else torch.ones(n), held is not None)
-
-
-@dataclass(frozen=True)
 class _Trial:
     """A module whose forward can be called on a copy, and random numbers for it: rows, and a weight, fp32.
 
-    The weight of a module without one is ones.
+    The number of rows is even. The weight of a module without one is ones.
     """
 
-    module: torch.nn.Module
-    input: inspect.Parameter
-    rows: torch.Tensor
-    weight: torch.Tensor
-    has_weight: bool
+    def __init__(self, module: torch.nn.Module, given: inspect.Parameter) -> None:
+        held = module._parameters.get("weight")
+        n = _SOME_LENGTH if held is None else held.numel()
+        generator = torch.Generator("cpu").manual_seed(0)
+        count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
+        self.module, self.input, self.has_weight = module, given, held is not None
+        self.rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
+        # Rows of every size down to that of eps, so that eps must be in its place.
+        self.rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
+        weight = torch.randn(n, generator=generator, dtype=torch.float32)
+        self.weight = weight if self.has_weight else torch.ones(n)
 
-    def call(
-        self, x: torch.Tensor, weight: torch.nn.Parameter, training: bool, attributes: dict[str, Any]
-    ) -> torch.Tensor:
+    def call(self, x: torch.Tensor, weight: torch.Tensor, training: bool, attributes: dict[str, Any]) -> torch.Tensor:
         """Return the forward's result for x with another weight, in a mode, with some attributes changed.
 
         Raises:
@@ -357,12 +342,12 @@ class _Trial:
         parameters = {"weight": weight} if self.has_weight else {}
         held = vars(self.module) | attributes | {"_parameters": parameters, "training": training}
         copies = {name: _unshared(value) for name, value in held.items()}
-        twin = object.__new__(cls)
-        vars(twin).update(copies)
+        twin = _twin(cls, copies)
         versions = (x._version, weight._version)
         # Either way of passing x is used.
         by_name = not training and self.input.kind is not inspect.Parameter.POSITIONAL_ONLY
-        y = cls.forward(twin, **{self.input.name: x}) if by_name else cls.forward(twin, x)
+        with torch.set_grad_enabled(training):
+            y = cls.forward(twin, **{self.input.name: x}) if by_name else cls.forward(twin, x)
         if (x._version, weight._version) != versions:
             raise UnlikeError("its forward writes to its input or its weight")
         for name in held.keys() | vars(twin).keys():
@@ -372,6 +357,21 @@ class _Trial:
         if not isinstance(y, torch.Tensor):
             raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
         return y
+
+    def matching(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        training: bool,
+        among: set[CastOrder],
+        epsilons: set[float],
+        attributes: dict[str, Any] | None = None,
+        smallest: bool = True,
+    ) -> set[CastOrder]:
+        """Return the orders of casts that reproduce the forward's result with one of the epsilons."""
+        y = self.call(x, torch.nn.Parameter(weight), training, attributes or {})
+        atol = 0.0 if smallest else torch.finfo(y.dtype).tiny
+        return {order for order in among if any(_agree(y, _FORMULAS[order](x, weight, eps), atol) for eps in epsilons)}
 
 
 def _unshared(value: Any) -> Any:
@@ -390,16 +390,10 @@ def _orders(
     epsilons: set[float],
 ) -> set[CastOrder]:
     """Return the orders of casts that reproduce a module's forward on random numbers, with one of the epsilons."""
-    matching = among
     for x_dtype, weight_dtype, shape in probes:
         x = trial.rows.reshape(*shape, trial.rows.shape[-1]).to(x_dtype, copy=True)
-        weight = trial.weight.to(weight_dtype, copy=True)
-        with torch.set_grad_enabled(training):
-            actual = trial.call(x, torch.nn.Parameter(weight), training, attributes)
-        matching = {
-            order for order in matching if any(_agree(actual, _FORMULAS[order](x, weight, eps)) for eps in epsilons)
-        }
-    return matching
+        among = trial.matching(x, trial.weight.to(weight_dtype, copy=True), training, among, epsilons, attributes)
+    return among
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor, atol: float = 0.0) -> bool:
@@ -432,9 +426,7 @@ def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
         x[-3:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan")])
         x = x.to(x_dtype)
         weight = (trial.weight / trial.weight.abs().max() * most if scale else trial.weight).to(weight_dtype)
-        with torch.set_grad_enabled(training):
-            actual = trial.call(x, torch.nn.Parameter(weight), training, {})
-        if not _agree(actual, _FORMULAS[order](x, weight, eps), atol=torch.finfo(actual.dtype).tiny):
+        if not trial.matching(x, weight, training, {order}, {eps}, smallest=False):
             raise UnlikeError(
                 f"its forward computes something else than {_FORMULA} of very large or small numbers, infinities or "
                 "NaN: it may clip them"

@@ -112,7 +112,9 @@ def patch(
         What was swapped, skipped and fused, and what may pass its norms by; `print` shows it as a table.
     """
     with _lock:
-        swapped, skipped = [], []
+        swapped, skipped, bypassed = [], [], []
+        fused: list[Fused] = []
+        unfused: list[Unfused] = []
         for path, module in model.named_modules():
             old = type(module)
             original: _Original | None = vars(module).get(ORIGINAL)
@@ -128,36 +130,24 @@ def patch(
             if isinstance(replacement, str):
                 skipped.append(Skipped(path, old, replacement))
             else:
-                _swap(module, replacement, cast_before_weight)
-                swapped.append(Swapped(path, old, type(module)))
+                swapped.append(_swap(path, module, replacement, cast_before_weight))
         if fuse:
-            for path, module in model.named_modules():
+            fuse_from()  # Refuses what it cannot be.
+        for path, module in model.named_modules():
+            if fuse:
                 # Its very class, whose forward is known.
                 if type(module) is torch.nn.Sequential and "forward" not in vars(module) and has_activated_norm(module):
-                    _swap(module, (GroupNormSequential, {}), cast_before_weight)
-                    swapped.append(Swapped(path, torch.nn.Sequential, GroupNormSequential))
-        fused, unfused = _fuse(model) if fuse else ((), ())
-        bypassed = (
-            Bypassed(path, _unfused(type(module)), _FAST_PATH)
-            for path, module in model.named_modules()
-            if _bypasses(module)
-        )
+                    swapped.append(_swap(path, module, (GroupNormSequential, {}), cast_before_weight))
+                found = fuse_block(path, module)
+                if isinstance(found, str):
+                    unfused.append(Unfused(path, type(module), found))
+                elif found is not None:
+                    fused.append(found)
+            if _bypasses(module):
+                bypassed.append(Bypassed(path, _unfused(type(module)), _FAST_PATH))
         if compile_passes and swapped:
             switch.compile_passes()
-        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed), fused, unfused)
-
-
-def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...]]:
-    """Fuse the adds and modulations of a model's blocks, whose norms are ours already."""
-    fuse_from()  # Refuses what it cannot be.
-    fused, unfused = [], []
-    for path, module in model.named_modules():
-        found = fuse_block(path, module)
-        if isinstance(found, str):
-            unfused.append(Unfused(path, type(module), found))
-        elif found is not None:
-            fused.append(found)
-    return tuple(fused), tuple(unfused)
+        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed), tuple(fused), tuple(unfused))
 
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -242,7 +232,8 @@ def _derived(
         return new
     module = sys.modules.get(cls.__module__)
     # `super()` in a method means the class that its text stands in.
-    bound = [name for name, value in vars(cls).items() if "__class__" in _free_variables(value)]
+    codes = (getattr(getattr(value, "__func__", value), "__code__", None) for value in vars(cls).values())
+    bound = any(code is not None and "__class__" in code.co_freevars for code in codes)
     if bound or getattr(module, cls.__qualname__, None) is cls:
         raise PatchError(
             f"{what} is a {cls.__name__} now, a class that is derived from {old.__name__} in its text; give the module "
@@ -257,11 +248,6 @@ def _derived(
     bases = tuple(_derived(base, old, new, what) if issubclass(base, old) else base for base in cls.__bases__)
     metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
     return metaclass(cls.__name__.replace(old.__name__, new.__name__), bases, namespace)
-
-
-def _free_variables(value: object) -> tuple[str, ...]:
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return () if code is None else tuple(code.co_freevars)
 
 
 def _looks_like_a_norm(module: torch.nn.Module) -> bool:
@@ -358,10 +344,11 @@ def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
     return {name: getattr(cls, name) for name in names if hasattr(cls, name)}
 
 
-def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:
+def _swap(path: str, module: torch.nn.Module, replacement: _Replacement, asked: bool) -> Swapped:
     cls, given = replacement
-    attributes = vars(module)
+    old, attributes = type(module), vars(module)
     had = {name: attributes[name] for name in given if name in attributes}
-    attributes[ORIGINAL] = _Original(type(module), cls, tuple(given), had, asked)
+    attributes[ORIGINAL] = _Original(old, cls, tuple(given), had, asked)
     attributes.update(given)
-    module.__class__ = class_for(cls, type(module))
+    module.__class__ = class_for(cls, old)
+    return Swapped(path, old, type(module))
