@@ -13,7 +13,7 @@ from ..nn.oracle import each_device
 from ..thorough import THOROUGH
 from .conftest import override
 
-NAMES = ("families.plain_functions.layer_norm", "families.plain_functions.rms_norm", "native_layer_norm")
+NAMES = ("nn.functional.layer_norm", "nn.functional.rms_norm", "native_layer_norm")
 
 
 @pytest.fixture(scope="module")
