@@ -36,19 +36,19 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_805,
+    "all by hand": 14_788,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 783,
     "calls": 2_581,
     "families": 2_485,
     "compiled": 662,
-    "integrations": 402,
+    "integrations": 395,
     "jax": 703,
     "kernels": 1_119,
     "normforge": 530,
     "operators": 600,
-    "override": 239,
+    "override": 229,
     "parallel": 212,
     "patching": 1_437,
     "reference": 661,

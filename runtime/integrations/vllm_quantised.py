@@ -65,8 +65,7 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     # A model may call this where VLLM_PLUGINS has the plug not registered.
     follow_switch(SWITCH)
     normalise = _normalises(norm, x, residual)
-    asked = None if normalise is None else form.asks(linear, x)
-    if normalise is None or asked is None:
+    if normalise is None or (asked := form.asks(linear, x)) is None:
         return None
     function, vectors, options = normalise
     options |= {"out_dtype": key.dtype} | asked
@@ -141,8 +140,9 @@ def _static(linear: Any, x: Tensor) -> Options | None:
 
 def _is_one(scale: Any, x: Tensor) -> bool:
     """Return True if `scale` is a tensor of one fp32 value on x's device."""
-    is_tensor = isinstance(scale, Tensor)
-    return is_tensor and scale.dtype is torch.float32 and scale.numel() == 1 and scale.device == x.device
+    if not isinstance(scale, Tensor):
+        return False
+    return scale.dtype is torch.float32 and scale.numel() == 1 and scale.device == x.device
 
 
 def _by_groups(linear: Any, x: Tensor) -> Options | None:
@@ -171,12 +171,8 @@ _GROUP = 128
 
 def _quantiser(linear: Any) -> Any:
     """The `QuantFP8` of the kernel behind a layer, which quantises rows that come in 16 bits; None without one."""
-    for name in ("scheme", "quant_method"):
-        kernel = getattr(getattr(linear, name, None), "fp8_linear", None)
-        found = getattr(kernel, "quant_fp8", None)
-        if found is not None:
-            return found
-    return None
+    kernels = (getattr(getattr(linear, name, None), "fp8_linear", None) for name in ("scheme", "quant_method"))
+    return next((found for kernel in kernels if (found := getattr(kernel, "quant_fp8", None)) is not None), None)
 
 
 def _packs(quantiser: Any) -> bool:
@@ -195,8 +191,7 @@ def _mxfp8(linear: Any, x: Tensor) -> Options | None:
     kernel: Any = getattr(getattr(linear, "quant_method", None), "kernel", None)
     if type(kernel).__name__ not in _OF_TILES or x.shape[-1] % 32:
         return None
-    asked: Options = {"fquant": "dynamic", "group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
-    return asked
+    return {"fquant": "dynamic", "group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
 
 
 def _nvfp4(linear: Any, x: Tensor) -> Options | None:
@@ -207,15 +202,11 @@ def _nvfp4(linear: Any, x: Tensor) -> Options | None:
     return asked | {"global_scale": scale.data, "out_dtype": torch.float4_e2m1fn_x2}
 
 
-def _of_groups(scale: Any, linear: Any) -> Any:
-    return scale
-
-
 # By the names of vLLM's keys.
 _SERVED: Mapping[str, _Form] = {
     "kFp8DynamicTokenSym": _Form(_by_rows, lambda scale, linear: scale.unsqueeze(-1)),
     "kFp8StaticTensorSym": _Form(_static, lambda scale, linear: linear.input_scale),
-    "kFp8Dynamic128Sym": _Form(_by_groups, _of_groups),
+    "kFp8Dynamic128Sym": _Form(_by_groups, lambda scale, linear: scale),
     "kMxfp8Dynamic": _Form(_mxfp8, lambda scale, linear: scale.view(torch.uint8).view(-1)),
-    "kNvfp4Dynamic": _Form(_nvfp4, _of_groups),
+    "kNvfp4Dynamic": _Form(_nvfp4, lambda scale, linear: scale),
 }

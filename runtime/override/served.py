@@ -77,7 +77,22 @@ def _forward_fits(x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
 
 def _backward_fits(statistics: int, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
     kept, parameters, due = others[:statistics], others[statistics:-1], others[-1]
-    return _fits(x, shape, *parameters) and _fits_back(dy, x, shape, kept, (x, *parameters), due)
+    one_a_row = (*x.shape[: -len(shape)], *[1] * len(shape))
+    return (
+        _fits(x, shape, *parameters)
+        and dy.dtype is x.dtype
+        and dy.shape == x.shape
+        and _readable(dy)
+        and any(due)
+        and all(like is not None for like in compress((x, *parameters), due))
+        and all(
+            statistic.dtype in (torch.float32, x.dtype)
+            and statistic.shape == one_a_row
+            and statistic.is_contiguous()
+            and _readable(statistic)
+            for statistic in kept
+        )
+    )
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:
@@ -111,32 +126,6 @@ def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | Non
 def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
     """Return True if any parameter has a dtype; None has none."""
     return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
-
-
-def _fits_back(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    statistics: Sequence[torch.Tensor],
-    likes: Tensors,
-    due: Sequence[bool],
-) -> bool:
-    """Return True if a kernel can serve a backward call that `_fits` accepts, with gradients like `likes`."""
-    one_a_row = (*x.shape[: -len(shape)], *[1] * len(shape))
-    return (
-        dy.dtype is x.dtype
-        and dy.shape == x.shape
-        and _readable(dy)
-        and any(due)
-        and all(like is not None for like in compress(likes, due))
-        and all(
-            statistic.dtype in (torch.float32, x.dtype)
-            and statistic.shape == one_a_row
-            and statistic.is_contiguous()
-            and _readable(statistic)
-            for statistic in statistics
-        )
-    )
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import DeviceError
-from ..upstream.torch_dispatcher import Kernel, kernel_of
+from ..upstream.torch_dispatcher import kernel_of
 from .served import serving
 
 # The dispatch keys of the devices that kernels run on.
@@ -27,8 +28,11 @@ def standalone(operator: str) -> Callable[..., Any]:
         A function of the operator's arguments, in the order of its schema. It raises a DeviceError for tensors on a
         device that torch has no kernel of the operator for.
     """
-    torchs = {device: kernel_of(operator, key) for device, key in _KEYS.items()}
-    serves = {device: _serving(operator, device, kernel) for device, kernel in torchs.items() if kernel is not None}
+    serves = {}
+    for device, key in _KEYS.items():
+        if (kernel := kernel_of(operator, key)) is not None:
+            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+            serves[device] = partial(serving(operator, kernel), keys)
 
     def call(x: torch.Tensor, *others: Any) -> Any:
         serve = serves.get(x.device.type)
@@ -40,9 +44,3 @@ def standalone(operator: str) -> Callable[..., Any]:
         return serve(x, *others)
 
     return call
-
-
-def _serving(operator: str, device: str, kernel: Kernel) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
-    serve = serving(operator, kernel)
-    return lambda *arguments: serve(keys, *arguments)

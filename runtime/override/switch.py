@@ -57,7 +57,11 @@ class Switch:
         """Add a request."""
         with self._lock:
             if self._replacement is None:
-                self._replacement = self._replace()
+                with without_torchs_own_overrides(OPERATORS):
+                    torchs = {operator: kernel_of(operator, self.key) for operator in OPERATORS}
+                # Above what torch put there itself, and not upon it.
+                kernels = {name: serving(name, kernel) for name, kernel in torchs.items() if kernel is not None}
+                self._replacement = Replacement(kernels, self.key)
             self._wishes.append(wish)
 
     def leave(self, wish: TorchOverride | None) -> None:
@@ -73,13 +77,6 @@ class Switch:
         """Return True if a request was not withdrawn."""
         with self._lock:
             return any(other is wish for other in self._wishes)
-
-    def _replace(self) -> Replacement:
-        with without_torchs_own_overrides(OPERATORS):
-            torchs = {operator: kernel_of(operator, self.key) for operator in OPERATORS}
-        # Above what torch put there itself, and not upon it.
-        kernels = {operator: serving(operator, kernel) for operator, kernel in torchs.items() if kernel is not None}
-        return Replacement(kernels, self.key)
 
 
 @cache
