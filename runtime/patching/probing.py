@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -371,7 +371,7 @@ class _Trial:
         """Return the orders of casts that reproduce the forward's result with one of the epsilons."""
         y = self.call(x, torch.nn.Parameter(weight), training, attributes or {})
         atol = 0.0 if smallest else torch.finfo(y.dtype).tiny
-        return {order for order in among if any(_agree(y, _FORMULAS[order](x, weight, eps), atol) for eps in epsilons)}
+        return {order for order in among if any(_agree(y, _expected(order, x, weight, eps), atol) for eps in epsilons)}
 
 
 def _unshared(value: Any) -> Any:
@@ -477,11 +477,11 @@ def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
     # Along the row itself, so that what the mean square contributes is large at any length.
     dy = trial.rows * trial.weight
     gradients = []
-    for formula in (None, _FORMULAS[order]):
+    for is_ours in (False, True):
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
         # What has no gradient is zero here, and so is other than the formula's.
         operands = leaves if trial.has_weight else (leaves[0], torch.nn.Parameter(trial.weight, requires_grad=False))
-        y = trial.call(*operands, True, {}) if formula is None else formula(*operands, eps)
+        y = _expected(order, *operands, eps) if is_ours else trial.call(*operands, True, {})
         summed = (y * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
         gradients.append(torch.autograd.grad(summed, leaves))
     # Of the terms that dx is a sum of, by rows, since small rows have large ones; summing in another order costs 1e-6.
@@ -494,13 +494,9 @@ def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
         raise UnlikeError(f"the gradient of its forward is not that of {_FORMULA}")
 
 
-def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-_FORMULAS: dict[CastOrder, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    CastOrder.TO_INPUT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(x.dtype),
-    CastOrder.TO_WEIGHT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(weight.dtype),
-    CastOrder.AFTER_WEIGHT: lambda x, weight, eps: (weight.float() * _normalised(x, eps)).to(x.dtype),
-    CastOrder.AFTER_OFFSET_WEIGHT: lambda x, weight, eps: ((1 + weight.float()) * _normalised(x, eps)).to(x.dtype),
-}
+def _expected(order: CastOrder, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the result of a formula for x."""
+    rows = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    if order.rounds_first:
+        return weight * rows.to(x.dtype if order is CastOrder.TO_INPUT_BEFORE_WEIGHT else weight.dtype)
+    return ((order.weight_offset + weight.float()) * rows).to(x.dtype)
