@@ -1,4 +1,4 @@
-"""Which calls of an engine's norm a plug may serve, and the kernels that serve them."""
+"""Choose the calls of an engine's norms that a plug may serve, and run kernels for them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def fits(
 
 @constant_in_traces
 def follow_switch(variable: str) -> bool:
-    """Have kernels be batch invariant from here on if an engine's own switch asks it of the process.
+    """Make kernels batch invariant from here on if an engine's own switch is on for the process.
 
     Returns:
-        Whether it does.
+        True if the switch is on.
     """
     asks = engine_is_invariant(variable)
     if asks:
@@ -53,21 +53,21 @@ def follow_switch(variable: str) -> bool:
 
 
 def cast_of(weight: torch.Tensor | None) -> str:
-    """Return `cast` as vLLM rounds: to the weight's dtype, then multiplied, then to x's dtype."""
+    """Return the `cast` of vLLM's rounding: to the weight's dtype before the multiplication, and to x's dtype after."""
     narrow = weight is not None and weight.dtype is not torch.float32
     return "before_weight" if narrow else "after_weight"
 
 
 def rms(engine: str, x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
-    """RMSNorm of x by `rmsnorm2d_fwd`, or of x + residual with that sum beside it.
+    """Return the RMSNorm of x by `rmsnorm2d_fwd`, or that of x + residual and the sum.
 
-    None if the engine has to compute it itself.
+    Return None if no kernel serves the call; the engine then computes the norm itself.
     """
     return served(_LEAVES.format(engine), _rms, x, weight, **options)
 
 
 def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor | None:
-    """LayerNorm of x with a weight and a bias; None if the engine has to compute it itself."""
+    """Return the LayerNorm of x with a weight and a bias, or None if the engine has to compute it itself."""
     return served(_LEAVES.format(engine), _layer, x, *vectors, eps=eps)
 
 

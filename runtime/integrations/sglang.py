@@ -1,6 +1,6 @@
-"""SGLang: hooks around the norms of `sglang.srt.layers.layernorm`, which pass on what they do not serve.
+"""SGLang: hooks around the norms of `sglang.srt.layers.layernorm`, which fall back to SGLang's own forward.
 
-The entry point `sglang.srt.plugins` has every process of SGLang's call `register`.
+Through the entry point `sglang.srt.plugins` every process of SGLang calls `register`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("normforge")
 
 # SGLang's own list of the plugins that are to run; without one, all run.
 VARIABLE = "SGLANG_PLUGINS"
-# What turns its batch-invariant mode on, once models are made.
+# The option that turns SGLang's batch-invariant mode on, once models are made.
 SWITCH = "--enable-deterministic-inference"
 
 _LAYERS = "sglang.srt.layers.layernorm"
@@ -58,8 +58,8 @@ def _is_there(target: str) -> bool:
 
 
 def _around(serve: Norm, original: Callable[..., Any], norm: Any, *arguments: Any, **named: Any) -> Any:
-    """A call of a norm's forward_cuda, by a kernel or else by the original, which gets what this got."""
-    # What torch.compile traces there are SGLang's own operators, which its passes know.
+    """Call a norm's forward_cuda by a kernel, or else by the original with the same arguments."""
+    # torch.compile traces SGLang's own operators here, which SGLang's passes recognise.
     if not is_dynamo_compiling() and _serves_as_asked():
         found = _served(serve, norm, *arguments, **named)
         if found is not None:
@@ -89,10 +89,10 @@ def _serves_as_asked() -> bool:
     try:
         trainer = layers.get_exec().deterministic.rl_on_policy_target
     except (AttributeError, ValueError):
-        # Releases that say it elsewhere, and processes in which nothing is said.
+        # Another release has the setting elsewhere, or the process has none.
         return False
     if trainer is not None:
-        # Those of a trainer's norms.
+        # SGLang asks for the bits of a trainer's norms.
         return False
     follow(SWITCH)
     return True
@@ -126,7 +126,7 @@ def _gemma(eps: str, norm: Any, x: torch.Tensor, residual: torch.Tensor | None) 
 def _layer(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     weight = norm.weight.data if norm.elementwise_affine else None
     bias = norm.bias.data if norm.use_bias else None
-    # It computes in its own dtype, which rounds x if that is the narrower.
+    # SGLang's LayerNorm computes in its own dtype, and rounds x to a narrower one.
     if norm.dtype not in (x.dtype, torch.float32) or residual is not None or not fits(x, weight, bias):
         return None
     return layer("SGLang", x, weight, bias, eps=norm.variance_epsilon)

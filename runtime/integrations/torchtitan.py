@@ -1,6 +1,6 @@
 """TorchTitan: overrides of its norms' configurations, for `--override.imports`.
 
-Importing this module registers them; TorchTitan applies those that its command line names.
+Importing this module registers the overrides; TorchTitan applies the overrides that its command line names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RMSNorm(_RMSNorm):
         """The fields are those of TorchTitan's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of x: (..., *normalized_shape); see `normforge.rms_norm`."""
+        """Return the RMSNorm of x: (..., *normalized_shape); see `normforge.rms_norm`."""
         return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -50,21 +50,21 @@ class LayerNorm(_LayerNorm):
         """The fields are those of TorchTitan's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """LayerNorm of input: (..., *normalized_shape); see `normforge.layer_norm`."""
+        """Return the LayerNorm of input: (..., *normalized_shape); see `normforge.layer_norm`."""
         return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 def _registered(norm: Any, name: str) -> Callable[[Any], Any]:
-    """An override's factory, registered: of a configuration of TorchTitan's own norm, and no class derived from it."""
+    """Register an override of TorchTitan's own norm, not of classes derived from the norm, and return its factory."""
     target = next(base.Config for base in norm.__mro__[1:] if "Config" in vars(base))
 
     def factory(cfg: Any) -> Any:
         return derive(cfg, norm.Config) if type(cfg) is target else cfg
 
-    # What it is listed by in --override.imports.
+    # The name of the override in --override.imports.
     factory.__name__ = factory.__qualname__ = name
     described = {"target": target, "description": f"{norm.__name__} by normforge's kernels"}
-    # Releases before 0.3 want a name of each override.
+    # Releases before 0.3 require a name for each override.
     named = ("normforge_" + name,) if "name" in signature(_override).parameters else ()
     registered: Callable[[Any], Any] = _override(*named, **described)(factory)
     return registered

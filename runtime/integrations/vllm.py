@@ -1,7 +1,7 @@
-"""For vLLM: providers of its IR's RMSNorms, its LayerNorm's class in our form; `vllm_quantised` has what quantises.
+"""vLLM: providers of its IR's RMSNorms, and a class in place of its LayerNorm; see `vllm_quantised` for quantisation.
 
-The entry point `vllm.general_plugins` has every process of vLLM's call `register`. Annotations are read when providers
-are registered, and so are no strings here.
+Through the entry point `vllm.general_plugins` every process of vLLM calls `register`. vLLM reads annotations when it
+registers providers, so that this module has no annotations as strings.
 """
 
 import logging
@@ -23,7 +23,7 @@ __all__ = ["maybe_fused_norm_quant", "register"]
 # A child of vLLM's, whose handlers show it.
 logger = logging.getLogger("vllm.normforge")
 
-# What --kernel-config and --ir-op-priority call us.
+# Our name in --kernel-config and --ir-op-priority.
 PROVIDER = "normforge"
 # vLLM's own list of the plugins that are to run; without one, all run.
 VARIABLE = "VLLM_PLUGINS"
@@ -32,10 +32,10 @@ _LAYERS = "vllm.model_executor.layers.layernorm"
 
 
 def register() -> None:
-    """Offer what is there: providers, which serve once a priority names them, and LayerNorm, if VLLM_PLUGINS names us.
+    """Register providers, which serve once a priority names them, and LayerNorm, if VLLM_PLUGINS names normforge.
 
-    It may be called again; what is registered already is left. Under VLLM_BATCH_INVARIANT all kernels of the process
-    are batch invariant from here on.
+    A second call registers nothing twice. Under VLLM_BATCH_INVARIANT all kernels of the process are batch invariant
+    from here on.
     """
     if follow_switch(SWITCH):
         logger.info("normforge's kernels are batch invariant: %s is on", SWITCH)
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def _offer() -> list[str]:
-    """Register the providers of the operators that are there; returns their names."""
+    """Register the providers of the operators that this vLLM has, and return their names."""
     try:
         from vllm.ir import ops
         from vllm.platforms import current_platform
@@ -70,7 +70,7 @@ def _offer() -> list[str]:
             try:
                 op.register_impl(PROVIDER, supported=supported, supports_args=supports)(provide)
             except (AssertionError, TypeError, ValueError) as error:
-                # Another release's operator: vLLM has to start without us.
+                # Another release's operator: vLLM has to start all the same.
                 logger.warning("normforge provides no %s for this vLLM: %s", provide.__name__, error)
                 continue
         offered.append(provide.__name__)
@@ -88,7 +88,7 @@ def _supports_add(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """The `rms_norm` of vLLM's IR, of what `supports_args` takes; its native form where no kernel serves after all."""
+    """Compute `rms_norm` of vLLM's IR for calls that `supports_args` takes; fall back to the native implementation."""
     found: Any = rms("vLLM", x, weight, eps=epsilon, cast=cast_of(weight))
     y: Tensor = _native("rms_norm")(x, weight, epsilon, variance_size) if found is None else found
     return y
@@ -97,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `fused_add_rms_norm` of vLLM's IR; both results are new tensors."""
+    """Compute `fused_add_rms_norm` of vLLM's IR; both results are new tensors."""
     found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=cast_of(weight))
     if found is None:
         found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
@@ -116,7 +116,7 @@ def _native(name: str) -> Callable[..., Any]:
 
 
 def _swap_layer_norm() -> None:
-    """Have vLLM make instances of a class of ours in place of its LayerNorm, which is not one of its IR's operators."""
+    """Register our class in place of vLLM's LayerNorm, which is no operator of vLLM's IR."""
     from vllm.model_executor import custom_op
 
     theirs: Any = getattr(sys.modules[_LAYERS], "LayerNorm", None)
@@ -130,11 +130,11 @@ def _swap_layer_norm() -> None:
             logger.warning("normforge serves no LayerNorm: %s.%s does", other.__module__, other.__name__)
         return
 
-    # vLLM's class is not there where types are checked.
+    # Type checkers run without vLLM.
     base: Any = theirs
 
     def forward_cuda(self: Any, x: Tensor) -> Tensor:
-        """LayerNorm of x: (..., hidden_size), as vLLM computes it where no kernel does."""
+        """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
         found: Any = layer("vLLM", x, self.weight, self.bias, eps=self.eps) if fits(x, self.weight, self.bias) else None
         y: Tensor = base.forward_cuda(self, x) if found is None else found
         return y

@@ -1,7 +1,7 @@
-"""For vLLM: norms that quantise for the linear layer behind them, as vLLM's own operators do it one after the other.
+"""vLLM: norms that quantise for the linear layer behind them, with the results of vLLM's separate operators.
 
-Between norm and quantisation vLLM has rows of 16 bits, in memory or in the registers of its fused kernels: rows are
-rounded before the weight and again before they are quantised, and so are these.
+Between norm and quantisation vLLM holds rows in 16 bits, in memory or in registers of its fused kernels. vLLM rounds
+rows before the weight and again before the quantisation, and so do these kernels.
 """
 
 from __future__ import annotations
@@ -27,27 +27,33 @@ Quantises = Callable[..., QuantisedOutput]
 
 
 def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor | None = None) -> Any:
-    """A norm, with the quantisation of the linear layer behind it in the same kernel if that takes quantised rows.
+    """Compute a norm, and quantise for the linear layer behind it in the same kernel if that takes quantised rows.
 
-    For models written for vLLM, as its own `maybe_fused_act_quant` is: whatever the linear layer takes, it is right to
-    call. What is fused is fp8 with a scale a row (`kFp8DynamicTokenSym`, bounded by the layer's `input_scale_ub` if it
-    has one), with the layer's `input_scale` (`kFp8StaticTensorSym`), or with a scale for each 128 neighbours
-    (`kFp8Dynamic128Sym`); MXFP8 (`kMxfp8Dynamic`) for FlashInfer's linears; and NVFP4 (`kNvfp4Dynamic`) under the
-    layer's `input_global_scale_inv`; for vLLM's RMSNorm and LayerNorm. Scales of MXFP8 and NVFP4 lie in cuBLAS's tiles
-    of 128 rows by 4 groups, as those linears read them. Scales of 128 neighbours lie as the quantisation of the layer's
-    kernel has them, its `quant_fp8`: by rows, by columns, by columns that start at multiples of 16 bytes, as powers of
-    two, or as those packed for DeepGEMM; and by rows, as vLLM's activations return them, where it has none.
+    Models written for vLLM may call this for any linear layer, as they call vLLM's own `maybe_fused_act_quant`. For
+    vLLM's RMSNorm and LayerNorm these quantisations are fused:
+
+    - fp8 with a scale per row (`kFp8DynamicTokenSym`), bounded by the layer's `input_scale_ub` if it has one;
+    - fp8 with the layer's `input_scale` (`kFp8StaticTensorSym`);
+    - fp8 with a scale per group of 128 elements (`kFp8Dynamic128Sym`);
+    - MXFP8 (`kMxfp8Dynamic`) for FlashInfer's linears;
+    - NVFP4 (`kNvfp4Dynamic`) with the layer's `input_global_scale_inv`.
+
+    Scales of MXFP8 and NVFP4 are in cuBLAS's tiles of 128 rows by 4 groups, as those linears read them. Scales of 128
+    elements have the layout of the layer's `quant_fp8`: by rows, by columns, by columns that start at multiples of 16
+    bytes, as powers of two, or as powers of two packed for DeepGEMM. Without a `quant_fp8` they are by rows, as vLLM's
+    activations return them.
 
     Args:
         norm: a vLLM RMSNorm or LayerNorm.
         x: (..., hidden_size).
-        linear: the layer that gets the result alone.
+        linear: the only layer that reads the result.
         residual: added to x first, for RMSNorm; of x's shape and dtype.
 
     Returns:
-        What norm(x) or norm(x, residual) returns, with a `QuantizedActivation` in the place of the normalised rows
-        if they are quantised. Its scale is x's shape with one in the place of hidden_size, or the number of groups; of
-        two dimensions by columns and in NVFP4's tiles, of one in MXFP8's, as bytes; or the layer's own `input_scale`.
+        The result of norm(x) or norm(x, residual), with a `QuantizedActivation` in place of the normalised rows if they
+        are quantised. The shape of its scale is x's, with 1 or the number of groups in place of hidden_size. A scale by
+        columns or in NVFP4's tiles has two dimensions, a scale in MXFP8's tiles has one, of bytes. For static
+        quantisation the scale is the layer's own `input_scale`.
     """
     found = _quantised(norm, x, linear, residual)
     if found is not None:
@@ -62,25 +68,25 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     form = _form(key)
     if form is None:
         return None
-    # A model may call this where VLLM_PLUGINS has the plug not registered.
+    # A model may call this function although VLLM_PLUGINS excludes the plug.
     follow_switch(SWITCH)
     normalise = _normalises(norm, x, residual)
     if normalise is None or (asked := form.asks(linear, x)) is None:
         return None
     function, vectors, options = normalise
     options |= {"out_dtype": key.dtype} | asked
-    # Scales by columns are those of the rows of a matrix.
+    # Only a matrix has scales by columns.
     flat = options.get("scale_layout") == "column_major" and x.dim() != 2
     rows = x.reshape(-1, x.shape[-1]) if flat else x
     if residual is not None:
         options["residual"] = residual.reshape(rows.shape)
     if x.element_size() != 2 or key.dtype is torch.float8_e4m3fnuz:
-        # fp32 is not rounded, and the fp8 of ROCm's older GPUs is quantised as it is in fp32.
+        # vLLM does not round fp32, and quantises to the fp8 of ROCm's older GPUs from fp32.
         options |= {"cast": "after_weight", "quantise_rounded": False}
     out = served(_WHOSE, function, rows, *vectors, **options)
     if out is None:
         return None
-    # Two of NVFP4 are a byte.
+    # A byte holds two elements of NVFP4.
     data = out.y.view(key.dtype).view(*x.shape[:-1], -1)
     made = QuantizedActivation(data, form.scale(out.y_scale, linear), x.dtype, x.shape, key)
     if out.residual_out is None:
@@ -89,7 +95,7 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
 
 
 def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantises, Vectors, Options] | None:
-    """The function that a norm is, its vectors and its options; None for what no kernel serves."""
+    """Return the function that computes a norm, its vectors and its options; None if no kernel serves the norm."""
     from vllm.model_executor.layers import layernorm as layers
 
     if isinstance(norm, layers.RMSNorm):
@@ -106,11 +112,11 @@ def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantise
     return quantised_layer_norm, vectors, {"eps": norm.eps, "quantise_rounded": True}
 
 
-# What a linear layer asks for
+# Requests of a linear layer
 
 
 class _Form(NamedTuple):
-    """How rows of a key are made: what a layer asks of a quantised norm, None for what is not served; and its scale."""
+    """A form of quantised rows: the options that a layer asks for, or None if not served; and the scale it reads."""
 
     asks: Callable[[Any, Tensor], Options | None]
     scale: Callable[[Any, Any], Any]
@@ -122,7 +128,7 @@ def _form(key: Any) -> _Form | None:
 
     if key is None:
         return None
-    # Not all releases have all.
+    # Some releases lack some of the keys.
     return next((form for name, form in _SERVED.items() if key == getattr(quant_utils, name, None)), None)
 
 
@@ -161,7 +167,7 @@ def _by_groups(linear: Any, x: Tensor) -> Options | None:
         asked["scale_layout"] = "column_major"
         if not (quantiser.tma_aligned_scales or asked.get("scale_format") == "ue8m0_packed"):
             columns, m = -(-x.shape[-1] // _GROUP), x.numel() // x.shape[-1]
-            # Columns side by side, without the gaps that TMA asks for.
+            # Contiguous columns, without the gaps that TMA requires.
             asked["y_scale"] = x.new_empty((columns, m), dtype=torch.float32).t()
     return asked
 
@@ -170,7 +176,7 @@ _GROUP = 128
 
 
 def _quantiser(linear: Any) -> Any:
-    """The `QuantFP8` of the kernel behind a layer, which quantises rows that come in 16 bits; None without one."""
+    """Return the `QuantFP8` of a layer's kernel, which quantises rows of 16 bits, or None if the kernel has none."""
     kernels = (getattr(getattr(linear, name, None), "fp8_linear", None) for name in ("scheme", "quant_method"))
     return next((found for kernel in kernels if (found := getattr(kernel, "quant_fp8", None)) is not None), None)
 
@@ -183,7 +189,7 @@ def _packs(quantiser: Any) -> bool:
     return bool(quantiser.use_deep_gemm_supported) and oracle.from_oracle() == oracle.UE8M0
 
 
-# Those that read MXFP8's scales in tiles: its key does not say how they lie.
+# Kernels that read MXFP8's scales in tiles; the key does not state the layout.
 _OF_TILES = ("FlashInferCutlassMxfp8LinearKernel", "FlashInferCutedslMxfp8LinearKernel")
 
 

@@ -1,7 +1,7 @@
-"""Calls of torch's own norms: which of them a kernel serves, with results of torch's dtypes, shapes and strides.
+"""Serve calls of torch's own norms by kernels, with results of torch's dtypes, shapes and strides.
 
-They arrive beneath autograd, autocast and torch.func, which have done their part. What is not served goes on to torch's
-own kernel, which also raises what torch raises.
+Calls arrive beneath autograd, autocast and torch.func, which have already run. Calls that no kernel serves fall back to
+torch's own kernel, which also raises torch's errors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..upstream.torch_dispatcher import Kernel
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes, is_copied_on_write
 
-# What torch adds where RMSNorm's eps is None: that of the type it computes in.
+# torch's eps for an RMSNorm whose eps is None: the machine epsilon of the dtype it computes in.
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 _FLOATS = frozenset(FLOATS)
 _NAMES = ("dx", "dweight", "dbias")
-# The gradients that are due, from torch's mask of them, which of RMSNorm has two.
+# The requested gradients by torch's output mask; RMSNorm's mask has two entries.
 _WANTS = {mask: tuple(compress(_NAMES, mask)) for count in (2, 3) for mask in product((False, True), repeat=count)}
 
 Tensors = tuple["torch.Tensor | None", ...]
@@ -57,7 +57,7 @@ def serving(operator: str, torchs: Kernel) -> Kernel:
 
 
 def _refuse_recorded(operator: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse a call that is invariant here alone, and whose backward pass torch will make in a thread of its own.
+    """Refuse a call that is batch invariant in this thread only: torch runs its backward pass in another thread.
 
     Raises:
         InvarianceError: the call records a gradient and is invariant by `batch_invariant` alone.
@@ -109,7 +109,7 @@ def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | Non
         and not dispatch_modes()
     ):
         return False
-    # On a GPU torch takes no parameter of another type than x's; on a CPU it takes fp32, of all of them.
+    # On a GPU torch takes only parameters of x's dtype; on a CPU it also takes fp32, if all parameters are fp32.
     mixes = not x.is_cuda and not _any_of_type(x.dtype, parameters)
     return all(
         parameter is None
@@ -129,7 +129,7 @@ def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    # Asking for the address of what is shared until it is written would copy it.
+    # Asking a copy-on-write tensor for its address would copy the tensor.
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
@@ -139,7 +139,7 @@ def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: f
     y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
     dtype = torch.float32
     if not x.is_cuda and not _any_of_type(torch.float32, (weight, bias)):
-        # What torch keeps on a CPU: the parameters' type, or x's.
+        # On a CPU torch saves statistics in the parameters' dtype, or x's.
         dtype = x.dtype
     return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
 
@@ -189,23 +189,23 @@ def _vector(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _like(passed: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
-    """A result in the shape of what was passed, which has as many elements."""
+    """Return a result in the shape of the tensor that was passed, which has as many elements."""
     return found if found is None or passed is None or passed.dim() == found.dim() else found.view(passed.shape)
 
 
 def _one_a_row(statistic: Any, dimensions: int, dtype: torch.dtype) -> torch.Tensor:
-    """A statistic as torch returns it: x's shape, with each normalised dimension of size 1."""
+    """Return a statistic as torch does: of x's shape, with each normalised dimension of size 1."""
     kept: torch.Tensor = statistic.view(*statistic.shape, *[1] * dimensions)
     return kept if dtype is torch.float32 else kept.to(dtype)
 
 
 def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A statistic as kernels read it."""
+    """Return a statistic in the shape and dtype that kernels read."""
     return statistic.view(rows.shape[:-1]).float()
 
 
-# The operators of aten that are served: whether a kernel serves a call as torch's would, and what it does then. The
-# statistics of a LayerNorm are two, those of an RMSNorm one.
+# The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels. A
+# LayerNorm has two statistics, an RMSNorm one.
 _SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
     "native_layer_norm": (_forward_fits, _layer),
     "native_layer_norm_backward": (partial(_backward_fits, 2), _layer_gradients),

@@ -1,4 +1,4 @@
-"""Torch's own norms as functions of their arguments alone, outside its dispatcher: as BackendBench calls them."""
+"""Torch's own norms as plain functions, outside torch's dispatcher, as BackendBench calls them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 def standalone(operator: str) -> Callable[..., Any]:
     """Return an operator of aten as a function, run by our kernel where one serves; results have no gradients.
 
-    Torch's kernels are taken now, so that the function may be put in the operator's own place afterwards.
+    Torch's kernels are looked up now, so that the function may replace the operator itself afterwards.
 
     Args:
         operator: one of `served.OPERATORS`.

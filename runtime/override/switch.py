@@ -1,4 +1,4 @@
-"""`override_torch`: kernels put under the names of torch's own operators, and taken away again."""
+"""Register kernels under the names of torch's own operators, and remove them again: `override_torch`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Switch:
             if self._replacement is None:
                 with without_torchs_own_overrides(OPERATORS):
                     torchs = {operator: kernel_of(operator, self.key) for operator in OPERATORS}
-                # Above what torch put there itself, and not upon it.
+                # Fall back to torch's plain kernels, not to torch's own overrides of them.
                 kernels = {name: serving(name, kernel) for name, kernel in torchs.items() if kernel is not None}
                 self._replacement = Replacement(kernels, self.key)
             self._wishes.append(wish)
@@ -81,7 +81,7 @@ class Switch:
 
 @cache
 def _switch() -> Switch:
-    # Triton's interpreter also runs kernels on CUDA tensors; without a GPU, the CPU is where its users have theirs.
+    # Triton's interpreter also runs kernels on CUDA tensors; without a GPU its users' tensors are on the CPU.
     return Switch("CPU" if interpreting() and not torch.cuda.is_available() else "CUDA")
 
 
@@ -90,16 +90,16 @@ def override_torch() -> TorchOverride:
 
     Without a GPU, and with TRITON_INTERPRET=1, kernels serve norms on the CPU. The request's repr names the device.
 
-    They stand under `aten::native_layer_norm`, `aten::_fused_rms_norm` and the operators of their gradients, which in
-    eager mode torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.functional's norms and torch.nn.TransformerEncoderLayer
-    come to. Results have torch's dtypes, shapes and strides. Torch's own kernel goes on serving what no kernel does:
-    float64, parameters of another type than x's, no rows or rows of no elements, forward-mode AD, and a kernel that is
-    not loaded yet while a CUDA graph is captured. What torch.compile makes does not change: it decomposes these
-    operators itself.
+    Kernels are registered for `aten::native_layer_norm`, `aten::_fused_rms_norm` and their backward operators. In eager
+    mode torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.functional's norms and torch.nn.TransformerEncoderLayer call
+    these operators. Results have torch's dtypes, shapes and strides. Calls that no kernel serves fall back to torch's
+    own kernel: float64, parameters of another dtype than x's, no rows or rows of no elements, forward-mode AD, and
+    kernels that are not loaded yet while a CUDA graph is captured. Code from torch.compile does not change, because it
+    decomposes these operators itself.
 
-    Each call is a request, and torch's own kernels are back once all requests are withdrawn. The
-    kernels stand above what torch itself puts in place of its own (`torch.backends.python_native`, from 2.13 on), which
-    is not asked for what is left to torch either; if that is switched on again later, it stands above them.
+    Each call is a request, and torch's own kernels return once all requests are withdrawn. The kernels take precedence
+    over torch's own overrides (`torch.backends.python_native`, from 2.13 on), which do not serve the fallback either.
+    Overrides that are switched on again later take precedence over the kernels.
 
     Returns:
         The request. `with normforge.override_torch(): ...` withdraws the request at its end; so does `restore`.

@@ -1,4 +1,4 @@
-"""Swapping the norms of a model for ours, and back: `normforge.patch`.
+"""Swap the norms of a model for ours, and back: `normforge.patch`.
 
 Stands on families/, calls/, selection/, upstream/, codegen/ and compiled/.
 """

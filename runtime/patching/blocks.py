@@ -1,7 +1,7 @@
 """Which sums of a block are computed together with a norm, read from its text; and which norms it modulates.
 
-A block is a module that holds norms of ours and adds tensors in its forward: a decoder layer, say. What a function that
-modulates computes is found by trying the function (`modulating`).
+A block is a module that holds norms of ours and adds tensors in its forward: a decoder layer, say. A function that
+modulates is identified by trying it (see `modulating`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _new(
     try:
         made: type[torch.nn.Module] = _made(cls, chosen, modulated, norms)
     except UnreadableError:
-        # Its text is another one now, or is not there: it adds as it always did.
+        # The text changed or is missing: the module adds as before.
         made = cls
     return made.__new__(made)
 
@@ -107,7 +107,7 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
         return f"{cls.__name__} is also a {mixed}; patch before it is made one"
     spent = {addition for which in modulated for addition in forward.modulations[which].spent}
     names = tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
-    # A norm with its modulation saves more than one with the sum before it.
+    # Fusing a norm with its modulation saves more than fusing it with the sum before it.
     norms = tuple(name for name in followers if name not in names)
     chosen = tuple(
         which
@@ -196,6 +196,6 @@ def _made(
         "__doc__": cls.__doc__,
         "_normforge_made": (cls, chosen, modulated, norms),
     }
-    # Its name stays: by it accelerate and others know which modules not to split.
+    # The name stays: accelerate and others choose by name which modules not to split.
     metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
     return metaclass(cls.__name__, (FusedBlock, cls), namespace)

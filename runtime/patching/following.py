@@ -21,7 +21,7 @@ def may_follow(module: Any) -> bool:
     if getattr(type(module), "forward", None) not in _FORWARDS or "forward" in vars(module):
         return False
     norm: Any = module
-    # Of an x_bias, and of a LayerNorm's offset, the functional API makes another call.
+    # An x_bias, and a LayerNorm's weight_offset, need a second call of the functional API.
     return not (
         len(norm.normalized_shape) != 1 or norm._has_x_bias or (isinstance(norm, LayerNorm) and norm.weight_offset)
     )
@@ -50,7 +50,7 @@ def is_bare(module: Any) -> bool:
         and 0.0 <= (module.eps or 0.0) < float("inf")
         and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())
         and not (module._backward_pre_hooks or module._backward_hooks)
-        # A parameter that is made of others is not among them.
+        # A parametrised weight is not in `_parameters`.
         and ("weight" in module._parameters or module.weight is None)
         and ("bias" in module._parameters or not isinstance(module, LayerNorm))
     )
@@ -63,7 +63,7 @@ def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
     if isinstance(norm, T5RMSNorm):
         y_dtype = rounded = weight.dtype
     else:
-        # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
+        # An operand may have 16 bits while the sum has 32; rows of 32 bits are not rounded before the weight.
         rounded = total
         y_dtype = torch.promote_types(total, weight.dtype) if rounds_first else result_dtype(word, on) or total
     cast = _BEFORE if rounds_first else norm.cast

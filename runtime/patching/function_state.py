@@ -1,7 +1,7 @@
 """Snapshots of a function: its code, and the globals and cells that the code reads. Compared, not computed.
 
-A function whose results are found out once by trying it may be another later: a flag among its module's globals was
-set, a cell of its closure was filled anew, its code was replaced. Whatever can change in place is not followed.
+A function is tried once, and may compute something else later: a flag among its module's globals was set, a cell of its
+closure was filled anew, its code was replaced. Functions that read values which can change in place are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-# Of these what is read by attribute, or called, is taken for what it was.
+# Attributes and functions of these modules are assumed not to change.
 _TRUSTED = frozenset(("torch", "math", "operator", "einops"))
-# What cannot change in place.
+# Types whose values cannot change in place.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CALLED = (BuiltinFunctionType, MethodDescriptorType)
 

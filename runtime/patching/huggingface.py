@@ -37,8 +37,8 @@ class CastOrder(Enum):
         return 1.0 if self is CastOrder.AFTER_OFFSET_WEIGHT else 0.0
 
 
-# Where an epsilon is kept that is called eps, as the property here is: TorchDynamo of torch 2.11 takes an entry of
-# `__dict__` for the attribute of its name, and follows the property from itself into itself.
+# The key of an epsilon that the module itself calls eps, which is a property here: TorchDynamo of torch 2.11 takes an
+# entry of `__dict__` for the attribute of that name, and follows the property from itself into itself.
 EPSILON = "_epsilon"
 
 # The length of rows in a normalized_shape where every length is taken.
@@ -54,7 +54,7 @@ class HuggingFaceRMSNorm(RMSNorm):
 
     Attributes:
         epsilon_name: the attribute that epsilon is under; never "eps", see `EPSILON`.
-        input_name: what the input is called where it is passed by keyword.
+        input_name: the input's name when it is passed by keyword.
     """
 
     epsilon_name: str
@@ -89,7 +89,7 @@ class HuggingFaceRMSNorm(RMSNorm):
             and is_left_to_inductor("rms", rows, tuple(shape), scaled=weight is not None)
             and self.__dict__[ORIGINAL].asked
         ):
-            # The graph is that of the model unpatched.
+            # The graph equals the unpatched model's.
             y = self.__dict__[ORIGINAL].cls.forward(self, rows)
         else:
             y = (normalise_cast_before_weight if self.cast_before_weight else normalise)(operands, shape, options, self)
@@ -125,7 +125,7 @@ class HuggingFaceRMSNorm(RMSNorm):
         return named[self.input_name]
 
     def extra_repr(self) -> str:
-        """torch's, and the option where it is on."""
+        """Return torch's text, and the options that are on."""
         if self.weight is None:
             return f"eps={self.eps}, elementwise_affine=False"
         option = ", cast_before_weight=True" if self.cast_before_weight else ""

@@ -1,12 +1,12 @@
 """Norms that a model's own forward modulates, computed together with the modulation.
 
-A module that `patch` fused calls `modulate` where its forward scales and shifts what a norm of its own returned. There
-one kernel normalises and modulates, if the norm is ours and bare and the operands are as `modulated_layer_norm` takes
-them. Anywhere else the norm is called, and then what the text says. Neither is a guess: rows are not normalised twice.
+A module that `patch` fused calls `modulate` where its forward scales and shifts the result of one of its norms. One
+kernel normalises and modulates, if the norm is normforge's, no hook is on it, and `modulated_layer_norm` takes the
+operands. Otherwise the norm is called first, and the forward's own modulation second. Rows are never normalised twice.
 
-What a function like DiT's `modulate(x, shift, scale)` computes is found by calling it with random numbers, of a few
-sizes, and found again when what it reads beside its arguments is another: see `function_state`. One that computes
-something else of other sizes alone, or by what torch is set to, passes for what it is of these.
+A function like DiT's `modulate(x, shift, scale)` is identified by calling it on random inputs of a few sizes. It is
+tried again once a global or a closure cell that it reads changes: see `function_state`. A function that computes
+something else only for other sizes, or only under other settings of torch, is not recognised as different.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Formula:
 
 _TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
 
-# What is written out in a forward broadcasts there.
+# An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
 
 
@@ -109,7 +109,7 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
     return formula
 
 
-# With no state, functions that are never fused.
+# Functions without a state are never fused.
 _found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[State | None, Formula | None]] = {}
 
 
@@ -123,7 +123,7 @@ def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str,
         return next((formula for formula in formulas if _computes(called, formula)), None)
 
 
-# As many samples as tokens would let (B, N) pass for (T, N). And a model's own sizes, more or less.
+# B differs from T, because (B, N) would otherwise pass for (T, N). The last size is close to a model's own.
 _SIZES = ((2, 3, 8), (3, 1, 16), (1, 260, 72))
 
 

@@ -1,8 +1,9 @@
 """Find the formula that an RMSNorm class of Hugging Face's models computes.
 
-Such a class is known by its build (a 1-D `weight`, `variance_epsilon` or `eps`, one input), and many share it that do
-not compute the same: Gemma's adds 1 to the weight, Olmo2's rounds after the weight, T5's to the weight's dtype. So
-what one computes is found by trying it on random numbers, in training and in evaluation.
+Such a class is recognised by its attributes (a 1-D `weight`, `variance_epsilon` or `eps`) and its one input. Classes
+with the same attributes compute different formulas: Gemma's adds 1 to the weight, Olmo2's rounds after the weight, T5's
+rounds to the weight's dtype. A class's formula is identified by running a copy on random inputs, in training and in
+evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .huggingface import CastOrder
 
 
 class UnlikeError(Exception):
-    """A module that does what ours would not do in its place; the text says what."""
+    """A module that our module cannot replace; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,9 @@ _CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type_as, _DTYPE.__ge
 
 
 def ignores_scale(module: torch.nn.Module) -> bool | None:
-    """Return True if a module returns of 64 * x what it returns of x, as a norm does; None if it cannot be tried.
+    """Return True if a module's results for x and 64 * x are equal, as a norm's are; None if it cannot be tried.
 
-    Tried is a copy on the CPU. A module whose parameters are matrices is no norm.
+    A copy of the module is tried on the CPU. A module whose parameters are matrices is no norm.
     """
     shapes = [tuple(each.shape) for each in module.parameters() if not torch.nn.parameter.is_lazy(each)]
     sizes = {math.prod(shape) for shape in shapes}
@@ -172,13 +173,13 @@ def _twin(cls: type[torch.nn.Module], held: dict[str, Any]) -> Any:
 
 
 def formula_of(module: torch.nn.Module) -> Formula:
-    """Find out what a module's forward computes.
+    """Identify the formula that a module's forward computes.
 
-    The module is neither called nor changed, and no hook runs: copies with random weights on the CPU are called, apart
-    from the caller's default device, autocast, gradient mode and random numbers.
+    The module is neither called nor changed, and no hook runs: copies with random weights are called on the CPU. The
+    caller's default device, autocast, gradient mode and random numbers have no effect.
 
     Raises:
-        UnlikeError: it computes something else, or does something beside it.
+        UnlikeError: the forward computes another formula, or has side effects.
     """
     names = _epsilon_names(module)
     _check_class(type(module))
@@ -225,13 +226,13 @@ def refused_epsilon(module: torch.nn.Module) -> str | None:
     return None
 
 
-# Of what torch.nn.Module defines, what a class may define anew and be replaced all the same.
+# Attributes of torch.nn.Module that a class may override and still be replaced.
 _REPLACEABLE = {"__init__", "forward", "extra_repr", "__repr__", "_get_name", "__annotate__", "__annotate_func__"}
 _SPECIAL = {name for name, value in vars(torch.nn.Module).items() if callable(value)} - _REPLACEABLE
 
 
 def _check_class(cls: type[torch.nn.Module]) -> None:
-    """Refuse a class that is more than its forward: one that wraps another for FSDP, say, or has a __call__."""
+    """Refuse a class that overrides more than its forward: a wrapper for FSDP, say, or a class with a __call__."""
     if mixed := mixed_in(cls):
         raise UnlikeError(f"{cls.__name__} is also a {mixed}, which ours would not be")
     if special := sorted(_SPECIAL.intersection(name for base in _own(cls) for name in vars(base))):
@@ -259,7 +260,7 @@ def _input_of(module: torch.nn.Module) -> inspect.Parameter:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A context for trying modules on the CPU, whatever the caller's device, modes and random numbers are."""
+    """Try modules on the CPU within a context that hides the caller's device, modes and random numbers."""
     with (
         torch.device("cpu"),
         torch.inference_mode(False),
@@ -281,13 +282,13 @@ _PROBES: tuple[_Probe, ...] = (
     (torch.float32, torch.bfloat16, (1, 2, -1)),
 )
 _PROBE_ELEMENTS = 4096
-# Far from any epsilon in use, so that a forward that goes by another is found out.
+# Far from any epsilon in use, to detect a forward that reads another attribute.
 _OTHER_EPSILON = 0.37
 
 
 def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
     eps = {name: float(vars(trial.module)[name]) for name in names}
-    # Where a module has both, its forward reads one, and it is not known yet which.
+    # A module may have both epsilons; its forward reads one of them, found below.
     either = set(eps.values())
     # Without a weight there is nothing to round before.
     among = set(CastOrder) if trial.has_weight else {CastOrder.AFTER_WEIGHT}
@@ -413,7 +414,7 @@ _EXTREMES = (
     (torch.float16, torch.float16, 6e4),
     (torch.float16, torch.float32, 1e30),
 )
-# Beyond fp16, at the edge of what can be squared in fp32 and beyond, denormal in fp16 and in fp32, and nothing.
+# Beyond fp16; at and beyond the largest number whose square fits fp32; denormal in fp16 and in fp32; zero.
 _MAGNITUDES = (1e5, 1e18, 1e30, 1e-7, 1e-40, 0.0)
 
 
@@ -441,7 +442,7 @@ _RAISED = torch.zeros((), device="cpu")
 
 
 def _check_reads(trial: _Trial, epsilon_name: str) -> None:
-    """Refuse a forward that reads more than its tensors and epsilon, of which ours would see no change."""
+    """Refuse a forward that reads more than its tensors and epsilon: our module would not see a change of the rest."""
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
     held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
     read = set()
@@ -474,17 +475,17 @@ def _outcome(trial: _Trial, weight: torch.Tensor, training: bool, attributes: di
 
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
     """Refuse a forward whose gradient is not its formula's: one that detaches the mean square, say."""
-    # Along the row itself, so that what the mean square contributes is large at any length.
+    # dy follows the row itself, so that the mean square's share of dx is large at any length.
     dy = trial.rows * trial.weight
     gradients = []
     for is_ours in (False, True):
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
-        # What has no gradient is zero here, and so is other than the formula's.
+        # A missing gradient counts as zero, and so differs from the formula's.
         operands = leaves if trial.has_weight else (leaves[0], torch.nn.Parameter(trial.weight, requires_grad=False))
         y = _expected(order, *operands, eps) if is_ours else trial.call(*operands, True, {})
         summed = (y * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
         gradients.append(torch.autograd.grad(summed, leaves))
-    # Of the terms that dx is a sum of, by rows, since small rows have large ones; summing in another order costs 1e-6.
+    # Bound the error by the size of dx's terms, per row: small rows have large terms. The order of sums costs 1e-6.
     rstd = (trial.rows.square().mean(-1) + eps).rsqrt()
     terms = (rstd * (dy * trial.weight).norm(dim=-1), gradients[1][1].norm())
     if not all(

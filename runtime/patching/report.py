@@ -30,7 +30,7 @@ class _Left(NamedTuple):
     Attributes:
         path: where it stands in the model; the first of several places.
         cls: its class.
-        reason: why it was left as it is, or when it does not call its norms, and what to do about it.
+        reason: why it was left unchanged, or when it bypasses its norms; and what to do about that.
     """
 
     path: str
@@ -107,8 +107,7 @@ def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
     """Return a line for all rows that differ in their paths alone, with the first path, in the order of the rows.
 
     Args:
-        rows: a word for what became of a module, its path, the name of its class, and what was made of it, or why
-            nothing.
+        rows: the state of a module, its path, the name of its class, and its replacement or the reason for none.
     """
     paths: dict[tuple[str, str, str], list[str]] = {}
     for state, path, cls, what in rows:

@@ -1,7 +1,7 @@
-"""A forward that adds, normalises and modulates by functions of ours, made from the text of a class's own.
+"""Rewrite the text of a class's forward so that it adds, normalises and modulates by functions of normforge.
 
-Only `a + b`, calls of norms and what modulates a norm's result are replaced; all else of the forward is what it was,
-with its decorators, defaults and closure. The text is taken only if compiling it gives what the class runs.
+Only `a + b`, calls of norms and modulations of a norm's result are replaced. The rest of the forward stays, with its
+decorators, defaults and closure. The text is used only if compiling it gives the code that the class runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .text import Modulation, Sum, modulations_of, norm_of, sums_of
 # `sums.Sums`, by whose methods the forward adds and calls norms.
 SUMS = "_normforge_sums"
 
-# What it calls where a norm's result is modulated: with the function, None where it is written out, the norm, what that
-# is given, and the function's other arguments.
+# The attribute that a rewritten forward calls to modulate a norm's result. Its arguments: the function, or None for a
+# written-out expression; the norm; the norm's input; the function's other arguments.
 MODULATE = "_normforge_modulate"
 
 
@@ -38,8 +38,8 @@ class Forward:
 
     Attributes:
         function: the function itself, without decorators.
-        sums: what it adds, in the order of the text.
-        modulations: what it does with the results of norms.
+        sums: its additions, in the order of the text.
+        modulations: its modulations of the results of norms.
     """
 
     function: types.FunctionType
@@ -52,7 +52,7 @@ def read(cls: Any) -> Forward:
     """Read the forward of a class.
 
     Raises:
-        UnreadableError: its text is not there, or is not what it runs.
+        UnreadableError: its text is missing, or differs from the code that runs.
     """
     forward, _, _ = _read(cls)
     return forward
@@ -64,7 +64,7 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
     if not isinstance(function, types.FunctionType):
         raise UnreadableError("its forward is no function of Python's")
     try:
-        # Of the whole file: how a method is called depends on whether its module was imported there.
+        # The whole file is parsed: how a method is called depends on whether its module was imported there.
         tree = ast.parse("".join(inspect.findsource(function)[0]))
         definition = _definition_in(tree, function)
     except (OSError, TypeError, SyntaxError) as error:
@@ -90,9 +90,9 @@ def rewritten(
             added again.
 
     Raises:
-        UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
+        UnreadableError: the forward cannot be read, or a decorator holds the function in an unknown way.
     """
-    # Read anew: what is replaced in a tree is gone from it.
+    # Read anew, because nodes are replaced in the tree.
     forward, tree, definition = _read(cls)
     modulations = [forward.modulations[which] for which in modulated]
     _Replacing(definition, [forward.sums[which] for which in added], modulations, norms)
@@ -110,7 +110,7 @@ class _Replacing(ast.NodeTransformer):
         self._sums = {each.node: each.behind for each in sums}
         behind = {call for call in self._sums.values() if call is not None and norm_of(call) in norms}
         again = {call for each in sums for call in each.inputs if norm_of(call) in norms}
-        # Of each call of a norm that is replaced, whether it is directly behind a sum.
+        # The replaced calls of norms; True for a call directly behind a sum.
         self._norms = {call: call in behind for call in behind | again}
         self._branches = {branch for each in sums for branch in each.branches}
         self._modulations = {each.node: each for each in modulations}
@@ -169,7 +169,7 @@ def _assigns(node: ast.Name, name: str) -> bool:
 def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
     """Compile the tree of a file, and return the code of a function in it."""
     old = function.__code__
-    # A file says so itself; what was typed into an interpreter may have it from before.
+    # A file states its `__future__` imports itself; an interpreter's line may have them from an earlier line.
     flags = old.co_flags & _FUTURE
     whole: types.CodeType = compile(ast.fix_missing_locations(tree), old.co_filename, "exec", flags, dont_inherit=True)
     waiting = [whole]

@@ -2,13 +2,13 @@
 
 A block that `patch` fused adds, and calls its norms, by a `Sums`. Two things are fused:
 
-- a sum, and the norm that the forward calls directly behind the sum: one kernel makes both. No code of anybody's runs
-  between the two (`sum_text`), so the norm is what it would be if it were computed in its call;
+- a sum, and the norm that the forward calls directly behind the sum: one kernel computes both. No other code runs
+  between the two (see `text`), so the result equals that of the norm's own call;
 - the gradients of a norm's input that is added again later, as a residual: the norm's backward kernel adds the
   residual's gradient. Forward, the norm is computed in its call.
 
-A sum that leaves its block is not joined with the norm behind the block: what a model does in between, by hooks or by
-`.data`, may leave no trace.
+A sum that leaves its block is not fused with the norm behind the block: a model may change the sum in between, by hooks
+or by `.data`, without a trace.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sums:
         self._block = block
         self._joined: _Joined | None = None
         self._summand: _Summand | None = None
-        # Under torch.compile the graph is to show sums and norms, for whoever fuses there.
+        # Under torch.compile the graph shows sums and norms, for passes that fuse there.
         self._least = None if is_dynamo_compiling() else fuse_from()
 
     def add(self, name: str | None, a: Any, b: Any) -> Any:
@@ -96,7 +96,7 @@ class Sums:
         return made[0]
 
     def forget(self) -> None:
-        """Forget the norm of the last sum: the forward took a branch, in which anything may happen."""
+        """Forget the norm of the last sum: the forward took a branch, which may run any code."""
         self._joined = None
 
     def _is_large(self, *tensors: Any) -> bool:
@@ -106,14 +106,14 @@ class Sums:
             and PLAIN.issuperset([each.__class__ for each in tensors])
             and not any(each.is_nested for each in tensors)
             and bool(tensors[0].numel() >= self._least)
-            # There a row's bits may not depend on how many rows there are, as whether sums are fused does.
+            # Batch invariance: a row's bits may not depend on the number of rows, and fusing sums does.
             and not is_on()
         )
 
     def _again(self, operand: Any) -> Any:
         """Return an operand, or the same tensor as an output of its norm, whose backward kernel adds gradients."""
         x, again, state = self._summand or (None, None, None)
-        # Both lie in one memory, so that what is written there, by `.data` say, is found in either.
+        # Both share memory, so that a write to one, by `.data` say, shows in the other.
         return again if operand is x and x is not None and _state(x) == state else operand
 
     def _join(self, name: str, a: torch.Tensor, b: torch.Tensor) -> _Joined | None:
@@ -134,10 +134,10 @@ class Sums:
         return None if made is None else _Joined(*made, norm, options)
 
 
-# Blocks of which a sum and its norm found no kernel.
+# Blocks with a sum and a norm that no kernel serves.
 _unserved: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def _state(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return what changes if x becomes another tensor's: where it lies, and what autograd knows of it."""
+    """Return x's memory, layout, version and autograd state, to detect a change of x."""
     return (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version, x.requires_grad, x.grad_fn)

@@ -1,4 +1,4 @@
-"""Swapping the norms of a model for ours, in place, and back."""
+"""Swap the norms of a model for ours, in place, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 
 
-# The class a module is to have, and the attributes that class reads and the module lacks.
+# A module's new class, and the attributes that the new class reads and the module lacks.
 _Replacement = tuple[type[torch.nn.Module], dict[str, Any]]
 
 
@@ -58,7 +58,7 @@ class _Original:
     asked: bool
 
 
-# Two calls at once would each take what the other is changing for the original.
+# Two concurrent calls would each record the other's half-changed module as the original.
 _lock = fork_safe(threading.RLock())
 
 
@@ -67,49 +67,56 @@ def patch(
 ) -> Patch:
     """Swap every norm in a model that normforge computes for one of its modules, in place, and fuse adds with it.
 
-    A module keeps its identity and everything in it: only its class changes. So parameters stay the same objects
-    (optimisers keep working), hooks stay registered, a module shared by several parents is swapped for all of them,
-    and state_dicts do not change.
+    A module keeps its identity and its contents: only its class changes. Parameters stay the same objects (optimisers
+    keep working), hooks stay registered, a module shared by several parents is swapped for all of them, and
+    state_dicts do not change.
 
-    Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
-    the one call that torch's is, as timm's, also in fp32, as diffusers' `FP32LayerNorm`; and classes of any name with a
-    1-D weight or none, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of
-    Hugging Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm`, `GemmaRMSNorm` or `Llama4TextL2Norm`.
-    Which one is found by trying copies on random numbers, in training and in evaluation; epsilon may be changed
-    afterwards, under its own name, and the input may be passed by keyword, as before. Anything else that looks like a
-    norm, a subclass with a forward of its own, say, is left alone and reported.
+    `patch` swaps:
 
-    Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
-    norm of theirs directly behind the sum: one kernel then makes the sum and its norm. Which sums those are is read
-    from the forward's text. The sum is what it was, to the bit, and the norm is that of the sum as it is stored. Where
-    the forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's gradient. A
-    norm with a hook is called as without this.
+    - `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`;
+    - subclasses of these whose forward only calls torch's function, as timm's do, also in fp32, as diffusers'
+      `FP32LayerNorm` does;
+    - classes of any name with a 1-D weight or none, no bias, and `variance_epsilon` or `eps`, if their forward takes
+      one tensor and computes one of Hugging Face's formulas: `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm`,
+      `GemmaRMSNorm`, `Llama4TextL2Norm` and others. The formula is identified by running copies on random inputs, in
+      training and in evaluation. Epsilon may be changed afterwards, under its own name, and the input may be passed by
+      keyword, as before.
 
-    Fused are also norms whose result a module scales and shifts in its own forward, as transformers for diffusion do
-    (AdaLN): `self.norm(x) * (1 + scale) + shift`, or the same by a function, which is found by trying that on random
-    numbers. One kernel makes both, and rounds once; see `modulated_layer_norm`. Where it cannot, the norm is called and
-    what it returns is modulated, as without this: of x that is not (B, T, N), say, or where a hook is on the norm.
+    Other modules that look like norms, subclasses with a forward of their own for example, are left alone and reported.
+
+    `patch` fuses residual adds with norms. In any block (Hugging Face's decoder layers, timm's, torch's, your own)
+    whose forward adds and calls one of its norms directly behind the sum, one kernel computes both. The sums are found
+    in the forward's text. The sum has the same bits as before, and the norm reads the sum as it is stored. Where the
+    forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's gradient. A norm
+    with a hook is called as before.
+
+    `patch` fuses norms with the scale and shift that a module's forward applies to their result, as diffusion
+    transformers do (AdaLN): `self.norm(x) * (1 + scale) + shift`, or a function that computes the same, which is
+    identified by running it on random inputs. One kernel computes both and rounds once; see `modulated_layer_norm`.
+    Where no kernel can, the norm is called and its result is modulated as before: if x is not (B, T, N), for example,
+    or if the norm has a hook.
 
     A `torch.nn.Sequential` in which a `torch.nn.SiLU` follows a GroupNorm becomes a `GroupNormSequential`, which
-    computes both in one kernel. Wherever else a model applies SiLU behind a GroupNorm, in a forward of its own, it does
-    so still; `GroupNorm(..., activation="silu")` is for those.
+    computes both in one kernel. A SiLU that a model applies to a GroupNorm's result in its own forward is not fused;
+    use `GroupNorm(..., activation="silu")` there.
 
-    Norms that nothing calls are not computed by kernels: in evaluation without gradients a
-    `torch.nn.TransformerEncoderLayer` with batch_first may run as one operator of torch's own. Such layers are
-    reported as well; `torch.backends.mha.set_fastpath_enabled(False)` has them call their norms.
+    Kernels compute only norms that are called. In evaluation without gradients a `torch.nn.TransformerEncoderLayer`
+    with batch_first may run as one operator of torch, which bypasses its norms. Such layers are reported;
+    `torch.backends.mha.set_fastpath_enabled(False)` makes them call their norms.
 
     Args:
         model: any module, also a norm itself.
         cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
-            so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
-            by a rounding; a Llama norm then returns its input's dtype.
-        fuse: whether residual adds are fused with the norms behind them, and modulations with the norms before them,
+            so. With False the kernel multiplies in fp32 and rounds once: this takes less time and memory, and results
+            differ by a rounding; a Llama norm then returns its input's dtype.
+        fuse: whether to fuse residual adds with the norms behind them, and modulations with the norms before them,
             wherever torch.compile does not trace; and SiLU with the GroupNorm before it.
-        compile_passes: whether they are where it does, in every model of the process: `normforge.compile_passes` is
-            switched on if a norm was swapped. False leaves it as it is.
+        compile_passes: whether to fuse where torch.compile traces, in every model of the process: switches
+            `normforge.compile_passes` on if a norm was swapped. False leaves the passes unchanged.
 
     Returns:
-        What was swapped, skipped and fused, and what may pass its norms by; `print` shows it as a table.
+        A report of the modules that were swapped, skipped and fused, and of those that may bypass their norms; `print`
+        shows the report as a table.
     """
     with _lock:
         swapped, skipped, bypassed = [], [], []
@@ -124,7 +131,7 @@ def patch(
             if not _looks_like_a_norm(module):
                 continue
             with warnings.catch_warnings():
-                # A forward may warn of what only its trial has, and where warnings are errors would fail by that.
+                # A trial's inputs may make a forward warn, and fail where warnings are errors.
                 warnings.simplefilter("ignore")
                 replacement = _replacement(module, cast_before_weight)
             if isinstance(replacement, str):
@@ -156,23 +163,23 @@ def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
-    """Undo `patch`: every module that it swapped gets its class and attributes back. Others are left alone.
+    """Undo `patch`: give every swapped module its class and attributes back, and leave other modules alone.
 
-    What changed a module's class since stays: `torch.nn.utils.parametrize` and `fully_shard` derive a class from the
-    module's, and that is derived anew, from the class that the module had.
+    Later changes of a module's class stay: `torch.nn.utils.parametrize` and `fully_shard` derive a class from the
+    module's, and `unpatch` derives that class anew from the module's original class.
 
     Args:
-        model: what was patched, a part of it, or a copy.
+        model: the patched model, a part of the model, or a copy.
 
     Returns:
-        What was swapped back.
+        The modules that were swapped back.
 
     Raises:
-        PatchError: something else replaced a module's class or forward since; no module was changed.
+        PatchError: other code replaced a module's class or forward since; no module was changed.
     """
     with _lock:
         found = []
-        # Modules that share a class go on sharing one, as those under fully_shard do.
+        # Modules that share a class keep sharing a class, as under fully_shard.
         derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
         for path, module in model.named_modules():
             original = _original(module)
@@ -216,7 +223,7 @@ def _class_before(path: str, module: torch.nn.Module, original: _Original) -> ty
     return _derived(type(module), made, original.cls, what)
 
 
-# By the attribute under which a library keeps its hook of a module, how it is taken away.
+# How to remove a library's hook of a module, by the attribute that holds the hook.
 _UNHOOK = {
     "_hf_hook": "accelerate.hooks.remove_hook_from_module(model, recurse=True)",
     "_diffusers_hook": "call remove_hook(name) of each module's _diffusers_hook (group offload, layerwise casting), or "
@@ -231,7 +238,7 @@ def _derived(
     if cls is old:
         return new
     module = sys.modules.get(cls.__module__)
-    # `super()` in a method means the class that its text stands in.
+    # `super()` in a method means the class that contains the method's text.
     codes = (getattr(getattr(value, "__func__", value), "__code__", None) for value in vars(cls).values())
     bound = any(code is not None and "__class__" in code.co_freevars for code in codes)
     if bound or getattr(module, cls.__qualname__, None) is cls:
@@ -337,8 +344,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
     """Return the default options of a class's modules.
 
-    Their class has them too. But for what an instance lacks compiled code looks through the classes that it is of, in
-    each call and for each norm: 24 lines of guards, where three options of its own are 6.
+    The class has them too. For an attribute that an instance lacks, compiled code searches the instance's classes, in
+    each call and for each norm: 24 lines of guards, against 6 for three attributes of the instance.
     """
     names = ("cast", "weight_offset", "_has_x_bias", "cast_before_weight", "activation")
     return {name: getattr(cls, name) for name in names if hasattr(cls, name)}

@@ -1,11 +1,11 @@
 """Find in the text of a forward its sums, the norms called with them, and where a norm's result is scaled and shifted.
 
-The text is followed in the order in which it runs. The norm *directly behind* a sum is called before anything else that
-could run code of anybody's: between the two there are assignments of names, and look-ups of names and attributes.
+The text is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can
+run: only assignments of names, and look-ups of names and attributes, are between the two.
 
 A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift,
-scale)` by whatever function. The norm's result may have a name first, if the very next statement gives that name to
-what it makes.
+scale)` with any function. The norm's result may first be assigned to a name, if the very next statement assigns the
+modulated rows to the same name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-# From which a scope of its own begins, with other variables.
+# Nodes that begin a scope of their own.
 _SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
     *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
@@ -75,7 +75,7 @@ def sums_of(definition: ast.FunctionDef) -> tuple[Sum, ...]:
     return tuple(sums.values())
 
 
-# What runs no code that could change a tensor, once its parts have run. A look-up of an attribute is taken for one.
+# Nodes that run no code that could change a tensor, once their parts have run. Attribute look-ups are assumed harmless.
 _IDLE = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Assign, ast.Expr, ast.Return, ast.BoolOp, ast.IfExp),
     *(ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop),
@@ -144,7 +144,7 @@ class _Run:
             self._last = None
             self._values = {name: value for name, value in self._values.items() if before.get(name) is value}
         else:
-            # As if it were not taken: whoever takes it says so when it runs.
+            # Go on as if the branch were not taken; the rewritten branch calls `forget` when it runs.
             self._last, self._passed, self._values = last, [*passed, node], before
 
     def _value(self, node: ast.expr) -> object:
@@ -159,7 +159,7 @@ def _is_idle(node: ast.AST) -> bool:
 
 # Modulations
 
-# What makes up expressions that may be evaluated before the norm is called instead of after: it calls views alone.
+# Nodes of expressions that may be evaluated before the norm's call instead of after; the only calls are views.
 _QUIET = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.BinOp, ast.UnaryOp),
     *(ast.expr_context, ast.operator, ast.unaryop),

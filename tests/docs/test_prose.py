@@ -35,12 +35,9 @@ WORD = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 MOST = {
     "ahead_of_time": 30,
     "compiled": 37,
-    "integrations": 16,
     "jax": 19,
     "kernels": 65,
-    "override": 13,
     "parallel": 4,
-    "patching": 64,
     "reference": 28,
     "runtime": 26,
     "selection": 40,
