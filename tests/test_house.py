@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_785,
+    "all by hand": 14_784,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 783,
@@ -50,7 +50,7 @@ MOST_CODE_LINES = {
     "operators": 600,
     "override": 229,
     "parallel": 212,
-    "patching": 1_434,
+    "patching": 1_433,
     "reference": 661,
     "selection": 855,
     "upstream": 736,

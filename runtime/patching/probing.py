@@ -359,21 +359,6 @@ class _Trial:
             raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
         return y
 
-    def matching(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        training: bool,
-        among: set[CastOrder],
-        epsilons: set[float],
-        attributes: dict[str, Any] | None = None,
-        smallest: bool = True,
-    ) -> set[CastOrder]:
-        """Return the orders of casts that reproduce the forward's result with one of the epsilons."""
-        y = self.call(x, torch.nn.Parameter(weight), training, attributes or {})
-        atol = 0.0 if smallest else torch.finfo(y.dtype).tiny
-        return {order for order in among if any(_agree(y, _expected(order, x, weight, eps), atol) for eps in epsilons)}
-
 
 def _unshared(value: Any) -> Any:
     """Return a copy of a value that a forward might change in place."""
@@ -393,8 +378,22 @@ def _orders(
     """Return the orders of casts that reproduce a module's forward on random numbers, with one of the epsilons."""
     for x_dtype, weight_dtype, shape in probes:
         x = trial.rows.reshape(*shape, trial.rows.shape[-1]).to(x_dtype, copy=True)
-        among = trial.matching(x, trial.weight.to(weight_dtype, copy=True), training, among, epsilons, attributes)
+        weight = trial.weight.to(weight_dtype, copy=True)
+        y = trial.call(x, torch.nn.Parameter(weight), training, attributes)
+        among = _matching(y, x, weight, among, epsilons)
     return among
+
+
+def _matching(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    among: set[CastOrder],
+    epsilons: set[float],
+    atol: float = 0.0,
+) -> set[CastOrder]:
+    """Return the orders of casts by which y is the norm of x, with one of the epsilons."""
+    return {order for order in among if any(_agree(y, _expected(order, x, weight, eps), atol) for eps in epsilons)}
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor, atol: float = 0.0) -> bool:
@@ -427,7 +426,8 @@ def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
         x[-3:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan")])
         x = x.to(x_dtype)
         weight = (trial.weight / trial.weight.abs().max() * most if scale else trial.weight).to(weight_dtype)
-        if not trial.matching(x, weight, training, {order}, {eps}, smallest=False):
+        y = trial.call(x, torch.nn.Parameter(weight), training, {})
+        if not _matching(y, x, weight, {order}, {eps}, atol=torch.finfo(y.dtype).tiny):
             raise UnlikeError(
                 f"its forward computes something else than {_FORMULA} of very large or small numbers, infinities or "
                 "NaN: it may clip them"
