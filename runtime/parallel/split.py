@@ -1,4 +1,4 @@
-"""Norms of rows that are split over ranks: what is exchanged is a few numbers a row, not the rows."""
+"""Normalise rows that are split over ranks: the ranks exchange a few numbers per row, not the rows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def split_rms_norm(
 
 
 class _Told(NamedTuple):
-    """The arguments of a call besides tensors."""
+    """The arguments of a call that are not tensors."""
 
     eps: float
     centres: bool
@@ -146,7 +146,7 @@ def _of_dtensors(x: Any, vectors: dict[str, Any], eps: float, centres: bool) -> 
     as_columns[over[0]] = of_sums[over[0]] = Shard(0)
     parts = []
     for vector in vectors.values():
-        # To where it is already would have its gradient redistributed too.
+        # Redistributing to the same placements would redistribute the gradient too.
         if vector is not None and vector.placements != tuple(as_columns):
             vector = vector.redistribute(placements=as_columns)
         parts.append(None if vector is None else vector.to_local(grad_placements=of_sums))
@@ -177,7 +177,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         due = tuple(ctx.needs_input_grad[1:])
         told = (ctx.told, ctx.bias_dtype, due)
-        # Recorded only where a gradient of the gradient could be asked for.
+        # Recorded only where a second derivative could be requested.
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         return None, *compute(told, dy, *ctx.saved_tensors)
 
@@ -232,7 +232,7 @@ def _gradients(
 
 
 def _merged(x: torch.Tensor, told: _Told) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The mean (fp64; None if the norm has none) and rstd of whole rows, (..., 1), and their length."""
+    """Return the mean (fp64; None for RMSNorm) and rstd of whole rows, both (..., 1), and the length of a row."""
     rows, n = x.shape[:-1], x.shape[-1]
     if not told.centres:
         packed = torch.cat([x.square().sum(-1).flatten(), x.new_full((1,), n)])
@@ -245,7 +245,7 @@ def _merged(x: torch.Tensor, told: _Told) -> tuple[torch.Tensor | None, torch.Te
     lost = off.mean(-1) if n else near
     m2 = off.square().sum(-1) - n * lost.square()
     mine = torch.cat([near.flatten(), lost.flatten(), m2.flatten(), x.new_full((1,), n)])
-    # A place for each rank, where the others add zeros.
+    # Each rank fills one row; the other ranks add zeros to that row.
     parts = mine.new_zeros(dist.get_world_size(told.group), mine.numel())
     parts[dist.get_rank(told.group)] = mine
     dist.all_reduce(parts, group=told.group)
@@ -261,7 +261,7 @@ def _merged(x: torch.Tensor, told: _Told) -> tuple[torch.Tensor | None, torch.Te
 def _normalised(x: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor) -> torch.Tensor:
     if mean is None:
         return x * rstd
-    # What the mean loses when it is rounded to x's type is as much as the deviations of rows far from zero.
+    # For rows far from zero, rounding the mean to x's dtype loses as much as the deviations of the row.
     near = mean.to(x.dtype)
     return (x - near - (mean - near).to(x.dtype)) * rstd
 

@@ -37,7 +37,6 @@ MOST = {
     "compiled": 37,
     "jax": 19,
     "kernels": 65,
-    "parallel": 4,
     "reference": 28,
     "runtime": 26,
     "selection": 40,
