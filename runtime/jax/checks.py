@@ -15,7 +15,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def rows_of(name: str, value: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """An array of rows, of the given shape if there is one.
+    """Return an array of rows, and check its shape against `shape` unless `shape` is None.
 
     Raises:
         DTypeError: it is no array, or of a type that kernels do not take.
@@ -30,7 +30,7 @@ def rows_of(name: str, value: Any, shape: tuple[int, ...] | None = None) -> jax.
 
 
 def vector_of(name: str, value: Any, n: int) -> jax.Array:
-    """An array of one value for each column.
+    """Return an array with one value per column.
 
     Raises:
         DTypeError: as from `rows_of`.
@@ -43,7 +43,7 @@ def vector_of(name: str, value: Any, n: int) -> jax.Array:
 
 
 def number_of(name: str, value: Any, least: float = -math.inf) -> float:
-    """A finite number that the program is compiled with.
+    """Return a finite number that the program is compiled with.
 
     Raises:
         ConflictError: it is none, is less, or is known only when the program runs.

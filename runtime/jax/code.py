@@ -63,7 +63,7 @@ def load_aot(folder: str | os.PathLike[str]) -> None:
 
 
 def code_of(key: KernelKey, source: Source, target: Target) -> Code:
-    """The compiled kernel of a key.
+    """Return the compiled kernel of a key.
 
     Raises:
         AotError: the folder in use does not fit; see `load_aot`.
@@ -106,7 +106,7 @@ def _compiled(key: KernelKey, source: Source, target: Target) -> Code:
 
 
 def _checked(key: KernelKey, ptx: str, told: Mapping[str, Any]) -> Code:
-    """A kernel, if a launch of it is nothing but what jaxlib does."""
+    """Return the kernel, or raise CompileError if jaxlib cannot launch the kernel."""
     for name, plain in (
         ("num_ctas", 1),
         ("global_scratch_size", 0),

@@ -18,7 +18,7 @@ _named: ContextVar[Target | None] = ContextVar("normforge_jax_target", default=N
 
 @contextmanager
 def lower_for(arch: str, multiprocessors: int | None = None) -> Iterator[None]:
-    """A context in which what is lowered is for a GPU that need not be here.
+    """Lower for a named GPU, which this machine need not have, inside a `with` block.
 
     It goes with `jax.export.export(..., platforms=["cuda"])` and `jax.jit(...).trace(...).lower(lowering_platforms=
     ("cuda",))`. What JAX has lowered before, of the same function and shapes, it may give again.
@@ -42,7 +42,7 @@ def lower_for(arch: str, multiprocessors: int | None = None) -> Iterator[None]:
 
 
 def target() -> Target:
-    """The GPU that is lowered for.
+    """Return the GPU to lower for.
 
     Raises:
         DeviceError: none is here, and none was named.
@@ -59,6 +59,6 @@ def _here() -> Target:
             f"JAX finds no NVIDIA GPU to lower for ({error}); name one: with normforge.jax.lower_for('sm_90')"
         ) from error
     major, minor = str(device.compute_capability).split(".")
-    # Of a release that does not say how many multiprocessors there are, the usual number for the architecture.
+    # Some releases do not report the number of multiprocessors; those get the architecture's usual number.
     count = getattr(device, "core_count", None)
     return replace(named_target(f"sm_{major}{minor}", None if count is None else int(count)), plainly=True)

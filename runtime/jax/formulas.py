@@ -15,7 +15,7 @@ from .operation import NAMES, Operation
 
 
 def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
-    """The results of an operation."""
+    """Return the results of an operation."""
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}

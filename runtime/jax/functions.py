@@ -52,8 +52,8 @@ def layer_norm(
 
     Args:
         x: (..., N), float16, bfloat16 or float32.
-        weight: (N,), likewise, or None for 1.
-        bias: (N,), likewise, or None for 0.
+        weight: (N,), float16, bfloat16 or float32, or None for 1.
+        bias: (N,), float16, bfloat16 or float32, or None for 0.
         eps: added to the variance; a number, and no array that is traced.
 
     Returns:
@@ -157,7 +157,7 @@ def quantised_layer_norm(
         bias: see `layer_norm`.
         eps: see `layer_norm`.
         residual: x's shape, float16, bfloat16 or float32, added before the norm.
-        smooth_scale: (N,), likewise, of any sign, or None for 1.
+        smooth_scale: (N,), float16, bfloat16 or float32, of any sign, or None for 1.
         out_dtype: int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2.
         scale_dtype: float32, float16 or bfloat16.
 
@@ -181,7 +181,7 @@ def quantised_rms_norm(
     scale_dtype: Any = jnp.float32,
     weight_offset: float = 0.0,
 ) -> Quantised:
-    """RMSNorm of x, or of x + residual, quantised likewise; see `quantised_layer_norm` and `rms_norm`."""
+    """RMSNorm of x, or of x + residual, quantised per row; see `quantised_layer_norm` and `rms_norm`."""
     given = {"x": x, "residual": residual, "weight": weight, "smooth_scale": smooth_scale}
     return _quantised(Norm.RMS, given, eps, weight_offset, out_dtype, scale_dtype)
 
@@ -225,7 +225,7 @@ def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
 
 
 def _checked(given: Mapping[str, Any], weight_offset: float) -> Operands:
-    """The arrays that there are, of one kind inside `jax.shard_map`: each varies over the axes that any does."""
+    """Check the arrays and return them; inside `jax.shard_map` each varies over the axes of all."""
     x = rows_of("x", given["x"])
     arrays = {
         name: rows_of(name, value, x.shape) if FORWARD[name].kind is Kind.ROWS else vector_of(name, value, x.shape[-1])
@@ -238,7 +238,7 @@ def _checked(given: Mapping[str, Any], weight_offset: float) -> Operands:
 
 
 def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> tuple[Operation, list[jax.Array]]:
-    """The operation of a mode, and its operands in order."""
+    """Return the operation of a mode, and its operands in order."""
     family = family_of(mode)
     ordered = tuple(row.name for row in family.inputs if row.name in operands)
     results = {
@@ -254,7 +254,7 @@ def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float)
 
 @cache
 def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
-    """An operation as a function with a gradient; the second argument has the types of its operands."""
+    """Return an operation as a function with a gradient; `dtypes` are those of its operands."""
     own = dict(zip(op.operands, dtypes, strict=True))
     saving = replace(op, mode=replace(op.mode, save_mv=True))
     statistics = [row.name for row in op.family.results if row.name in ("mean", "rstd") and row.is_wanted(saving.mode)]

@@ -24,7 +24,7 @@ Arrays = Mapping[str, jax.Array]
 
 
 def launched(op: Operation, *operands: jax.Array) -> list[jax.Array]:
-    """The results of an operation by its kernels; there are rows.
+    """Launch the kernels of an operation on one row or more, and return the results.
 
     Raises:
         DeviceError: no GPU is here, and none was named.
@@ -115,7 +115,7 @@ def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *,
 
 
 def _dtypes(op: Operation, given: Sequence[jax.Array]) -> dict[str, Any]:
-    """The types of all tensors that there could be, by name; None of what is not there."""
+    """Return the dtypes of all tensors of the family by name; None for absent tensors."""
     dtypes: dict[str, Any] = dict.fromkeys([row.name for row in op.family.tensors])
     dtypes |= {row.name: operand.dtype for row, operand in zip(op.inputs, given, strict=True)}
     return dtypes | {name: jnp.dtype(dtype) for name, dtype in op.results}

@@ -51,12 +51,12 @@ class Operation:
 
     @cached_property
     def inputs(self) -> tuple[Parameter, ...]:
-        """The rows of its operands."""
+        """Return the family's rows of the operands."""
         return tuple(row for row in self.family.inputs if row.name in self.operands)
 
     @cached_property
     def outputs(self) -> tuple[Result, ...]:
-        """The rows of its results."""
+        """Return the family's rows of the results."""
         dtypes = dict(self.results)
         return tuple(row for row in self.family.results if row.name in dtypes)
 
@@ -71,7 +71,7 @@ class Operation:
         return {"eps": self.eps, "weight_offset": self.weight_offset}
 
     def shape_of(self, row: Parameter | Result, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an operand or a result where x has this one."""
+        """Return the shape of an operand or a result, given the shape of x."""
         return tuple({Kind.ROWS: shape, Kind.VECTOR: shape[-1:], Kind.PER_ROW: shape[:-1]}[row.kind])
 
     @property
@@ -97,7 +97,7 @@ class Operation:
 
 
 def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bool) -> Operation:
-    """The operation that computes a forward operation's gradients.
+    """Return the operation that computes the gradients of a forward operation.
 
     Args:
         forward: what was computed.

@@ -30,7 +30,7 @@ _kernels = Primitive("normforge_kernels")
 
 
 def apply(op: Operation, *operands: jax.Array) -> list[jax.Array]:
-    """The results of an operation."""
+    """Return the results of an operation."""
     return list(_norm.bind(*operands, op=op))
 
 
@@ -60,7 +60,7 @@ def _on_kernels(op: Operation, *operands: jax.Array) -> list[jax.Array]:
 
 @cache
 def _partitioned(op: Operation) -> Any:
-    """The operation on arrays that lie on several devices: each takes its rows, and sums are added up over all."""
+    """Return the operation on arrays of several devices: each device takes its rows, and sums are all-reduced."""
     function = custom_partitioning(partial(_on_kernels, op))
     letters = {Kind.ROWS: "... n", Kind.VECTOR: "n", Kind.PER_ROW: "..."}
     rule = " -> ".join(", ".join(letters[row.kind] for row in side) for side in (op.inputs, op.outputs))
@@ -98,7 +98,7 @@ def _specs(op: Operation, leading: Sequence[Any]) -> tuple[list[PartitionSpec], 
 
 
 def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
-    """The axes of a mesh that rows are split over."""
+    """Return the axes of a mesh that rows are split over."""
     axes: list[str] = []
     for entry in leading:
         axes += entry if isinstance(entry, tuple) else () if entry is None else (entry,)

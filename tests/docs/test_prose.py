@@ -35,7 +35,6 @@ WORD = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 MOST = {
     "ahead_of_time": 30,
     "compiled": 37,
-    "jax": 19,
     "kernels": 65,
     "reference": 28,
     "runtime": 26,
