@@ -1,9 +1,16 @@
-"""normforge: LayerNorm and RMSNorm kernels in Triton, generated from a manifest.
+"""Fused normalisation for PyTorch and JAX, on Triton kernels that are generated from a manifest.
 
-`layer_norm`, `rms_norm` and their fused-add forms are differentiable, with torch's signatures; `LayerNorm`, `RMSNorm`,
-`AddLayerNorm` and `AddRMSNorm` are modules of them, and `patch` swaps a model's norms for those. `layernorm2d_fwd` and
-`rmsnorm2d_fwd` run every mode of the forward kernels; `reference` holds the plain-torch oracle. `normforge.jax`, which
-has to be imported, has norms of JAX arrays.
+`layer_norm`, `rms_norm`, `add_layer_norm` and `add_rms_norm` are differentiable functions of tensors; the first two
+have the signatures of `torch.nn.functional`. `LayerNorm`, `RMSNorm`, `AddLayerNorm` and `AddRMSNorm` are the modules,
+and `patch` replaces the norms of a model by these modules. `layernorm2d_fwd` and `rmsnorm2d_fwd` run every mode of the
+forward kernels. `reference` holds the oracle, in plain torch. `normforge.jax` holds the functions of JAX arrays and
+must be imported explicitly.
+
+Example::
+
+    >>> x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    >>> weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    >>> y = normforge.rms_norm(x, (1024,), weight)
 """
 
 import sys
@@ -142,7 +149,7 @@ def start() -> None:
 
 def _is_command() -> bool:
     """Return True if this process is the `normforge` command, some of whose verbs need no torch."""
-    # While Python looks for what -m names, that stands where the program's path will.
+    # While Python looks for the module of -m, argv[0] is "-m" rather than the program's path.
     if sys.argv[:1] == ["-m"]:
         return ("-m", __name__) in pairwise(sys.orig_argv)
     return Path(next(iter(sys.argv), "")).stem == __name__

@@ -15,7 +15,7 @@ from .codegen.groups import GroupMode, mode_named
 # Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to its SOME_M, up to what an i32
 # counts, and beyond.
 ROWS = FEW, SOME, MANY, MOST = ("few", "some", "many", "most")
-# Those of common calls.
+# Classes of common calls.
 USUAL_ROWS = FEW, SOME, MANY
 # The backward kernels of modulated norms take samples of this many rows or more: for shorter samples, programs would
 # write about as much as they read.
@@ -26,7 +26,7 @@ MOST_SAMPLES = 2**15
 # of the shortest, 64 a program, may have 606208 where a multiprocessor holds as many programs as any does.
 MOST_ROWS_IN_I32 = 2**31 - 2**21
 
-# What the sizes are called of rows, and of GroupNorm.
+# Names of the sizes, of row norms and of GroupNorm.
 ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")
 
 _NAME = re.compile(r"\w+", re.ASCII)
@@ -81,7 +81,7 @@ class CallKind:
 
 
 def lines_of(kinds: Iterable[CallKind]) -> list[str]:
-    """A line of JSON for each kind, with all its classes of rows, in an order that does not depend on theirs."""
+    """Return a line of JSON per kind, with all its classes of rows, in an order independent of that of `kinds`."""
 
     def apart_from_rows(kind: CallKind) -> tuple[Any, ...]:
         return tuple(getattr(kind, each.name) for each in fields(kind) if each.name != "rows")

@@ -39,7 +39,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP4_E2M1FN: torch.float4_e2m1fn_x2,
 }
 
-# What scales of groups are stored in.
+# Dtypes of the scales of groups.
 SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
     ScaleFormat.FLOAT: torch.float32,
     ScaleFormat.UE8M0_FLOAT: torch.float32,
@@ -52,7 +52,7 @@ DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.it
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# What x may be besides, with an x_scale, in forward calls.
+# Further dtypes of x in forward calls that pass an x_scale.
 FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)
 
 
@@ -63,7 +63,7 @@ def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
 
 E = TypeVar("E", bound=Enum)
 
-# By what may stand for a member: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
+# Members by accepted argument: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
 _WORDS: dict[type[Enum], dict[str, Enum]] = {
     kind: {member.value: member for member in kind}
     for kind in (
@@ -86,7 +86,7 @@ _CODES: dict[type[Enum], dict[int, Enum]] = {
 
 
 def word(kind: type[E], argument: str, value: object) -> E:
-    """The member of `kind` that a caller means: the member itself, its word, or its integer: ck_tile's, or a size.
+    """Return the member of `kind` for a member, its word, or its integer: ck_tile's, or a size.
 
     Raises:
         ConflictError: the value is none of them.
@@ -116,7 +116,7 @@ _NUMBER = 0.25
 
 
 def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -> dict[str, Any]:
-    """The arguments of a call of a mode, by name: the words, flags and types that it is, and the tensors that it reads.
+    """Return the arguments of a call of a mode by name: its words, flags and dtypes, and the tensors the mode reads.
 
     Numbers keep their defaults, unless the mode says that there is one, and outputs are allocated.
 

@@ -86,7 +86,7 @@ class SettingError(NormforgeError, ValueError):
     """An environment variable with a value that it does not take."""
 
 
-# What is above, and nothing that it needs.
+# The classes above, without the names that the classes need.
 __all__ = [name for name, value in tuple(globals().items()) if isinstance(value, type)]
 
 

@@ -30,7 +30,7 @@ def dropout_mask(
     Args:
         shape: x's, (..., N); rows are counted over all dimensions but the last.
         dropout_p: 0 <= dropout_p < 1.
-        dropout_rng: (2,) int64: seed and offset, which stand for their unsigned 64 bits.
+        dropout_rng: (2,) int64: seed and offset, each read as an unsigned 64-bit integer.
         first_row: the number of the first row, where these are rows of a larger tensor.
 
     Returns:
@@ -50,7 +50,7 @@ def dropout_mask(
 
 
 def dropped(tensor: torch.Tensor, dropout_p: float, dropout_rng: torch.Tensor) -> torch.Tensor:
-    """A tensor with what a dropout drops set to 0 and the rest divided by 1 - dropout_p."""
+    """Set dropped elements of a tensor to 0 and divide the kept elements by 1 - dropout_p."""
     keep = dropout_mask(tensor.shape, dropout_p, dropout_rng)
     return torch.where(keep, tensor * kept_factor(dropout_p, tensor.device), 0.0)
 
@@ -80,6 +80,6 @@ def _bits(seed: torch.Tensor, offset: torch.Tensor, counter: torch.Tensor) -> to
 
 
 def _product(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 32 bits of a product of 64, which int64 has no room for."""
+    """Return the upper and lower 32 bits of an unsigned 64-bit product, which would overflow int64."""
     upper, lower = (word >> 16) * multiplier, (word & 0xFFFF) * multiplier
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _WORD

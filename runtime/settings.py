@@ -120,14 +120,14 @@ def _is_on(variable: str, meaning: str, default: str = "0") -> bool:
 
 
 def lists_us(variable: str) -> bool:
-    """SGLANG_PLUGINS or VLLM_PLUGINS: whether an engine's own list of plugins names normforge."""
+    """Return True if SGLANG_PLUGINS or VLLM_PLUGINS, an engine's list of plugins, names normforge."""
     return "normforge" in (name.strip() for name in os.environ.get(variable, "").split(","))
 
 
 def _path(variable: str, error: type[NormforgeError], replaced: str | None = None) -> Path | None:
-    """The path in a variable, or what that was replaced by, None if it is unset or empty.
+    """Return the path in a variable, or its replacement; None if the path is unset or empty.
 
-    A relative one is held against the folder in which normforge was imported, not where the process has gone since.
+    A relative path starts at the working folder of normforge's import, not at the current working folder.
 
     Raises:
         NormforgeError: the given error; there can be no such path.
@@ -158,7 +158,7 @@ def named(path: str | os.PathLike[str], error: type[NormforgeError]) -> Path:
 
 
 def contents(path: Path) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Raises:
         OSError: there is none that can be read, or it is too large to be one of normforge's.
@@ -188,7 +188,7 @@ def why_open(path: Path, owned: int) -> str | None:
             return f"{part} is a symbolic link"
         if place < owned and about.st_uid not in (os.geteuid(), _ROOT):
             return f"{part} belongs to user {about.st_uid}"
-        # Where only a file's owner may rename it, as in /tmp, the rest of the path stays what it was found to be.
+        # With the sticky bit, as in /tmp, only the owner may rename a file, so the checked parts of the path stay.
         if about.st_mode & stat.S_IWOTH and not (place and about.st_mode & stat.S_ISVTX):
             return f"{part} can be written by everybody (chmod o-w {part} ends that)"
     return None

@@ -37,7 +37,6 @@ MOST = {
     "compiled": 37,
     "kernels": 65,
     "reference": 28,
-    "runtime": 26,
     "selection": 40,
     "tools": 64,
     "upstream": 56,
