@@ -45,7 +45,7 @@ def _gated(
     if word(Gating, "gating", gating).is_before:
         return norm(x.double() * factor, fquant=fquant, out_dtype=out_dtype, **others)
     if quantises:
-        # What is behind the norm and in front of the quantisation.
+        # The gate multiplies between the norm and the quantisation, as a smooth scale does.
         return norm(x, fquant="smooth_dynamic", smooth_scale=factor, out_dtype=out_dtype, **others)
     rows = norm(x, **others)
     return rows._replace(y=(rows.z * factor).to(out_dtype), z=rows.z * factor)

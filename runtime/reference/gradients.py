@@ -104,7 +104,7 @@ def _backward(
     weighted, either = rounded_first(h, word(Cast, "cast", cast), dy.dtype, x.dtype)
     ddropped, of_ddropped = None, terms
     if dropout_rng is not None:
-        # What each element of what was dropped was multiplied by: 0 or 1 / (1 - p).
+        # The dropout's factor of each element: 0 or 1 / (1 - p).
         kept = dropout_mask(x.shape, dropout_p, dropout_rng).double() * kept_factor(dropout_p, x.device)
         ddropped, of_ddropped = dx * kept, terms * kept
     return ReferenceGradients(
@@ -127,7 +127,7 @@ def _backward(
 def rounded_first(
     h: torch.Tensor, cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The normalised row as the weight finds it; to autograd the rounding is no change.
+    """Return the normalised row that the weight multiplies; autograd sees the rounding as the identity.
 
     Args:
         h: the normalised row, in the arithmetic dtype.

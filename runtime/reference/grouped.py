@@ -80,7 +80,7 @@ def group_norm_bwd(
 
 
 def _normalised(x: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normalised values in x's shape, and a mean and rstd of each group, (samples, groups, 1)."""
+    """Return the normalised values in x's shape, and the mean and rstd per group, (samples, groups, 1)."""
     groups = x.double().reshape(x.shape[0], num_groups, -1)
     mean = groups.mean(-1, keepdim=True)
     rstd = ((groups - mean).square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -27,7 +27,7 @@ def modulated_rms_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 
 
 def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A modulation with a row for each of x's."""
+    """Repeat a modulation to one row per row of x."""
     wide = operand.double()
     if operand.dim() == 2 and x.dim() > 2:
         wide = torch.stack([row.expand(x.shape[1:]) for row in wide])
@@ -49,7 +49,7 @@ def _modulated(
     s = x.double() if gate is None else x.double() * _of_each_row(gate, x)
     residual_out, sums = None, None
     if residual is not None:
-        # Of fp32 operands a fused multiplication and addition rounds once, and the two by themselves twice.
+        # On fp32 operands a fused multiply-add rounds once; a multiplication and an addition round twice.
         error = 2.0**-23 * ((s + residual.double()).abs() + s.abs())
         s = s + residual.double()
         residual_out, sums = s.to(residual.dtype), ((s - error).to(residual.dtype), (s + error).to(residual.dtype))
@@ -114,12 +114,12 @@ def gradients(
     Args:
         dy: the gradient of y.
         rows: what was normalised: x, or residual_out.
-        scale: as the call was given it, like those that follow.
-        shift: likewise.
-        gate: likewise.
+        scale: as in the forward call.
+        shift: as in the forward call.
+        gate: as in the forward call.
         gated: x, where there is a gate.
-        weight: likewise.
-        bias: likewise.
+        weight: as in the forward call.
+        bias: as in the forward call.
         mean: of each row.
         rstd: of each row.
         dresidual_out: the gradient of residual_out.
@@ -157,7 +157,7 @@ def gradients(
 
 
 def _shared(rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The sums of rows that share one of an operand's, in its shape."""
+    """Sum the rows that share a row of an operand, in the operand's shape."""
     if operand.shape == rows.shape:
         return rows
     own = operand.dim() - 1

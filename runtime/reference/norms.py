@@ -179,7 +179,7 @@ def _sum(
     fadd: FusedAdd,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The rows that are normalised, what their terms add up to without their signs, and what is stored of them."""
+    """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows."""
     if fadd.stores and residual is not None:
         # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
         wide = torch.promote_types(residual.dtype, torch.float32)
@@ -216,13 +216,13 @@ def quantised_rows(
     """Each row quantised by its largest value, and the scales that the rows are divided by."""
     out = DTYPES[out_dtype]
     y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
-    # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
+    # A row of zeros, or a scale that fp32 cannot invert, gets scale 1.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
     return quantise(z / y_scale.to(z.dtype), out, rounding), y_scale.squeeze(-1)
 
 
 def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A scale in the type it is stored in: to nearest, and upwards where fp16 is subnormal, so that no value is cut."""
+    """Round a scale to its stored dtype: to nearest, and upwards where fp16 is subnormal, so that no value is cut."""
     if dtype is torch.float16:
         fp16 = torch.finfo(dtype)
         step = fp16.smallest_normal * fp16.eps
@@ -251,12 +251,12 @@ def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAR
     return saturated.to(TORCH_DTYPES[out])
 
 
-# What the codes of e2m1 without a sign stand for (OCP Microscaling Formats, 2023).
+# Values of the codes of e2m1 without a sign (OCP Microscaling Formats, 2023).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _nearest_fp4(ratio: torch.Tensor) -> torch.Tensor:
-    """The codes of the nearest values, of two as near the even one; NaN is 0."""
+    """Return the codes of the nearest values, the even code in a tie; NaN is 0."""
     codes = torch.zeros(ratio.shape, dtype=torch.uint8, device=ratio.device)
     for code, (below, above) in enumerate(pairwise(_FP4), start=1):
         middle = (below + above) / 2

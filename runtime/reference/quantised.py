@@ -44,11 +44,11 @@ class ReferenceQuantised(NamedTuple):
     global_scale: torch.Tensor | None = None
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """A value a group as one an element."""
+        """Repeat a value per group to one per element."""
         return values.repeat_interleave(self.size, -1)[..., : self.z.shape[-1]]
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each group's values, none of which is negative."""
+        """Return the largest value of each group; no value is negative."""
         return _in_groups(values, self.size).amax(-1)
 
 
@@ -130,12 +130,12 @@ def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:
 def scale_of(
     amax: torch.Tensor, qmax: float, kind: ScaleFormat, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The scales of some maxima, in fp32 and as they are stored; of those under a global one what they come to."""
+    """Return the scales of maxima, in fp32 and as stored; under a global scale, as `under` returns them."""
     if global_scale is not None:
         stored = (amax / qmax * global_scale.double()).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
         return under(global_scale, torch.where(amax.isfinite(), stored.double(), torch.nan))
     scale = (amax / qmax).float()
-    # What is left of zeros, and what fp32 cannot invert, is no scale.
+    # A group of zeros, or a scale that fp32 cannot invert, gets scale 1.
     scale = torch.where(scale < torch.finfo(torch.float32).smallest_normal, 1.0, scale).double()
     return next_power_of_two(scale) if kind.rounds_up else scale
 
@@ -168,5 +168,5 @@ def unswizzled(scale: torch.Tensor, m: int, groups: int) -> torch.Tensor:
 
 
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is no less than a scale; NaN of what is not finite."""
+    """Return the least power of two that is not below a scale; NaN if the scale is not finite."""
     return torch.where(scale.isfinite(), torch.exp2(scale.log2().ceil()), torch.nan)
