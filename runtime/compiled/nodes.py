@@ -1,4 +1,4 @@
-"""What a pass asks of the nodes of a partitioned graph: values, views, order, writes, and what lies in memory."""
+"""Properties of the nodes of a partitioned graph: values, views, order, writes, and what lies in memory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _OURS = "normforge"
 
 
 def value(node: Node) -> torch.Tensor:
-    """The fake tensor that a node stands for."""
+    """Return the fake tensor of a node."""
     tensor = node.meta["val"]
     assert isinstance(tensor, torch.Tensor)
     return tensor
 
 
 def is_tensor(node: object) -> TypeGuard[Node]:
-    """Whether a node's value is one tensor, and known."""
+    """Return True if a node's value is one tensor, and known."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def without_reshapes(node: Node, *others: Any) -> tuple[Node, list[Node]]:
-    """What reshapes, and other operators that are named, were made of, and they, the last one first."""
+    """Return the source below reshapes and the operators `others`, and the skipped nodes, last first."""
     passed = []
     while node.target in (*RESHAPES, *others) and isinstance(node.args[0], Node):
         passed.append(node)
@@ -50,7 +50,7 @@ def without_reshapes(node: Node, *others: Any) -> tuple[Node, list[Node]]:
 
 
 def origin(node: Node) -> Node:
-    """The tensor whose memory a node's value lies in."""
+    """Return the tensor whose memory holds a node's value."""
     while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], Node):
         if node.target not in RESHAPES and not any(
             result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns
@@ -61,7 +61,7 @@ def origin(node: Node) -> Node:
 
 
 def has_one_user(nodes: list[Node]) -> bool:
-    """Whether each of some nodes is read once, and in one place."""
+    """Return True if each node is read once, in one place."""
     return all(sum(_reads(user, node) for user in node.users) == 1 for node in nodes)
 
 
@@ -71,7 +71,7 @@ def _reads(user: Node, node: Node) -> int:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no gaps, whatever its symbolic sizes stand for."""
+    """Return True if a tensor is contiguous for all values of its symbolic sizes."""
     step, strides = 1, []
     for size in reversed(tensor.shape):
         strides.append(step)
@@ -80,7 +80,7 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def is_walkable(tensor: torch.Tensor) -> bool:
-    """Whether rows have one stride, likewise."""
+    """Return True if rows have one stride for all values of the symbolic sizes."""
     size, stride = tensor.shape, tensor.stride()
     return (
         tensor.dim() > 0
@@ -90,7 +90,7 @@ def is_walkable(tensor: torch.Tensor) -> bool:
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a node's value lies in memory as soon as it is there: Inductor fuses nothing into what computes it."""
+    """Return True if a node's value is always in memory: Inductor fuses nothing into the kernel that computes it."""
     if node.op in ("placeholder", "get_attr"):
         return True
     if node.target is operator.getitem:
@@ -103,7 +103,7 @@ def is_opaque(node: Node) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Whether a node writes to what it is given, or may."""
+    """Return True if a node writes to its arguments, or may."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         name = str(node.target)
         return "mutation" in name or "effects" in name
@@ -122,7 +122,7 @@ def _written_by(node: Node) -> Iterator[Node]:
 
 
 class Order:
-    """Where the nodes of a graph stand, and which are written to. A change of the graph makes another of it."""
+    """The order of a graph's nodes, and the written nodes. A changed graph needs a new instance."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = list(graph.nodes)
@@ -130,26 +130,26 @@ class Order:
         self.written = {origin(target) for node in self.nodes if writes(node) for target in _written_by(node)}
 
     def is_written(self, *nodes: Node) -> bool:
-        """Whether one of some tensors is written to anywhere, or copied into what is."""
+        """Return True if a tensor is written to anywhere, or copied into a written tensor."""
         return any(origin(node) in self.written or any(writes(user) for user in node.users) for node in nodes)
 
     def is_defined(self, nodes: list[Node], before: Node) -> bool:
-        """Whether nodes stand before another."""
+        """Return True if all nodes precede another."""
         return all(self.at[node] < self.at[before] for node in nodes)
 
     def is_anything_written_between(self, first: Node, last: Node) -> bool:
-        """Whether a node between two writes to anything."""
+        """Return True if a node between two nodes writes to anything."""
         return any(writes(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
 
     def is_light_between(self, first: Node, last: Node) -> bool:
-        """Whether nothing writes and no long kernel runs between two nodes.
+        """Return True if nothing writes and no long kernel runs between two nodes.
 
         What one of them keeps alive until the other then costs no memory worth the name.
         """
         return all(_is_light(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
 
     def is_in_memory(self, node: Node, reader: Node) -> bool:
-        """Whether a reader finds a value in memory, whatever Inductor fuses.
+        """Return True if a reader finds a value in memory, whatever Inductor fuses.
 
         What is not opaque becomes part of the reader's own kernel, unless some kernel between the two reads it too.
         """
