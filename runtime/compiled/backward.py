@@ -1,4 +1,4 @@
-"""What stands beside a gradient's kernel joins it: a residual's gradient, the sum of dx over rows, dy in 16 bits."""
+"""Join a gradient's kernel with the nodes beside it: a residual's gradient, the sum of dx over rows, dy in 16 bits."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def join_column_sum(graph: Graph, node: Node) -> bool:
 
 
 def _that_computes(node: Node) -> Operator | None:
-    """The backward operator whose dx, or a reshape of it, a node is, if that is read once."""
+    """Return the backward operator whose dx, possibly reshaped, a node is, if dx is read once."""
     dx, chain = without_reshapes(node)
     return _of_dx(dx) if has_one_user([dx, *chain]) else None
 
 
 def _of_dx(node: Node) -> Operator | None:
-    """The backward operator whose dx a node is, if nothing else that it returns is made of dx."""
+    """Return the backward operator whose dx a node is, if no other result is computed from dx."""
     norm = read(node.args[0]) if node.target is operator.getitem else None
     if norm is None or not norm.is_backward or norm.results.get("dx") is not node:
         return None
@@ -111,7 +111,7 @@ def _of_dx(node: Node) -> Operator | None:
 
 
 def _first_of(last: Operator) -> Operator | None:
-    """The first of a row of operators each of which adds the dx of the one before, if that adds nothing."""
+    """Return the first of a chain of operators that each add the previous dx, if the first adds nothing."""
     first = last
     while first.given.get("dresidual_out") is not None:
         before = _that_computes(first.given["dresidual_out"])
@@ -125,7 +125,7 @@ def _adds(graph: Graph, order: Order, first: Operator, last: Operator, other: No
     """Have the first of a row of operators add another gradient, so that the last returns the sum of all."""
     dtype, x = value(total).dtype, first.given["x"]
     dtypes = {value(other).dtype, first.call.dtype_of("dx"), last.call.dtype_of("dx")}
-    # What a row of them hands on is to be rounded to no other type than the sum is.
+    # A chain of operators must round each intermediate dx to the dtype of the sum.
     if value(other).dtype not in FLOATS or (first.node is not last.node and dtypes != {dtype}):
         return False
     of_one_shape = all_equal(value(other).shape, value(x).shape)
@@ -151,6 +151,6 @@ def _adds(graph: Graph, order: Order, first: Operator, last: Operator, other: No
 
 
 def _may_wait(order: Order, norm: Operator, total: Node) -> bool:
-    """Whether an operator may run where its dx is added to something rather than where it stands."""
+    """Return True if an operator may run at the addition of its dx rather than at its own position."""
     read_at = [order.at[user] for result in norm.results.values() for user in result.users]
     return order.is_light_between(norm.node, total) and min(read_at) >= order.at[total]

@@ -1,4 +1,4 @@
-"""What stands before and behind a norm joins it: a residual's addition, a bias, and a cast of y.
+"""Join the nodes before and after a norm with the norm: a residual's addition, a bias, and a cast of y.
 
 An addition joins where both operands lie in memory anyway. A tensor that Inductor computes in the addition's own
 kernel, dropout's or an activation's say, would have to be written first, and read again: that moves as many bytes as is
@@ -108,7 +108,7 @@ def join_sum(graph: Graph, node: Node) -> bool:
 
 
 def _ways(order: Order, norm: Operator, total: Node, chain: list[Node]) -> Iterator[_Joined]:
-    """The ways in which an addition can join the norm of what it adds up to."""
+    """Yield the ways in which an addition can join the norm of its sum."""
     first_user = min(total.users, key=order.at.__getitem__)
     is_read_besides = not has_one_user([total, *chain])
     dtype = value(total).dtype
@@ -146,7 +146,7 @@ def _ways(order: Order, norm: Operator, total: Node, chain: list[Node]) -> Itera
 
 
 def _without_bias(node: Node) -> tuple[Node, Node | None]:
-    """What a bias is added to, and the bias, if nothing else reads their sum."""
+    """Return the operand of a bias, and the bias, if nothing else reads their sum."""
     if node.target is ADD and has_one_user([node]) and node.kwargs.get("alpha", 1) == 1:
         for x, bias in (node.args, node.args[::-1]):
             if not is_tensor(x) or not is_tensor(bias):

@@ -19,7 +19,7 @@ from .operators import servable
 
 _log = logging.getLogger(__name__)
 
-# What joins an operator, in this order.
+# The rules, in the order in which they run.
 _RULES: tuple[Callable[..., bool], ...] = (
     forward.join_cast,
     forward.join_sum,
@@ -31,7 +31,7 @@ _RULES: tuple[Callable[..., bool], ...] = (
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as _Base
 else:
-    # Since torch 2.13 some passes are told whether a graph is one of inference. This one hands it on to them.
+    # Since torch 2.13 some passes receive `is_inference`, which this pass hands on.
     _Base = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
@@ -49,7 +49,7 @@ class FuseNeighbours(_Base):
             torch_inductor.run_pass(each, graph, is_inference)
 
     def uuid(self) -> Any | None:
-        """What Inductor's caches know this pass by; None, which they take for no cache, if another pass has none."""
+        """Return the key of this pass in Inductor's caches; None, which disables them, if another pass has no key."""
         others = [each.uuid() if hasattr(each, "uuid") else None for each in self._others()]
         return None if None in others else (_digest(), servable(), *others)
 
@@ -64,7 +64,7 @@ def fuse(graph: Graph) -> dict[str, int]:
     applied = {rule.__name__: 0 for rule in _RULES}
     for rule in _RULES:
         for node in list(graph.nodes):
-            # What a rule erased before it came to it is in the graph no more.
+            # A rule may have erased this node already.
             if not node._erased and rule(graph, node):
                 applied[rule.__name__] += 1
     if any(applied.values()):
@@ -75,7 +75,7 @@ def fuse(graph: Graph) -> dict[str, int]:
 
 @cache
 def _digest() -> str:
-    """A hash of this package's code and of what it stands on for rewriting graphs."""
+    """Return a hash of this package's code and of the interface to Inductor."""
     sources = [*Path(__file__).parent.glob("*.py"), Path(torch_inductor.__file__)]
     texts = [__version__, *[path.read_text() for path in sorted(sources)]]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -66,7 +66,7 @@ def has_one_user(nodes: list[Node]) -> bool:
 
 
 def _reads(user: Node, node: Node) -> int:
-    """In how many places a node reads another."""
+    """Return the number of places where a node reads another."""
     return sum(each is node for each in torch.utils._pytree.tree_leaves((user.args, user.kwargs)))
 
 
@@ -179,7 +179,7 @@ def _is_light(node: Node) -> bool:
 
 
 def reshape(graph: Graph, before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
-    """A tensor in another's shape, which is of these sizes."""
+    """Insert a reshape of a tensor to the shape of `like`, with `sizes` as its arguments."""
     with graph.inserting_before(before):
         made = graph.call_function(_ATEN.reshape.default, (node, list(sizes)))
     with without_guards(like):
@@ -188,7 +188,7 @@ def reshape(graph: Graph, before: Node, node: Node, sizes: Sequence[Any], like: 
 
 
 def sizes_of(graph: Graph, before: Node, node: Node) -> list[Any]:
-    """The sizes of a tensor, as arguments; nodes where they are symbolic."""
+    """Return the sizes of a tensor as arguments; symbolic sizes are nodes."""
     sizes: list[Any] = []
     for dimension, size in enumerate(value(node).shape):
         if not isinstance(size, int):
@@ -211,7 +211,7 @@ def erase(graph: Graph, *nodes: Node) -> None:
 
 
 def widened_from(node: Node) -> Node:
-    """The 16-bit tensor that a node makes fp32 of for one reader, or the node itself."""
+    """Return the 16-bit tensor that a node widens to fp32 for one reader, or the node itself."""
     source = node.args[0] if node.target is CONVERT else None
     if has_one_user([node]) and value(node).dtype is torch.float32 and is_tensor(source):
         return source if value(source).dtype in HALVES else node
@@ -219,7 +219,7 @@ def widened_from(node: Node) -> Node:
 
 
 def sum_of_two(node: Node) -> tuple[Node, Node] | None:
-    """The two tensors that a node adds up; None if it does something else.
+    """Return the two tensors that a node adds up; None if it does something else.
 
     They are of its shape, in memory of their own each, and not scaled (alpha): neither a number nor what is broadcast.
     """
@@ -236,7 +236,7 @@ def sum_of_two(node: Node) -> tuple[Node, Node] | None:
 
 
 def summed_over_rows(node: Node) -> Node | None:
-    """The tensor that a node adds up over all dimensions but the last; None if it does something else."""
+    """Return the tensor that a node adds up over all dimensions but the last; None if it does something else."""
     if node.target is not _ATEN.sum.dim_IntList or not is_tensor(node) or not is_tensor(node.args[0]):
         return None
     given: tuple[Any, ...] = node.args
@@ -246,7 +246,7 @@ def summed_over_rows(node: Node) -> Node | None:
 
 
 def zeros(graph: Graph, n: int, like: torch.Tensor) -> Node:
-    """A row of zeros of another tensor's type: one for all that ask, before anything else that is computed."""
+    """Return a row of zeros of another tensor's dtype, shared by all callers, at the start of the graph."""
     asked: dict[str, Any] = {"dtype": like.dtype, "layout": torch.strided, "device": like.device}
     known: list[Node] = [node for node in graph.nodes if node.meta.get("normforge_zeros") == (n, asked)]
     if known:

@@ -41,12 +41,12 @@ class Operator:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes gradients."""
+        """Return True if the operator computes gradients."""
         return self.call.mode.is_backward
 
 
 def read(node: object) -> Operator | None:
-    """The operator that a node is; None if it is none, or is used as none of ours is."""
+    """Return the operator of a node; None for other nodes and for unknown uses of the results."""
     if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
         return None
     function = node.target._schema.name.removeprefix("normforge::")
@@ -67,7 +67,7 @@ def read(node: object) -> Operator | None:
 
 
 def checked(old: Operator, given: Mapping[str, Any]) -> Call | None:
-    """The call that an operator would make of other arguments, or None.
+    """Return the call of an operator on other arguments, or None.
 
     It is None where the operator lacks one of the arguments, or where that call is illegal, would round in other places
     than the operator does, or is served by no kernel of a process that may make none.
@@ -102,7 +102,7 @@ def insert(graph: Graph, old: Operator, given: Mapping[str, Any], call: Call, be
 
 
 def _describe(node: Node, made: Mapping[str, torch.Tensor]) -> None:
-    """Tell Inductor what an operator returns, and what it is given, whose strides are kept as they are told here."""
+    """Set the fake results of an operator, and the fake arguments, whose strides Inductor keeps."""
     given = torch.fx.map_arg(node.args, lambda each: each.meta["val"])
     node.meta |= {"val": list(made.values()), "eager_input_vals": (given, {})}
 
@@ -112,7 +112,7 @@ def _arguments(function: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _results(call: Call) -> dict[str, torch.Tensor]:
-    """What an operator returns, of fake tensors, by name."""
+    """Return the fake results of an operator by name."""
     with without_guards(call.x):
         made = results_of(call, call.x.new_empty)
     named = zip([row.name for row in call.function.family.results], made, strict=True)
@@ -120,7 +120,7 @@ def _results(call: Call) -> dict[str, torch.Tensor]:
 
 
 def servable() -> tuple[Any, ...]:
-    """The kernels that there are, where no others may be made: rewriting depends on that beside the graph."""
+    """Return the loaded kernels if no others may be made: rewriting depends on these as well as on the graph."""
     if settings.generates() and not settings.frozen():
         return ()
     return tuple(sorted((entry.mode, entry.first, entry.last or 0) for entry in dispatch.loaded()))
@@ -138,13 +138,13 @@ def _checked(function: str, given: Mapping[str, Any]) -> Call | None:
 
 
 def _rounds_first_to(call: Call) -> torch.dtype | None:
-    """What rows are rounded to before they are multiplied by the weight."""
+    """Return the dtype that rows are rounded to before the weight multiplies them."""
     dy = call.given.get("dy")
     return rounded_to(call.mode.cast, call.dtype_of("y") or (call.x if dy is None else dy).dtype, call.x.dtype)
 
 
 def _is_served(call: Call) -> bool:
-    """Whether a kernel is there, or may be made and compiled when the graph runs."""
+    """Return True if a kernel exists, or may be made and compiled when the graph runs."""
     if settings.generates() and not settings.frozen():
         return True
     return isinstance(call.n, int) and dispatch.loaded().find(call.mode.name, call.n) is not None

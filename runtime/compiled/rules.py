@@ -62,11 +62,11 @@ LEAST_ELEMENTS = 1 << 22
 
 
 def is_left_to_inductor(norm: str, x: torch.Tensor, shape: tuple[int, ...], *, scaled: bool) -> bool:
-    """Whether a norm over some dimensions of x stays torch's where it is compiled, with the passes on."""
+    """Return True if a compiled norm over some dimensions of x stays torch's, with the passes on."""
     # The blocks of Inductor's kernels follow from M.
     if not is_enabled() or is_on():
         return False
-    # Of a size that varies nothing is asked, which would compile it anew beyond the limit.
+    # A varying size gets no guard, which would recompile the graph at the limit.
     if known_to_hold(x.numel() < LEAST_ELEMENTS):
         return True
     n, recorded = math.prod(shape), torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Whether torch.compile's graphs are rewritten: for the process, and within a `with`."""
+"""Switch the rewriting of torch.compile's graphs: for the process, and within a `with`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..upstream import torch_inductor
 
 _lock = fork_safe(threading.RLock())
 _enabled = False
-# Whether it was switched on before Inductor was imported: see `settle`.
+# True if switched on before Inductor was imported: see `settle`.
 _waits = False
 _said = False
 
@@ -21,7 +21,7 @@ class compile_passes:
     """Have torch.compile join normforge's operators with what stands beside them in a graph, or not.
 
     A residual's addition before a norm becomes part of its kernel, whose sum replaces the addition's for all readers;
-    backward the residual's gradient is added where dx is computed; a cast of y, and a bias on x, join likewise.
+    backward the residual's gradient is added where dx is computed; a cast of y, and a bias on x, join as well.
 
     Called, it holds for the whole process from then on. In a `with` it holds until that ends. It decides about graphs
     that are compiled from then on, with the backend "inductor"; what was compiled before stays what it was. Passes
@@ -48,7 +48,7 @@ class compile_passes:
 
 
 def is_enabled() -> bool:
-    """Whether graphs are rewritten that are compiled now, if this torch is known."""
+    """Return True if graphs that are compiled now are rewritten, given a known release of torch."""
     return _enabled
 
 
