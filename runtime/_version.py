@@ -1,3 +1,3 @@
 """The version, in the one place that states it; packaging reads it without importing the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
