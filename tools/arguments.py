@@ -8,19 +8,27 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ahead_of_time.modes_and_sizes import GroupShape, pairs_of, pairs_served
 from ..call_kinds import ROWS, USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.command import Parser, options_given
 from ..codegen.instance import ANY
+from ..codegen.manifest import load
+from ..codegen.model import Mode
 from ..codegen.tile_tables import is_architecture
 from ..codegen.values import INPUT_DTYPES
-from ..kernels.gpu import ARCHITECTURES
+from ..errors import ConflictError, MissingInstanceError
+from ..kernels.gpu import ARCHITECTURES, named_target
+from ..selection import dispatch
+from ..selection.recorded import recordings
 
 if TYPE_CHECKING:
+    from ..ahead_of_time.modes_and_sizes import Pair
     from ..ahead_of_time.row_places import Asked, Steps
 
 ABSENT = "none"
@@ -191,6 +199,8 @@ def _check_warmup(parser: Parser, given: argparse.Namespace) -> argparse.Namespa
     _check_compilations(parser, given)
     if given.arch is not None and not given.list:
         parser.error(f"--arch {given.arch} goes with --list; to compile for a GPU that is not here: normforge aot")
+    given.target = None if given.arch is None else named_target(given.arch)
+    given.pairs = _pairs(given)
     return given
 
 
@@ -230,6 +240,12 @@ def _check_aot(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
     given.arch = tuple(dict.fromkeys(given.arch))
     if len(given.arch) > 1 and given.multiprocessors is not None:
         parser.error("--multiprocessors is of one GPU, and --arch names several; compile for them one by one")
+    for_jax = given.framework == "jax"
+    given.targets = [replace(named_target(arch, given.multiprocessors), plainly=for_jax) for arch in given.arch]
+    for target in given.targets:
+        if for_jax and not target.is_nvidia:
+            raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
+    given.pairs = _pairs(given)
     return given
 
 
@@ -312,6 +328,33 @@ def _check_compilations(parser: Parser, given: argparse.Namespace) -> argparse.N
             "recorded: --recorded FILE"
         )
     return given
+
+
+def _pairs(given: argparse.Namespace) -> list[Pair]:
+    """Return the modes and sizes that arguments name, none beside recordings; load the table that --instances names.
+
+    Raises:
+        NormforgeError: there is no such table, recording, manifest or mode.
+    """
+    if given.instances is not None:
+        dispatch.load_instances(given.instances)
+    if given.recorded is not None:
+        recordings(given.recorded)
+        return []
+    if given.manifest is None:
+        return pairs_of(given.n, given.modes or None, given.shape)
+    return _manifest(given.manifest, given.n, tuple(map(GroupShape.parse, given.shape)))
+
+
+def _manifest(path: Path, lengths: Sequence[int], shapes: Sequence[GroupShape]) -> list[Pair]:
+    instances = load(path).instances
+    for n in lengths:
+        if not any(n in instance.bucket for instance in instances if isinstance(instance.mode, Mode)):
+            raise MissingInstanceError(
+                f"no instance of {path} serves N = {n}; leave it out of --n, or add its bucket to the manifest"
+            )
+    modes = [(instance.mode, instance.bucket.__contains__) for instance in instances]
+    return pairs_served(modes, lengths, shapes, str(path))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

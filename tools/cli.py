@@ -35,7 +35,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "run": Verb("run one problem, check it against the reference and time it", ".run_options:parser", ".run:main"),
-    "list": Verb("print the dispatch table in use", ".arguments:listing", ".list_instances:main"),
+    "list": Verb("print the dispatch table in use", ".arguments:listing", ".list_instances:main", makes_calls=False),
     "generate": Verb(
         "generate kernels from a manifest", "..codegen.cli:parser", "..codegen.cli:carry_out", makes_calls=False
     ),

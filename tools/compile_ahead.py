@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -13,27 +12,20 @@ from ..ahead_of_time import warmup as ahead
 from ..ahead_of_time.build import build
 from ..ahead_of_time.compile_keys import (
     CompileKey,
-    Pair,
     find_target,
     gpu,
     keys_of,
-    pairs_of,
-    pairs_served,
     recorded_keys_for,
 )
-from ..ahead_of_time.group_shapes import GroupShape
 from ..ahead_of_time.stand_ins import Deployment, Kind
 from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
-from ..codegen.manifest import load
-from ..codegen.model import Mode
 from ..codegen.values import DType
 from ..dtypes import TORCH_DTYPES
-from ..errors import AotError, ConflictError, MissingInstanceError
-from ..kernels.gpu import Target, interpreting, named_target
+from ..errors import AotError
+from ..kernels.gpu import Target, interpreting
 from ..kernels.key import KernelKey
 from ..kernels.strides import strides_told
-from ..selection import dispatch
 from .arguments import ABSENT
 
 
@@ -43,7 +35,7 @@ def warmup(given: argparse.Namespace) -> int:
     Raises:
         NormforgeError: see `normforge.warmup`; also for what the arguments name and is not there.
     """
-    keys = _keys(given, find_target(given.arch))
+    keys = _keys(given, given.target or find_target(None))
     if given.list:
         print(_table(keys))
         return 0
@@ -60,14 +52,10 @@ def aot(given: argparse.Namespace) -> int:
     """
     if interpreting():
         raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
-    for_jax = given.framework == "jax"
-    targets = [replace(named_target(arch, given.multiprocessors), plainly=for_jax) for arch in given.arch]
-    for target in targets:
-        if for_jax and not target.is_nvidia:
-            raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
-    for target in targets:
+    for target in given.targets:
         keys = _keys(given, target)
-        out: Path = given.out / target.arch if len(targets) > 1 else given.out
+        out: Path = given.out / target.arch if len(given.targets) > 1 else given.out
+        for_jax = given.framework == "jax"
         built = build(keys, target, out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
         print(
             f"{len(keys)} kernels for {target.arch} in {out}: {built.compiled} compiled, {built.kept} unchanged, "
@@ -77,13 +65,11 @@ def aot(given: argparse.Namespace) -> int:
 
 
 def _keys(given: argparse.Namespace, target: Target) -> list[CompileKey]:
-    """The compilations that parsed arguments ask for.
+    """Return the compilations that parsed arguments ask for.
 
     Raises:
-        NormforgeError: there is no such table, manifest or mode.
+        NormforgeError: a recording cannot be read, or the arguments are not those of any call.
     """
-    if given.instances is not None:
-        dispatch.load_instances(given.instances)
     if given.recorded is not None:
         return recorded_keys_for(given.recorded, target, given.rows)
     deployment = Deployment(
@@ -98,11 +84,7 @@ def _keys(given: argparse.Namespace, target: Target) -> list[CompileKey]:
         rows=given.rows or USUAL_ROWS,
         y_dtypes=_kinds(given.y),
     )
-    if given.manifest is None:
-        pairs = pairs_of(given.n, given.modes or None, given.shape)
-    else:
-        pairs = _manifest(given.manifest, given.n, tuple(map(GroupShape.parse, given.shape)))
-    return keys_of(pairs, target, deployment)
+    return keys_of(given.pairs, target, deployment)
 
 
 def _kinds(words: Iterable[str]) -> tuple[Kind, ...]:
@@ -138,14 +120,3 @@ def _operands(key: KernelKey) -> str:
 def _constants(key: KernelKey) -> str:
     constants = [(name, value) for name, value in key.arguments if isinstance(value, int) and name != "N"]
     return " ".join(f"{name}={value}" for name, value in (*constants, *key.options))
-
-
-def _manifest(path: Path, lengths: Sequence[int], shapes: Sequence[GroupShape]) -> list[Pair]:
-    instances = load(path).instances
-    for n in lengths:
-        if not any(n in instance.bucket for instance in instances if isinstance(instance.mode, Mode)):
-            raise MissingInstanceError(
-                f"no instance of {path} serves N = {n}; leave it out of --n, or add its bucket to the manifest"
-            )
-    modes = [(instance.mode, instance.bucket.__contains__) for instance in instances]
-    return pairs_served(modes, lengths, shapes, str(path))

@@ -5,30 +5,25 @@ They are derived by the code that derives those of calls: each is the key of a c
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from itertools import product
 from typing import Any
 
 import torch
 
 from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
-from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
-from ..codegen.legal import legal_modes
-from ..codegen.model import Mode
-from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
+from ..codegen.groups import AnyMode, GroupMode
+from ..errors import ConflictError, DeviceError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
-from .group_shapes import GroupShape, fitting, launches, trained
+from .modes_and_sizes import GroupShape, Pair, listed, pairs_of
 from .recorded import launchers_of, recorded_kinds
 from .row_places import Asked
-from .stand_ins import Deployment, Kind, classes_of_rows, plans
+from .stand_ins import Deployment, Kind, classes_of_rows, launches, plans, trained
 
 
 @dataclass(frozen=True)
@@ -122,16 +117,16 @@ def compile_keys(
         DeviceError: there is no GPU, and arch does not say what to compile for.
     """
     deployment = Deployment(
-        weight_dtypes=_listed("weight_dtypes", weight_dtypes),
-        bias_dtypes=None if bias_dtypes is None else _listed("bias_dtypes", bias_dtypes),
-        residual_dtypes=_listed("residual_dtypes", residual_dtypes),
-        smooth_dtypes=_listed("smooth_dtypes", smooth_dtypes),
-        dy_dtypes=_listed("dy_dtypes", dy_dtypes),
-        wants=None if wants is None else _listed("wants", wants),
-        row_strides=_listed("row_strides", row_strides),
-        misaligned=_listed("misaligned", misaligned),
-        rows=_listed("rows", rows),
-        y_dtypes=_listed("y_dtypes", y_dtypes),
+        weight_dtypes=listed("weight_dtypes", weight_dtypes),
+        bias_dtypes=None if bias_dtypes is None else listed("bias_dtypes", bias_dtypes),
+        residual_dtypes=listed("residual_dtypes", residual_dtypes),
+        smooth_dtypes=listed("smooth_dtypes", smooth_dtypes),
+        dy_dtypes=listed("dy_dtypes", dy_dtypes),
+        wants=None if wants is None else listed("wants", wants),
+        row_strides=listed("row_strides", row_strides),
+        misaligned=listed("misaligned", misaligned),
+        rows=listed("rows", rows),
+        y_dtypes=listed("y_dtypes", y_dtypes),
     )
     return keys_of(pairs_of(n, modes, shapes), find_target(arch, multiprocessors, device), deployment)
 
@@ -169,16 +164,12 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
-# A mode of rows with their length, or GroupNorm's with a shape.
-Pair = tuple[Mode, int] | tuple[GroupMode, GroupShape]
-
-
 def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
     """The keys of modes at row lengths and shapes; see `compile_keys`."""
     found: dict[KernelKey, CompileKey] = {}
-    listed = list(pairs)
-    saving = trained(mode for mode, _ in listed if isinstance(mode, GroupMode))
-    for mode, size in listed:
+    sized = list(pairs)
+    saving = trained(mode for mode, _ in sized if isinstance(mode, GroupMode))
+    for mode, size in sized:
         if isinstance(mode, GroupMode):
             assert isinstance(size, GroupShape)
             if target.plainly:
@@ -236,9 +227,9 @@ def recorded_keys_for(
 ) -> list[CompileKey]:
     """Return `recorded_keys` for a known GPU."""
     files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
-    classes = None if rows is None else classes_of_rows(_listed("rows", rows))
+    classes = None if rows is None else classes_of_rows(listed("rows", rows))
     found: dict[KernelKey, CompileKey] = {}
-    for kind in recorded_kinds(_listed("recorded", files), classes):
+    for kind in recorded_kinds(listed("recorded", files), classes):
         for entry, launcher in launchers_of(kind, target):
             _add(found, launcher, kind.n, entry.name, kind.rows)
     return list(found.values())
@@ -254,100 +245,3 @@ def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instanc
         tuple(dict.fromkeys((*classes, *([rows] if rows else ())))),
         launcher.kernel,
     )
-
-
-def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    listed = tuple(values)
-    if not listed:
-        raise ConflictError(f"{name} is empty, which leaves no call to compile for; leave it out, or say something")
-    return listed
-
-
-def _lengths(n: Iterable[int]) -> tuple[int, ...]:
-    lengths = tuple(n)
-    for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ShapeError(f"n has {length!r}, which is no row length; it takes whole numbers from 1")
-    return tuple(dict.fromkeys(lengths))
-
-
-def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: Iterable[str] = ()) -> list[Pair]:
-    """Modes at row lengths, and GroupNorm's at shapes; see `compile_keys`."""
-    lengths, sizes = _lengths(n), tuple(dict.fromkeys(map(GroupShape.parse, shapes)))
-    if not lengths and not sizes:
-        raise ConflictError(
-            "n is empty, which leaves no call to compile for; pass row lengths, or shapes of GroupNorm's x"
-        )
-    if modes is None:
-        return pairs_served([(mode_named(entry.mode), entry.serves) for entry in dispatch.loaded()], lengths, sizes)
-    named = _named(_listed("modes", modes), bool(lengths), bool(sizes))
-    rows = [mode for mode in named if isinstance(mode, Mode)]
-    groups = [mode for mode in named if isinstance(mode, GroupMode)]
-    for given, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
-        if given and not there:
-            raise ConflictError(f"{what}, and modes has none of those; leave it out, or name such modes")
-    return [*product(rows, lengths), *fitting(groups, sizes)]
-
-
-def pairs_served(
-    modes: Iterable[tuple[AnyMode, Callable[[int], bool]]],
-    lengths: Iterable[int],
-    shapes: Iterable[GroupShape],
-    where: str = "",
-) -> list[Pair]:
-    """Modes, of which it is known what lengths they serve, at those of some lengths and shapes.
-
-    Raises:
-        MissingInstanceError: none serves one of the shapes.
-    """
-    known = list(modes)
-    found: list[Pair] = [
-        (mode, length) for length in lengths for mode, serves in known if isinstance(mode, Mode) and serves(length)
-    ]
-    for shape in shapes:
-        serving = [mode for mode, serves in known if isinstance(mode, GroupMode) and serves(shape.n)]
-        if not serving:
-            raise MissingInstanceError(
-                f"no instance of {where or dispatch.loaded().where} is GroupNorm's of groups of {shape.n} elements, "
-                f"as {shape} has; name modes, gn_fwd_bf16 say, or leave it out"
-            )
-        found += fitting(serving, [shape])
-    return found
-
-
-def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) -> tuple[AnyMode, ...]:
-    found: dict[AnyMode, None] = {}
-    for mode in modes:
-        try:
-            named: list[AnyMode] = [mode_named(name) for name in _matching(mode)] if isinstance(mode, str) else [mode]
-        except IllegalCombinationError as error:
-            near = difflib.get_close_matches(str(mode), _legal(), n=3, cutoff=0.0)
-            raise MissingInstanceError(
-                f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
-                f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
-            ) from error
-        asked = mode if isinstance(mode, str) else mode.name
-        # Of a glob that names both, those count of which sizes are given.
-        if not has_shapes and all(isinstance(each, GroupMode) for each in named):
-            raise ConflictError(
-                f"modes has {asked!r}, and kernels of GroupNorm depend on channels and positions, which no row length "
-                "says; pass x's shape and groups: shapes=['2x320x64x64/32'], or --shape 2x320x64x64/32"
-            )
-        if not has_lengths and all(isinstance(each, Mode) for each in named):
-            raise ConflictError(f"modes has {asked!r}, of rows, and n no length of those; pass n=[4096], or --n 4096")
-        found.update(dict.fromkeys(named))
-    return tuple(found)
-
-
-def _matching(name: str) -> list[str]:
-    """Return the modes that match a name or a glob: those of the table in use, or else of GroupNorm."""
-    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
-    for names in (present, [mode.name for mode in group_modes()]):
-        if found := [each for each in names if fnmatchcase(each, name)]:
-            return found
-    # A name that is none of the table's is generated on demand, or refused, as for a call.
-    return [name]
-
-
-def _legal() -> list[str]:
-    return [*(mode.name for mode in legal_modes()), *(mode.name for mode in group_modes())]

@@ -21,7 +21,7 @@ from ..selection import dispatch
 from ..selection.batch import batch_invariant
 from ..selection.recorded import recordings
 from ..selection.table import Entry
-from .group_shapes import samples_of
+from .modes_and_sizes import samples_of
 
 
 def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:

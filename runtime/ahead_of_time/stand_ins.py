@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
-from .. import call_kinds
+from ..call_kinds import ROWS
 from ..calls.check import check
 from ..calls.plan import Plan
 from ..calls.row_gradients import call_of
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
+from ..codegen.groups import GroupMode
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FAMILIES, family_of
+from ..codegen.values import Direction
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES, arguments_of
 from ..errors import ConflictError
+from ..families.group.row import call_in_memory, slots_of
+from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
+from ..kernels.launcher import Launcher
+from .modes_and_sizes import GroupShape
 from .row_places import Asked, RowPlaces
 
 # What `compile_keys` takes for a tensor's type: a dtype, x's (`Mode.operand_dtype`), or, where it may be left out, that
 # it is.
 Kind = torch.dtype | str | None
-
-# Classes of M.
-FEW, SOME, MANY, MOST = ROWS = call_kinds.ROWS
 
 
 def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
@@ -209,3 +212,57 @@ class _Calls:
 
 def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
     return kind if isinstance(kind, torch.dtype) else TORCH_DTYPES[mode.operand_dtype]
+
+
+def launches(
+    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
+) -> Iterator[tuple[str, str, Launcher]]:
+    """Yield what calls of a mode launch: the instance, the class of the number of groups, and a launcher.
+
+    Args:
+        mode: theirs.
+        shape: of their x.
+        target: the GPU.
+        deployment: what else they bring.
+        trained: whether some of a forward mode save statistics, for a backward pass.
+    """
+    for plan in _group_plans(mode, shape, target, deployment, trained=trained):
+        for word, samples in shape.batches(plan.entry, deployment.rows).items():
+            for launcher in plan.prepared(samples * shape.groups).launchers:
+                yield plan.entry.name, word, launcher
+
+
+def _group_plans(
+    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
+) -> Iterator[Plan]:
+    """Yield a plan for each combination of what calls may bring."""
+    size, own = (shape.channels, shape.groups, shape.positions), TORCH_DTYPES[mode.dtype_in]
+
+    def dtype(kind: Kind) -> torch.dtype | None:
+        return own if kind == SAME else kind if isinstance(kind, torch.dtype) else None
+
+    def plan(dtypes: Mapping[str, torch.dtype | None], names: Collection[str], due: dict[str, torch.dtype]) -> Plan:
+        there = {name: kind for name, kind in dtypes.items() if kind is not None}
+        tensors = {name: torch.empty(0, dtype=kind, device="cpu") for name, kind in there.items()}
+        call = call_in_memory(mode, size, tensors, due)
+        return Plan(call, slots_of(call, names), target)
+
+    for weight, names in product(map(dtype, deployment.weight_dtypes), deployment.misaligned):
+        for bias in [weight] if deployment.bias_dtypes is None else map(dtype, deployment.bias_dtypes):
+            dtypes = {"x": own, "weight": weight, "bias": bias}
+            if mode.is_backward:
+                vectors = {"dweight": weight, "dbias": bias}
+                for dy, wants in product(map(dtype, deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
+                    due = {name: kind for name, kind in vectors.items() if kind is not None and name in wants}
+                    if due or "dx" in wants:
+                        yield plan({"dy": dy, **dtypes}, names, {"dx": own, **due})
+                continue
+            for y, saves in product(map(dtype, deployment.y_dtypes), (False, True) if trained else (False,)):
+                assert y is not None
+                saved = dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)
+                yield plan(dtypes, names, {"y": y, **saved})
+
+
+def trained(modes: Iterable[GroupMode]) -> frozenset[GroupMode]:
+    """The forward modes of the backward ones among some."""
+    return frozenset(replace(mode, direction=Direction.FORWARD) for mode in modes if mode.is_backward)

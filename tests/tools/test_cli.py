@@ -655,7 +655,13 @@ def test_without_a_gpu_make_says_so_in_one_sentence(
 ) -> None:
     (tmp_path / "ready").touch()
     done = subprocess.run(
-        ["make", "-s", target, f"READY={tmp_path / 'ready'}", f"BIN={Path(sys.executable).parent}"],
+        [
+            "make",
+            "-s",
+            target,
+            *(f"{name}={tmp_path / 'ready'}" for name in ("RUNTIME", "READY")),
+            f"BIN={Path(sys.executable).parent}",
+        ],
         cwd=repository,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -735,11 +741,30 @@ REFUSED = [
     ["warmup", "--n", "64", "--row-stride", "80y2"],
     ["aot", "--n", "64", "--out", "kernels"],
     ["aot", "--n", "64", "--arch", "sm_90", "--out", "kernels", "--weight", "fp61"],
+    ["list", "nonsense"],
+]
+# Arguments that the parser takes, and a table, a file or an architecture refuses.
+AOT = ["aot", "--out", "kernels", "--arch"]
+REFUSED_LATER = [
+    [*AOT, "sm_9000000000", "--n", "64"],
+    [*AOT, "sm_90", "--n", "64", "--multiprocessors", "0"],
+    [*AOT, "gfx942", "--n", "64", "--for", "jax"],
+    [*AOT, "sm_90", "--n", "64", "nonsense"],
+    [*AOT, "sm_90", "--n", "64", "--manifest", "no.yaml"],
+    [*AOT, "sm_90", "--n", "64", "--instances", "none"],
+    [*AOT, "sm_90", "--recorded", "no.yaml"],
+    ["warmup", "--list", "--arch", "nonsense", "--n", "64"],
+    ["warmup", "--n", "64", "gn_fwd_bf16"],
+    ["warmup", "--shape", "2x3/7"],
+    ["merge", "no.yaml", "--out", "merged.yaml"],
+    ["generate", "--manifest", "no.yaml"],
 ]
 
 
 @pytest.mark.parametrize(
-    ("argv", "status"), [*(([verb, "-h"], 0) for verb in VERBS), *((argv, 2) for argv in REFUSED)], ids=str
+    ("argv", "status"),
+    [*(([verb, "-h"], 0) for verb in VERBS), *((argv, 2) for argv in (*REFUSED, *REFUSED_LATER))],
+    ids=str,
 )
 def test_help_and_refusals_import_no_torch(argv: list[str], status: int) -> None:
     """Importing torch takes from 3 seconds to half a minute."""
@@ -748,11 +773,12 @@ import sys
 sys.modules["torch"] = None  # Importing it now fails.
 sys.argv = ["normforge"]
 from normforge.tools.cli import main
-main({argv!r})
+sys.exit(main({argv!r}))
 """
     done = python(code, TRITON_INTERPRET=None)
     assert done.returncode == status, done.stderr
-    assert f"usage: normforge {argv[0]}" in done.stdout + done.stderr
+    start = f"normforge {argv[0]}: error: " if argv in REFUSED_LATER else f"usage: normforge {argv[0]}"
+    assert start in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "listed-groups-are-never-trained",
         "compile_keys: kernels of GroupNorm that save statistics are not listed",
-        "runtime/ahead_of_time/group_shapes.py",
+        "runtime/ahead_of_time/stand_ins.py",
         "(False, True) if trained else (False,)",
         "(False,)",
         (f"{_SHAPES}::test_what_is_listed_is_what_calls_launch",),
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "listed-groups-leave-sums-where-they-are",
         "compile_keys: the kernel that adds up GroupNorm's partial sums is not listed",
-        "runtime/ahead_of_time/group_shapes.py",
+        "runtime/ahead_of_time/stand_ins.py",
         "plan.prepared(samples * shape.groups).launchers:",
         "[step.launcher for step in plan.prepared(samples * shape.groups).steps]:",
         (f"{_SHAPES}::test_what_is_listed_is_what_calls_launch",),
@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "listed-groups-are-few",
         "compile_keys: any number of GroupNorm's samples is taken for few",
-        "runtime/ahead_of_time/group_shapes.py",
+        "runtime/ahead_of_time/modes_and_sizes.py",
         "m // groups for word, m in entry.least_rows(groups)",
         "m for word, m in entry.least_rows()",
         (f"{_SHAPES}::test_any_number_of_samples_is_one_of_each_class",),

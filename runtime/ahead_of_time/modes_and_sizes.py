@@ -1,0 +1,221 @@
+"""The modes and sizes that a deployment names: row lengths of modes of rows, and shapes of GroupNorm's x.
+
+Imports no torch, so that the command line refuses names and sizes at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from math import prod
+from typing import Any
+
+from ..call_kinds import FEW, MANY, MOST, ROWS, SOME
+from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
+from ..codegen.legal import legal_modes
+from ..codegen.model import Mode
+from ..errors import ConflictError, IllegalCombinationError, MissingInstanceError, ShapeError
+from ..selection import dispatch
+from ..selection.table import Entry
+
+_WRITTEN = re.compile(r"(\*|[1-9]\d*)((?:x[1-9]\d*)+)/([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """A shape of x, and its groups.
+
+    Attributes:
+        samples: how many there are; None is any number.
+        channels: of x.
+        space: the sizes of what follows: none of (B, C).
+        groups: of a sample.
+    """
+
+    samples: int | None
+    channels: int
+    space: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def parse(cls, text: object) -> GroupShape:
+        """Parse a shape such as 2x320x64x64/32, or *x320x64x64/32 for any number of samples.
+
+        Raises:
+            ShapeError: it is written otherwise, or the groups do not divide the channels.
+        """
+        found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ShapeError(
+                f"shapes has {text!r}; it takes x's shape and how many groups a sample has, '2x320x64x64/32' say, or "
+                "'*x320x64x64/32' for any number of samples"
+            )
+        samples, sizes, groups = found[1], [int(size) for size in found[2][1:].split("x")], int(found[3])
+        if sizes[0] % groups:
+            raise ShapeError(f"shapes has {text!r}, and {groups} groups do not divide {sizes[0]} channels")
+        return cls(None if samples == "*" else int(samples), sizes[0], tuple(sizes[1:]), groups)
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, ("*" if self.samples is None else self.samples, self.channels, *self.space)))
+        return f"{sizes}/{self.groups}"
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of a channel."""
+        return prod(self.space)
+
+    @property
+    def n(self) -> int:
+        """How many elements a group has."""
+        return self.channels // self.groups * self.positions
+
+    def batches(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
+        """A number of samples for each class of so many groups that is asked for and can be.
+
+        Raises:
+            ConflictError: there is none.
+        """
+        found = samples_of(entry, self.groups)
+        if self.samples is not None:
+            found = {ROWS[entry.size(self.samples * self.groups)]: self.samples}
+        taken = {word: found[word] for word in asked if word in found}
+        if not taken:
+            raise ConflictError(
+                f"shapes has {str(self)!r}, whose groups in all samples are {' or '.join(found)} ({FEW} is up to "
+                f"{entry.small_m}, {SOME} up to {entry.some_m}), and rows has {', '.join(asked)} alone; add "
+                f"{next(iter(found))!r} to it"
+            )
+        return taken
+
+
+def samples_of(entry: Entry, groups: int) -> dict[str, int]:
+    """The fewest samples of so many groups for each class of M that there are; more than many take many's kernels."""
+    found = {word: m // groups for word, m in entry.least_rows(groups).items()}
+    return found | {MOST: found.get(MANY, 1)}
+
+
+def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:
+    """Each shape with the modes that calls of it have.
+
+    Raises:
+        ConflictError: there are none of a shape.
+    """
+    for shape in shapes:
+        found = [mode for mode in modes if mode.takes(shape.channels, shape.space)]
+        if not found:
+            other = "without channels_last" if shape.space else "of channels_last"
+            raise ConflictError(
+                f"shapes has {str(shape)!r}, and modes has {', '.join(mode.name for mode in modes)}; such an x lies as "
+                f"modes {other} have it: name one of those"
+            )
+        yield from ((mode, shape) for mode in found)
+
+
+# A mode of rows with their length, or GroupNorm's with a shape.
+Pair = tuple[Mode, int] | tuple[GroupMode, GroupShape]
+
+
+def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values of an argument, or refuse an empty one.
+
+    Raises:
+        ConflictError: there are none.
+    """
+    found = tuple(values)
+    if not found:
+        raise ConflictError(f"{name} is empty, which leaves no call to compile for; leave it out, or say something")
+    return found
+
+
+def _lengths(n: Iterable[int]) -> tuple[int, ...]:
+    lengths = tuple(n)
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ShapeError(f"n has {length!r}, which is no row length; it takes whole numbers from 1")
+    return tuple(dict.fromkeys(lengths))
+
+
+def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: Iterable[str] = ()) -> list[Pair]:
+    """Modes at row lengths, and GroupNorm's at shapes; see `compile_keys`."""
+    lengths, sizes = _lengths(n), tuple(dict.fromkeys(map(GroupShape.parse, shapes)))
+    if not lengths and not sizes:
+        raise ConflictError(
+            "n is empty, which leaves no call to compile for; pass row lengths, or shapes of GroupNorm's x"
+        )
+    if modes is None:
+        return pairs_served([(mode_named(entry.mode), entry.serves) for entry in dispatch.loaded()], lengths, sizes)
+    named = _named(listed("modes", modes), bool(lengths), bool(sizes))
+    rows = [mode for mode in named if isinstance(mode, Mode)]
+    groups = [mode for mode in named if isinstance(mode, GroupMode)]
+    for given, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
+        if given and not there:
+            raise ConflictError(f"{what}, and modes has none of those; leave it out, or name such modes")
+    return [*product(rows, lengths), *fitting(groups, sizes)]
+
+
+def pairs_served(
+    modes: Iterable[tuple[AnyMode, Callable[[int], bool]]],
+    lengths: Iterable[int],
+    shapes: Iterable[GroupShape],
+    where: str = "",
+) -> list[Pair]:
+    """Modes, of which it is known what lengths they serve, at those of some lengths and shapes.
+
+    Raises:
+        MissingInstanceError: none serves one of the shapes.
+    """
+    known = list(modes)
+    found: list[Pair] = [
+        (mode, length) for length in lengths for mode, serves in known if isinstance(mode, Mode) and serves(length)
+    ]
+    for shape in shapes:
+        serving = [mode for mode, serves in known if isinstance(mode, GroupMode) and serves(shape.n)]
+        if not serving:
+            raise MissingInstanceError(
+                f"no instance of {where or dispatch.loaded().where} is GroupNorm's of groups of {shape.n} elements, "
+                f"as {shape} has; name modes, gn_fwd_bf16 say, or leave it out"
+            )
+        found += fitting(serving, [shape])
+    return found
+
+
+def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) -> tuple[AnyMode, ...]:
+    found: dict[AnyMode, None] = {}
+    for mode in modes:
+        try:
+            named: list[AnyMode] = [mode_named(name) for name in _matching(mode)] if isinstance(mode, str) else [mode]
+        except IllegalCombinationError as error:
+            near = difflib.get_close_matches(str(mode), _legal(), n=3, cutoff=0.0)
+            raise MissingInstanceError(
+                f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
+                f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
+            ) from error
+        asked = mode if isinstance(mode, str) else mode.name
+        # Of a glob that names both, those count of which sizes are given.
+        if not has_shapes and all(isinstance(each, GroupMode) for each in named):
+            raise ConflictError(
+                f"modes has {asked!r}, and kernels of GroupNorm depend on channels and positions, which no row length "
+                "says; pass x's shape and groups: shapes=['2x320x64x64/32'], or --shape 2x320x64x64/32"
+            )
+        if not has_lengths and all(isinstance(each, Mode) for each in named):
+            raise ConflictError(f"modes has {asked!r}, of rows, and n no length of those; pass n=[4096], or --n 4096")
+        found.update(dict.fromkeys(named))
+    return tuple(found)
+
+
+def _matching(name: str) -> list[str]:
+    """Return the modes that match a name or a glob: those of the table in use, or else of GroupNorm."""
+    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
+    for names in (present, [mode.name for mode in group_modes()]):
+        if found := [each for each in names if fnmatchcase(each, name)]:
+            return found
+    # A name that is none of the table's is generated on demand, or refused, as for a call.
+    return [name]
+
+
+def _legal() -> list[str]:
+    return [*(mode.name for mode in legal_modes()), *(mode.name for mode in group_modes())]
