@@ -653,15 +653,11 @@ def test_a_list_onto_a_full_disk_is_an_error() -> None:
 def test_without_a_gpu_make_says_so_in_one_sentence(
     target: str, instead: str, repository: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "ready").touch()
+    places = {name: tmp_path / name for name in ("RUNTIME", "READY")}
+    for path in places.values():
+        path.touch()
     done = subprocess.run(
-        [
-            "make",
-            "-s",
-            target,
-            *(f"{name}={tmp_path / 'ready'}" for name in ("RUNTIME", "READY")),
-            f"BIN={Path(sys.executable).parent}",
-        ],
+        ["make", "-s", target, f"BIN={Path(sys.executable).parent}", *(f"{name}={at}" for name, at in places.items())],
         cwd=repository,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
         capture_output=True,
