@@ -28,13 +28,16 @@ RUNTIME := $(VENV)/.ready-runtime
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
 DOCS := $(VENV)/.ready-docs
+DIST := $(VENV)/.ready-dist
 LINKS := $(VENV)/links
+# Where `make dist` installs the wheel and nothing else.
+TRIAL := $(abspath $(VENV)-dist)
 
 # One sentence where there is no GPU; $(1) is what needs none.
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smoke test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
+.PHONY: help demo smoke test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs dist clean
 
 help:
 	@echo "make demo          run a handful of modes and compare them with PyTorch"
@@ -53,6 +56,7 @@ help:
 	@echo "make generate      regenerate generated/ from instances.yaml"
 	@echo "make check         fail if generated/ is not what instances.yaml says"
 	@echo "make docs          build the documentation site into site/, which fails at a broken link"
+	@echo "make dist          build sdist and wheel into dist/, check them, and run the demo from the wheel in a clean environment"
 	@echo "make clean         remove the virtual environments and caches"
 
 demo: $(RUNTIME)
@@ -105,7 +109,7 @@ bench: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)
 
 # mypy and mkdocs read folders, not setuptools' package-dir; the links lay them out as they are installed.
-.PHONY: help demo smoke test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
+.PHONY: links
 links: $(READY)
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
 	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(CURDIR)/tools $(LINKS)/normforge/
@@ -127,6 +131,18 @@ docs: $(DOCS) links
 
 check: $(READY)
 	$(BIN)/python generate.py --check
+
+# The demo runs away from the clone, whose folders it must not import.
+dist: $(DIST)
+	rm -rf dist $(TRIAL)
+	$(BIN)/python -m build --no-isolation
+	rm -rf *.egg-info
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv $(TRIAL)
+	@echo "Installing the wheel into a clean environment: PyTorch and Triton are gigabytes, downloaded unless pip has them in its cache"
+	$(TRIAL)/bin/python -m pip install -c constraints.txt dist/*.whl
+	cd $(TRIAL) && bin/normforge demo
 
 clean:
 	rm -rf .venv* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -151,6 +167,10 @@ $(READY): $(RUNTIME)
 $(CLIENTS): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,clients]'
 	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
+	@touch $@
+
+$(DIST): $(RUNTIME)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dist]'
 	@touch $@
 
 $(DOCS): $(READY)

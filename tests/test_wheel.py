@@ -10,11 +10,15 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from email import message_from_string
+from email.message import Message
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import normforge
 from normforge.codegen.manifest import load
@@ -24,6 +28,8 @@ from normforge.codegen.values import DType, Norm
 from .thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parent.parent
+# As a workflow of GitHub's names the repository that it builds from.
+HOME = "https://server.example/owner/name"
 
 # A mode that normforge's own table lacks: only the user's folder can serve it.
 MANIFEST = """\
@@ -77,7 +83,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
     cloned = _files(source, "**/*")
-    _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GITHUB_SERVER_URL", HOME.removesuffix("/owner/name"))
+        patch.setenv("GITHUB_REPOSITORY", "owner/name")
+        _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
     left_in_clone = _files(source, "**/*") - cloned
     (wheel,) = (base / "dist").glob("*.whl")
     environment = base / "environment"
@@ -108,6 +117,33 @@ def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
 def test_building_leaves_nothing_in_the_clone(installed: Installed) -> None:
     """A build/ that stays makes the next wheel of files that are gone from the sources."""
     assert installed.left_in_clone == set()
+
+
+def _metadata(installed: Installed) -> Message:
+    (path,) = installed.packages.glob("normforge-*.dist-info/METADATA")
+    return message_from_string(path.read_text())
+
+
+def test_an_indexs_page_links_to_the_repository(installed: Installed) -> None:
+    """Links of README.md to files of the repository lead there; an index has none of those files."""
+    metadata = _metadata(installed)
+    assert f"Source, {HOME}" in metadata.get_all("Project-URL", [])
+    assert metadata["Summary"]
+    assert metadata["License-Expression"] == "MIT"
+    links = re.findall(r"\]\(([^)#]+)", str(metadata.get_payload()))
+    ours = [link for link in links if link.startswith(HOME)]
+    assert ours
+    assert all(link.startswith("https://") for link in links)
+    assert [link for link in ours if not (ROOT / link.split("/HEAD/")[1]).is_file()] == []
+
+
+def test_constraints_pin_what_extras_ask_for(installed: Installed) -> None:
+    metadata = _metadata(installed)
+    assert set(metadata.get_all("Provides-Extra", [])) >= {"bench", "dist", "docs", "jax", "models"}
+    asked = {canonicalize_name(Requirement(line).name) for line in metadata.get_all("Requires-Dist", [])}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines if "==" in line}
+    assert asked - pinned == {"normforge"}
 
 
 def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
