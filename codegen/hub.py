@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import json
@@ -75,7 +76,11 @@ def repository(owner: str) -> Repository:
     # A digest of the files, so that two repositories' operators never share a name.
     digest = hashlib.sha256("".join(f"{path}\n{text}" for path, text in sorted(package.items())).encode()).hexdigest()
     values = {"mark": MARK, "title": NAME, "version": VERSION, "backends": BACKENDS, "repository": named}
-    files = {file: render(f"hub/{file}.j2", **values) for file in ("build.toml", "flake.nix")}
+    values |= {"package": PACKAGE, "layers": layers_of(package["layers.py"])}
+    files = {file: render(f"hub/{file}.j2", **values) for file in ("build.toml", "flake.nix", "CARD.md")}
+    # `kernel-builder upload` takes the card from beside the variants, where a build would write it.
+    files |= {"build/CARD.md": files["CARD.md"]}
+    files |= {"tests/__init__.py": f"{MARK}\n", f"tests/test_{PACKAGE}.py": render("hub/test.py.j2", **values)}
     files |= {f"torch-ext/{PACKAGE}/{path}": text for path, text in package.items()}
     for backend in BACKENDS:
         variant = f"build/torch-{backend}"
@@ -84,6 +89,12 @@ def repository(owner: str) -> Repository:
         files |= {f"{variant}/{path}": text for path, text in built.items()}
         files[f"{variant}/metadata.json"] = _metadata(unique, backend, built)
     return Repository(named, files)
+
+
+def layers_of(text: str) -> list[tuple[str, str]]:
+    """Return the layers of a module's text, each with the first line of its docstring."""
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return [(node.name, (ast.get_docstring(node) or "").partition("\n")[0]) for node in classes]
 
 
 def _package() -> dict[str, str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from ..codegen.command import DONE
-from ..codegen.hub import MARK, Repository, repository
+from ..codegen.hub import MARK, PACKAGE, Repository, layers_of, repository
 
 
 def main(given: argparse.Namespace) -> int:
@@ -22,15 +21,9 @@ def main(given: argparse.Namespace) -> int:
         (folder / path).write_text(text)
     for old in stale:
         old.unlink()
-    print(f"{made.name}: {len(made.files)} files in {folder}; layers: {', '.join(_layers(made))}")
+    layers = [name for name, _ in layers_of(made.files[f"torch-ext/{PACKAGE}/layers.py"])]
+    print(f"{made.name}: {len(made.files)} files in {folder}; layers: {', '.join(layers)}")
     return DONE
-
-
-def _layers(made: Repository) -> list[str]:
-    (text,) = (
-        text for path, text in made.files.items() if path.startswith("torch-ext/") and path.endswith("layers.py")
-    )
-    return re.findall(r"^class (\w+)", text, re.MULTILINE)
 
 
 def _in_the_way(folder: Path, made: Repository) -> str | None:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from normforge.codegen.hub import _instances
 from normforge.codegen.parameters import BACKWARD, FORWARD
@@ -75,6 +77,29 @@ def test_a_repository_is_laid_out_as_kernel_builder_takes_it(folder: Path) -> No
         for path, digest in metadata["digest"]["files"].items():
             assert base64.b64decode(digest) == hashlib.sha256((variant / path).read_bytes()).digest()
         assert {Path(path) for path in metadata["digest"]["files"]} == built
+
+
+def test_the_card_names_the_repository_and_its_layers(folder: Path, package: Any) -> None:
+    """After kernel-builder/src/{card,upload}.rs there: a card lies beside the variants, and is uploaded with them."""
+    card = (folder / "CARD.md").read_text()
+    assert (folder / "build" / "CARD.md").read_text() == card
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header == {"library_name": "kernels", "license": "mit"}
+    assert 'LayerRepository("someone/normforge-norms"' in card
+    # Nothing for kernel-builder to fill in.
+    assert not re.search(r"\{\{|\{%", card)
+    named = re.findall(r"^- `(\w+)`: .", card, re.MULTILINE)
+    assert named == ["LayerNorm", "TorchRMSNorm", "RMSNorm", "GemmaRMSNorm"]
+    assert all(hasattr(package.layers, name) for name in named)
+
+
+def test_its_own_tests_pass(folder: Path, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "normforge_norms", package)
+    test = runpy.run_path(str(folder / "tests" / "test_normforge_norms.py"))["test_a_layer_agrees_with_torch"]
+    ((names, cases),) = (mark.args for mark in test.pytestmark)
+    assert names == ("layer", "module")
+    for case in cases:
+        test(*case)
 
 
 def test_it_imports_nothing_but_torch_and_triton(folder: Path) -> None:
