@@ -11,7 +11,7 @@ import torch
 
 import normforge
 
-NAMES = ("fp8_block", "frozen_server", "group_norm_unet")
+NAMES = ("fp8_block", "frozen_server", "group_norm_unet", "hugging_face")
 
 
 def example(repository: Path, name: str) -> Any:
