@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,57 @@ def test_the_frozen_server_has_what_the_filter_left(repository: Path, capsys: py
     assert "refused: " in capsys.readouterr().out
     # Afterwards everything is as it was.
     assert normforge.which(torch.empty(2, 64)) in {entry.name for entry in normforge.instances()}
+
+
+def run_cells(repository: Path, name: str, **constants: Any) -> Any:
+    """Run the notebook's cells of one example as IPython does, and return the value of the last.
+
+    Args:
+        repository: the clone.
+        name: the example.
+        constants: values that replace constants of the example before its `main` is called.
+    """
+    cells = json.loads((repository / "examples" / "examples.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    start = next(at for at, text in enumerate(texts) if text.startswith(f"## {name}\n"))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for at in range(start + 1, len(cells)):
+        if cells[at]["cell_type"] != "code":
+            break
+        text, file = texts[at], f"<cell {at}>"
+        # `patch` reads the text of a forward.
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        if text == "main()":
+            namespace.update(constants)
+            return eval(text, namespace)
+        exec(compile(text, file, "exec"), namespace)
+    raise AssertionError(f"{name} calls no main")
+
+
+def test_the_notebook_is_that_of_the_scripts(repository: Path) -> None:
+    notebook = example(repository, "notebook")
+    assert sorted(notebook.NAMES) == sorted(NAMES)
+    assert notebook.main(["--check"]) == 0
+    read = json.loads((repository / "examples" / "examples.ipynb").read_text())
+    assert (read["nbformat"], read["nbformat_minor"]) == (4, 4)
+    for cell in read["cells"]:
+        outputs = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert cell.keys() == {"cell_type", "metadata", "source", *outputs}
+
+
+def test_a_notebook_that_scripts_have_left_behind_is_found_out(repository: Path, tmp_path: Path) -> None:
+    notebook = example(repository, "notebook")
+    notebook.NOTEBOOK = tmp_path / "examples.ipynb"
+    assert notebook.main(["--check"]) == 1
+    assert notebook.main([]) == 0
+    assert notebook.main(["--check"]) == 0
+    notebook.NOTEBOOK.write_text(notebook.NOTEBOOK.read_text().replace("torch.randn", "torch.rand"))
+    assert notebook.main(["--check"]) == 1
+
+
+@pytest.mark.usefixtures("fresh_table")
+def test_the_notebooks_cells_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0.0 < run_cells(repository, "fp8_block") < 2**-4
+    assert run_cells(repository, "group_norm_unet") < 1e-4
+    assert all(name.startswith("rms_fwd_bf16") for name in run_cells(repository, "frozen_server"))
+    assert "gn_fwd_fp32" in capsys.readouterr().out
