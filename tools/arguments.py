@@ -308,7 +308,7 @@ def _add_compilations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
 
 
-# What goes with recorded calls: where kernels come from and go to, and not what calls bring.
+# Options that go with recorded calls: the places of kernels. Recordings hold the properties of calls.
 _BESIDE_RECORDED = {"instances", "rows", "jobs", "arch", "out", "multiprocessors", "framework"}
 
 

@@ -6,25 +6,25 @@ import time
 
 
 class OutOfTimeError(Exception):
-    """The time is spent: not what went wrong, but what ends a measurement that has taken all it was given."""
+    """The end of a measurement whose time is spent; no failure."""
 
 
 class Budget:
-    """So many minutes from now on, or any number."""
+    """A number of minutes from now on, or unlimited time."""
 
     def __init__(self, minutes: float | None) -> None:
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
 
     @property
     def seconds(self) -> float | None:
-        """What is left; None without an end."""
+        """The seconds that are left; None without a limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
-        """Go on if there is time left.
+        """Return if there is time left.
 
         Raises:
-            OutOfTimeError: there is none.
+            OutOfTimeError: no time is left.
         """
         if self.seconds == 0:
             raise OutOfTimeError

@@ -1,4 +1,4 @@
-"""Backward passes of one problem, ready to be called: gradients of random tensors, held against the fp64 reference."""
+"""Backward passes of one problem on random tensors, compared with the fp64 reference."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class _Forward(NamedTuple):
 
     @property
     def due(self) -> list[bool]:
-        """Which operands have a gradient: all that are there."""
+        """Which operands have a gradient: every operand that is present."""
         return [operand is not None for operand in self.operands]
 
     def named(self, gradients: Sequence[str]) -> tuple[str, ...]:
-        """Those that are due of the names of all gradients, which are in the order of the operands."""
+        """Return the names of gradients that are due, from the names of all in the order of the operands."""
         return tuple(compress(gradients, self.due))
 
 
@@ -142,7 +142,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
 
 def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedGradients]:
-    """The same; `Problem` has seen to it that kernels take the call."""
+    """Prepare the backward pass of a modulated norm; `Problem` has checked that kernels take the call."""
     forward, arrived = _forward(problem, device), gradients_in(problem, device)
     kept = eager.ModulatedSaved(*forward.kept)
     dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
@@ -160,6 +160,6 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
         entry=lambda: dispatch.find(taken, problem.n),
         call=call,
         validate=validate,
-        # Of a shift the shape is all that counts.
+        # Only the shape of a shift is read.
         operands=(dy, dresidual_out, *(tensor for tensor in kept if tensor is not kept.shift)),
     )

@@ -1,4 +1,4 @@
-"""A run of one problem: its kernel on random tensors, held against the fp64 reference and timed."""
+"""A run of one problem: its kernel on random tensors, compared with the fp64 reference and timed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
 def _validate(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
-    """The worst finding of each output, over slices of rows, tokens or samples that the reference holds in memory."""
+    """Return the worst finding of each output, over slices of rows, tokens or samples that the reference can hold."""
     found: list[Finding] = []
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
@@ -123,7 +123,7 @@ def _validate_quantised(
     arguments: dict[str, Any],
     result: QuantisedOutput,
 ) -> tuple[Finding, ...]:
-    """The same of quantised norms, whose scales are read as they are stored."""
+    """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
     found: list[Finding] = []
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:

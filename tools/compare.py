@@ -31,7 +31,7 @@ from ..reference.quantised import (
 
 
 class GatedGradients(NamedTuple):
-    """What a backward pass of gated norms computes; dbias of LayerNorm alone."""
+    """Gradients of a gated norm; only LayerNorm has dbias."""
 
     dx: torch.Tensor | None
     dgate: torch.Tensor | None
@@ -40,7 +40,7 @@ class GatedGradients(NamedTuple):
 
 
 class ModulatedGradients(NamedTuple):
-    """What a backward pass of modulated norms computes, each of its operand's shape and dtype; None where none is."""
+    """Gradients of a modulated norm, each with the shape and dtype of its operand; None without the operand."""
 
     dx: torch.Tensor | None
     dscale: torch.Tensor | None
@@ -124,7 +124,7 @@ def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Roundi
 def numbers_of(
     scale: torch.Tensor, mode: Mode, shape: torch.Size, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What values of a call of quantised norms are divided by, (..., G), of its scales, whatever they are stored as.
+    """Return the numbers that a quantised call divided its values by, (..., G), from scales in any storage format.
 
     Args:
         scale: as it was returned.
@@ -179,7 +179,7 @@ def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQua
     slack = _scale_tolerance(torch.float32).rtol * amax
     slack += expected.largest(expected.open + VALUE_ERROR * expected.terms)
     least, most = ((amax + sign * slack).clamp_min(0) / qmax for sign in (-1, 1))
-    # What is too small to be inverted is stored as 1.
+    # A scale too small to be inverted is stored as 1.
     is_none = (scale == 1) & (least <= torch.finfo(torch.float32).smallest_normal)
     if expected.global_scale is not None:
         least, most = (scale_of(each * qmax, qmax, expected.kind, expected.global_scale) for each in (least, most))
@@ -269,7 +269,7 @@ def _scale_tolerance(dtype: torch.dtype) -> Tolerance:
 
 
 def _subnormal_step(dtype: torch.dtype) -> float:
-    # What fp16 holds may be subnormal, where one unit in the last place is 2**-24 whatever the value.
+    # A subnormal fp16 number has a unit in the last place of 2**-24 whatever its value.
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
@@ -311,7 +311,7 @@ def _quantised(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rou
 
 
 def _steps(q: torch.Tensor) -> torch.Tensor:
-    """Number the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
+    """Return the rank of each value among its quantised type's: adjacent values differ by 1, -0 is 0, NaN is far."""
     if q.dtype == torch.int8:
         return q.to(torch.int32)
     if q.dtype == torch.uint8:

@@ -29,11 +29,11 @@ def describe(machine: Machine) -> dict[str, str]:
 
 
 def revision_of(root: Path, written: str) -> str:
-    """The revision that a checkout is at, by git, and whether it was changed since; `NOT_KNOWN` of what is none.
+    """Return the git revision of a checkout, with a note if files have changed since; `NOT_KNOWN` without a checkout.
 
     Args:
-        root: the root of a checkout. What is installed into somebody else's checkout has no revision.
-        written: the folder that results are written into, whose changes are none of what is measured.
+        root: the root of a checkout. A package that is installed into another project's checkout has no revision.
+        written: the folder that results are written into; changes in the folder do not count.
     """
     top = _output("git", "rev-parse", "--show-toplevel", at=root)
     if top == NOT_KNOWN or not Path(top).samefile(root):

@@ -61,7 +61,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call came to.
+    """The kernels of a call, or why no kernel ran, and the result.
 
     Attributes:
         backend: "kernel" if a kernel of normforge's ran, else "torch".

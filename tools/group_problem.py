@@ -19,19 +19,19 @@ DEFAULT_EPS = 1e-5
 # Elements of a group and their channels: of a Stable Diffusion UNet at 8, 16, 32 and 64 squared, and of its VAE at 512.
 LENGTHS = {2560: 40, 10240: 40, 20480: 20, 40960: 10, 2**20: 4}
 
-# Where nothing else is asked for: of a Stable Diffusion UNet, and how many groups those have.
+# The defaults: a shape of a Stable Diffusion UNet, and its number of groups.
 SHAPE, GROUPS = (2, 320, 64, 64), 32
 
 LAYOUTS = {"contiguous": False, "channels_last": True}
 
-# Those that only GroupNorm has, and those that it has beside other norms.
+# Options that only GroupNorm has, and options that GroupNorm shares with other norms.
 OWN = ("shape", "groups", "layout")
 _SHARED = ("norm", "prec_i", "prec_o", "activation", "bwd", "e", "v", "kname", "warmup", "repeat", "json", "jsonfile")
 
 
 @dataclass(frozen=True)
 class GroupProblem:
-    """What to run.
+    """A problem of GroupNorm to run.
 
     Attributes:
         mode: what is computed; weight and bias are of its dtype_in.
@@ -55,7 +55,7 @@ class GroupProblem:
 
     @property
     def size(self) -> Shape:
-        """What counts for tiles."""
+        """The sizes that tiles are chosen by."""
         return Shape(self.shape[1], self.groups, prod(self.shape[2:]), self.mode.dtype_in.itemsize)
 
     @property
@@ -94,7 +94,7 @@ def _channels(n: int) -> int:
 def group_problem(
     given: argparse.Namespace, defaults: Mapping[str, Any], dtypes: Mapping[str, DType], auto: str
 ) -> GroupProblem:
-    """What parsed arguments ask for.
+    """Return the problem that parsed arguments ask for.
 
     Args:
         given: the arguments.
@@ -103,7 +103,7 @@ def group_problem(
         auto: the word that leaves a type or an activation open.
 
     Raises:
-        ValueError: they ask for what there is not.
+        ValueError: GroupNorm has no such option, word or size.
     """
     refuse_unread(given, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {_listed((*OWN, *_SHARED))}")
     for name in ("prec_i", "prec_o"):

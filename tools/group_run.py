@@ -1,4 +1,4 @@
-"""One problem of GroupNorm on random tensors: its kernel, held against the fp64 reference and timed."""
+"""One problem of GroupNorm on random tensors: its kernel, compared with the fp64 reference and timed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .problem_tensors import SEED
 
 
 def fits(mode: GroupMode, n: int, tile: Tile, target: Target) -> bool:
-    """Whether calls of groups of n elements take a tile, rather than the one that stands in for it."""
+    """Return True if calls of groups of n elements run on this tile, and not on a substitute."""
     return choose(mode, GroupProblem.of_length(mode, n, 1).size, (tile,), target)[0] == tile
 
 
 def solve(problem: GroupProblem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
-    """Run a problem's kernels on random tensors, hold them against the fp64 reference, and time them.
+    """Run a problem's kernels on random tensors, compare the outputs with the fp64 reference, and time the kernels.
 
     Raises:
         NormforgeError: no kernel serves the problem.
@@ -111,14 +111,14 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
 
 
 def _slices(problem: GroupProblem) -> Iterator[slice]:
-    """Samples that the reference holds in memory."""
+    """Yield slices of samples that fit the reference's memory."""
     some = max(1, REFERENCE_ELEMENTS // prod(problem.shape[1:]))
     for first in range(0, problem.shape[0], some):
         yield slice(first, first + some)
 
 
 def _together(parts: Iterable[GroupGradients]) -> GroupGradients:
-    """The gradients of all samples, from those of some each; what is one a channel is summed."""
+    """Join the gradients of slices of samples; gradients per channel are summed."""
     first, *others = parts
     magnitudes = dict(first.magnitudes)
     dx, of_dx = [first.dx], [first.magnitudes["dx"]]

@@ -1,4 +1,4 @@
-"""Where the command line's kernels run: on a GPU, or in Triton's CPU interpreter."""
+"""The device that the command line's kernels run on: a GPU, or Triton's CPU interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """The GPU, or the interpreter where there is none or TRITON_INTERPRET asks for it.
+    """Return the GPU, or the interpreter if there is no GPU or TRITON_INTERPRET asks for the interpreter.
 
     The interpreter is announced on standard error, because its timings mean nothing.
 

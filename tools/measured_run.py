@@ -1,4 +1,4 @@
-"""A problem with its tensors: called, held against the reference, and timed."""
+"""A problem with its tensors: called, compared with the reference, and timed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run(Generic[Outputs]):
 
 
 class Result(NamedTuple):
-    """What a run found out.
+    """The result of a run.
 
     Attributes:
         instance: the table entry that served it.

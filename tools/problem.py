@@ -35,19 +35,19 @@ class Strides:
 
     @classmethod
     def all(cls, stride: int) -> Strides:
-        """The same stride for every tensor."""
+        """Return one stride for all tensors."""
         return cls(stride, stride, stride, stride)
 
     @classmethod
     def usual(cls, n: int, heads: int) -> Strides:
-        """Rows that adjoin; heads of x are the queries of a packed qkv, which has as many keys and values."""
+        """Return contiguous strides; heads of x are the queries of a packed qkv, with as many keys and values."""
         adjoining = cls.all(heads * n)
         return replace(adjoining, x=PACKED * heads * n) if heads > 1 else adjoining
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to run.
+    """A problem to run.
 
     Attributes:
         m: rows.
@@ -128,7 +128,7 @@ class Problem:
         return self.m // self.heads
 
     def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The (m, n) rows, or (tokens, heads, n) or (samples, rows, n), at the start of each row of a tensor."""
+        """Return the (m, n) rows, or (tokens, heads, n) or (samples, rows, n), at the start of each row of a tensor."""
         if self.samples:
             return memory[:, : self.n].view(self.samples, -1, self.n)
         rows = memory[:, : self.heads * self.n]

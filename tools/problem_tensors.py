@@ -17,7 +17,7 @@ SEED = 11939
 
 
 def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
-    """The arguments of the forward call, with ck_tile's inputs: uniform in ±0.5, and the smooth scale in ±1."""
+    """Draw the arguments of the forward call as ck_tile does: uniform in ±0.5, and the smooth scale in ±1."""
     draw = _drawer(problem, device, SEED)
     dropped = {"dropout_p": problem.dropout_p} if problem.mode.dropout else {}
     laid = {"scale_layout": problem.scale_layout} if family_of(problem.mode) is QUANTISED else {}
@@ -25,14 +25,14 @@ def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 
 def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
-    """The gradients that arrive: dy, and with fused add that of the stored sum; uniform in ±0.5."""
+    """Draw the incoming gradients, uniform in ±0.5: dy, and with a fused add the gradient of the stored sum."""
     draw = _drawer(problem, device, SEED + 1)
     names = ("dy", "dresidual_out") if problem.mode.fadd.stores else ("dy",)
     return {name: draw(BACKWARD[name]) for name in names}
 
 
 def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
-    """The call's `out` and `residual_out`, full of what no kernel writes: an element left unwritten cannot pass."""
+    """Return `out` and `residual_out`, filled with a value that no kernel writes: an unwritten element is found."""
 
     def poisoned(stride: int, dtype: DType) -> torch.Tensor:
         poison = torch.tensor(-128 if dtype.is_int else float("nan"), device=device).to(TORCH_DTYPES[dtype])
@@ -45,10 +45,10 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
     return outputs
 
 
-# So that none of the scales of y, which is below 2, is more than e4m3 holds.
+# y is below 2, so with this global scale e4m3 holds every scale of y.
 _GLOBAL_SCALE = 1024.0
 
-# Whose stride the gradients of y and of the sum have: that of what they are of. A gate lies as x does.
+# A gradient has the stride of its output, and a gate the stride of x.
 _STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out", "gate": "x"}
 
 

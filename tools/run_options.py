@@ -57,7 +57,7 @@ _OWN: dict[str, dict[str, Any]] = {
     for row in FORWARD.parameters
     if row.words is not None and not row.takes_codes
 }
-# What `quantised_layer_norm` takes besides.
+# Parameters that only `quantised_layer_norm` has.
 _QUANTISED = [row for row in QUANTISED.parameters if row.name not in {other.name for other in FORWARD.parameters}]
 _SERVED: dict[str, dict[str, Any]] = {
     row.name: {member.value: member for member in row.words} for row in _QUANTISED if row.words is not None
@@ -75,9 +75,9 @@ class Option(NamedTuple):
     default: Any
     choices: Sequence[Any] | None
     help: str
-    # What else it may be written as.
+    # Another spelling of the option.
     alias: str | None = None
-    # What it is if it is written without a value; None is no value that it could do without.
+    # The value of an option without one; None if the option needs a value.
     bare: Any = None
 
     @property
@@ -308,7 +308,7 @@ def _problem(given: argparse.Namespace) -> Problem:
 
 
 def _served(given: argparse.Namespace) -> dict[str, Any]:
-    """The axes that `quantised_layer_norm` has besides."""
+    """Return the axes that only `quantised_layer_norm` has."""
     words = {name: words[getattr(given, name)] for name, words in _SERVED.items()}
     words["scale_layout"] = words["scale_layout"].of_kernels
     return words | {name: _FLAG[getattr(given, name)] for name in _SERVED_FLAGS}
@@ -323,7 +323,7 @@ def _gate_activation(word: str) -> GateActivation:
 
 
 def _writable(path: Path) -> Path:
-    """A file that can be added to: said before time is taken rather than after."""
+    """Return the path of a file that can be appended to, or refuse the path before time is spent on the run."""
     at = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(at, os.W_OK):
         raise ValueError(f"-jsonfile {path} cannot be written; name a file in a folder that is there")

@@ -1,4 +1,4 @@
-"""Tiles on trial: held against the reference, and timed on the GPU that is here."""
+"""Trials of tiles: compared with the reference, and timed on the GPU that is here."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _UNFILLED = 16
 # A row length for the bucket that has no cap.
 UNCAPPED_LENGTH = 262144
 
-# Of modulated rows, where they are as many: a batch of pictures.
+# Samples of modulated rows, if there are as many rows: a batch of pictures.
 _SAMPLES = 32
 
 # A tile must be so much faster than the present one to take its place: two runs of one tile differ by up to 1 %.
 MARGIN = 1.01
 
-# Those that came out fastest are timed again, longer, beside the present one.
+# The number of fastest tiles that are timed again, longer, beside the present tile.
 _FINALISTS = 3
 
-# So much longer than the fastest of many rows the tile for every M may take, if it is faster of a few: beyond SMALL_M
-# rows, batch invariance is not to cost more than 3 %.
+# The tile for every M may be slower than the fastest tile for many rows by this factor, if it is faster for few rows:
+# beyond SMALL_M rows, batch invariance costs 3 % at most.
 MOST_SLOWER = 1.03
 
 _LOADS: dict[Load, dict[str, Any]] = {
@@ -76,7 +76,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
 
 
 class Timer(Enum):
-    """What a time is of: calls in a CUDA graph, whose operands L2 has, or calls that find it overwritten."""
+    """How calls are timed: in a CUDA graph, with operands in L2, or with L2 overwritten before each call."""
 
     GRAPH = "graph"
     COLD = "cold"
@@ -95,8 +95,8 @@ class Sizes:
     Attributes:
         bytes: of x, for many rows: more than any L2 cache holds.
         few: numbers of rows, where they are few: one tile serves all, and the mean of its times counts.
-        some: likewise, where they are more than that and hardly fill a GPU.
-        checked: rows that a tile is held against the reference with.
+        some: numbers of rows above `few` that hardly fill a GPU.
+        checked: the number of rows that a tile is compared with the reference on.
     """
 
     bytes: int = 2**28
@@ -107,7 +107,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """What one tile is sought for: a class of modes, a bucket, and a size of M."""
+    """A search for one tile: a class of modes, a bucket, and a size of M."""
 
     kind: TileClass
     bucket: Bucket
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def n(self) -> int:
-        """The row length that stands for the bucket: its longest; of groups one that models have, if there is one."""
+        """The row length that represents the bucket: the longest; for groups, a length of models if there is one."""
         if self.kind.is_grouped:
             for n in LENGTHS:
                 if n in self.bucket:
@@ -146,7 +146,7 @@ class Case:
 
     @cached_property
     def mode(self) -> AnyMode:
-        """The mode that stands for the class."""
+        """Return the mode that represents the class."""
         if self.kind.is_grouped:
             return self._group_mode
         dtype = DType.BF16 if self.kind.itemsize == DType.BF16.itemsize else DType.FP32
@@ -164,14 +164,14 @@ class Case:
         return {Size.SMALL: (Timer.GRAPH,), Size.SOME: (Timer.GRAPH, Timer.COLD)}.get(self.size, (Timer.COLD,))
 
     def rows(self, sizes: Sizes, n: int | None = None) -> tuple[int, ...]:
-        """The numbers of rows that are timed, of n columns or `self.n`; modulated ones are as many of each sample."""
+        """Return the numbers of rows to time, with n or `self.n` columns; modulated rows fill all samples evenly."""
         if self.size in (Size.SMALL, Size.SOME):
             return sizes.few if self.size is Size.SMALL else sizes.some
         rows = max(1, sizes.bytes // ((n or self.n) * self.kind.itemsize))
         return (rows - rows % (self._most_samples(rows) or 1),)
 
     def _most_samples(self, rows: int) -> int:
-        """Of how many samples rows may be, 0 of those that are of none: each has a scale and a shift, all have one L1.
+        """Return the most samples that rows may belong to, 0 for unmodulated rows: all scales and shifts share one L1.
 
         Backward, kernels take no fewer than `LEAST_ROWS_OF_SAMPLE` of each.
         """
@@ -185,7 +185,7 @@ class Case:
         return GroupMode(dtype, self.kind.direction, Activation.SILU, self.kind.layout == GROUP_LAYOUTS[True])
 
     def run(self, m: int, device: torch.device, n: int | None = None) -> Run[Any]:
-        """The case on tensors of m rows, of n columns or of `self.n`."""
+        """Prepare the case on tensors of m rows with n or `self.n` columns."""
         mode = self.mode
         if isinstance(mode, GroupMode):
             return group_run.prepare(GroupProblem.of_length(mode, self.n, m), device)
@@ -194,11 +194,11 @@ class Case:
         return prepare(Problem(m, n or self.n, forward, backward=mode.is_backward, samples=samples), device)
 
     def entry(self) -> Entry:
-        """The instance, from a module that holds every pipeline."""
+        """Return the instance, from a module that holds every pipeline."""
         return _entry(self.mode, self.n)
 
     def tiles(self, device: torch.device, many: Tile | None = None) -> list[Tile]:
-        """The tile in use, then the one for many rows, should that serve if no other does, then what may be better."""
+        """List the tile in use, the tile for many rows if that is the fallback, and the candidates."""
         arch = architecture(device)
         tiles = self.entry().tiles_on(arch)
         few, some, large = tiles.by_rows
@@ -237,7 +237,7 @@ class Row:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What tiles are sought for; only kernels of rows have one for lengths that fill none."""
+        """The searches for tiles; only kernels of rows have a tile for ragged lengths."""
         takes_ragged = self.bucket.last is not None and not self.kind.is_grouped
         sizes = [size for size in self.sizes if takes_ragged or size is not Size.RAGGED]
         return tuple(Case(self.kind, self.bucket, size) for size in sizes)
@@ -252,14 +252,14 @@ class Row:
         return sum(len(case.tiles(device, self._many(case, device, []))) for case in self.cases)
 
     def decide(self, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> list[Outcome]:
-        """The outcome of each case; see `decide`."""
+        """Return the outcome of each case; see `decide`."""
         found: list[Outcome] = []
         for case in self.cases:
             found.append(decide(case, device, sizes, advance, self._many(case, device, found)))
         return found
 
     def _many(self, case: Case, device: torch.device, found: list[Outcome]) -> Tile | None:
-        """The tile for many rows, if that may serve a case: as just found, as kept or as in use."""
+        """Return the tile for many rows if that may serve a case: the one just found, kept or in use."""
         if not case.size.yields:
             return None
         won = [each.winner.tile for each in found if each.case.size is Size.LARGE and each.winner is not None]
@@ -281,7 +281,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tried:
-    """What the trial of a tile came to; times are medians in milliseconds, or the geometric mean of several.
+    """The outcome of one tile's trial; times are medians in milliseconds, or the geometric mean of several.
 
     Attributes:
         tile: what was tried.
@@ -315,7 +315,7 @@ class Winner:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the trials of a case came to.
+    """The outcome of a case's trials.
 
     Attributes:
         case: what a tile was sought for.
@@ -379,8 +379,8 @@ def decide(
         else:
             problems[tile] = problem
         if device.type == "cuda":
-            # What a CUDA graph took stays the allocator's, for graphs alone, and is not given up where memory runs out:
-            # 27 tiles of rows of 262144 came to 86 GiB.
+            # The allocator keeps a CUDA graph's memory for other graphs, and frees none of that memory when memory runs
+            # out: 27 tiles of rows of 262144 took 86 GiB.
             torch.cuda.empty_cache()
         advance()
     present = tiles[0]
@@ -407,7 +407,7 @@ def _winner(case: Case, tile: Tile, ms: float, runs: Sequence[Run[Any]]) -> Winn
 
 
 def _best(times: Mapping[Tile, float], present: Tile) -> Tile | None:
-    """The fastest of some tiles, or the present one if it takes hardly longer; None of none."""
+    """Return the fastest tile, or the present tile if that takes hardly longer; None without tiles."""
     if not times:
         return None
     best = min(times, key=times.__getitem__)
@@ -415,7 +415,7 @@ def _best(times: Mapping[Tile, float], present: Tile) -> Tile | None:
 
 
 def _why_not(trial: Trial, run: Run[Any]) -> str | None:
-    """What is wrong with a trial's kernel, or None."""
+    """Return the fault of a trial's kernel, or None."""
     try:
         with tiled(trial):
             findings = run.validate(run.call())

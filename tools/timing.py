@@ -1,4 +1,4 @@
-"""How long a call takes on a GPU: with a cold L2 cache, or with the host left out."""
+"""Time a call on a GPU: with a cold L2 cache, or without host time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FLUSH_BYTES = 2**30
 
 
 def graph_ms(call: Callable[[], object], *, calls: int, repeat: int) -> float:
-    """The median time of one call out of `calls` that are replayed as a CUDA graph, `repeat` times, with a warm L2.
+    """Return the median time of one call out of `calls` in a CUDA graph, replayed `repeat` times with a warm L2.
 
-    That is how short a kernel's time is when the host has no part in it.
+    The time of a short kernel without host time.
     """
     graph = torch.cuda.CUDAGraph()
     # torch.cuda.graph would collect garbage first, which takes longer than all that is measured here.
@@ -37,7 +37,7 @@ def graph_ms(call: Callable[[], object], *, calls: int, repeat: int) -> float:
 
 
 def median_ms(call: Callable[[], object], *, warmup: int, repeat: int) -> float:
-    """The median time of `repeat` runs after `warmup` uncounted ones, by events on the current stream.
+    """Return the median time of `repeat` runs after `warmup` uncounted runs, by events on the current stream.
 
     L2 is overwritten before each run. That also keeps the GPU busy while the host prepares the launch, so host
     time is not counted.

@@ -79,7 +79,7 @@ def main(request: Request, sizes: Sizes | None = None) -> int:
 
 
 def _left(asked: Sequence[Row], record: Record) -> list[Row]:
-    """The rows that are to be measured; of the others it is said why not."""
+    """Return the rows to measure, and print why other rows are not measured."""
     resumed = record.resume(asked)
     if resumed.kept:
         print(f"measured already, by {record.report}: {listed(resumed.kept)}")
@@ -194,7 +194,7 @@ def _record(arguments: argparse.Namespace, machine: Machine) -> Record | None:
     environment = describe(machine) | {
         "architecture": arch,
         "revision": arguments.revision or revision_of(_ROOT, "codegen/tiles"),
-        # Of templates and generator: what a revision "with changes" does not say.
+        # A digest of templates and generator, because a revision "with changes" names no content.
         "generator": cache_folder().name,
     }
     return Record(out, arguments.report, environment)

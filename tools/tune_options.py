@@ -1,4 +1,4 @@
-"""What `normforge tune` is asked for, read without torch: its help and its refusals take no seconds."""
+"""The arguments of `normforge tune`, read without torch, so that help and refusals take no seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..codegen.command import Parser
 from ..codegen.instance import Bucket
 from ..codegen.tiling import EVERY_CLASS, TileClass, standard_ladder
 
-# What most models run; the other classes of rows take as long again.
+# The classes that most models run; other classes of rows take as long again.
 _ONLY = "fwd_16bit*,bwd_16bit*"
 _MOST_JOBS = 16
 
@@ -44,18 +44,18 @@ class Size(Enum):
 
     @property
     def candidates(self) -> tuple[bool, ...]:
-        """Whose candidates it has: those for few rows, or for many."""
+        """Which candidates the size has: for few rows (True), for many, or both."""
         return {Size.LARGE: (False,), Size.SMALL: (True,), Size.RAGGED: (False,)}.get(self, (False, True))
 
     @property
     def yields(self) -> bool:
-        """Whether the tile for many rows serves unless another is faster."""
+        """True if the tile for many rows serves unless another tile is faster."""
         return self in (Size.SOME, Size.RAGGED)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for.
+    """A request of the command line.
 
     Attributes:
         parser: what read the command line, and refuses what turns out later.

@@ -1,4 +1,4 @@
-"""What `normforge tune` has measured, written down row by row: winners in a table, every time in a report beside it."""
+"""The record of `normforge tune`, written row by row: winners in a table, every time in a report beside the table."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .environment import NOT_KNOWN
 from .tile_trials import Outcome, Row, Tried
 from .tune_remark import add_remark, listed
 
-# Of a line of a report; another where one cannot be read as it was.
+# The format of a report's line; a line of another format is refused.
 _FORMAT = 1
 _ENDING = ".jsonl"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What need not be measured again, and why other rows that are written down must be.
+    """Rows that need no second measurement, and why other recorded rows do.
 
     Attributes:
         kept: rows that were measured by a run like this one.
@@ -104,7 +104,7 @@ class Record:
             if self.table is not None and won is not None:
                 self._write_table(self.table, row, won)
             lines = self._lines()
-            # Of other sizes what a run like this one wrote.
+            # The cases of other sizes that an earlier run of the same kind wrote.
             alike = (old for old in lines if _key_of(old) == _key(row) and old["environment"] == self._environment)
             measured = {size.value for size in row.sizes}
             before = [case for old in alike for case in old["cases"] if case["for"] not in measured]
@@ -142,7 +142,7 @@ class Record:
         return ", ".join(f"{name} {theirs} (here {mine})" for name, theirs, mine in pairs if theirs != mine)
 
     def held(self, asked: Iterable[Row]) -> list[Row]:
-        """The table's rows that hold the longest row lengths of some, each once and with the tiles that it keeps."""
+        """Return the table's rows that serve the longest row lengths asked for, each once, with the tiles to keep."""
         found = dict[Row, None]()
         table = self._read_table()
         for row in asked:
@@ -192,7 +192,7 @@ class Record:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold both files against others who write them."""
+        """Lock both files against other writers."""
         try:
             for path in filter(None, (self.report, self.table)):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ class Record:
 
 
 def winners(row: Row, outcomes: Sequence[Outcome]) -> Tiles | None:
-    """The tiles of a row from those of its cases; None if one for many rows or for a few is lacking."""
+    """Return the tiles of a row from the outcomes of its cases; None without a tile for many or for few rows."""
     tiles = {} if row.kept is None else tiles_by_size(row.kept)
     tiles |= {outcome.case.size.value: outcome.winner.tile for outcome in outcomes if outcome.winner is not None}
     if not tiles.keys() >= REQUIRED_SIZES:

@@ -1,4 +1,4 @@
-"""What a table of tiles says of the runs of `normforge tune` that measured it: one comment of those that were alike."""
+"""The comments in a table of tiles on the runs of `normforge tune` that measured the table: one per kind of run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = rf"(?:{'|'.join(_CLASS_OF)})(?:{_SPACE}{_RANGE})+"
 
 
 def listed(rows: Iterable[Row]) -> str:
-    """Rows of a table by class, those that adjoin as one: fwd_16bit 1..512 2049..3072, bwd_16bit 1.."""
+    """List rows of a table by class, adjacent rows as one: fwd_16bit 1..512 2049..3072, bwd_16bit 1.."""
     by_class: dict[TileClass, list[Bucket]] = {}
     for row in rows:
         by_class.setdefault(row.kind, []).append(row.bucket)
@@ -28,12 +28,12 @@ def listed(rows: Iterable[Row]) -> str:
 
 
 def add_remark(head: str, told: str, row: Row) -> str:
-    """The comments at a table's head, where they say that a row was measured.
+    """Return the comments at a table's head, with a row added to the rows that were measured.
 
     Args:
-        head: what they say so far.
-        told: with what it was measured. A remark that begins so is gone on with; others stay as they are.
-        row: what was measured.
+        head: the comments so far.
+        told: the device and versions of the measurement. A remark that begins with both is extended; others stay.
+        row: the row that was measured.
     """
     words = _SPACE.join(map(re.escape, told.split(" ")))
     found = re.search(rf"^# {words}:{_SPACE}({_ROWS}(?:,{_SPACE}{_ROWS})*)$", head, re.MULTILINE)

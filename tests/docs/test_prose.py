@@ -36,7 +36,6 @@ MOST = {
     "ahead_of_time": 30,
     "kernels": 65,
     "selection": 40,
-    "tools": 64,
     "upstream": 56,
 }
 
