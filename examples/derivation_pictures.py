@@ -133,7 +133,7 @@ TRIPLE, TRIPLE_GRADIENT = np.array([0.6, -1.0, 1.4]), np.array([2.3, -0.1, 0.5])
 
 
 def projections_picture() -> Figure:
-    """What a norm takes off the gradient of a row: what lies along h, and along (1, 1, 1)."""
+    """Draw the parts that a norm removes from the gradient of a row: along h, and along (1, 1, 1)."""
     figure = Figure(figsize=(_WIDTH, 4.9))
     figure.subplots_adjust(left=0.06, right=1.0, top=0.92, bottom=0.1, wspace=-0.04)
     _draw_pair(figure.add_subplot(1, 2, 1))

@@ -28,7 +28,7 @@ _ROWS = 16
 
 
 def row_sum(values: Array) -> Array:
-    """The sum along rows of a power of two, by halves, as hardware adds up a row."""
+    """Return the sum of each row, whose length is a power of two, by halves, as hardware adds up a row."""
     while values.shape[1] > 1:
         half = values.shape[1] // 2
         values = values[:, :half] + values[:, half:]
@@ -36,21 +36,21 @@ def row_sum(values: Array) -> Array:
 
 
 def by_squares(x: Array) -> Array:
-    """The mean of the squares less the square of the mean."""
+    """Normalise by the mean of the squares less the square of the mean."""
     n = np.float32(x.shape[1])
     mean = row_sum(x) / n
     return (x - mean) / np.sqrt(row_sum(x * x) / n - mean * mean)
 
 
 def by_mean(x: Array) -> Array:
-    """Deviations from the mean, squared."""
+    """Normalise by the squared deviations from the mean."""
     n = np.float32(x.shape[1])
     centred = x - row_sum(x) / n
     return centred / np.sqrt(row_sum(centred * centred) / n)
 
 
 def by_welford(x: Array) -> Array:
-    """Welford's running mean and sum of squares, value by value."""
+    """Normalise by Welford's running mean and sum of squares, value by value."""
     mean, squares = (np.zeros((len(x), 1), np.float32) for _ in range(2))
     for count in range(x.shape[1]):
         value = x[:, count : count + 1]
@@ -61,7 +61,7 @@ def by_welford(x: Array) -> Array:
 
 
 def by_pivot(x: Array) -> Array:
-    """Deviations from a rounded mean, the pivot, whose own mean is measured and taken off."""
+    """Normalise by deviations from a rounded mean, the pivot, corrected by the mean of the deviations."""
     n = np.float32(x.shape[1])
     centred = x - row_sum(x) / n
     shift = row_sum(centred) / n
@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[Array], Array]] = {
 
 
 def errors(way: Callable[[Array], Array], columns: int = COLUMNS) -> list[float]:
-    """How far normalised rows are from fp64 at most, for each ratio of the mean to the standard deviation."""
+    """Return the largest error against fp64 for each ratio of the mean to the standard deviation."""
     found = []
     for ratio in RATIOS:
         x = (ratio + np.random.default_rng(0).standard_normal((_ROWS, columns))).astype(np.float32)
@@ -91,7 +91,7 @@ def errors(way: Callable[[Array], Array], columns: int = COLUMNS) -> list[float]
 
 
 def variances_table() -> str:
-    """Errors by way and ratio, as Markdown."""
+    """Return errors by way and ratio, as Markdown."""
     lines = [("mean / deviation", *map(_short, RATIOS))]
     for name, way in WAYS.items():
         lines.append((name, *map(_short, errors(way))))
@@ -154,7 +154,7 @@ def sums_table() -> str:
 
 
 class Span(NamedTuple):
-    """What a program does for a while: "row", "wait", "add" or "store"."""
+    """A stretch of a program's time, spent on one of "row", "wait", "add" and "store"."""
 
     program: int
     start: float
@@ -191,7 +191,7 @@ def with_locks() -> list[Span]:
 
 
 def with_partial_sums() -> list[Span]:
-    """As many programs as fit, each of which takes rows in turn and stores its sums once."""
+    """Return the spans of as many programs as fit, where each takes several rows and stores its sums once."""
     generator = np.random.default_rng(2)
     spans = []
     for slot in range(SLOTS):
@@ -204,14 +204,11 @@ def with_partial_sums() -> list[Span]:
     return spans
 
 
-# Of one row: its values, and the gradient of what they are normalised to.
-
-
 TABLES: dict[str, Callable[[], str]] = {"variances": variances_table, "sums": sums_table}
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines as a Markdown table, the first of them its head."""
+    """Format lines as a Markdown table, the first line as its head."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rows = [
         "| "

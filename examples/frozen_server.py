@@ -26,7 +26,7 @@ def main() -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mine.yaml").write_text(MANIFEST)
-        # The same as: normforge generate --manifest mine.yaml --filter 'rms_*' --out kernels
+        # On the command line: normforge generate --manifest mine.yaml --filter 'rms_*' --out kernels
         cli.main(["--manifest", str(folder / "mine.yaml"), "--filter", "rms_*", "--out", str(folder / "kernels")])
         os.environ["NORMFORGE_ON_MISS"] = "error"
         normforge.load_instances(folder / "kernels")

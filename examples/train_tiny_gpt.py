@@ -1,4 +1,4 @@
-"""Trains a small GPT twice, with torch's norms and with normforge's, and compares the two runs.
+"""Train a small GPT twice, with torch's norms and with normforge's, and compare the two runs.
 
     python examples/train_tiny_gpt.py
     python examples/train_tiny_gpt.py --norm rms --dtype bf16 --fused-add --plot curves.png
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take and return the residual stream, (batch, context, width), and what is still to be added to it."""
+        """Take and return the residual stream, (batch, context, width), and the output that is still to be added."""
         h, residual = add_norm(self.norm1, x, residual)
         h, residual = add_norm(self.norm2, self.attend(h), residual)
         return self.mlp(h), residual
@@ -93,7 +93,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of each next token, (batch, context, 256), for tokens (batch, context)."""
+        """Return the logits of each next token, (batch, context, 256), for tokens (batch, context)."""
         residual = self.tokens(tokens)
         x = self.positions.weight.expand_as(residual)
         for block in self.blocks:
@@ -122,7 +122,7 @@ def nudge(model: nn.Module, args: argparse.Namespace) -> None:
 
 
 def build(args: argparse.Namespace, ours: bool) -> GPT:
-    """A model whose initial weights depend on the seed alone, with torch's norms or with normforge's."""
+    """Return a model whose initial weights depend on the seed alone, with torch's norms or with normforge's."""
     torch.manual_seed(args.seed)
     norm, fused = NORMS[args.norm]
     if ours and args.fused_add:
@@ -134,7 +134,7 @@ def build(args: argparse.Namespace, ours: bool) -> GPT:
 
 
 def read_text(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The repository's text as tokens: what to train on, and the last tenth of every file, which is held out."""
+    """Return the repository's text as tokens: the training text, and the held-out last tenth of every file."""
     training, held_out = bytearray(), bytearray()
     for path in (path for pattern in TEXTS for path in sorted(ROOT.glob(pattern))):
         text = path.read_bytes()
@@ -148,13 +148,13 @@ def read_text(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def warm_up_and_decay(done: float) -> float:
-    """The learning rate at a part of the training, beside its peak: up in the first tenth, then a cosine down."""
+    """Return the learning rate relative to its peak: up in the first tenth of the training, then a cosine down."""
     return min(10 * done + 0.01, 0.5 + 0.5 * math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run gave.
+    """The results of one training run.
 
     Attributes:
         losses: the loss at every step, in nats a byte.
@@ -201,12 +201,12 @@ def train(model: GPT, text: torch.Tensor, held_out: torch.Tensor, args: argparse
 
 
 def smoothed(losses: torch.Tensor) -> torch.Tensor:
-    """The means over every WINDOW successive steps, or over all of a shorter run."""
+    """Return the means over every WINDOW successive steps, or over all of a shorter run."""
     return losses.unfold(0, min(WINDOW, len(losses)), 1).mean(1)
 
 
 def distance(one: Run, other: Run) -> float:
-    """The largest difference of two smoothed curves, in nats a byte."""
+    """Return the largest difference of two smoothed curves, in nats per byte."""
     return (smoothed(one.losses) - smoothed(other.losses)).abs().max().item()
 
 
@@ -233,7 +233,7 @@ def report(torchs: Run, ours: Run, args: argparse.Namespace) -> int:
 
 
 def plot(torchs: Run, ours: Run, args: argparse.Namespace) -> None:
-    """Draw both curves, and below them what they differ by."""
+    """Draw both curves, and their difference below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -259,7 +259,7 @@ def plot(torchs: Run, ours: Run, args: argparse.Namespace) -> None:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """The model and its training, in a line."""
+    """Describe the model and its training in one line."""
     return (
         f"GPT, {args.layers} layers, width {args.width}, {args.norm} norm{', fused add' * args.fused_add}; "
         f"{args.batch}×{args.context} bytes a step, {args.dtype}, seed {args.seed}"
@@ -267,7 +267,7 @@ def describe(args: argparse.Namespace) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Read and check the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with torch's norms and with normforge's.")
     add = parser.add_argument
     add("--norm", choices=NORMS, default="layer")
@@ -306,7 +306,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def where(device: str) -> str:
-    """The device, and what runs there in the place of torch's norms."""
+    """Describe the device, and the code that replaces torch's norms there."""
     if normforge.backend(torch.empty(0, device=device)) == "torch":
         return "CPU: without a GPU normforge calls torch's own operator, so nothing but equal curves is expected"
     if device == "cpu":
