@@ -778,6 +778,29 @@ sys.exit(main({argv!r}))
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        *([verb, "-h"] for verb in VERBS),
+        ["list", "nonsense"],
+        [*AOT, "nonsense", "--n", "64"],
+        ["warmup", "--n", "abc"],
+    ],
+    ids=str,
+)
+def test_help_and_refusals_take_half_a_second_at_most(argv: list[str], tmp_path: Path) -> None:
+    """Of the processor, because tests share the cores. The first try compiles all files to bytecode."""
+    code = f"""
+import atexit, sys, time
+atexit.register(lambda: print(time.process_time()))
+sys.argv = ["normforge"]
+from normforge.tools.cli import main
+sys.exit(main({argv!r}))
+"""
+    bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    assert any(float(python(code, **bytecode).stdout.split()[-1]) < 0.5 for _ in range(5))
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("normforge ", set(VERBS)),
