@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -31,10 +31,9 @@ from .values import (
 def legal_modes() -> Iterator[Mode]:
     """Yield every combination of axes that `Mode` accepts, in the order of its fields."""
     bools = (False, True)
-    # Typed, because mypy cannot infer a product of more than ten iterables.
-    axes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES)
-    axes = (*axes, Rounding, Direction, Cast)
-    for values in itertools.product(*axes):
+    rest = tuple(itertools.product(bools, bools, INPUT_DTYPES, Rounding, Direction, Cast))
+    kinds = itertools.product(Norm, DType, DType, FusedAdd, FusedQuant)
+    for values in ((*kind, *others) for kind in kinds if _is_legal(*kind) for others in rest):
         with suppress(IllegalCombinationError):
             mode = Mode(*values)
             yield mode
@@ -46,6 +45,15 @@ def legal_modes() -> Iterator[Mode]:
             for gated in bools:
                 with suppress(IllegalCombinationError):
                     yield replace(mode, modulated=True, x_gate=gated)
+
+
+def _is_legal(norm: Norm, dtype_in: DType, dtype_out: DType, fadd: FusedAdd, fquant: FusedQuant) -> bool:
+    """Return True if a mode with these words is legal, forward or backward; if not, neither is any form of the mode."""
+    for direction in Direction:
+        with suppress(IllegalCombinationError):
+            Mode(norm, dtype_in, dtype_out, fadd, fquant, direction=direction)
+            return True
+    return False
 
 
 def _gated(mode: Mode) -> Iterator[Mode]:
