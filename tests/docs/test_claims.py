@@ -432,7 +432,7 @@ def test_a_decode_step_is_as_fast_as_the_results_say() -> None:
     lines = (RESULTS / "h200-models-decode/models.csv").read_text().splitlines()
     ms = {(row["run"], row["variant"]): row for row in csv.DictReader(line for line in lines if line[0] != "#")}
     ours, as_it_is, all_ours = (float(ms["graphs", name]["ms"]) for name in ("patch-passes", "torch", "patch"))
-    text = said(doc("models"))
+    text = said(doc("torch-compile"))
     assert f"takes {ours:.2f} ms patched, {as_it_is:.2f} as it is and {all_ours:.2f} with every norm" in text
     ours, as_it_is, all_ours = (float(ms["compile", name]["ms"]) for name in ("patch-passes", "torch", "patch"))
     assert f"without a CUDA graph {ours:.1f}, {as_it_is:.1f} and {all_ours:.1f} ms" in text
