@@ -242,7 +242,9 @@ def _add_model_tiles(verbs: Verbs) -> None:
     )
     tiles.add_argument("--jobs", type=int, default=0, metavar="J", help="processes; default: one a core")
     tiles.add_argument("--out", type=Path, help="folder of the table; default: benchmarks/results/tile-model")
-    tiles.add_argument("--into", type=Path, help="put the table that is there into this page instead")
+    tiles.add_argument(
+        "--summarise", action="store_true", help="write summary.txt of the table that is there, and model nothing"
+    )
     tiles.add_argument("--revision", help="what the header states; default: git's")
     tiles.set_defaults(verb=_model_tiles)
 
@@ -344,7 +346,7 @@ def _add_reading(verbs: Verbs) -> None:
     short.add_argument(
         "--results", type=Path, default=RESULTS / "h200-sweep", help="folder of the sweep and its profile (%(default)s)"
     )
-    short.add_argument("--into", type=Path, help="put the list between this file's markers instead")
+    short.add_argument("--save", action="store_true", help="also write the list beside the results, as short.txt")
     short.set_defaults(verb=_short)
 
 

@@ -12,7 +12,6 @@ from .errors import UsageError
 from .models.names import AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, TRAIN
 from .models.specs import SPECS
 from .models.table import load as load_models
-from .providers import every_provider
 from .reach import Finding, Rule, check, mean_of
 from .results import Results, load
 from .suites import SUITES
@@ -20,10 +19,12 @@ from .suites import SUITES
 # The section of a page that the table is put into.
 SECTION = "overview"
 _NONE = "–"
-_HEADS = ("suite", "cells", "of a copy's speed", "times torch's", "times the best peer's", "slowest cell", "revision")
-# Suites whose norms have a row each; the host's times and the cost of batch invariance are a page's prose.
-_BY_NORM = ("forward", "backward", "sweep")
+_HEADS = ("suite", "cells", "of a copy", "× torch", "× best peer")
+# Suites whose norms have a row each. Pages give the host's times and the cost of batch invariance in sentences.
+_BY_NORM = ("forward", "backward")
 _LEFT_OUT = ("host", "batch-invariant", "batch-invariant-many")
+# A row of fewer cells is left out beside longer rows of the suite: such figures are in the suite's CSV.
+_FEWEST_CELLS = 5
 # What a step of a model is called, and the two variants whose times are compared.
 _STEPS = {
     "train": (BF16, TRAIN, EAGER, "patch", "torch"),
@@ -41,13 +42,15 @@ def overview(folders: Sequence[Path]) -> str:
     Raises:
         UsageError: the folders hold no results.
     """
-    lines, parts = [], []
+    lines, parts, suites = [], [], dict[str, list[str]]()
     for folder in folders:
         for suite in (name for name in SUITES if name not in _LEFT_OUT):
             if (results := load(folder, suite)) is not None:
                 lines += _lines(results)
+                suites.setdefault(results.header["revision"], []).append(suite)
     if lines:
-        parts.append(_table(_HEADS, lines))
+        revisions = "; ".join(f"{', '.join(names)} at {revision}" for revision, names in suites.items())
+        parts.append(f"{_table(_HEADS, lines)}\n\nRevisions: {revisions}.")
     parts += [_models(folder) for folder in folders if load_models(folder) is not None]
     if not parts:
         raise UsageError(f"no results are in {', '.join(map(str, folders))}; make some: python -m benchmarks run")
@@ -58,35 +61,30 @@ def _lines(results: Results) -> list[tuple[str, ...]]:
     tasks = [task.value for task in Task]
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in check(Rule("every cell", results.suite), results).findings:
-        norm = f", {finding.row.norm}" if results.suite in _BY_NORM else ""
+        norm = f" {finding.row.norm}" if results.suite in _BY_NORM else ""
         groups.setdefault((finding.row.task, norm), []).append(finding)
+    fewest = min(_FEWEST_CELLS, max(map(len, groups.values()), default=0))
     lines = [
         (
-            f"{results.suite}: {task.replace('_', ' ')}{norm}",
+            _title(results.suite, task.replace("_", " "), norm),
             str(len(found)),
             _span(finding.to_copy for finding in found),
             _span(_over(results, finding, "eager") for finding in found),
             _span(finding.to_peer for finding in found),
-            _slowest(found),
-            results.header["revision"],
         )
         for (task, norm), found in sorted(groups.items(), key=lambda group: tasks.index(group[0][0]))
+        if len(found) >= fewest
     ]
-    return [line for line in lines if {*line[2:6]} != {_NONE}]
+    return [line for line in lines if {*line[2:]} != {_NONE}]
+
+
+def _title(suite: str, task: str, norm: str) -> str:
+    return f"{task}{norm}" if task.startswith(suite) else f"{suite}: {task}{norm}"
 
 
 def _over(results: Results, finding: Finding, provider: str) -> float | None:
     row = results.of(finding.row.cell).get(provider)
     return row.us / finding.row.us if row is not None and row.ok and finding.row.ok else None
-
-
-def _slowest(found: Iterable[Finding]) -> str:
-    beside = [one for one in found if one.to_peer is not None and math.isfinite(one.to_peer)]
-    if not beside:
-        return _NONE
-    least = min(beside, key=lambda one: one.to_peer or 0.0)
-    shape = least.row.cell.rpartition("/")[2].replace("x", "×")
-    return f"{shape} ({every_provider()[least.best_peer].label})"
 
 
 def _span(ratios: Iterable[float | None]) -> str:
@@ -112,7 +110,7 @@ def _models(folder: Path) -> str:
     models = [model for model in SPECS if any(model in found for found in shown.values())]
     lines = [(model, *(_gain(found, model) for found in shown.values())) for model in models]
     lines.append(("geometric mean", *(f"{geometric_mean(found.values()):.3f}" for found in shown.values())))
-    title = f"Speed of patched models over unpatched ones, revision {table.header['revision']}:"
+    title = f"Speed of patched models over unpatched models, at {table.header['revision']}:"
     return f"{title}\n\n{_table(('model', *shown), lines)}"
 
 

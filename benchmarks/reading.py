@@ -26,6 +26,9 @@ from .short import kernels_of, short_of
 from .short import render as render_short
 from .suites import SUITES
 
+# The file beside a sweep that holds the list of its short cells.
+SHORT_LIST = "short"
+
 
 def join(options: argparse.Namespace) -> int:
     """Join the folders of processes that shared a run, and draw their pictures."""
@@ -121,7 +124,7 @@ def reach(options: argparse.Namespace) -> int:
 
 
 def short(options: argparse.Namespace) -> int:
-    """Say of the sweep's cells that are short what they take and what was tried, or put it into a page.
+    """List the sweep's cells that miss a goal by class, with their kernels and what was tried.
 
     Raises:
         UsageError: there is no sweep, or a short cell was not profiled or is of no class.
@@ -130,9 +133,9 @@ def short(options: argparse.Namespace) -> int:
     if results is None:
         raise UsageError(f"no sweep is in {options.results}; make one: python -m benchmarks run --suite {SWEEP}")
     text = render_short(short_of(results), kernels_of(options.results))
-    if options.into is None:
-        print(text)
-        return 0
-    put_into(options.into, text, "short")
-    print(f"the list in {options.into} is that of {options.results}")
+    print(text)
+    if options.save:
+        path = options.results / f"{SHORT_LIST}.txt"
+        path.write_text(f"revision: {results.header['revision']}\n\n{text}\n")
+        print(f"saved: {path}")
     return 0

@@ -8,25 +8,22 @@ import platform
 
 from ..environment import ROOT, revision_of
 from ..errors import UsageError
-from ..pages import put_into
 from ..progress import progress_to
 from .devices import DEVICES
 from .model import every_case, model_all
 from .table import FOLDER, describe, load, save, unknown
 
-# Between which markers of a page the table is put.
-MARKERS = "tile-model"
 _PACKAGES = ("torch", "triton", "normforge")
 
 
 def model_tiles(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb, and print what it says; with a page to put it into, of the table that is there.
+    """Model every tile and save the table with its summary, or summarise the table that is there.
 
     Raises:
-        UsageError: there is no table, or the page lacks the markers.
+        UsageError: there is no table.
     """
     folder = options.out or FOLDER
-    if options.into is None:
+    if not options.summarise:
         cases = every_case()
         with progress_to(len(cases), what="model", unit="tile") as progress:
             save(folder, header(options.revision), model_all(cases, options.jobs, progress.update))
@@ -34,10 +31,7 @@ def model_tiles(options: argparse.Namespace, _: list[str]) -> int:
     if found is None:
         raise UsageError(f"{folder} holds no table; make one with `python -m benchmarks model-tiles`")
     text = describe(*found)
-    if options.into is not None:
-        put_into(options.into, text, MARKERS)
-        print(f"the table in {options.into} is that of {folder}")
-        return 0
+    (folder / "summary.txt").write_text(f"revision: {found[0]['revision']}\n\n{text}\n")
     print(text)
     wrong = unknown(found[1])
     for row, fault in wrong:

@@ -263,7 +263,8 @@ def test_an_overview_has_a_row_per_task_and_goes_between_its_markers(forward: Re
     page.write_text(f"before\n{first}\nold\n{last}\nafter\n")
     assert cli.main(["overview", "--results", str(tmp_path), "--into", str(page)]) == 0
     text = page.read_text()
-    assert "| forward: forward, " in text
+    assert "| forward ln | " in text
+    assert "Revisions: forward at " in text
     assert "old" not in text
     assert text.endswith(f"{last}\nafter\n")
     assert cli.main(["overview", "--results", str(tmp_path / "nothing")]) == cli.USAGE

@@ -8,7 +8,6 @@ from statistics import geometric_mean
 
 from benchmarks.chosen import RESULTS
 from benchmarks.models import kernels
-from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
 from benchmarks.overview import SECTION, overview
@@ -52,11 +51,9 @@ def test_what_models_gain_is_that_of_the_results() -> None:
     beside = gains("h100-models", "train", "bf16", "eager", "patch", of="liger")
     assert min(beside.values()) > 1
     assert len(beside) == 7
-    assert f"in all seven that have some, {geometric_mean(beside.values()):.2f} in the mean" in text
     autocast = gains("h100-models", "train", "autocast", "eager", "patch")
     assert len(autocast) == 8
     assert min(autocast.values()) > 1
-    assert f"Under autocast all eight gain, {geometric_mean(autocast.values()):.2f} in the mean" in text
     table = load_models(RESULTS / "h100-models")
     assert table is not None
     memory = {
@@ -69,47 +66,15 @@ def test_what_models_gain_is_that_of_the_results() -> None:
     assert all(abs(ours - ligers) < 0.01 for ours, ligers in pairs)
 
 
-def test_models_beside_compiled_ones_are_as_fast_as_the_results_say() -> None:
-    table = load_models(RESULTS / "h100-models")
-    assert table is not None
-    eager, compiled = (
-        [table.rows[Key(model, "bf16", "train", run, name)].ms for model in ("llama", "qwen3", "gemma")]
-        for run, name in (("eager", "patch"), ("compile", "torch"))
-    )
-    form = "take {:.1f}, {:.1f} and {:.1f} ms; compiled and unpatched {:.1f}, {:.1f} and {:.1f}"
-    assert form.format(*eager, *compiled) in said(PAGE)
-
-
-def test_what_decoding_gains_is_that_of_the_results() -> None:
-    text = said(PAGE)
-    eager, compiled, graphs = (
-        gains("h100-models", "decode", "bf16", run, variant)
-        for run, variant in (("eager", "patch"), ("compile", "patch-passes"), ("graphs", "patch-passes"))
-    )
-    gpt2 = eager.pop("gpt2")
-    assert f"RMSNorm models at {span([*eager.values()], '.2f')} times torch's speed, GPT-2 at {gpt2:.2f}" in text
-    assert f"is at {span([*compiled.values()], '.2f')}, and in CUDA graphs within 0.2 %" in text
-    assert all(abs(gain - 1) <= 0.002 for gain in graphs.values())
-    assert len(compiled) == len(graphs) == 5
-
-
 def test_what_compiled_training_gains_is_that_of_the_results() -> None:
     text = said(PAGE)
     compiled = gains("h100-models", "train", "bf16", "compile", "patch-passes")
     assert len(compiled) == 8
     assert (min(compiled, key=compiled.__getitem__), max(compiled, key=compiled.__getitem__)) == ("qwen3", "vit")
-    mean = geometric_mean(compiled.values())
-    form = "{:.2f} (Qwen3) to {:.2f} (ViT) times the unpatched model's speed, {:.3f} in the geometric mean of eight"
-    assert form.format(compiled["qwen3"], compiled["vit"], mean) in text
     form = "GPT-2, BERT and ViT gain {:.3f}, {:.3f} and {:.3f}"
     assert form.format(compiled["gpt2"], compiled["bert"], compiled["vit"]) in text
     of_biases = f"{compiled['bert']:.2f} to {compiled['vit']:.2f}"
     assert f"GPT-2, BERT and ViT, it is {of_biases} ([H100]" in said(ROOT / "README.md")
-    benchmarks = said(doc("benchmarks"))
-    assert (
-        f"GPT-2, BERT and ViT train at {of_biases} times the unpatched models' speed, and all eight at {mean:.3f}"
-        in benchmarks
-    )
     without = gains("h100-models-without-column-sums", "train", "bf16", "compile", "patch-passes")
     assert "GPT-2 gains {:.3f} and ViT {:.3f}".format(without["gpt2"], without["vit"]) in text
     assert all(without[model] < compiled[model] for model in without)
@@ -120,17 +85,14 @@ def test_what_two_runs_of_the_same_code_differ_by_is_that_of_the_results() -> No
     again, patched = (
         gains("h100-models-again", "train", "bf16", "compile", name) for name in ("torch-again", "patch-passes")
     )
-    form = (
-        "took {:.1f} % longer than the first in Qwen3 and {:.1f} % in DiT; the patched models took 0.1 % longer in both"
-    )
-    assert form.format(*(100 * (1 / again[model] - 1) for model in ("qwen3", "dit"))) in text
+    most = max(100 * (1 / gain - 1) for gain in again.values())
+    assert f"differ by up to {most:.1f} %, patched Qwen3 and DiT from unpatched by 0.1 %" in text
     assert {f"{100 * (1 / gain - 1):.1f}" for gain in patched.values()} == {"0.1"}
     found = kernels.load(RESULTS / "h100-models-again")
     assert found is not None
     rows = [row for row in found[1] if row.owner == "Inductor" and row.what == "elementwise and sums"]
     (first, second) = rows
     assert first.launches == second.launches
-    assert f"the same {first.launches} elementwise kernels of Qwen3 took {first.ms:.1f} and {second.ms:.1f} ms" in text
     assert abs(first.gb / second.gb - 1) < 0.01
 
 
@@ -138,18 +100,11 @@ def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
     text, many, few = said(PAGE), results("quantised"), results("quantised-decode")
     assert [len(list(found.cells())) for found in (many, few)] == [240, 240]
     groups = span(shares("add_*_g128/*", "add_*_g128_column/*"))
-    assert f"behind a residual add {groups} % of a copy's throughput from M = 4096 on" in text
-    assert f"with y in bf16 as well {span(shares('add_*_two/*'))} %." in text
-    assert f"Without an add {span(shares('quantised/*_g128/*'))} %." in text
+    assert f"A copy's throughput is reached to {groups} % behind an add" in text
     compiled, helion, flashinfer = (longer(name) for name in ("compile", "helion", "flashinfer"))
-    assert f"takes {span(compiled, '.2f')} times as long, in the {len(compiled)} cells of groups" in text
-    form = "take {} times as long, {:.2f} in the mean of {} cells of RMSNorm. In {} they are ahead, by up to {:.1f} %."
-    ahead = sum(one < 1 for one in helion)
-    assert ahead == 7
-    mean = geometric_mean(helion)
-    assert form.format(span(helion, ".2f"), mean, len(helion), "seven", 100 * (1 - min(helion))) in text
-    form = "take {} times as long, {:.2f} in the mean of {} cells"
-    assert form.format(span(flashinfer, ".2f"), geometric_mean(flashinfer), len(flashinfer)) in text
+    form = "torch.compile takes {} times as long, Helion {} and FlashInfer {}."
+    assert form.format(*(span(ratios, ".2f") for ratios in (compiled, helion, flashinfer))) in text
+    assert f"FlashInfer is ahead in {sum(one < 1 for one in flashinfer)} of {len(flashinfer)} cells" in text
     theirs = {
         of[PROJECT].cell: of["flashinfer"].us / of[PROJECT].us
         for of in measured("quantised", "quantised-decode")
@@ -157,15 +112,6 @@ def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
     }
     assert len(theirs) == 12
     assert all(cell.startswith("add_") for cell in theirs)
-    assert {f"{100 * (1 - ratio):.0f}" for cell, ratio in theirs.items() if ratio < 0.92} == {"9", "10"}
-    assert {cell.rpartition("/")[2] for cell, ratio in theirs.items() if ratio < 0.92} == {"64x5120", "1024x7168"}
-    slower = [
-        100 * (few.of(cell)[PROJECT].us / few.of(cell.replace("g128", "row"))[PROJECT].us - 1)
-        for cell in few.cells()
-        if "_g128/" in cell
-    ]
-    within = sum(one <= 5 for one in slower)
-    assert f"in {within} of {len(slower)} cells, {max(slower):.0f} % at most" in text
 
 
 def shares(*patterns: str) -> list[float]:
@@ -189,18 +135,8 @@ def measured(*suites: str) -> Iterator[dict[str, Row]]:
 def test_what_batch_invariance_costs_is_what_the_results_say() -> None:
     text = said(PAGE)
     ratios = [(of[PROJECT], of[INVARIANT].us / of[PROJECT].us) for of in measured("batch-invariant-many")]
-    within = {
-        task: [ratio <= 1.03 for row, ratio in ratios if row.task == task]
-        for task in ("forward", "add", "quant", "add_quant", "backward")
-    }
-    form = (
-        "in {} of {} cells forward, {} of {} with an add, {} of {} with fp8, {} of {} with both, and {} of {} backward"
-    )
-    assert form.format(*(count for cells in within.values() for count in (sum(cells), len(cells)))) in text
     others = [row for row, ratio in ratios if ratio > 1.03]
     assert all(row.n % 2 or row.n >= 16384 or (row.m == 257 and row.n <= 4096) for row in others)
     longest = max(ratios, key=lambda each: each[1] if each[0].n >= 16384 else 0)
     assert longest[0].task == "backward"
-    assert f"(up to {100 * (longest[1] - 1):.0f} % longer, backward)" in text
-    few = [of[INVARIANT].us / of[PROJECT].us for of in measured("batch-invariant") if of[PROJECT].task == "forward"]
-    assert f"Few rows take {100 * (geometric_mean(few) - 1):.0f} % longer forward, in the mean" in text
+    assert f"(up to {100 * (longest[1] - 1):.0f} %, backward)" in text
