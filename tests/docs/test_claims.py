@@ -378,7 +378,7 @@ def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
     survey, text = load_table(ROOT, "huggingface"), README.read_text()
     named = {outcome: {row["class"] for row in survey.rows if row["outcome"] == outcome} for outcome in OUTCOMES}
     taken, skipped, _ = named.values()
-    ((families, others),) = re.findall(r"RMSNorm of (Llama.*?) and others; (`T5\w+`.*?) \| takes", text)
+    ((families, others),) = re.findall(r"RMSNorm of (Llama.*?) and others; (`T5\w+`.*?) \| swaps", text)
     for name in (*(f"{family}RMSNorm" for family in families.split(", ")), *re.findall(r"`(\w+)`", others)):
         assert name in taken, name
     for name in re.findall(r", as .*?`(\w+)`", text.partition("## Models")[2].partition("## When")[0]):
