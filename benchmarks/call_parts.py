@@ -100,7 +100,7 @@ def make_parts(inputs: Inputs, interpreted: bool, beside: ModuleType | None = No
 
 
 def _differences(group: str, calls: dict[str, Call]) -> list[Part]:
-    """Calls that each do one thing more than the one before."""
+    """Return calls that each do one thing more than the call before."""
     return [Part(group, name, call, less) for (name, call), less in zip(calls.items(), (None, *calls), strict=False)]
 
 

@@ -167,7 +167,7 @@ class Suite:
     seed: int | None = None
 
     def of_seed(self, seed: int | None) -> Suite:
-        """The suite with the cells of another seed; itself if that is None, or its cells are not drawn."""
+        """Return the suite with the cells of another seed; the suite itself for None, or if its cells are not drawn."""
         if self.draw is None or seed in (None, self.seed):
             return self
         assert seed is not None
@@ -185,7 +185,7 @@ def rows_of(mebibytes: int, n: int, dtype: str = "bf16") -> int:
 
 
 def at_most(cells: Iterable[Cell], rows: int | None) -> tuple[Cell, ...]:
-    """The cells with no more than so many rows each, of those that became equal the first; None leaves them alone."""
+    """Return the cells with at most `rows` rows each, the first of those that become equal; all cells for None."""
     if rows is None:
         return tuple(cells)
     first: dict[str, Cell] = {}

@@ -21,7 +21,7 @@ OVERVIEW = (
 
 
 def of_seed(suites: Sequence[Suite], seed: int | None) -> list[Suite]:
-    """The suites with the cells of a seed, where theirs are drawn; None leaves them as they are.
+    """Return the suites with the cells of a seed, where cells are drawn; None leaves suites as they are.
 
     Raises:
         UsageError: a seed is given, and no suite has anything to draw.
@@ -33,7 +33,7 @@ def of_seed(suites: Sequence[Suite], seed: int | None) -> list[Suite]:
 
 
 def matching(ids: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The ids that one of the patterns matches as a whole or is a part of; no patterns match all."""
+    """Return the ids that a pattern matches as a whole or is a part of; no patterns match all."""
     if not patterns:
         return list(ids)
     return [one for one in ids if any(pattern in one or fnmatch(one, pattern) for pattern in patterns)]

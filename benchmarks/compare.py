@@ -105,7 +105,7 @@ def compare_folders(old: Path, new: Path) -> list[Comparison]:
 
 
 def describe(comparisons: Sequence[Comparison], within: float) -> str:
-    """A table of the suites, what was left out, and the cells that moved further than `within`."""
+    """Return a table of the suites, what was left out, and the cells that moved further than `within`."""
     rows, beyond = [], []
     for one in comparisons:
         for ratio in dict.fromkeys(change.ratio for change in one.changes):

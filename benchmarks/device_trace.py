@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def calls_in(trace: Mapping[str, Any], mark: str) -> list[list[Launch]]:
-    """What each marked call launched, in the order in which it ran.
+    """Return what each marked call launched, in the order of launches.
 
     Args:
         trace: the parsed JSON.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe(machine: Machine, providers: Iterable[Provider], revision: str | None) -> dict[str, str]:
-    """The header: device, driver, versions, and the revision, from git unless it is given."""
+    """Return the header: device, driver, versions, and the revision, from git unless one is given."""
     header = environment.describe(machine)
     if kernels := rms_norm_kernels():
         header["torch rms_norm"] = kernels
@@ -39,7 +39,7 @@ def rms_norm_kernels() -> str:
 
 
 def folder_name(machine: Machine) -> str:
-    """The device's name as a folder's: `h200` for an NVIDIA H200."""
+    """Return the device's name as a folder's: `h200` for an NVIDIA H200."""
     if machine.device.type == "cpu":
         return "cpu"
     words = machine.name.lower().replace("/", "-").split()
@@ -47,5 +47,5 @@ def folder_name(machine: Machine) -> str:
 
 
 def revision_of(root: Path) -> str:
-    """The revision that a checkout is at, by git, and whether it was changed since."""
+    """Return the revision of a checkout, by git, and whether the checkout was changed since."""
     return environment.revision_of(root, "benchmarks/results")

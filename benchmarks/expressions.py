@@ -35,7 +35,7 @@ def add(
 def drop_add(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of what a dropout leaves of x."""
+    """Drop elements of x, add the residual and normalise the rounded sum."""
     return add(F.dropout(x, DROPOUT_P), residual, weight, bias, eps)
 
 

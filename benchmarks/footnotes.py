@@ -52,7 +52,7 @@ _REASONS = (
 def footnotes(
     cells: Sequence[Mapping[str, Row]], providers: Mapping[str, Provider], header: Mapping[str, str]
 ) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """What is to be said of a table's figures.
+    """Return the notes on a table's figures.
 
     Args:
         cells: of a table, each with its rows by provider.
@@ -82,7 +82,7 @@ def footnotes(
 
 
 def failures(rows: Iterable[Row], providers: Mapping[str, Provider], header: Mapping[str, str]) -> list[str]:
-    """A sentence on each way in which a peer fails, of a table that shows no figure of a cell; sizes are as of one.
+    """Return a sentence on each way in which a peer fails; cells of one size count as one.
 
     Args:
         rows: of a suite.

@@ -42,7 +42,7 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def composed(cell: GatedCell, eps: float) -> Function:
-    """The norm in torch's operators, in fp32 (or fp64) and rounded once, as models have it that have no kernel."""
+    """Compute the norm with torch's operators, in fp32 (or fp64) and rounded once, as models without a kernel do."""
 
     def run(
         x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

@@ -85,7 +85,7 @@ def measure(case: Case, base: Path) -> tuple[float, float, float]:
 
 
 def header() -> dict[str, str]:
-    """What the figures were measured on, and with what."""
+    """Return the machine and the versions that the figures were measured with."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "device": f"{models[0].partition(': ')[2] if models else platform.machine()}, {os.cpu_count()} cores",
@@ -99,7 +99,7 @@ def header() -> dict[str, str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The results for people."""
+    """Return the results as a table."""
     headers = ["generate.py", "goal, s", "CPU time, s", "on the clock, s", "MiB at most"]
     shown = [(row.case, f"{row.goal_s:g}", f"{row.cpu_s:.1f}", f"{row.wall_s:.1f}", row.peak_mib) for row in rows]
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True)

@@ -45,7 +45,7 @@ class GroupCell(Cell):
 def cell_of(
     task: Task, shape: tuple[int, ...], *, channels_last: bool, silu: bool, groups: int = 32, dtype: str = "bf16"
 ) -> GroupCell:
-    """A cell in the part of its suite that its task and layout are."""
+    """Return a cell, in the part of its suite that its task and layout name."""
     m = shape[0] * groups
     part = f"{'backward' if task is Task.GROUP_BACKWARD else 'forward'}{', channels last' if channels_last else ''}"
     options: dict[str, Any] = {"shape": shape, "groups": groups, "channels_last": channels_last, "silu": silu}

@@ -27,7 +27,7 @@ ALLOCATIONS, LAUNCH = "allocations", "launch"
 
 
 def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) -> dict[str, Call]:
-    """Calls of `layernorm2d_fwd`, each with one thing more; the last lacks only launches.
+    """Return calls of `layernorm2d_fwd`, each with one thing more; the last lacks only launches.
 
     Args:
         taken: what the whole call takes.
@@ -42,7 +42,7 @@ def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call])
 
 
 def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) -> dict[str, Call]:
-    """The same of `layer_norm` where a gradient is due."""
+    """Return calls of `layer_norm` with a gradient due, each with one thing more."""
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
         records = {"recorded": recorded._recording(apply, apply)}
@@ -62,7 +62,7 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
 
 
 def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
-    """The plans, of one that launches nothing, and returns the same memory again where it does not allocate."""
+    """Return the plans of a call that launches nothing, and reuses memory if the call does not allocate."""
     plan = SimpleNamespace(**vars(taken.plan))
     plan.at = cache(lambda shape: launching(taken.plan.at(shape), lambda _: nothing, in_c=True))
     if not allocates:

@@ -61,7 +61,7 @@ class Inputs:
         return tuple(tensor for tensor in (self.x, self.gate, self.weight, self.bias) if tensor is not None)
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """These as leaves of a new autograd graph, over the same memory."""
+        """Return these tensors as leaves of a new autograd graph, over the same memory."""
         return tuple(tensor.detach().requires_grad_() for tensor in self.operands())
 
 

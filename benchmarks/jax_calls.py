@@ -70,7 +70,7 @@ def measured(case: Case, calls: dict[str, Call], record: Callable[[Call, Call], 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The results for people: kernels from JAX, and how they compare."""
+    """Return the results as a table: kernels from JAX, and how they compare."""
     by_case: dict[str, dict[str, float]] = {}
     for row in rows:
         by_case.setdefault(row.case, {})[row.way] = row.us
@@ -86,7 +86,7 @@ def _ratios(us: dict[str, float]) -> tuple[str, str]:
 
 
 def ways(case: Case, device: torch.device) -> dict[str, Call]:
-    """The calls, on the same memory.
+    """Return the calls, on the same memory.
 
     Raises:
         UsageError: one computes something else.
@@ -152,7 +152,7 @@ def _awaited(jax: Any, call: Callable[[], Any]) -> None:
 
 
 def _nothing() -> None:
-    """What comes before a call."""
+    """Do what comes before a call."""
 
 
 def _row(case: Case, way: str, calls: Sequence[Sequence[Launch]]) -> Row:

@@ -56,7 +56,7 @@ def merge(folders: Sequence[Path], out: Path, *, fresh: bool) -> list[Results]:
 
 
 def warnings(folders: Sequence[Path]) -> list[str]:
-    """What a reader of the merged results should know: runs that were cut off, and tables that are no suite's."""
+    """Return warnings about merged results: runs that were cut off, and tables of no suite."""
     cut_off = [mark for folder in folders for name in SUITES if (mark := running(folder, name)).exists()]
     others = [path for folder in folders for path in sorted(folder.glob("*.csv")) if path.stem not in SUITES]
     return [

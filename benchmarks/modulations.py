@@ -35,7 +35,7 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def composed(cell: ModulatedCell, eps: float) -> Function:
-    """The norm in torch's operators, as DiT has it: the sum and the modulation in the types of what is passed."""
+    """Compute the norm with torch's operators, as DiT does: sum and modulation in the dtypes of the operands."""
 
     def run(
         x: torch.Tensor,
@@ -96,7 +96,7 @@ def _operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _given(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """The gradients of what is returned. The sum's may be any rows, so that the residual serves."""
+    """Return the gradients of the outputs. The sum's gradient may be any rows, so the residual serves."""
     assert inputs.dy is not None
     return (inputs.dy,) if inputs.residual is None else (inputs.dy, inputs.residual)
 

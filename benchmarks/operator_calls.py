@@ -102,7 +102,7 @@ def _graph(norms: int, dynamic: bool, x: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def table(times: dict[Part, Times]) -> str:
-    """What each call takes, or each norm of a graph, in microseconds, and in eager calls of `rmsnorm2d_fwd`."""
+    """Return the time per call, or per norm of a graph, in microseconds, and of eager calls of `rmsnorm2d_fwd`."""
     raw = {part: (summarise(of_part).median, min(of_part)) for part, of_part in times.items()}
     by_name = {(part.group, part.name): part for part in times}
     own = {}

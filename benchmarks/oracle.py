@@ -83,7 +83,7 @@ def check(
 
 
 def _of_the_mask(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What `_values` are of the mask that a provider drew: a sum without x where that is nearer than one with it."""
+    """Return the `_values` for a provider's own mask: a sum without x where that sum is nearer than one with x."""
     got, residual = outputs.get("residual_out"), inputs.residual
     assert residual is not None
     if got is None or got.shape != residual.shape:
@@ -163,7 +163,7 @@ def _check_quantised(
 
 
 def _scales(outputs: Mapping[str, torch.Tensor], shape: torch.Size, inputs: Inputs) -> torch.Tensor:
-    """The scales that a provider returned as they multiply, in the shape (rows, groups)."""
+    """Return the scales of a provider as factors, in the shape (rows, groups)."""
     cell, y_scale = inputs.cell, outputs.get("y_scale")
     if not isinstance(cell, QuantisedCell) or not cell.columns:
         if y_scale is None or y_scale.numel() != shape[0]:

@@ -123,7 +123,7 @@ def measure(found: Sequence[Part], calls: int, seconds: float, fewest: int) -> d
 
 
 def summarised(times: dict[Part, Times]) -> list[Row]:
-    """A row of each part, less what it holds besides, and behind each group's their sum and the whole call."""
+    """Return a row per part, without the parts that it contains, and per group their sum and the whole call."""
     raw = {part: _statistics(of_part) for part, of_part in times.items()}
     by_name = {(part.group, part.name): part for part in times}
     own = {
@@ -149,7 +149,7 @@ def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The results for people."""
+    """Return the results as a table."""
     headers = ["µs on the host", "", "median", "20th percentile", "least"]
     shown = []
     group = ""

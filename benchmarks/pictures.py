@@ -82,7 +82,7 @@ def _panels(results: Results) -> Panels:
 
 
 def _gathered(panels: Panels) -> Panels:
-    """The panels, with those of one shape drawn as one: a column each."""
+    """Return the panels as columns; panels of one shape are drawn as one."""
     single = {key: rows for key, rows in panels.items() if len({row.cell for row in rows}) == 1}
     if len(single) < 2:
         return panels
@@ -125,7 +125,7 @@ def _add_legend(figure: Figure, columns: int) -> None:
 
 
 def colours_of_peers() -> dict[str, str]:
-    """A colour for each provider of norms of rows, the same in every panel, whoever else is in it."""
+    """Return a colour for each provider, the same in every panel, whichever others are in it."""
     order = [name for name, peer in every_provider().items() if name not in (CEILING, PROJECT) and not peer.groups]
     return dict(zip(order, _COLOURS, strict=False))
 

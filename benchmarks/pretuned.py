@@ -22,7 +22,7 @@ _CONFIGURED = re.compile(r"_cuda_sm(\d+)\.py$")
 
 
 def find() -> Path:
-    """The folder of pretuned kernels.
+    """Return the folder of pretuned kernels.
 
     Raises:
         ImportError: it is not named, or not there.

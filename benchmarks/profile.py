@@ -162,7 +162,7 @@ def record(call: Call, before: Call, calls: int = _CALLS) -> Any:
 
 
 def kernel_rows(suite: str, cell: Cell, provider: str, calls: Sequence[Sequence[Launch]]) -> list[Row]:
-    """A row of each kernel, in the order of their first launches.
+    """Return a row per kernel, in the order of first launches.
 
     Raises:
         TraceError: the calls launched different things.
@@ -197,7 +197,7 @@ def kernel_rows(suite: str, cell: Cell, provider: str, calls: Sequence[Sequence[
 
 
 def spilled_bytes(kernel: Kernel, n: int) -> int | None:
-    """What Triton states of normforge's kernel of that name, threads and N; None if it is not one, or not the only one.
+    """Return what Triton states of normforge's kernel by name, threads and N; None for no such kernel, or for several.
 
     Args:
         kernel: as it was launched.
@@ -223,7 +223,7 @@ def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The results for people."""
+    """Return the results as a table."""
     headers = ["cell", "provider", "µs a call", "GB/s", "kernel", "launches", "µs", "grid", "threads", "registers"]
     headers += ["spilled B", "shared B", "occupancy %", "programs/SM"]
     shown: list[tuple[object, ...]] = []
@@ -254,7 +254,7 @@ def _choose(suites: Sequence[Suite], patterns: Sequence[str]) -> list[tuple[str,
 
 
 def find_gpu(verb: str) -> Machine:
-    """The GPU that kernels run on.
+    """Return the GPU that kernels run on.
 
     Raises:
         UsageError: there is none, or they are interpreted.

@@ -14,12 +14,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def progress_over(items: Iterable[T], *, what: str, unit: str, total: int | None = None) -> tqdm[T]:
-    """A bar that moves as items are taken; total says how many there are where they do not."""
+    """Return a bar that moves as items are taken; total is the number of items if items have no length."""
     return tqdm(items, total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
 
 
 def progress_to(total: int, *, what: str, unit: str) -> tqdm[NoReturn]:
-    """A bar that is moved by hand."""
+    """Return a bar that the caller moves."""
     return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
 
 

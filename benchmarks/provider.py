@@ -81,7 +81,7 @@ class Provider:
             importlib.import_module(module)
 
     def version(self) -> str:
-        """The installed version, or what is known instead."""
+        """Return the installed version, or what is known of the provider if there is none."""
         try:
             installed = version(self.distribution)
         except PackageNotFoundError:
@@ -89,7 +89,7 @@ class Provider:
         return installed if self.library is None else f"{installed} ({self.library()})"
 
     def builder(self, cell: Cell) -> Builder | None:
-        """What makes a call of the cell's tensors, or None where the peer offers no such thing."""
+        """Return what makes a call of the cell's tensors, or None if the peer offers no such call."""
         if self.groups and cell.group not in self.groups:
             return None
         if self.offers is not None and not self.offers(cell):

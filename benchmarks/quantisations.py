@@ -25,7 +25,7 @@ _MANTISSA = 23
 
 
 def composed(cell: QuantisedCell, eps: float) -> Function:
-    """A cell in torch's operators, in the order and with the roundings of vLLM's native ones.
+    """Compute a cell with torch's operators, in the order and with the roundings of vLLM's native operators.
 
     The residual is added in fp32, and the norm is of the sum as it is stored. y is rounded to x's type before it is
     quantised; RMSNorm also before its weight.

@@ -71,7 +71,7 @@ class Rule:
         return named and self.least_m <= row.m <= self.most_m and self.least_n <= row.n <= self.most_n
 
     def other_cell(self, row: Row) -> str:
-        """The cell whose peers a row is held against."""
+        """Return the cell whose peers a row is compared with."""
         old, new = self.instead
         return self.against or (row.cell.replace(old, new) if old else row.cell)
 
@@ -254,7 +254,7 @@ class Checked:
 
 
 def mean_of(ratios: Iterable[float | None]) -> float | None:
-    """The geometric mean of the ratios that are known and finite; None where none is."""
+    """Return the geometric mean of the known and finite ratios; None if there are none."""
     known = [ratio for ratio in ratios if ratio is not None and math.isfinite(ratio)]
     return geometric_mean(known) if known else None
 
@@ -295,7 +295,7 @@ def _at_least(ratio: float | None, least: float | None) -> bool:
 
 
 def describe(checked: list[Checked], *, every: bool) -> str:
-    """A table of the goals, and one of the cells that fall short, or of every cell."""
+    """Return a table of the goals, and a table of the cells that fall short, or of every cell."""
     goals = [
         (
             one.rule.title,

@@ -180,7 +180,7 @@ TABLES = (
 
 
 def render(found: Sequence[Results], picture: str | None = None) -> str:
-    """The tables of what was found, under a line that says where it was measured.
+    """Return the tables of results, under a line that says where they were measured.
 
     Args:
         found: the suites there are.
@@ -203,7 +203,7 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
 
 
 def picture_for(readme: Path, results: Path, name: str | None = None) -> str | None:
-    """The path of the one picture that a README shows, as seen from it, or None where it was not drawn.
+    """Return the path of a README's one picture, relative to the README, or None if it was not drawn.
 
     Without a name, the first of those that tables are shown with.
     """
@@ -213,7 +213,7 @@ def picture_for(readme: Path, results: Path, name: str | None = None) -> str | N
 
 
 def where(header: Mapping[str, str]) -> str:
-    """The line that says where and with what something was measured."""
+    """Return the line that says where and with which versions results were measured."""
     return f"Measured on {_line(header)}."
 
 

@@ -72,7 +72,7 @@ class Row:
 
 
 def make_row(cell: Cell, provider: str, status: str, spread: Spread | None = None) -> Row:
-    """A row of a cell; a ceiling's bytes are those of the copy."""
+    """Return a row of a cell; a ceiling's bytes are those of the copy."""
     moved = cell.copy_bytes if provider == CEILING else cell.bytes_moved
     about = (cell.id, cell.group, cell.task.value, cell.kind, cell.norm.value, cell.m, cell.n, moved, cell.copy_bytes)
     if spread is None:
@@ -109,11 +109,11 @@ class Results:
         self._by_cell.setdefault(row.cell, {})[row.provider] = row
 
     def of(self, cell: str) -> dict[str, Row]:
-        """A cell's rows by provider."""
+        """Return a cell's rows by provider."""
         return dict(self._by_cell.get(cell, {}))
 
     def cells(self) -> Iterator[str]:
-        """The cells, each once."""
+        """Return the cells, each once."""
         yield from dict.fromkeys(cell for cell, _ in self.rows)
 
     @property
@@ -122,7 +122,7 @@ class Results:
         return int(self.header[SEED]) if SEED in self.header else None
 
     def ratio_to_copy(self, row: Row) -> float | None:
-        """A row's throughput over that of the copy of x in the same cell, or None where either is missing."""
+        """Return a row's throughput over that of the copy of x in its cell, or None if either is missing."""
         ceiling = self.rows.get((row.cell, CEILING))
         if ceiling is None or not ceiling.ok or not row.ok:
             return None

@@ -63,7 +63,7 @@ class Plan:
 
 
 def due(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan) -> list[tuple[Cell, list[Provider]]]:
-    """What is left to measure: cells, each with the providers that offer it and have no row yet."""
+    """Return what is left to measure: cells, each with the providers that offer the cell and have no row yet."""
     left = []
     for cell in cells:
         rows = results.of(cell.id)
@@ -147,7 +147,7 @@ def run_cell(
 
 
 def running(folder: Path, suite: str) -> Path:
-    """The file that says which provider is running on which cell; it outlives a process that crashes."""
+    """Return the file that names the running provider and cell; it outlives a process that crashes."""
     return folder / f"{suite}.running"
 
 
@@ -219,7 +219,7 @@ def keep_what_is_loaded() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in a line of a table."""
+    """Return what went wrong, in a line of a table."""
     plain = _COLOURS.sub("", str(error))
     text = next((line.strip() for line in plain.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:_LONGEST_REASON].rstrip(": ")

@@ -59,7 +59,7 @@ def short_of(results: Results, rules: Iterable[Rule] = RULES) -> list[Short]:
 
 
 def by_class(short: Iterable[Short], classes: Sequence[ShortClass] = CLASSES) -> dict[str, list[Short]]:
-    """The short cells of each class, by its title, in the order of classes.
+    """Return the short cells of each class, by title, in the order of classes.
 
     Raises:
         UsageError: a cell is of none.
@@ -74,7 +74,7 @@ def by_class(short: Iterable[Short], classes: Sequence[ShortClass] = CLASSES) ->
 
 
 def kernels_of(folder: Path) -> dict[str, Kernel]:
-    """The longest kernel of each cell that was profiled.
+    """Return the longest kernel of each cell that was profiled.
 
     Raises:
         UsageError: there is no profile in the folder.
@@ -98,7 +98,7 @@ def kernels_of(folder: Path) -> dict[str, Kernel]:
 
 
 def render(short: Iterable[Short], kernels: dict[str, Kernel], classes: Sequence[ShortClass] = CLASSES) -> str:
-    """A bullet for each class.
+    """Return a bullet for each class.
 
     Raises:
         UsageError: a cell is of no class, or was not profiled.

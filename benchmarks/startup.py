@@ -137,7 +137,7 @@ def measure(
 
 
 def environment(way: Way, base: Path, cache: str, kernels: Path) -> Environment:
-    """The variables of a process: whose cache, which kernels, and that it may not compile what it should find."""
+    """Return a process's variables: its cache, its kernels, and that it must not compile what it should find."""
     return {
         "TRITON_CACHE_DIR": str(base / f"{way.name}-{cache}"),
         "NORMFORGE_AOT": str(kernels) if way.ahead else "",
@@ -164,7 +164,7 @@ def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The results for people."""
+    """Return the results as a table."""
     headers = ["seconds to the first training step", "process", "of it after torch and the GPU were ready"]
     shown = [(row.title, f"{row.total_s:.2f}", f"{row.norm_s:.2f}") for row in rows]
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True)

@@ -35,7 +35,7 @@ def findings_of(results: Results) -> list[Finding]:
 
 
 def summary(results: Results) -> str:
-    """A table of a suite's cells: how many, geometric means of their two ratios, and the worst of each.
+    """Return a table of a suite's cells: their number, geometric means of two ratios, and the worst of each.
 
     Cells where this project fails are in no mean, and are counted beside the others; where every peer fails there is no
     lead.

@@ -19,7 +19,7 @@ from .timing import Call
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What a call of a function takes: part of every figure until it is taken off."""
+    """Do nothing. The time of an empty call is part of every figure until it is subtracted."""
 
 
 class Taken(NamedTuple):
@@ -163,7 +163,7 @@ def launching(sized: Any, by: Callable[[Any], Any], **others: Any) -> Any:
 
 
 def without(function: Any, **instead: Callable[..., Any] | SimpleNamespace) -> Callable[..., Any]:
-    """A function of normforge's that finds others in place of some that it calls."""
+    """Return a function of normforge's that finds others in place of some that it calls."""
     missing = sorted(instead.keys() - function.__globals__.keys())
     if missing:
         raise UsageError(

@@ -61,7 +61,7 @@ def summarise(times: Sequence[float]) -> Spread:
 
 
 def measure(method: Method, calls: Sequence[Call], device: torch.device, budget_ms: float) -> list[float]:
-    """Times of single calls by a method, as many as about `budget_ms` holds; `calls` has one for each set of inputs."""
+    """Return times of single calls by a method, as many as `budget_ms` holds; `calls` has one per set of inputs."""
     if device.type == "cpu":
         return _wall_clock(calls[0], _CPU_CALLS)
     return {Method.COLD: _cold, Method.GRAPH: _graph, Method.HOST: _host}[method](calls, budget_ms)

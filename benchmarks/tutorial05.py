@@ -21,7 +21,7 @@ _NAME = "05-layer-norm.py"
 
 
 def find() -> Path:
-    """The tutorial's file.
+    """Return the tutorial's file.
 
     Raises:
         ImportError: there is none where it is looked for.

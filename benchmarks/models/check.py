@@ -112,7 +112,7 @@ def nudged(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _neighbour(values: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """The next 16-bit values, away from zero or towards it; zero has none but the former."""
+    """Return the next 16-bit values, away from zero or towards zero; zero has only the former."""
     bits = values.view(torch.int16)
     away = away | (bits & 0x7FFF == 0)
     return (bits + away.to(torch.int16) * 2 - 1).view(values.dtype)

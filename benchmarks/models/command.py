@@ -83,7 +83,7 @@ def launch(job: Job) -> int:
 
 
 def gpus_of(machine: Machine) -> list[str]:
-    """The GPUs that jobs are shared among, one job on each at a time."""
+    """Return the GPUs that jobs are shared among, one job on each at a time."""
     if machine.device.type == "cpu":
         return [""]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -107,7 +107,7 @@ def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Tab
 def _jobs(
     options: argparse.Namespace, machine: Machine, size: str, out: Path, header: dict[str, str], deadline: float | None
 ) -> list[Job]:
-    """The jobs, those worth most first: bf16 before autocast, eager before compiled, models in the order of `SPECS`."""
+    """Return the jobs in order of worth: bf16 before autocast, eager before compiled, models as in `SPECS`."""
     chosen = chosen_names("--models", options.models, SPECS)
     variants = chosen_names("--variants", options.variants, VARIANTS)
     # There are no CUDA graphs in the interpreter.

@@ -73,7 +73,7 @@ def model_host(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def measured(job: Job) -> dict[str, Taken]:
-    """What each variant of a job takes; which have nothing for its model, or no norm that is called, is said."""
+    """Return the host time of each variant of a job, and report variants that have nothing to measure."""
     session = Session(job)
     warm_up, count = _STEPS[job.device]
     ((kind, _),) = job.groups
@@ -114,7 +114,7 @@ def _skip(job: Job, name: str, why: str) -> None:
 
 
 def table(model: str, kind: str, found: dict[str, Taken]) -> str:
-    """What variants take, in microseconds; what a step took is the host's part alone, however long the GPU's is."""
+    """Return the host time of variants in microseconds; a step counts the host's part alone."""
     headers = ["µs on the host", "calls of norms", "a norm", "fifths", "a step", "fifths"]
     rows = [
         (

@@ -119,7 +119,7 @@ def group_of(name: str) -> tuple[str, str]:
 
 
 def launches_in(text: str) -> list[list[Launch]]:
-    """What Nsight Compute printed as CSV of its raw page, in base units, parted where `MARK` ran.
+    """Parse what Nsight Compute printed as CSV of its raw page, in base units, split where `MARK` ran.
 
     Raises:
         UsageError: it printed no kernel, or lacks a metric.
@@ -143,7 +143,7 @@ def launches_in(text: str) -> list[list[Launch]]:
 
 
 def summed(about: Sequence[str], launches: Iterable[Launch]) -> list[Row]:
-    """A row a group, those that took longest first.
+    """Return a row per group, the slowest first.
 
     Args:
         about: model, dtype, step, run and variant.
@@ -189,7 +189,7 @@ def load(folder: Path) -> tuple[dict[str, str], list[Row]] | None:
 
 
 def render(rows: Sequence[Row], models: Sequence[str]) -> str:
-    """A table a model and step: what every variant's kernels took and moved, by group."""
+    """Return a table per model and step: the time and traffic of every variant's kernels, by group."""
     parts = []
     for model in models:
         own = [row for row in rows if row.model == model]

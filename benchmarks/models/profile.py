@@ -101,7 +101,7 @@ def model_kernels(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _profiled(profiler: str, job: Job) -> list[Row] | str:
-    """A job's rows, or what went wrong."""
+    """Return a job's rows, or what went wrong."""
     with tempfile.TemporaryDirectory(prefix="normforge-ncu-") as folder:
         log, order = Path(folder) / "log", Path(folder) / "order"
         # Caches are left as the kernel before leaves them, as in a step, and so are the clocks. One pass counts both

@@ -102,7 +102,7 @@ class Spec:
 
 
 def make(spec: Spec, shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A model on a device, its weights drawn from a fixed seed."""
+    """Return a model on a device, with weights drawn from a fixed seed."""
     torch.manual_seed(0)
     with torch.device(device):
         model = spec.build(shape)

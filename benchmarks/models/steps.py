@@ -65,7 +65,7 @@ class TrainStep:
         return Outcome(float(loss.detach()), {name: found.grad for name, found in self._parameters.items()})
 
     def step(self, model: Callable[..., Any]) -> torch.Tensor:
-        """What is timed."""
+        """Run what is timed."""
         self.drop()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
             loss = self._loss(model)
@@ -101,7 +101,7 @@ class DecodeStep:
         return Outcome(None, {LOGITS: logits, **self._decoding.written()})
 
     def step(self, model: Callable[..., Any]) -> torch.Tensor:
-        """What is timed."""
+        """Run what is timed."""
         with torch.no_grad():
             return self._decoding.step(model)
 
@@ -110,7 +110,7 @@ class DecodeStep:
 
 
 def made_to_run(model: nn.Module, run: str, device: torch.device) -> Callable[..., Any]:
-    """A variant as it is, or compiled.
+    """Return a variant as it is, or compiled.
 
     Raises:
         ValueError: there are no CUDA graphs on the device.
@@ -127,7 +127,7 @@ def made_to_run(model: nn.Module, run: str, device: torch.device) -> Callable[..
 
 
 def _with_code_of_its_own(model: nn.Module) -> Callable[..., Any]:
-    """A call of a model whose code no other has.
+    """Return a call of a model whose code no other call has.
 
     TorchDynamo keeps what it compiled with the code. Of two variants that differ in how graphs are compiled and not in
     their modules, the second would otherwise run the first one's graphs.
@@ -175,7 +175,7 @@ def time_turn(step: Callable[[], Any], kind: str, device: torch.device) -> list[
 
 
 def peak_gib(step: Callable[[], Any], drop: Callable[[], None], model: nn.Module, device: torch.device) -> float | None:
-    """The most that is allocated during a step, the model's weights included, in GiB; None on a CPU.
+    """Return the peak memory of a step, the model's weights included, in GiB; None on a CPU.
 
     What other variants keep on the device is not counted: the figure is what the step adds, and the weights.
     """

@@ -144,7 +144,7 @@ def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:
 
 
 def render(table: Table) -> str:
-    """The table as Markdown: milliseconds by step and dtype, and the memory of training steps."""
+    """Return the table as Markdown: milliseconds by step and dtype, and the memory of training steps."""
     parts = []
     for step, dtype in [(step, dtype) for step in _STEPS for dtype in _DTYPES]:
         rows = [row for row in table.rows.values() if (row.step, row.dtype) == (step, dtype)]
@@ -157,7 +157,7 @@ def render(table: Table) -> str:
 
 
 def panel_titles(table: Table) -> dict[str, list[Row]]:
-    """The rows of each step, dtype and way of running, by what to call them."""
+    """Return the rows of each step, dtype and way of running, by title."""
     panels: dict[str, list[Row]] = {}
     for step, title in _STEPS.items():
         for dtype, words in _DTYPES.items():
@@ -169,7 +169,7 @@ def panel_titles(table: Table) -> dict[str, list[Row]]:
 
 
 def title_of(run: str, variant: str) -> str:
-    """What a column or a bar is called: `patch + compile`."""
+    """Return the title of a column or a bar: `patch + compile`."""
     return _RUNS[run].format(VARIANTS[variant].label if variant in VARIANTS else variant)
 
 
@@ -189,7 +189,7 @@ def _grid(rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None])
 
 
 def _mean_speed(rows: Sequence[Row], run: str, variant: str) -> str:
-    """The geometric mean, over the models that both have, of torch's time in the same run over a variant's."""
+    """Return the geometric mean, over the models that both have, of torch's time over a variant's in a run."""
     of_torch, own = (
         {row.model: row.ms for row in rows if (row.run, row.variant) == (run, name) and row.ms is not None}
         for name in (TORCH, variant)

@@ -96,7 +96,7 @@ def vary(model: nn.Module, spec: Spec, variant: Variant) -> Varied:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that models and variants come from, those that are here."""
+    """Return the installed versions of the packages that models and variants come from."""
     found = {}
     for distribution in ("transformers", "timm", "liger-kernel"):
         try:

@@ -105,12 +105,12 @@ class Job:
         return Path(self.out) / f"{SUITE}.{self.model}.running"
 
     def text(self) -> str:
-        """The job as JSON."""
+        """Return the job as JSON."""
         return json.dumps(asdict(self))
 
 
 def read_job(text: str) -> Job:
-    """A job of what `Job.text` wrote."""
+    """Return the job that `Job.text` wrote."""
     given: dict[str, Any] = json.loads(text)
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return Job(**values)
@@ -160,13 +160,13 @@ class Session:
         return make(self.spec, self.shape, self.device, dtype)
 
     def varied(self, name: str) -> Varied:
-        """A variant of it."""
+        """Return a variant of the model."""
         if name not in self._varied:
             self._varied[name] = vary(self.base, self.spec, VARIANTS[name])
         return self._varied[name]
 
     def step(self, kind: str) -> Step:
-        """A step of its variants."""
+        """Return a step of the model's variants."""
         if kind not in self._steps:
             self._steps[kind] = (
                 TrainStep(self.spec, self.shape, self.base, self.device, self.job.dtype)
@@ -176,7 +176,7 @@ class Session:
         return self._steps[kind]
 
     def yardstick(self, kind: str) -> Yardstick:
-        """What its eager step gives, and how far nudges move that."""
+        """Return the result of the model's eager step, and how far nudges move the result."""
         if kind not in self._yardsticks:
             step = self.step(kind)
             step.begin(self.base)

@@ -24,7 +24,7 @@ def _layer_operands(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _sum_of(inputs: Inputs) -> torch.Tensor:
-    """A copy of residual, over which the sum is written; only the first call has the drawn one."""
+    """Return a copy of residual, which the sum overwrites; only the first call has the drawn residual."""
     assert inputs.residual is not None
     return inputs.residual.clone()
 
@@ -69,7 +69,7 @@ def _quantised(inputs: Inputs) -> Prepared:
 
 
 def _both(inputs: Inputs) -> Prepared:
-    """Groups of 128 columns, and y in 16 bits beside them."""
+    """Quantise in groups of 128 columns, and return y in 16 bits too."""
     run, residual = load(_MODULE).fused_add_rmsnorm_fp8_block_quant, _sum_of(inputs)
     cell, x = inputs.cell, inputs.x
     assert isinstance(cell, QuantisedCell)

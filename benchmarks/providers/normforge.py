@@ -122,7 +122,7 @@ def _quantised(cell: QuantisedCell, eps: float) -> quantisations.Function:
 
 
 def _invariant(builder: Builder) -> Builder:
-    """The same under batch invariance, which a call enters: a few microseconds of the host's."""
+    """Make the call under batch invariance, which costs the host a few microseconds."""
 
     def build(inputs: Inputs) -> Prepared:
         prepared = builder(inputs)

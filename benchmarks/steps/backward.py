@@ -35,7 +35,7 @@ def add_under_locks(
     BUFFERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row a program, which adds its share of dweight and dbias to one of BUFFERS sums when it gets its lock."""
+    """Take a row per program, and add its share of dweight and dbias to one of BUFFERS sums under its lock."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -96,7 +96,7 @@ def locked(
 # Step 2.
 @triton.jit
 def load_chunks(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's chunks, as they are stored."""
+    """Return a row's chunks, as they are stored."""
     chunks = ()
     for start in tl.static_range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)

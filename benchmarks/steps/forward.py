@@ -12,7 +12,7 @@ from normforge.generated.ln_fwd_bf16 import ln_fwd_bf16_one_pass, ln_fwd_bf16_ro
 # Step 1.
 @triton.jit
 def sweep_three_times(x_ptr, weight_ptr, bias_ptr, y_ptr, row_stride, N, eps, BLOCK: tl.constexpr):
-    """A row a program, read once for the mean, once for the variance and once for y."""
+    """Take a row per program, and read it once for the mean, once for the variance and once for y."""
     row = tl.program_id(0)
     x_ptr += row * row_stride
     y_ptr += row * row_stride
@@ -52,7 +52,7 @@ def three_sweeps(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps:
 # Step 2.
 @triton.jit
 def read_once(x_ptr, weight_ptr, bias_ptr, y_ptr, row_stride, N, eps, BLOCK: tl.constexpr):
-    """A row a program, in registers from its one reading on."""
+    """Take a row per program, in registers after one reading."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -77,7 +77,7 @@ def held(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) 
 # Step 3.
 @triton.jit
 def read_once_around_a_pivot(x_ptr, weight_ptr, bias_ptr, y_ptr, row_stride, N, eps, BLOCK: tl.constexpr):
-    """The same, with the mean's rounding error measured and taken off."""
+    """Take a row per program, and measure and subtract the mean's rounding error."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -113,7 +113,7 @@ def load_as_fp32(ptr, cols, N: tl.constexpr, IS_FULL: tl.constexpr):
 def unroll_chunks(
     x_ptr, weight_ptr, bias_ptr, y_ptr, row_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr
 ):
-    """A row a program, in chunks that are unrolled because N is known when the kernel is compiled."""
+    """Take a row per program, in chunks that are unrolled because N is known when the kernel is compiled."""
     offset = tl.program_id(0).to(tl.int64) * row_stride
     if ALIGNMENT > 0:
         offset = tl.multiple_of(offset, ALIGNMENT)
@@ -158,7 +158,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
 
 # Step 5.
 def alignment_of(row_stride: int) -> int:
-    """The largest power of two, up to 16, that divides a row stride."""
+    """Return the largest power of two, up to 16, that divides a row stride."""
     return (row_stride | 16) & -(row_stride | 16)
 
 

@@ -22,7 +22,7 @@ _TASKS = {
 
 
 def group_of(rows: str, task: Task) -> str:
-    """The part of the two suites that cells of a task, with few rows or many, make."""
+    """Return the part of the two suites that holds cells of a task, with few rows or many."""
     return f"batch invariance, {rows}, {_TASKS[task]}"
 
 

@@ -24,7 +24,7 @@ _PACKED = _COLUMN | {"packed": True}
 
 
 def cells_of(rows: tuple[int, ...]) -> tuple[QuantisedCell, ...]:
-    """The cells of so many rows: with an add all at every length, without one the less used ones at one length."""
+    """Return the cells with some rows: with an add all at every length, without one the rarer ones at one length."""
     added, alone = Task.ADD_QUANTISED, Task.QUANTISED
     parts = [
         *product((added, alone), _EVERYWHERE.items(), _LENGTHS),

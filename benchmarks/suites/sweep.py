@@ -51,7 +51,7 @@ _SIDE = len(_COMPUTATIONS)
 
 
 def draw(seed: int) -> tuple[Cell, ...]:
-    """The cells of a seed: the same on every machine, and with every Python."""
+    """Return the cells of a seed, the same on every machine and with every Python."""
     blocks = [
         lengths_[start : start + _SIDE] for lengths_ in [lengths(seed)] for start in range(0, len(lengths_), _SIDE)
     ]
@@ -72,7 +72,7 @@ def draw(seed: int) -> tuple[Cell, ...]:
 
 
 def lengths(seed: int) -> list[int]:
-    """The lengths of a seed, in order."""
+    """Return the lengths of a seed, in order."""
     edges = sorted({_aligned(step / _AN_OCTAVE) for step in range(_OCTAVES * _AN_OCTAVE + 1)})
     drawn = [_one_of(range(low, high, _ALIGNED), seed, "aligned") for low, high in pairwise(edges)]
     others = [_aligned(step * _OCTAVES / _UNALIGNED) for step in range(_UNALIGNED + 1)]

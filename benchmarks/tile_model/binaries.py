@@ -83,7 +83,7 @@ class Event:
 
 
 def most_loading(events: Iterable[Event]) -> int:
-    """The most bytes that a thread has on their way at once, its instructions taken in the order they stand in.
+    """Return the most bytes that a thread has on their way at once, with instructions in program order.
 
     A loop is walked once: what its round loads for the next one is begun, and nothing is waited for twice.
     """

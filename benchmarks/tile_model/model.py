@@ -122,7 +122,7 @@ class Case:
 
 
 def of_many_rows() -> tuple[Case, ...]:
-    """The rule's tiles for many rows."""
+    """Return the rule's tiles for many rows."""
     return tuple(
         Case(arch, kind, norm, dtype, n, MANY)
         for arch, kind, dtype, norm, n in product(DEVICES, KINDS, (DType.BF16, DType.FP32), _NORMS, LENGTHS)
@@ -130,7 +130,7 @@ def of_many_rows() -> tuple[Case, ...]:
 
 
 def every_case() -> tuple[Case, ...]:
-    """What the table has: the rule's tiles for each GPU, and of bf16 those of `MEASURED` there and on its successor."""
+    """Return the table's tiles: the rule's per GPU, and for bf16 those of `MEASURED` there and on its successor."""
     many = of_many_rows()
     few = {case: replace(case, rows=FEW) for case in many}
     measured = (
@@ -194,7 +194,7 @@ class Row:
 
 
 def tile_of(case: Case) -> Tile:
-    """The tile that is modelled."""
+    """Return the tile that is modelled."""
     entry = dispatch.find(case.mode, case.n)
     tiles = entry.tiles_on(ANY if case.tiles == RULE else MEASURED)
     return tiles.small if case.rows == FEW else tiles.large

@@ -134,14 +134,14 @@ KNOWN = (
 
 
 def faults(row: Row) -> list[str]:
-    """What is wrong with a tile, by the model: few rows fill no GPU, whatever they load at once."""
+    """Return what is wrong with a tile, by the model: few rows fill no GPU, whatever they load at once."""
     found = [SPILLS] if row.spilled_bytes else []
     found += [] if row.resident else [NONE_FITS]
     return [*found, *([TOO_LITTLE] if row.rows == MANY and row.margin < LEAST_MARGIN else [])]
 
 
 def unknown(rows: Iterable[Row]) -> list[tuple[Row, str]]:
-    """What is wrong with the rule's tiles, and listed nowhere."""
+    """Return what is wrong with the rule's tiles and listed nowhere."""
     return [
         (row, fault)
         for row in rows
@@ -152,7 +152,7 @@ def unknown(rows: Iterable[Row]) -> list[tuple[Row, str]]:
 
 
 def outlived(rows: Sequence[Row]) -> list[Known]:
-    """What is listed, and of no row any more."""
+    """Return what is listed and matches no row any more."""
     wrong = [(row, fault) for row in rows if row.tiles == RULE for fault in faults(row)]
     return [known for known in KNOWN if not any(known.covers(row, fault) for row, fault in wrong)]
 
@@ -190,7 +190,7 @@ class Calibration:
     cells: tuple[tuple[float, float], ...]
 
     def good(self, least: float = 0.0, most: float = inf) -> list[float]:
-        """The margins of those that reach `GOOD`, from one margin to below another."""
+        """Return the margins of rows that reach `GOOD`, from one margin to below another."""
         return [margin for margin, share in self.cells if share >= GOOD and least <= margin < most]
 
     def below(self, most: float) -> int:
@@ -249,14 +249,14 @@ def calibrate(rows: Iterable[Row], timed_at: Path = TIMED) -> Calibration:
 
 
 def describe(header: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """What a page has of a table: with what it was made, `render`, what is listed, and the calibration."""
+    """Return the summary of a table: its versions, `render`, what is listed, and the calibration."""
     made = f"Modelled for {header['devices']}, with Triton {header['triton']}, revision {header['revision']}."
     listed = "\n".join(f"- {known}" for known in KNOWN)
     return "\n\n".join(filter(None, (made, render(rows), listed, str(calibrate(rows)))))
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A line a GPU and kind of call, as Markdown: what fits, spills and is in flight with the rule's tiles."""
+    """Return a line per GPU and kind of call, as Markdown: what fits, spills and is in flight with the rule's tiles."""
     lines = []
     own = [row for row in rows if row.tiles == RULE]
     for (arch, kind), group in groupby(own, lambda row: (row.arch, row.kind)):
