@@ -25,7 +25,7 @@ from .inputs import Inputs
 from .take_apart import Taken, take_apart, without
 from .timing import Call
 
-# The groups, and which whole call the parts of each are held against.
+# The groups, and the whole call that each group's parts are compared with.
 WHOLE, BESIDE = "whole calls", "whole calls, of the tree beside"
 QUANTISED, RECORDED, BACKWARD = "add + smooth int8", "recorded", "backward"
 QUANTISED_IN_PLACE, RECORDED_IN_PLACE = f"{QUANTISED}, in place", f"{RECORDED}, in place"
@@ -241,7 +241,7 @@ def _launches(group: str, taken: Taken) -> list[Part]:
 
 
 class _Empty(torch.autograd.Function):
-    """Of what is told, y and the gradients of weight and bias; dy is that of x."""
+    """y and the gradients of weight and bias are what a pass is called with; dy serves as the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, told: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class _Empty(torch.autograd.Function):
 
 
 class _Saving(_Empty):
-    """The same, keeping as many tensors as a norm does."""
+    """An identity that keeps as many tensors as a norm does."""
 
     @staticmethod
     def forward(ctx: Any, told: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is timed: a cell is one problem, a suite a table of cells and how they are timed."""
+"""Cells and suites: a cell is one timed problem, a suite a table of cells and how they are timed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Norm(Enum):
 
 
 class Task(Enum):
-    """What one timed call does."""
+    """The work of one timed call."""
 
     FORWARD = "forward"  # y
     ADD = "add"  # residual_out = x + residual, and y of the sum
-    DROP_ADD = "drop_add"  # the same of what a dropout leaves of x
+    DROP_ADD = "drop_add"  # as ADD, behind a dropout of x
     QUANT = "quant"  # y quantised, with a scale a row
     ADD_QUANT = "add_quant"  # both
     QUANTISED = "quantised"  # y quantised as engines have it
@@ -50,17 +50,17 @@ class Task(Enum):
 
     @property
     def adds(self) -> bool:
-        """Whether a residual is added and the sum stored."""
+        """Return True if a residual is added and the sum stored."""
         return self in (Task.ADD, Task.DROP_ADD, Task.ADD_QUANT, Task.ADD_QUANTISED)
 
     @property
     def quantises(self) -> bool:
-        """Whether y is quantised."""
+        """Return True if y is quantised."""
         return self in (Task.QUANT, Task.ADD_QUANT, Task.QUANTISED, Task.ADD_QUANTISED)
 
     @property
     def differentiates(self) -> bool:
-        """Whether gradients come out."""
+        """Return True if the outputs are gradients."""
         return self in (
             Task.BACKWARD,
             Task.GRAD_BOTH,
@@ -175,7 +175,7 @@ class Suite:
 
     @property
     def has_ceiling(self) -> bool:
-        """Whether a copy of x bounds the cells' throughput."""
+        """Return True if a copy of x bounds the cells' throughput."""
         return self.method is Method.COLD
 
 

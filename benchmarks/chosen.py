@@ -1,4 +1,4 @@
-"""What a command line names: which suites and cells, and where results lie if it does not say."""
+"""Suites, cells and folders of results that a command line names, or leaves to the default."""
 
 from __future__ import annotations
 

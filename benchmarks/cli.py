@@ -16,7 +16,7 @@ from .errors import SHORT, USAGE, UsageError
 
 __all__ = ["SHORT", "USAGE", "main"]
 
-# What `profile` shows by default: not the suite that times the host, nor another's shapes.
+# `profile` shows these suites by default: not the suite that times the host, nor another's shapes.
 PROFILED = ("forward", "backward", "quant", "decode")
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _choose_caches() -> None:
     """Say where compilers keep what they compiled, before torch and Triton are imported and read it."""
-    # Of our own, so that nothing that another program found on a busy GPU is taken over.
+    # A cache of our own, so that nothing that another program found on a busy GPU is taken over.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "normforge-benchmarks-inductor"))
     # Triton's own default: unless it is spelled out, Inductor moves it, but only once it has compiled something.
     home = Path(os.environ.get("TRITON_HOME", Path.home()))

@@ -50,7 +50,7 @@ class Comparison:
         suite: its name.
         changes: of every ratio that one of them has, in cells that both have.
         only_old: how many (cell, provider) pairs only the old results have; they count nowhere.
-        only_new: likewise.
+        only_new: cells of the new results alone.
         failing: cells where this project fails in both, so that there is no ratio.
         header: what differs between the headers, as `key old → new`.
     """
@@ -93,7 +93,7 @@ def compare_folders(old: Path, new: Path) -> list[Comparison]:
         before, now = load(old, name), load(new, name)
         known = before or now
         if known is not None:
-            # Of a suite that only one has, everything is left out, and said to be.
+            # A suite that only one folder has is left out, and the table says so.
             absent = Results(name, known.header)
             comparisons.append(compare(before or absent, now or absent))
     if not any(one.changes for one in comparisons):
@@ -123,7 +123,7 @@ def describe(comparisons: Sequence[Comparison], within: float) -> str:
 
 
 def reproduced(comparisons: Sequence[Comparison], within: float) -> bool:
-    """Whether no ratio moved further than that."""
+    """Return True if no ratio moved further."""
     return all(abs(change.relative) <= within for one in comparisons for change in one.changes)
 
 

@@ -1,4 +1,4 @@
-"""What ran on a GPU during marked calls, read from the Chrome trace that torch's profiler exports.
+"""Kernels that ran on a GPU during marked calls, read from the Chrome trace of torch's profiler.
 
 Of the profiler's answers that trace alone states registers, shared memory, grids and occupancy. A launch belongs to the
 call during which the host asked for it, whichever thread did: autograd launches from threads of its own.

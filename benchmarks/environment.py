@@ -1,4 +1,4 @@
-"""Where and with what a run was made: the header of its results."""
+"""The machine and versions of a run: the header of its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line reports without a traceback."""
+"""Errors that the command line reports without a traceback."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .results import CEILING, PROJECT, Row
 # Shares are of a cell's fastest peer's speed. A peer is far below itself where its share is less than this of its best.
 _FAR = 1 / 3
 _HOW_WRONG = re.compile(r" by \S+ times its tolerance")
-# What differs between failures of one kind.
+# Text that differs between failures of one kind.
 _NUMBER = re.compile(r"\d+")
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -60,7 +60,7 @@ def footnotes(
         header: of the results, for versions.
 
     Returns:
-        The marks, by cell and provider, and the notes that they stand for.
+        The marks, by cell and provider, and their notes.
     """
     shares = [_shares(rows) for rows in cells]
     best: dict[tuple[str, str], float] = {}
@@ -105,7 +105,7 @@ def failures(rows: Iterable[Row], providers: Mapping[str, Provider], header: Map
 
 
 def _shares(rows: Mapping[str, Row]) -> dict[str, float]:
-    """Of a cell's peers that were timed, their share of the fastest one's speed."""
+    """Return the share of the fastest peer's speed, for each timed peer of a cell."""
     timed = {name: row for name, row in rows.items() if row.ok and name not in (PROJECT, CEILING)}
     least = min((row.us for row in timed.values()), default=0.0)
     return {name: least / row.us for name, row in timed.items()}
@@ -120,7 +120,7 @@ def _versioned(provider: Provider, header: Mapping[str, str]) -> str:
 
 
 def _package(provider: Provider) -> str:
-    """Of which package a header states the version; its steps, which have none, are this project's own."""
+    """Return the package whose version a header states; steps, which have none, are this project's own."""
     return provider.distribution or provider.modules[0].partition(".")[0]
 
 

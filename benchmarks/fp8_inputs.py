@@ -13,7 +13,7 @@ from .fp8_cells import Fp8Cell
 from .inputs import Inputs
 from .provider import Builder, Prepared, named
 
-# What a provider makes of a cell: a function of x, its scale, weight and, of LayerNorm, bias.
+# A provider's function for a cell: of x, its scale, weight and, for LayerNorm, bias.
 Function = Callable[..., torch.Tensor]
 
 

@@ -14,7 +14,7 @@ from .gated_cells import GatedCell
 from .inputs import Inputs, chunks
 from .provider import Builder, Prepared, named
 
-# What a provider makes of a cell: a function of x, gate, weight and, of LayerNorm, bias.
+# A provider's function for a cell: of x, gate, weight and, for LayerNorm, bias.
 Function = Callable[..., torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""What each thing that a call does takes where it stands: the call with it, less the same call without it.
+"""Times of each part of a call in place: the call with the part, less the call without it.
 
 Parts that are done again by themselves find all they need in the CPU's caches, and add up to less than their call.
 These add up to it, since each is the difference to the next shorter call: launches are left out, then allocations, and
@@ -76,7 +76,7 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
 def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:
     methods = {"forward": staticmethod(function), "backward": staticmethod(nothing)}
     alone = type("Alone", (torch.autograd.Function,), methods)
-    # As `normforge.families.plain` calls its own; a class made by `type` has no types.
+    # Named as in `normforge.families.plain`; a class made by `type` has no types.
     made: Any = alone
     apply: Callable[..., Any] = super(torch.autograd.Function, made).apply
     return apply

@@ -21,7 +21,7 @@ EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 # How likely elements are dropped where any are.
 DROPOUT_P = 0.1
 
-# What all of y is divided by where a scale is given: little reaches 448 times this.
+# A given scale that divides all of y: few values reach 448 times this.
 _GIVEN_SCALE = 1 / 32
 
 # Elements that are converted to fp64 at once: 256 MiB of them.
@@ -48,7 +48,7 @@ class Inputs:
 
     @property
     def eps(self) -> float:
-        """What every provider adds to the variance or the mean square."""
+        """Every provider adds this to the variance or the mean square."""
         return EPS[self.cell.norm]
 
     @property

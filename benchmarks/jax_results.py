@@ -1,4 +1,4 @@
-"""What is timed of norms called from JAX, and the table of it as results, which goals are held against."""
+"""Timed norms called from JAX, and their table as results, which are compared with goals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
 
     @property
     def cell(self) -> Cell:
-        """The same as a suite would have it."""
+        """The case as a suite would have it."""
         return Cell(
             Task.GRAD_BOTH if self.trains else Task.FORWARD, Norm.LAYER, self.m, self.n, self.dtype, group=SUITE
         )
@@ -40,7 +40,7 @@ CASES = tuple(
 
 @dataclass(frozen=True)
 class Row:
-    """What a case took one way.
+    """The time of a case one way.
 
     Attributes:
         case: which.

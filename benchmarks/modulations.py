@@ -14,7 +14,7 @@ from .inputs import Inputs
 from .modulated_cells import ModulatedCell
 from .provider import Builder, Prepared, named
 
-# What a provider makes of a cell: a function of x, scale, shift and, of a gated one, gate and residual, to y and, of a
+# A provider's function for a cell: of x, scale, shift and, of a gated one, gate and residual, to y and, of a
 # gated one, the sum.
 Function = Callable[..., Any]
 
@@ -82,7 +82,7 @@ def torchs(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dic
     return builders(lambda cell, eps: transform(composed(cell, eps)), _EXPRESSION_ALLOWANCE)
 
 
-# Of torch's expression each operator rounds: a gate, the sum, the norm, 1 + scale, the product and y. Its y was up to
+# Each operator of torch's expression rounds: a gate, the sum, the norm, 1 + scale, the product and y. Its y was up to
 # 1.7 tolerances off on an H200, its dx up to 3.2.
 _EXPRESSION_ALLOWANCE = 4.0
 

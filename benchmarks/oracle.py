@@ -1,4 +1,4 @@
-"""What a provider's outputs are held against before it is timed: fp64 arithmetic on the same tensors.
+"""The fp64 oracle that a provider's outputs are compared with before timing.
 
 Peers round in places of their own (Liger's RMSNorm before the weight, torch's add before the norm), so the tolerances
 are those of a usable result; the test suite holds normforge itself to tighter ones.
@@ -20,7 +20,7 @@ from .inputs import DROPOUT_P, Inputs, chunks
 from .modulated_cells import ModulatedCell
 from .quantised_cells import QuantisedCell
 
-# Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
+# Relative to each value, and to the root mean square of its tensor: about two roundings of the dtype.
 TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -90,7 +90,7 @@ def _of_the_mask(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> dict[st
         raise WrongOutputError("residual_out is missing, or not of residual's shape")
     kept = inputs.x.float() / (1 - DROPOUT_P)
     mask = (got.float() - residual.float() - kept).abs() < (got.float() - residual.float()).abs()
-    # What is next to 0 is as near to either; five standard deviations beside that.
+    # Values near 0 are equally near to both, within five standard deviations.
     small = float((kept.abs() < 0.01).float().mean())
     rate = 1 - float(mask.float().mean())
     slack = small + 5 * (DROPOUT_P / mask.numel()) ** 0.5

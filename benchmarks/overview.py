@@ -25,7 +25,7 @@ _BY_NORM = ("forward", "backward")
 _LEFT_OUT = ("host", "batch-invariant", "batch-invariant-many")
 # A row of fewer cells is left out beside longer rows of the suite: such figures are in the suite's CSV.
 _FEWEST_CELLS = 5
-# What a step of a model is called, and the two variants whose times are compared.
+# The titles of a model's steps, and the two variants whose times are compared.
 _STEPS = {
     "train": (BF16, TRAIN, EAGER, "patch", "torch"),
     "train, beside Liger": (BF16, TRAIN, EAGER, "patch", "liger"),

@@ -32,7 +32,7 @@ OVERVIEW = "overview"
 _DIRECTIONS = ("forward", "backward")
 _SHOWN = ("ln_bf16", "256 MiB")
 
-# Of matplotlib's ten, C3 is too near to the project's own.
+# C3 of matplotlib's ten colours is too near to the project's own.
 _COLOURS = (
     *(f"C{index}" for index in (0, 1, 2, 4, 5, 6, 7, 8, 9)),
     *("navy", "teal", "dodgerblue", "yellowgreen", "goldenrod", "slategrey", "indigo"),

@@ -64,7 +64,7 @@ def _require_configuration(path: Path) -> None:
         return
     major, minor = torch.cuda.get_device_capability()
     found = [match[1] for beside in path.parent.iterdir() if (match := _CONFIGURED.search(beside.name))]
-    # Those of older GPUs are taken for newer ones.
+    # Kernels tuned for older GPUs serve newer ones.
     if not any(int(capability) <= 10 * major + minor for capability in found):
         raise ImportError(f"{path.parent} has no configuration for sm{major}{minor}, only for {sorted(found)}")
 

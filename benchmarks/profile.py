@@ -1,4 +1,4 @@
-"""What torch's profiler shows of the kernels that calls of the benchmark's cells launch.
+"""The kernels that calls of the benchmark's cells launch, as torch's profiler shows them.
 
 Inputs and calls are those of `run`, and L2 is overwritten before a call where `run` does it; outputs are not checked
 again. What `run` times in CUDA graphs is called eagerly here, with L2 warm as there: a kernel by itself takes as long
@@ -71,7 +71,7 @@ class Row:
         registers: of a thread.
         spilled_bytes: bytes of a thread that registers did not hold; known of normforge's kernels.
         shared_bytes: of a program.
-        occupancy_percent: estimated; `device_trace.Kernel` says of what, and the same of the next.
+        occupancy_percent: estimated; `device_trace.Kernel` says of what; the next is estimated as well.
         programs_per_sm: the grid's programs over the multiprocessors.
     """
 
@@ -144,7 +144,7 @@ def record(call: Call, before: Call, calls: int = _CALLS) -> Any:
     """Run a call some times under the profiler, in ranges named `MARK`; the result is the parsed trace."""
     for _ in range(_WARM_UP):
         call()
-    # What began before the profiler would end in its trace with nobody who had asked for it.
+    # Work that began before the profiler would end in its trace, where no call asked for it.
     torch.cuda.synchronize()
     activities = (profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA)
     with profiler.profile(activities=activities) as profiled:

@@ -1,4 +1,4 @@
-"""What a peer has to say of itself to be timed."""
+"""The interface of a timed peer."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from .inputs import Inputs
 from .provider import Builder, Prepared
 from .quantised_cells import QuantisedCell
 
-# What a provider makes of a cell: a function of x, weight, bias, residual and a given scale, to outputs by name.
+# A provider's function for a cell: of x, weight, bias, residual and a given scale, to outputs by name.
 Function = Callable[..., dict[str, torch.Tensor]]
 
 _QMAX = 448.0
-# What engines put in the place of the scale of zeros.
+# Engines replace the scale of zeros with this.
 _LEAST_SCALE = 1e-10
 # A byte of a packed scale is an exponent of fp32 as fp32 has it; the mantissa has so many bits.
 _MANTISSA = 23

@@ -19,7 +19,7 @@ from .suites.sweep import MOST_SOME
 
 _TORCH_COMPILE = ("compile", "max-autotune")
 _ANY = 1 << 62
-# Of rows, the most that a table's tile for a few serves.
+# The most rows that a table's tile for few rows serves.
 _MOST_FEW = 256
 
 
@@ -66,7 +66,7 @@ class Rule:
     provider: str = PROJECT
 
     def covers(self, row: Row) -> bool:
-        """Whether the goal is about a row's cell."""
+        """Return True if the goal covers a row's cell."""
         named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
         return named and self.least_m <= row.m <= self.most_m and self.least_n <= row.n <= self.most_n
 
@@ -116,14 +116,14 @@ def _cost_of_invariance() -> tuple[Rule, ...]:
 
 
 _RMS = ("forward", "*/rms_bf16/*", "256 MiB", 768, 131072)
-# Of the sweep: 95 % of fewer cells leave out less than two. Every task but backward is forward.
+# Goals of the sweep: 95 % of fewer cells leave out less than two. Every task but backward is forward.
 _SWEPT: dict[str, Any] = {"suite": "sweep", "least_cells": 40}
 _MANY: dict[str, Any] = _SWEPT | {"least_m": MOST_SOME + 1}
 _SOME: dict[str, Any] = _SWEPT | {"most_m": MOST_SOME}
 _FORWARD, _BACKWARD = "[!b]*", "backward/*"
 _PLAIN_CALL = "forward/ln_bf16/16x4096"
 
-# What stands beside a plain norm.
+# The work that surrounds a plain norm.
 _FAMILY = (
     Rule(
         "dropout, add and LN, the add alone",
@@ -230,7 +230,7 @@ class Checked:
 
     @property
     def met(self) -> bool:
-        """Whether enough cells are measured, enough of them reach it, and their mean does."""
+        """Return True if enough cells are measured, enough of them reach the goal, and their mean reaches it."""
         reached = sum(finding.met for finding in self.findings)
         return (
             len(self.findings) >= max(1, self.rule.least_cells)
@@ -245,7 +245,7 @@ class Checked:
 
     @property
     def outcome(self) -> str:
-        """Whether it is reached, in words."""
+        """Say in a word if the goal is reached."""
         if not self.findings:
             return "not measured"
         if len(self.findings) < self.rule.least_cells:

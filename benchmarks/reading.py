@@ -1,4 +1,4 @@
-"""What verbs do that measure nothing: join results, hold them against others or against goals, tabulate them."""
+"""Verbs that measure nothing: join results, compare them with others or with goals, tabulate them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Table:
     beside: str = ""
 
     def holds(self, row: Row) -> bool:
-        """Whether a row's cell is in the table."""
+        """Return True if a row's cell is in the table."""
         named = fnmatch(row.cell, self.cells) and any(fnmatch(row.group, group) for group in self.groups)
         return named and row.n in (self.lengths or (row.n,)) and row.m in (self.rows or (row.m,))
 

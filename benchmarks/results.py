@@ -19,7 +19,7 @@ from .timing import Spread
 OK = "ok"
 # The two providers that are not peers.
 PROJECT, CEILING = "normforge", "copy"
-# Of a header, what the cells of a suite were drawn by.
+# The entry of a header with the seed of a suite's cells.
 SEED = "seed"
 _FLOATS = ("us", "us_p20", "us_p80", "gb_per_s")
 _INTEGERS = ("m", "n", "runs", "bytes", "copy_bytes")
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a time."""
+        """Return True if there is a time."""
         return self.status == OK
 
 
@@ -118,7 +118,7 @@ class Results:
 
     @property
     def seed(self) -> int | None:
-        """What the suite's cells were drawn by; None where they are not drawn."""
+        """Return the seed of the suite's cells; None if they are not drawn."""
         return int(self.header[SEED]) if SEED in self.header else None
 
     def ratio_to_copy(self, row: Row) -> float | None:

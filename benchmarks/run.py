@@ -136,7 +136,7 @@ def _open(suite: Suite, header: dict[str, str], out: Path, options: argparse.Nam
 
 
 def _begin_again(given: list[str], deadline: float | None) -> None:
-    # What failed is in the results, so this ends. Later options win over earlier ones.
+    # Failures are in the results, so this ends. Later options win over earlier ones.
     arguments = [argument for argument in given if argument not in ("--fresh", "--retry")]
     arguments += ["--jobs", "0"]
     if deadline is not None:

@@ -183,7 +183,7 @@ def _recording(
 def prepare(provider: Provider, inputs: Sequence[Inputs], expected: Mapping[str, torch.Tensor] | None) -> list[Call]:
     """Make a provider's call for each set of inputs, and hold the first one's outputs against the oracle's.
 
-    Without `expected` they are computed and held against nothing.
+    Without `expected` they are computed and not compared.
 
     Raises:
         WrongOutputError: an output is wrong.

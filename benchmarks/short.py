@@ -1,4 +1,4 @@
-"""What is short of the sweep's goals, by class: how many cells, by how much, what kernels take, what was tried."""
+"""The sweep's cells that miss a goal, by class: how many, by how much, their kernels, and what was tried."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ShortClass:
     many: bool | None = None
 
     def covers(self, row: Row) -> bool:
-        """Whether a cell is of it."""
+        """Return True if a cell belongs to the class."""
         return (
             (not self.tasks or row.task in self.tasks)
             and self.norm in ("", row.norm)

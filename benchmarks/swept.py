@@ -1,4 +1,4 @@
-"""What a suite of drawn cells comes to: a line a task, norm and class of rows, and the cells that are worst."""
+"""Summary of a suite of drawn cells: a line per task, norm and class of rows, and the worst cells."""
 
 from __future__ import annotations
 

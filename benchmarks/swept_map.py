@@ -33,7 +33,7 @@ _LEADS = (0.5, 0.7, 1.0, 1.4, 2.0)
 
 @dataclass(frozen=True)
 class _Column:
-    """What a column of panels shows: its label, which ratio, on which scale of colours, and the scale's ticks."""
+    """A column of panels: its label, ratio, colour scale, and the scale's ticks."""
 
     label: str
     ratio: Callable[[Finding], float | None]

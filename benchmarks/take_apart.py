@@ -1,4 +1,4 @@
-"""What a call of normforge takes of its plan: its key, allocations and launches, each to be done again by itself."""
+"""The parts of a normforge call: key, allocations and launches, each to be repeated by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class Taken(NamedTuple):
-    """What one known call took.
+    """The parts of one known call.
 
     Attributes:
         plan: its plan.

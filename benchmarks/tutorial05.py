@@ -26,7 +26,7 @@ def find() -> Path:
     Raises:
         ImportError: there is none where it is looked for.
     """
-    # Of a checkout that is installed in place: python/triton beside python/tutorials.
+    # A checkout that is installed in place has python/triton beside python/tutorials.
     beside = Path(str(triton.__file__)).resolve().parent.parent / "tutorials" / _NAME
     path = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else beside
     if not path.is_file():
@@ -37,7 +37,7 @@ def find() -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """Run the tutorial's definitions, and none of the calls that stand for themselves at its top level.
+    """Run the tutorial's definitions, and none of the calls at its top level.
 
     Raises:
         ImportError: it defines no `layer_norm`.

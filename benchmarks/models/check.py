@@ -1,4 +1,4 @@
-"""Whether a variant computes what torch's model does: closer to it than the same model with its weights nudged.
+"""Checks of variants: each must be closer to torch's model than that model with its weights nudged.
 
 A nudge moves every weight to a neighbour in bf16, up or down at random. What that does to the loss and to each
 parameter's gradient is what rounding does to this model; a variant may be off by as much as the largest of some nudges.
@@ -18,13 +18,13 @@ from ..oracle import WrongOutputError
 
 # A gradient that is nothing but roundings, as of a key's bias, is as far off in the one as in the other.
 _NUDGES = 4
-# Of the loss, in fp32: what another order of sums makes of it.
+# The change that another order of sums makes to the loss, in fp32.
 _ORDER_OF_SUMS = 2.0**-20
 _DTYPE = torch.bfloat16
 
 
 class Outcome(NamedTuple):
-    """What a step gave: its loss where it has one, and tensors by name, gradients or logits."""
+    """The result of a step: its loss if there is one, and tensors by name, gradients or logits."""
 
     loss: float | None
     tensors: Mapping[str, torch.Tensor | None]
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What torch's model gives, and how far nudges move it.
+    """The result of torch's model, and how far nudges move it.
 
     Attributes:
         expected: of the model as it is.

@@ -59,7 +59,7 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     jobs = _jobs(options, machine, size, out, header, deadline)
     broken = []
     gpus = gpus_of(machine)
-    # What is compiled ahead waits for what needs no compiling: the time may be up before it is done.
+    # Jobs that need no compiling go first, because the time may be up before compilation is done.
     for _dtype_and_runs, block in groupby(jobs, lambda job: (job.dtype, job.runs)):
         together = list(block)
         if options.jobs > 0:
@@ -94,7 +94,7 @@ def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Tab
     if fresh:
         for ending in ("csv", "json", "png"):
             (out / f"{SUITE}.{ending}").unlink(missing_ok=True)
-    # Of a command that was killed: what it was at is due, and nobody's fault.
+    # The job of a command that was killed is due again, and did not fail.
     for mark in out.glob(f"{SUITE}.*.running"):
         mark.unlink(missing_ok=True)
     table = load(out, header) or Table(header)
@@ -136,7 +136,7 @@ def _jobs(
 
 
 def chosen_names(option: str, given: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
-    """Those of the names that a pattern matches, in their order; all of them without a pattern.
+    """Return the names that a pattern matches, in their order; all names without a pattern.
 
     Raises:
         UsageError: a pattern matches none.

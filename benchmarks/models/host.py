@@ -36,7 +36,7 @@ _STEPS = {"cuda": (4, 16), "cpu": (1, 1)}
 
 
 class Taken(NamedTuple):
-    """What a variant took of the host, in microseconds.
+    """The host time of a variant, in microseconds.
 
     Attributes:
         norms: how many calls of norms a step has.
@@ -134,7 +134,7 @@ def table(model: str, kind: str, found: dict[str, Taken]) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is called one, by its class's name."""
+    """Return True if a module's class is named as a norm."""
     return any(word in type(module).__name__ for word in ("LayerNorm", "RMSNorm"))
 
 

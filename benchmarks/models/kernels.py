@@ -1,4 +1,4 @@
-"""What the kernels of a model's step are, whose, and how many bytes they moved, as Nsight Compute counts them."""
+"""Kernels of a model's step: their owners, and the bytes that they moved, as Nsight Compute counts them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUITE = "kernels"
 BYTES, NANOSECONDS = "dram__bytes.sum", "gpu__time_duration.sum"
 METRICS = (BYTES, NANOSECONDS)
 
-# What `torch.cuda._sleep` launches, and no model does: it stands before each step that is seen.
+# The kernel of `torch.cuda._sleep`, which no model launches: it marks the start of each profiled step.
 MARK = "spin_kernel"
 
 OTHER = "other"
@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
 
 # The first that matches counts. Eager torch computes a written-out RMSNorm by kernels that its other elementwise
-# operators share, so that its norms are told from the rest by the difference of two variants alone.
+# operators share, so that only the difference of two variants tells its norms from the rest.
 GROUPS = (
     Group("normforge", "norms", r"^(ln|rms)_(fwd|bwd)_|^sum_partials$"),
     Group(

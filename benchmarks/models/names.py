@@ -9,7 +9,7 @@ SUITE = "models"
 TRAIN, DECODE = "train", "decode"
 STEPS = (TRAIN, DECODE)
 
-# Of the last, torch.compile with mode="reduce-overhead".
+# The last is torch.compile with mode="reduce-overhead".
 EAGER, COMPILE, GRAPHS = "eager", "compile", "graphs"
 RUNS = (EAGER, COMPILE, GRAPHS)
 
@@ -17,12 +17,12 @@ RUNS = (EAGER, COMPILE, GRAPHS)
 BF16, AUTOCAST = "bf16", "autocast"
 DTYPES = (BF16, AUTOCAST)
 
-# What a row without a time begins with; of a wrong one the command fails.
+# A row without a time begins with one of these; a wrong row makes the command fail.
 WRONG, FAILS, ABSENT, NOTHING = "wrong", "fails", "not here", "nothing to do"
 
 
 class Key(NamedTuple):
-    """What a row is of."""
+    """The subject of a row."""
 
     model: str
     dtype: str

@@ -96,7 +96,7 @@ class Spec:
 
     @property
     def tiny(self) -> Shape:
-        """What Triton's interpreter computes in seconds."""
+        """A shape that Triton's interpreter computes in seconds."""
         kv_heads = min(self.full.kv_heads, 1)
         return Shape(2, 32, 2, 64, 2, 3, kv_heads, 16, vocabulary=48, image=32, sequences=2, filled=3)
 

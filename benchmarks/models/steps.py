@@ -1,4 +1,4 @@
-"""What is timed of a model: a training step, and a decode step, eagerly or compiled.
+"""Timed steps of a model: a training step and a decode step, eager or compiled.
 
 A training step drops the gradients of the step before, runs the model and its loss, and runs the backward pass. There
 is no optimiser, no clipping and no dropout in it. A decode step runs the model on one token of each of some sequences,
@@ -148,7 +148,7 @@ def graphs_made() -> int:
 
 
 def graphs_skipped() -> int:
-    """Of how many graphs torch has made no CUDA graph that was asked for."""
+    """Count the graphs for which torch made no CUDA graph although one was requested."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["cudagraph_skips"])

@@ -70,17 +70,17 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What the row is of."""
+        """Return the subject of the row."""
         return Key(self.model, self.dtype, self.step, self.run, self.variant)
 
     @property
     def ok(self) -> bool:
-        """Whether there is a time."""
+        """Return True if there is a time."""
         return self.status == OK
 
     @property
     def final(self) -> bool:
-        """Whether it need not be run again: all but what lacks a package."""
+        """Return True if the row need not be run again: all rows but those that lack a package."""
         return not self.status.startswith(ABSENT)
 
 
@@ -100,7 +100,7 @@ class Table:
         self.rows[row.key] = row
 
     def due(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the keys that have no row that is final."""
+        """Return the keys that have no final row."""
         return [key for key in keys if key not in self.rows or not self.rows[key].final]
 
     def save(self, folder: Path) -> None:

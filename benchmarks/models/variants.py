@@ -1,4 +1,4 @@
-"""What is done to a model before it is timed, and what of that reaches beyond the model.
+"""Changes to a model before it is timed, and their effects beyond the model.
 
 Variants of one model are copies that share its parameters: weights are on the device once, and all start from the same.
 """
@@ -175,7 +175,7 @@ VARIANTS = {
         Variant("patch-unfused", "patch, fuse=False", _patch_unfused),
         Variant("liger", "Liger's modules", _liger_modules),
         Variant("liger-apply", "Liger's apply", _liger_applied),
-        # The same code twice: what other variants' times differ by means nothing below what these differ by.
+        # One code twice: other variants' differences below the difference of these two mean nothing.
         Variant("torch-again", "torch, again", _leave),
     )
 }

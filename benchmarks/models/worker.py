@@ -47,7 +47,7 @@ _VERSIONS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does.
+    """The work of one process.
 
     Attributes:
         model: a name of `SPECS`.
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def late(self) -> bool:
-        """Whether the time is up."""
+        """Return True if the time is up."""
         return self.deadline is not None and time.time() > self.deadline
 
     @property
@@ -117,7 +117,7 @@ def read_job(text: str) -> Job:
 
 
 def offered(model: str, dtype: str, step: str, run: str) -> bool:
-    """Whether there is such a step.
+    """Return True if the model has such a step.
 
     Decoding is timed in bf16 alone: under autocast rotary keys are fp32 and values bf16, which transformers' static
     cache refuses. Only decode steps are short enough for CUDA graphs to matter.

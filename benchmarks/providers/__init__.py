@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..provider import Provider
 from ..results import CEILING, PROJECT
 
-# Of tables and legends: peers by module, then the project, then the ceiling.
+# The order of tables and legends: peers by module, then the project, then the ceiling.
 _LAST = (PROJECT, CEILING)
 
 

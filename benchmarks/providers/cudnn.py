@@ -17,7 +17,7 @@ _MODULE = "cudnn"
 
 @dataclass(frozen=True)
 class _Operation:
-    """One of the frontend's: its name, operands by their keywords, what it returns first, and what else it is told."""
+    """A node of the frontend's: its name, operands by keyword, first result, and other arguments."""
 
     name: str
     operands: tuple[str, ...]
@@ -68,7 +68,7 @@ def _handle() -> Any:
     return load(_MODULE).create_handle()
 
 
-# Of one cell: its copies of inputs share a plan.
+# The plans of one cell, whose copies of inputs share a plan.
 @functools.lru_cache(maxsize=1)
 def _plan(cell: Cell) -> _Planned:
     """Plan a cell's graph.

@@ -22,7 +22,7 @@ def _backward(step: Callable[..., Any], inputs: Inputs) -> Prepared:
     return Prepared(partial(step, *arguments), named("dx", "dweight", "dbias"))
 
 
-# What a column of the table says, in the order of the page.
+# The titles of the table's columns, in the order of the page.
 FORWARD: dict[str, Callable[..., Any]] = {
     "three sweeps": forward.three_sweeps,
     "held": forward.held,

@@ -165,7 +165,7 @@ def keep_sums(
 
 
 def programs_of(x: torch.Tensor, each: int) -> int:
-    """So many programs for each multiprocessor, which a CPU has one of here."""
+    """Return the number of programs, `each` per multiprocessor; a CPU counts as one multiprocessor."""
     return each * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
 
 

@@ -1,4 +1,4 @@
-"""What batch invariance costs where rows are few, under CUDA graphs: its tile is for many rows."""
+"""The cost of batch invariance for few rows, under CUDA graphs: its tile is for many rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group_of(rows: str, task: Task) -> str:
     return f"batch invariance, {rows}, {_TASKS[task]}"
 
 
-# Of this suite and of `batch_invariant_many`: all that the provider is for.
+# This suite and `batch_invariant_many`: all that the provider is for.
 GROUPS = tuple(group_of(rows, task) for rows, task in product((FEW, MANY), _TASKS))
 
 

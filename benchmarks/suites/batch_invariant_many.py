@@ -1,4 +1,4 @@
-"""What batch invariance costs where rows are many: no kernel for odd rows, and none that spreads long ones."""
+"""The cost of batch invariance for many rows: no kernel for odd rows, and none that spreads long ones."""
 
 from __future__ import annotations
 

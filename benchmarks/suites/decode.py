@@ -15,7 +15,7 @@ _FUSED = tuple(
     Cell(Task.ADD_QUANT, Norm.RMS, m, n, out_dtype="fp8", group=f"N = {n}, add + quant")
     for n, m in product((4096, 8192), (1, 16, 64, 256))
 )
-# Of so few rows a launch takes longer than the reading, whatever the dtype: one length, of one row to the most.
+# With so few rows a launch takes longer than reading, whatever the dtype: one length, from one row to the most.
 _OTHERS = tuple(
     Cell(Task.FORWARD, norm, m, 4096, dtype, group="N = 4096")
     for norm, dtype, m in product(Norm, OTHER_DTYPES, (1, 16, 256))

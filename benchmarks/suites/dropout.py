@@ -9,7 +9,7 @@ from .shapes import LARGE, OTHER_DTYPES
 
 _LENGTHS = (1024, 2048, 4096, 8192)
 _TASKS = ((Task.ADD, "add"), (Task.DROP_ADD, "dropout + add"))
-# Of other dtypes a row of several a program and one that a program holds; RMSNorm loads as LayerNorm does, so once.
+# Other dtypes have rows of several in a program and rows that a program holds; RMSNorm loads as LayerNorm does.
 _OTHERS = ((Norm.LAYER, 1024), (Norm.LAYER, 4096), (Norm.RMS, 4096))
 
 SUITE = Suite(

@@ -9,7 +9,7 @@ from ..fp8_cells import Fp8Cell
 from .shapes import LARGE
 
 _LENGTHS = (1024, 4096, 8192, 16384)
-# What differs in a line of a kernel, at one length: the other type, which it converts otherwise, and one scale for all.
+# Differences in a line of a kernel, at one length: the other dtype, with another conversion, and one scale for all.
 _OTHERS = (("fp8_e5m2", False), ("fp8", True))
 
 SUITE = Suite(

@@ -26,7 +26,7 @@ def _cells(task: Task) -> tuple[GatedCell, ...]:
 
 
 def _others(task: Task, part: str, dtype: str) -> tuple[GatedCell, GatedCell]:
-    # Of other dtypes what two kinds of models have: a head of linear attention, and Mamba2's groups.
+    # Other dtypes have the shapes of two kinds of models: a head of linear attention, and Mamba2's groups.
     return (
         GatedCell(task, Norm.RMS, _ROWS, 128, dtype, group=part),
         GatedCell(task, Norm.RMS, _TOKENS, _WIDE, dtype, group=f"{part}, groups", gate_first=True, columns=_COLUMNS),

@@ -7,12 +7,12 @@ from itertools import product
 from ..cells import Method, Suite, Task
 from ..group_cells import GroupCell, cell_of
 
-# Of a UNet at 64 by 64, guided and so of two samples, at each of its resolutions; of one that is trained.
+# Shapes of a UNet at 64 by 64, guided and so with two samples, at each resolution; and of one in training.
 _UNET = ((2, 320, 64, 64), (2, 640, 32, 32), (2, 1280, 16, 16), (2, 1280, 8, 8), (16, 320, 64, 64))
-# Of a VAE's decoder, from the latent picture to the one that it makes, and of one for video.
+# Shapes of a VAE's decoder, from the latent picture to its output, and of one for video.
 _VAE = ((1, 512, 64, 64), (1, 512, 256, 256), (1, 256, 512, 512), (1, 128, 512, 512), (1, 128, 20, 256, 256))
 _ALONE = (_UNET[0], _UNET[4], _VAE[3])
-# Of other dtypes: UNets run in fp16 and are trained in both, and SDXL's VAE, which overflows fp16, decodes in fp32.
+# Other dtypes: UNets run in fp16 and are trained in both, and SDXL's VAE, which overflows fp16, decodes in fp32.
 _OTHERS: dict[str, tuple[tuple[int, ...], ...]] = {"fp16": (_UNET[0], _UNET[4]), "fp32": (_UNET[0], _VAE[1])}
 _TRAINED = (_UNET[0], _UNET[2], _UNET[4], _VAE[1])
 

@@ -13,7 +13,7 @@ _LENGTHS = (64, 128, 256)
 
 def _cells(task: Task, heads: tuple[int, int], group: str) -> tuple[Cell, ...]:
     m = _TOKENS * _HEADS[0]
-    # Of other dtypes the length that most models have; a walk over two strides is the same of both norms.
+    # Other dtypes have the length of most models; both norms walk over two strides alike.
     kinds = (*product(Norm, _LENGTHS, ("bf16",)), *product((Norm.RMS,), (128,), OTHER_DTYPES))
     return tuple(Cell(task, norm, m, n, dtype, group=group, heads=heads) for norm, n, dtype in kinds)
 

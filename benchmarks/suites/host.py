@@ -1,4 +1,4 @@
-"""What the host spends on one eager call."""
+"""Host time of one eager call."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def _cells(task: Task, part: str) -> tuple[ModulatedCell, ...]:
         *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=part) for n in _LENGTHS),
         *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=f"{part}, gated", gated=True) for n in _LENGTHS),
         ModulatedCell(task, Norm.RMS, _ROWS, 3072, group=part),
-        # Of other dtypes the length in the middle, as it is before attention and behind a branch.
+        # Other dtypes have the length in the middle, before attention and behind a branch.
         *(
             ModulatedCell(task, Norm.LAYER, _ROWS, 3072, dtype, group=f"{part}, gated" if gated else part, gated=gated)
             for dtype, gated in product(OTHER_DTYPES, (False, True))

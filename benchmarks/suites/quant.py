@@ -16,7 +16,7 @@ _FUSED = tuple(
     Cell(Task.ADD_QUANT, Norm.LAYER, m, n, out_dtype=out, smooth=smooth, group="add + quant")
     for smooth, out, (m, n) in product((True, False), ("int8", "fp8"), _SHAPES)
 )
-# Of other dtypes what is read differs, and what is written does not: one output, of a row that is held and of one that
+# Other dtypes differ in reads and not in writes: one output, of a row that is held and of one that
 # is long. ck_tile's default is fp16.
 _OTHERS = tuple(
     Cell(

@@ -13,7 +13,7 @@ _ROWS = (1024, 4096, 16384)
 
 _GROUPS: dict[str, Any] = {"columns": 128}
 _COLUMN = _GROUPS | {"column_major": True}
-# What is asked, by the part of the suite that it makes.
+# Requests, by the part of the suite that they make.
 _EVERYWHERE: dict[str, dict[str, Any]] = {"groups": _GROUPS, "a scale a row": {}}
 _ADDED: dict[str, dict[str, Any]] = {
     "groups, column-major": _COLUMN,

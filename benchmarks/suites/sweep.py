@@ -1,4 +1,4 @@
-"""Lengths that nobody chose, drawn by a seed: every length in every size, and every task and norm beside them.
+"""Lengths drawn by a seed: every length in every size, and every task and norm beside them.
 
 168 lengths: 152 multiples of 8 from 32 to 131072, both ends among them, one of each fourteenth of an octave (below 160
 there are fewer multiples than that, and all are in); and one of each 3/4 octave that is no multiple of 8, odd by turns.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 SEED = 0
 
-# Of rows, the most that are some, and not many.
+# The most rows that count as some, and not as many.
 MOST_SOME = 2048
 
 _SHORTEST, _OCTAVES = 32, 12
@@ -106,7 +106,7 @@ def _shuffled(items: Iterable[T], seed: int, *what: object) -> list[T]:
 
 
 def _hashed(seed: int, *what: object) -> bytes:
-    # What `random` draws for a seed differs between versions of Python, and between -1 and 1 it does not.
+    # Draws of `random` for a seed differ between versions of Python, except between -1 and 1.
     return sha256(" ".join(map(str, (seed, *what))).encode()).digest()
 
 

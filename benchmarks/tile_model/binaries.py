@@ -1,4 +1,4 @@
-"""What a compiled kernel takes and how much it loads at once, read from its binary: no GPU has to be here."""
+"""Resources of a compiled kernel, and how much it loads at once, read from its binary without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from normforge.kernels.gpu import Target
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes.
+    """The resources of a kernel.
 
     Attributes:
         threads: of a program.

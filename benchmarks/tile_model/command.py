@@ -40,7 +40,7 @@ def model_tiles(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def header(revision: str | None) -> dict[str, str]:
-    """Which GPUs stand for architectures, and with what kernels are compiled for them."""
+    """Return the GPUs that represent architectures, and the versions that kernels are compiled with."""
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     devices = ", ".join(device.name for device in DEVICES.values())
     return {

@@ -1,4 +1,4 @@
-"""What a multiprocessor of each modelled GPU holds, and how many of a program fit in one."""
+"""Resources of a multiprocessor of each modelled GPU, and how many programs fit in one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Device:
 
     Attributes:
         arch: as tables of tiles name it.
-        name: the GPU that stands for the architecture.
+        name: the GPU that represents the architecture.
         multiprocessors: how many it has.
         tb_per_s: of its memory, by its maker's data sheet.
         latency_ns: from a load to its value, of memory that is busy. An assumption, no figure of a maker's.
@@ -25,7 +25,7 @@ class Device:
         register_unit: what a lane is given registers by.
         warps: that a scheduler holds at most.
         programs: of several warps that a multiprocessor holds at most.
-        single_warp_programs: likewise, of one: on AMD's they take none of the barriers that limit others.
+        single_warp_programs: the most programs of one warp: on AMD's they take none of the barriers that limit others.
         shared_bytes: of a multiprocessor.
         reserved_bytes: of shared memory, for each program.
     """
@@ -49,7 +49,7 @@ class Device:
         """By Little's law, what a multiprocessor has to have on its way for its share of the bandwidth.
 
         Args:
-            read_share: of all that is moved, what is read: stores wait for nobody.
+            read_share: the share of moved bytes that are read: no load waits for stores.
         """
         return self.tb_per_s * 1e12 * read_share * self.latency_ns * 1e-9 / self.multiprocessors
 
@@ -65,7 +65,7 @@ class Device:
             "programs": self.programs if warps > 1 else self.single_warp_programs,
             "shared": self.shared_bytes // shared if shared else self.programs * self.warps,
         }
-        # Of equals the one that no tile changes.
+        # Among equals, the limit that no tile changes.
         limit = min(("programs", "warps", "shared", "registers"), key=most.__getitem__)
         return most[limit], limit
 

@@ -31,7 +31,7 @@ FEW_M, X_BYTES = 64, 2**28
 # Whose tiles: those of the rule for any architecture, or those of the table of the one that was measured.
 RULE, TABLE = "rule", "table"
 MEASURED = "sm_90"
-# What its tiles were timed at: kinds of calls, as suites are called.
+# The calls that tiles were timed at, named as suites.
 TIMED_KINDS = ("forward", "backward")
 
 # The ends of buckets of the standard ladder where the rules change, and some between.
@@ -46,7 +46,7 @@ class Kind:
         name: in tables.
         mode: of LayerNorm in bf16.
         read: tensors of x's size and type that it reads.
-        written: likewise, in bytes an element of bf16 and of fp32.
+        written: the bytes written, per element of bf16 and of fp32.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Case:
 
     @cached_property
     def mode(self) -> Mode:
-        """What is computed."""
+        """The computation."""
         mode = KINDS[self.kind].mode
         out = self.dtype if mode.dtype_out is mode.dtype_in else mode.dtype_out
         return replace(mode, norm=self.norm, dtype_in=self.dtype, dtype_out=out)
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def read_share(self) -> float:
-        """Of the bytes that a call moves, those that it reads."""
+        """The bytes that a call reads, of those that it moves."""
         kind = KINDS[self.kind]
         read = kind.read * self.dtype.itemsize
         return read / (read + kind.written[self.dtype is DType.FP32])
@@ -138,7 +138,7 @@ def every_case() -> tuple[Case, ...]:
         for arch, lengths in ((MEASURED, TIMED_LENGTHS), ("sm_100", LENGTHS))
         for kind, norm, n in product(TIMED_KINDS, _NORMS, lengths)
     )
-    # Where few rows take the tile of many they are no case of their own.
+    # Few rows that take the tile of many are no case of their own.
     ruled = (each for case in many for each in (case, few[case]) if each is case or tile_of(each) != tile_of(case))
     return (*ruled, *measured)
 
@@ -189,7 +189,7 @@ class Row:
 
     @property
     def margin(self) -> float:
-        """What is in flight, over what has to be."""
+        """The bytes in flight over the bytes needed in flight."""
         return self.in_flight / self.needed
 
 

@@ -60,7 +60,7 @@ class Known:
         return f"`{self.kernel}` on {self.arch}, tiles `{self.tile}`: {self.fault}{most}; {self.reason}."
 
     def covers(self, row: Row, fault: str) -> bool:
-        """Whether it is about this."""
+        """Return True if the entry covers this row."""
         return (
             fault == self.fault
             and fnmatchcase(row.arch, self.arch)

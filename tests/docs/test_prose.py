@@ -76,7 +76,7 @@ def package_of(path: Path) -> str:
 
 
 def test_docstrings_and_comments_are_plain() -> None:
-    folders = ("runtime", "codegen", "tools", "examples")
+    folders = ("runtime", "codegen", "tools", "benchmarks", "examples")
     paths = [ROOT / "generate.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     found = {path: dialect(path.read_text()) for path in paths}
     counts = Counter({package_of(path): 0 for path in paths})
