@@ -52,7 +52,7 @@ _LINK = re.compile(r"!?\[(?:[^\]]|\n)*?\]\(([^)\s]+)\)")
 
 
 def blocks(page: Path) -> list[Block]:
-    """A page's code blocks, in order."""
+    """Return a page's code blocks, in order."""
     text = page.read_text()
     return [
         Block(page, text.count("\n", 0, found.start()) + 2, found["language"], _dedented(found))
@@ -65,17 +65,17 @@ def _dedented(found: re.Match[str]) -> str:
 
 
 def prose(page: Path) -> str:
-    """A page without its code blocks."""
+    """Return a page's text without its code blocks."""
     return _FENCED.sub("", page.read_text())
 
 
 def links(page: Path) -> Iterator[str]:
-    """Where the links and pictures of a page lead."""
+    """Yield the targets of a page's links and pictures."""
     yield from _LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page)))
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of a page may say behind its #, by GitHub's rule."""
+    """Return the anchors of a page's headings, by GitHub's rule."""
     return {_slug(heading) for heading in _HEADING.findall(prose(page))}
 
 
@@ -84,6 +84,6 @@ def _slug(heading: str) -> str:
 
 
 def first_sentence(page: Path) -> str:
-    """What stands first below a page's title."""
+    """Return the first sentence below a page's title."""
     below = prose(page).partition("\n")[2].strip()
     return re.split(r"(?<=[.:])\s", below.replace("\n", " "), maxsplit=1)[0]

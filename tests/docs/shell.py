@@ -1,7 +1,7 @@
 """Shell blocks: the shell itself reads them, and programs that stand in for the real ones write down what it calls.
 
 What is cheap is run: the generator, `normforge list` and the like, in a copy of the folders that they read. What needs
-a GPU, a network, a compiler or minutes is held against the real argument parser, which ends the program once it has
+a GPU, a network, a compiler or minutes is checked by the real argument parser, which ends the program once it has
 read the arguments.
 """
 
@@ -24,7 +24,7 @@ from normforge.tools import cli
 
 from .pages import ROOT
 
-# What the generator reads and writes in a checkout, and what makes it one.
+# Files that the generator reads and writes in a checkout, and files that make a folder one.
 _COPIED = ("codegen", "templates", "generated", "manifests", "instances.yaml", "generate.py", "Makefile")
 
 # Verbs of `normforge` that take seconds and no GPU.
@@ -32,7 +32,7 @@ _RUN_VERBS = ("backendbench", "generate", "hub", "list", "merge", "run", "--vers
 
 # A user's own program in the examples.
 PROGRAM = "serve.py"
-# What a user has beside a checkout: that program, and a list of cells for each GPU.
+# Files of a user beside a checkout: that program, and a list of cells per GPU.
 _BESIDE = {
     PROGRAM: "import torch, normforge\n\nnormforge.rmsnorm2d_fwd(torch.randn(2, 64).bfloat16())\n",
     **{f"goals.{share}": "ln_bf16/32768x4096\n" for share in range(1, 5)},
@@ -107,10 +107,10 @@ def make_shell(base: Path) -> Shell:
 
 
 def check(call: Sequence[str]) -> None:
-    """Hold a command against what the real program takes.
+    """Check a command with the real program's parser.
 
     Raises:
-        AssertionError: it would refuse the arguments, or nobody here knows the program.
+        AssertionError: the program would refuse the arguments, or is not known here.
     """
     program, *arguments = call
     assert program in _CHECKS, f"no row of _CHECKS says how to check {program}"

@@ -23,7 +23,7 @@ from .shell import Shell, make_shell
 NOT_RUN = ("text", "math")
 
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# What differs from machine to machine: times, and errors that another order of sums tips.
+# Text that differs between machines: times, and errors that another order of sums tips.
 _VARYING = re.compile(r"\d[\d.]*(?= ms\b)|(?<=max error )[\d.e-]+")
 
 _FRAGMENT = "# at the end of instances.yaml\n"
@@ -31,7 +31,7 @@ _FRAGMENT = "# at the end of instances.yaml\n"
 
 @dataclass
 class Page:
-    """What the blocks of one page share: names of Python, and a folder."""
+    """The state that the blocks of one page share: Python's names, and a folder."""
 
     shell: Shell
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})

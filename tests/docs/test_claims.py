@@ -1,4 +1,4 @@
-"""What the pages say of figures, counts, names and settings is what results, tables and code say."""
+"""Figures, counts, names and settings on pages are those of results, tables and code."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def results(suite: str) -> Results:
 
 
 def said(page: Path) -> str:
-    """A page's prose in one line."""
+    """Return a page's prose in one line."""
     return " ".join(page.read_text().split())
 
 
 class Cells:
-    """Some cells of a suite, and how normforge does in them."""
+    """Some cells of a suite, and normforge's figures there."""
 
     def __init__(self, suite: str, group: str, most_n: int, kinds: tuple[str, ...] = BF16, least_n: int = 0) -> None:
         self.results = results(suite)
@@ -70,16 +70,16 @@ class Cells:
         assert all(row.ok for row in self.rows)
 
     def to_copy(self) -> list[float]:
-        """Throughput over the copy's."""
+        """Return throughput over the copy's."""
         ratios = [self.results.ratio_to_copy(row) for row in self.rows]
         return [ratio for ratio in ratios if ratio is not None]
 
     def over(self, *providers: str) -> list[float]:
-        """The time of the fastest of some providers over ours."""
+        """Return the time of the fastest of some providers over ours."""
         return [min(self._times(row, providers)) / row.us for row in self.rows]
 
     def over_best(self) -> list[float]:
-        """The time of the fastest of all others over ours."""
+        """Return the time of the fastest other provider over ours."""
         return self.over(*(name for name in every_provider() if name not in (PROJECT, CEILING)))
 
     def _times(self, row: Row, providers: tuple[str, ...]) -> Iterator[float]:
@@ -229,7 +229,7 @@ def listed(path: Path, revision: str) -> str:
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
-    """Of a suite of a folder: by cell and provider, those with a time."""
+    """Return the rows of a suite in a folder that have a time, by cell and provider."""
     found = load(RESULTS / f"h200-{folder}", suite)
     assert found is not None
     return {cell: {name: row for name, row in found.of(cell).items() if row.ok} for cell in found.cells()}
@@ -244,7 +244,7 @@ _FOLDERS = {"groupnorm": "groupnorm", "fp8-inputs": "fp8-inputs"}
 
 
 def shares(suite: str, cells: str, but: str = "") -> list[float]:
-    """Percent of a copy's throughput."""
+    """Return percent of a copy's throughput."""
     folder = _FOLDERS.get(suite, "family")
     found, times = load(RESULTS / f"h200-{folder}", suite), times_of(suite, folder)
     assert found is not None
@@ -374,7 +374,7 @@ OUTCOMES = ("taken", "skipped", "not tried")
 
 
 def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
-    """Families, `Llama` say, stand for their RMSNorm."""
+    """A family, such as `Llama`, means its RMSNorm."""
     survey, text = load_table(ROOT, "huggingface"), README.read_text()
     named = {outcome: {row["class"] for row in survey.rows if row["outcome"] == outcome} for outcome in OUTCOMES}
     taken, skipped, _ = named.values()
@@ -408,7 +408,7 @@ def test_every_setting_is_listed() -> None:
 def test_every_public_name_is_listed() -> None:
     rows = re.findall(r"^\| (`.*?) \|", _page("names").partition("## Arguments")[0], re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    # What functions return, and the version, are no functions.
+    # Classes of results, and the version, are no functions.
     assert listed == set(normforge.__all__) - {
         "LayerNormOutput",
         "Patch",

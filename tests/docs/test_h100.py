@@ -1,4 +1,4 @@
-"""What the page of H100s says is what was measured there."""
+"""Figures on the page of H100s are those measured there."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from .pages import ROOT
+from .pages import ROOT, doc
 
 # Ruff's D401 checks functions. These openings are checked in classes, modules, properties and comments as well.
 OPENING = re.compile(r"(What|Whether|Of|So|Where|Likewise|The same|That|Those|As)\b")
@@ -95,3 +95,18 @@ def test_dialect_is_found() -> None:
     assert dialect(text) == ["Whether it is.", "Of rows, two.", "Rows are told", "Rows are told apart likewise"]
     assert dialect('"""Of."""\n')
     assert not dialect('"""Often."""\n\n\ndef f():\n    """Return a row."""\n')
+
+
+# Words of all of docs/, and of pages that once held whole tables.
+MOST_WORDS = 35_000
+MOST_WORDS_OF = {"benchmarks": 1_200, "design": 2_900, "h100": 500, "models": 1_000}
+
+
+def words(path: Path) -> int:
+    """Return the number of words of a page, as `wc -w` counts them."""
+    return len(path.read_text().split())
+
+
+def test_pages_are_short() -> None:
+    assert sum(words(path) for path in (ROOT / "docs").rglob("*.md")) <= MOST_WORDS
+    assert {name: count for name in MOST_WORDS_OF if (count := words(doc(name))) > MOST_WORDS_OF[name]} == {}
