@@ -51,7 +51,9 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
     nav.items.sort(key=lambda item: TABS.index(item.file.src_uri if isinstance(item, Page) else item.title or ""))
     for item in nav.items:
         for part in item.children or ():
-            part.title = "API" if part.title == "Api" else part.title
+            # A page has its title once it is read; setting None here would stay.
+            if part.title == "Api":
+                part.title = "API"
     return nav
 
 
