@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
+from benchmarks.chosen import RESULTS
 from benchmarks.errors import UsageError
 from benchmarks.reach import Rule
 from benchmarks.results import OK, Results, Row, make_row
@@ -107,3 +109,11 @@ def test_what_is_lacking_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         kernels_of(tmp_path)
     assert cli.main(["short", "--results", str(tmp_path)]) == cli.USAGE
     assert "no sweep is in" in capsys.readouterr().err
+
+
+def test_a_list_is_saved_beside_its_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("sweep.csv", "sweep.json", "profile.csv", "profile.json"):
+        shutil.copy(RESULTS / "h200-sweep" / name, tmp_path)
+    assert cli.main(["short", "--results", str(tmp_path), "--save"]) == 0
+    assert (tmp_path / "short.txt").read_text() == (RESULTS / "h200-sweep" / "short.txt").read_text()
+    assert f"saved: {tmp_path / 'short.txt'}" in capsys.readouterr().out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from benchmarks import cli
 from benchmarks.tile_model import binaries
 from benchmarks.tile_model import table as table_module
 from benchmarks.tile_model.binaries import Event, Usage, most_loading
@@ -244,3 +246,10 @@ def test_a_tile_of_the_rule_is_as_the_table_says(case: Case) -> None:
     else:
         # Registers are another compiler's; what spills is listed of one.
         assert [fault for _, fault in wrong if fault != SPILLS] == []
+
+
+def test_a_summary_is_written_beside_its_table(tmp_path: Path) -> None:
+    for path in FOLDER.glob("tiles.*"):
+        shutil.copy(path, tmp_path)
+    assert cli.main(["model-tiles", "--summarise", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "summary.txt").read_text() == (FOLDER / "summary.txt").read_text()
