@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from normforge.calls import known_backward, native, record
 from normforge.selection import dispatch
 
 
 class Looked:
     """How many backward passes were looked at, and how many were known."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: tuple[Any, str], runs: tuple[Any, str]) -> None:
-        """Count calls of two functions, each named by what holds it: one plans a pass, the other runs a known one."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
+        """Count the calls of the function that plans a pass, and the passes that a look-up in C or Python knows."""
         self.at = self.known = 0
-        gradients, launched = getattr(*looks), getattr(*runs)
+        gradients = getattr(holder, name)
 
         def counted(*given: Any) -> Any:
             self.at += 1
             return gradients(*given)
 
-        def counted_known(*given: Any) -> Any:
-            self.known += 1
-            return launched(*given)
-
         dispatch.forget()
-        monkeypatch.setattr(*looks, counted)
-        monkeypatch.setattr(*runs, counted_known)
+        monkeypatch.setattr(holder, name, counted)
+        for module in (record, known_backward):
+            monkeypatch.setattr(module, "native", SimpleNamespace(calls=_Counted(self)))
 
     def counts(self) -> tuple[int, int]:
         """Return both numbers since this was called last."""
         found, self.at, self.known = (self.at, self.known), 0, 0
         return found
+
+
+class _Counted:
+    """The look-ups that are in use, which tell a `Looked` of known passes."""
+
+    def __init__(self, looked: Looked) -> None:
+        self._looked = looked
+
+    def __getattr__(self, family: str) -> Any:
+        def known_gradients(*given: Any) -> Any:
+            # The first call on a GPU replaces the look-ups by those in C.
+            key, found = getattr(native.calls, family).known_gradients(*given)
+            self._looked.known += found is not None
+            return key, found
+
+        return SimpleNamespace(known_gradients=known_gradients)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.known_backward import Ready
 from normforge.families.gated import row as gated
 from normforge.selection import dispatch
 
@@ -22,7 +21,7 @@ ROWS, N = (3, 5), 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (gated, "gradients"), (Ready, "run"))
+    return Looked(monkeypatch, gated, "gradients")
 
 
 def operands(

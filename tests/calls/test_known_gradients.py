@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.known_backward import Ready
 from normforge.families.modulated import row as modulated
 from normforge.selection import dispatch
 
@@ -24,7 +23,7 @@ SAMPLES, ROWS, N = 2, 9, 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (modulated, "gradients"), (Ready, "run"))
+    return Looked(monkeypatch, modulated, "gradients")
 
 
 def operands(
