@@ -1,1 +1,1 @@
-"""Which instance serves a mode and a row length. Stands on codegen/ and upstream/."""
+"""The choice of the instance that serves a mode and a row length. Stands on codegen/ and upstream/."""

@@ -17,29 +17,29 @@ invariance.is_traced = is_dynamo_compiling
 constant_in_traces(invariance.by_default)
 
 _lock = fork_safe(threading.RLock())
-# Of every block that some context is still within: a task that was created in a block may outlive the block.
+# The requests of all blocks that some context is still within: a task that a block creates may outlive the block.
 _alive: weakref.WeakSet[invariance.Asked] = weakref.WeakSet()
 
 
 class batch_invariant:
-    """Have a row's results not depend on the batch that it is in, within a `with`.
+    """A context manager within which a row's results do not depend on the row's batch.
 
-    y, residual_out, y_scale, mean, rstd and dx of a row then have the same bits for every M, wherever the row stands in
-    the batch and however it lies in memory, whether a call is eager, compiled or in a CUDA graph: all kernels come from
-    one ladder of tiles, which does not look at M. NORMFORGE_BATCH_INVARIANT=1 does the same for a whole process.
+    y, residual_out, y_scale, mean, rstd and dx of a row have the same bits for every M, at every position in the batch
+    and with every memory layout. Calls may be eager, compiled or in a CUDA graph: all kernels come from one ladder of
+    tiles, which does not depend on M. NORMFORGE_BATCH_INVARIANT=1 makes a whole process batch invariant.
 
-    It holds for the thread, or the asynchronous task, that enters it, and for what copies that context within it: a
-    task that is created there, or a function in `asyncio.to_thread`, stays invariant for good. The backward pass of
-    what is recorded within it is invariant too, wherever it runs. What torch.compile traces while any thread is within
-    it is invariant for good, and what it compiled before is compiled once more; enter it around compiled functions, not
-    in them.
+    The block applies to the thread or the asynchronous task that enters the block, and to copies of the context: a task
+    that the block creates, or a function in `asyncio.to_thread`, stays invariant for good. The backward pass of calls
+    that are recorded within the block is invariant too, wherever the backward pass runs. Code that torch.compile traces
+    while any thread is within a block is invariant for good, and code compiled before is compiled once more. Enter
+    blocks around compiled functions, not in them.
 
     Args:
-        enabled: False has eager calls within depend on the batch again, where they would not.
+        enabled: False lets eager calls within depend on the batch again, where an outer setting forbids that.
 
     Raises:
-        InvarianceError: from calls within, where a row's bits would depend on the batch, or a norm would be left to
-            torch's own operators.
+        InvarianceError: from calls within, where a row's bits would depend on the batch, or torch's own operators would
+            compute a norm.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -48,7 +48,7 @@ class batch_invariant:
         self._enabled = enabled
 
     def __enter__(self) -> None:
-        # A setting that is none is refused here, and not at some call.
+        # An invalid setting raises here rather than at a later call.
         invariance.by_default()
         asked = invariance.Asked(self._enabled)
         with _lock:
@@ -65,10 +65,10 @@ class batch_invariant:
 
 
 def _tell_apart() -> None:
-    """Have calls see the plans of callers like them while some context is within a block, and one table otherwise.
+    """Give invariant and other callers separate plans while some context is within a block, and one table otherwise.
 
-    Contexts that die outside of any block are noticed when a block is next entered or left. Until then calls ask what
-    they are once too often, and choose the same kernels.
+    Contexts that die outside of any block are noticed when a block is next entered or left. Until then calls check for
+    batch invariance needlessly, and choose the same kernels.
     """
     within = len(_alive) > 0
     invariance.anywhere = within or invariance.by_default()
@@ -76,13 +76,13 @@ def _tell_apart() -> None:
 
 
 def follow(switch: str) -> None:
-    """Have all calls be batch invariant, as NORMFORGE_BATCH_INVARIANT=1 does, because a switch of an engine's is on.
+    """Make all calls batch invariant, as NORMFORGE_BATCH_INVARIANT=1 does, because an engine's switch is on.
 
-    For the process and for good: kernels that calls chose before are forgotten, and what torch.compile traced before is
-    traced once more. `batch_invariant(False)` still leaves it out.
+    The setting applies to the process, for good. Kernels that calls chose before are forgotten, and code that
+    torch.compile traced before is traced once more. `batch_invariant(False)` still turns batch invariance off.
 
     Args:
-        switch: its name, for errors.
+        switch: the switch's name, for errors.
     """
     with _lock:
         if switch not in invariance.followed:

@@ -1,4 +1,4 @@
-"""Which instance serves a call: the loaded table, what was generated on demand, or an error that says why none."""
+"""The instance that serves a call: from the loaded table, generated on demand, or an error that says why none does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .table import Entry, Table, load_folder, table_of
 
 _lock = fork_safe(threading.RLock())
 _loaded: Table | None = None
-# By mode; a mode's entries are replaced together, so that readers need no lock.
+# Entries by mode. A mode's entries are replaced together, so that readers need no lock.
 _generated: dict[str, tuple[Entry, ...]] = {}
 
 
@@ -29,10 +29,10 @@ class Observer(Protocol):
     """An observer of the instances and the kernels that calls ask for."""
 
     def note(self, mode: AnyMode, n: int, table: Table) -> None:
-        """The instance for rows of n elements is asked for of the loaded table, and is looked for next."""
+        """Note that a call asks the loaded table for the instance for rows of n elements, before the look-up."""
 
     def note_call(self, kind: CallKind) -> None:
-        """The kernels of a kind of call are chosen, and are made ready next."""
+        """Note that the kernels of a kind of call are chosen, before the kernels are made ready."""
 
 
 _observers: tuple[Observer, ...] = ()
@@ -41,7 +41,7 @@ Plans = MutableMapping[Hashable, Any]
 
 
 class _PlansByCaller(Plans):
-    """Plans of two kinds, where callers differ in whether they ask for batch invariance: each sees its own."""
+    """Plans of two kinds, while only some callers ask for batch invariance: each caller sees the plans of its kind."""
 
     def __init__(self, by_default: Plans, otherwise: Plans) -> None:
         self._by_default, self._otherwise = by_default, otherwise
@@ -51,7 +51,7 @@ class _PlansByCaller(Plans):
         return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise
 
     def get(self, key: Hashable, default: Any = None) -> Any:
-        # Hot, and without the try of the one that is inherited.
+        # A hot path: the inherited method has a try.
         return self.mine().get(key, default)
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -70,27 +70,27 @@ class _PlansByCaller(Plans):
         return len(self.mine())
 
 
-# What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
-# that a call which was checked under the last one and is still on its way leaves nothing in this one. A dictionary of
-# one kind's alone while all callers are alike: a call that looks it up asks nobody which kind it is of.
+# Plans of checked calls, by their keys: see `forward` and `backward`. Another table starts another dictionary, so that
+# a call that was checked under the last table and is still running leaves nothing in the new dictionary. While all
+# callers are of one kind, this is a plain dictionary, and a look-up does not check the caller's kind.
 plans: Plans = {}
-# Those of callers who ask for what holds by default, and of those who ask for the other.
+# The plans of callers that follow the default setting, and of callers that ask for the opposite.
 _kinds: tuple[Plans, Plans] = plans, {}
 _tells_apart = False
 
-# Keys of tensors with several leading strides depend on M, and could grow in number without end.
+# Keys of tensors with several leading strides depend on M, so that their number has no bound.
 _MOST_PLANS = 4096
 
 
 def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
-    """Make every later call use the dispatch table of `folder` instead of the one in use.
+    """Make every later call use the dispatch table of `folder` instead of the table in use.
 
-    What was generated on demand before is forgotten: what the new table lacks is missing again.
+    Instances that were generated on demand are forgotten: an instance that the new table lacks is missing again.
 
     Args:
-        folder: what `normforge generate --out` or `generate.py --out` wrote; None is the table that normforge came
-            with, whatever NORMFORGE_INSTANCES says. That environment variable names such a folder for the whole
-            process; a relative one is held against the folder in which normforge was imported.
+        folder: a folder that `normforge generate --out` or `generate.py --out` wrote. None is the table that normforge
+            comes with, whatever NORMFORGE_INSTANCES says. This environment variable names a folder for the whole
+            process; a relative path starts from the folder in which normforge was imported.
 
     Raises:
         TableError: the folder holds no table that this version reads. The table in use stays in use.
@@ -104,7 +104,7 @@ def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
 
 @contextmanager
 def using(table: Table) -> Iterator[None]:
-    """Make every call within, in whichever thread, use another table: one that is retiled, to time or test a tile."""
+    """Make every call within, in any thread, use another table, such as a retiled table to time or test a tile."""
     global _loaded
     with _lock:
         before, kinds = loaded(), _kinds
@@ -120,10 +120,11 @@ def using(table: Table) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell an observer what calls within ask for, in whichever thread: once for each plan and class of M of it."""
+    """Report to an observer what calls within ask for, in any thread: once per plan and class of M."""
     global _observers
     with _lock:
-        # Calls that were checked before have to ask again. In this order: who finds the new plans finds the observer.
+        # Calls that were checked before have to ask again. In this order, a call that finds the new plans finds the
+        # observer.
         _observers = (*_observers, observer)
         _take(({}, {}))
     try:
@@ -134,7 +135,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def tell_callers_apart(apart: bool) -> None:
-    """Have each call see plans of its own kind, from when on one may be batch invariant and another not; or not so."""
+    """Give each kind of caller, batch invariant or not, plans of its own if `apart` is True; else share one table."""
     global _tells_apart
     with _lock:
         if apart is not _tells_apart:
@@ -143,7 +144,7 @@ def tell_callers_apart(apart: bool) -> None:
 
 
 def forget() -> None:
-    """Have calls that were checked before ask again."""
+    """Forget all plans, so that calls that were checked before ask again."""
     with _lock:
         _take(({}, {}))
 
@@ -155,23 +156,23 @@ def _take(kinds: tuple[Plans, Plans]) -> None:
 
 
 def remember(among: Plans, key: Hashable, plan: object) -> None:
-    """Add to the `plans` that were in use when a call set out."""
+    """Add a plan to the `plans` that were in use when the call began."""
     if len(among) >= _MOST_PLANS:
         among.clear()
     among[key] = plan
 
 
 def instances() -> tuple[Entry, ...]:
-    """Everything a call can take without generating: the loaded table, then what was generated on demand."""
+    """Return all instances a call can take without generating: the loaded table, then those generated on demand."""
     return tuple(chain(loaded(), *tuple(_generated.values())))
 
 
 def loaded() -> Table:
-    """The table in use; the first call reads it."""
+    """Return the table in use; the first call reads the table."""
     global _loaded
     with _lock:
         if _loaded is None:
-            # A policy that is none is refused by the first call, and not by the first miss.
+            # The first call, rather than the first miss, raises for an invalid policy.
             settings.generates()
             folder = settings.instances()
             _loaded = _own() if folder is None else load_folder(folder)
@@ -183,10 +184,12 @@ def _own() -> Table:
 
 
 def find(mode: AnyMode, n: int) -> Entry:
-    """The instance that serves rows of n elements, generated now if need be; under batch invariance, as it does then.
+    """Return the instance that serves rows of n elements, generated now if the table lacks the instance.
+
+    Under batch invariance, return the instance's invariant form.
 
     Raises:
-        MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
+        MissingInstanceError: the table lacks the instance and NORMFORGE_ON_MISS is "error".
     """
     for observer in _observers:
         observer.note(mode, n, loaded())
@@ -195,7 +198,7 @@ def find(mode: AnyMode, n: int) -> Entry:
 
 
 def tell(make: Callable[[], CallKind]) -> None:
-    """Tell observers, if there are any, of which kind a call is whose kernels are chosen."""
+    """Report the kind of a call whose kernels are chosen to the observers, if any."""
     if _observers:
         kind = replace(make(), invariant=invariance.is_on())
         for observer in _observers:
@@ -203,7 +206,7 @@ def tell(make: Callable[[], CallKind]) -> None:
 
 
 def name_of(mode: AnyMode, n: int) -> str:
-    """The name of the instance that `find` would take; nothing is generated."""
+    """Return the name of the instance that `find` would take; nothing is generated."""
     entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=False)
     return entry.name
 
@@ -222,7 +225,7 @@ def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
     if not generate:
         return on_demand.plan(mode, n)
     with _lock:
-        # Another thread may have missed the same instance and made it meanwhile.
+        # Another thread may have missed and generated the instance meanwhile.
         entry = _made(mode, n)
         if entry is None:
             entry = on_demand.generate(mode, n, loaded().where)

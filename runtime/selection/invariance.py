@@ -1,4 +1,4 @@
-"""Batch invariance: whether calls are to be served so that the bits of a row depend on that row alone."""
+"""Batch invariance: the setting under which the bits of a row depend on the row alone."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..errors import InvarianceError
 
 
 class Asked:
-    """The request of one `batch_invariant` block, alive in every context that was copied within the block."""
+    """The request of one `batch_invariant` block, alive in every context that is copied within the block."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
 
 
-# What was entered last stands last; nothing outside of any `batch_invariant`.
+# The requests of the entered blocks, the last entered last; empty outside of any `batch_invariant`.
 asked: ContextVar[tuple[Asked, ...]] = ContextVar("normforge_batch_invariant", default=())
 
 # The value of NORMFORGE_BATCH_INVARIANT; None until the first question.
 _process: bool | None = None
 
-# The switches of engines that have it on for the process.
+# The switches of engines that turned batch invariance on for the process.
 followed: frozenset[str] = frozenset()
 
-# Whether some thread may be asking for it. TorchDynamo follows no context variable: it guards on this.
+# True if some thread may be asking for batch invariance. TorchDynamo follows no context variable: it guards on this.
 anywhere = False
 
-# Whether it is TorchDynamo that asks, which `batch` knows: programs of JAX's need no torch.
+# Returns True if TorchDynamo asks. `batch` sets the function, because JAX programs need no torch.
 is_traced: Callable[[], bool] = bool
 
 
@@ -42,21 +42,21 @@ def is_on() -> bool:
 
 
 def refuse_torch(what: str) -> None:
-    """Refuse to have torch's own operators compute something in place of a kernel, where it is to be batch invariant.
+    """Raise if torch's own operators would compute something in place of a kernel under batch invariance.
 
     Raises:
-        InvarianceError: it is to be.
+        InvarianceError: batch invariance is on.
     """
     kernels = "normforge.layer_norm's docstring says what kernels take"
     refuse_others(what, "torch's own operators", f"call it on a GPU, in 16 or 32 bits ({kernels})")
 
 
 def refuse_others(what: str, whose: str, instead: str) -> None:
-    """Refuse to have other code, whose bits nobody promises, compute something under batch invariance.
+    """Raise if other code, which does not promise its bits, would compute something under batch invariance.
 
     Args:
-        what: they would compute.
-        whose: who they are.
+        what: what the other code would compute.
+        whose: the name of the other code.
         instead: what to do.
     """
     if is_on():
@@ -71,7 +71,7 @@ def by_default() -> bool:
     """Return the setting outside of any block: the value of NORMFORGE_BATCH_INVARIANT at the first call.
 
     Raises:
-        SettingError: it says neither 1 nor 0.
+        SettingError: the variable says neither 1 nor 0.
     """
     global _process, anywhere
     if _process is None:

@@ -1,4 +1,4 @@
-"""The message of a miss: what was asked, what comes nearest, and how to have it built."""
+"""The message of a miss: the call, the nearest instance, and how to build the missing instance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .table import Entry, Table
 
 
 def missing_instance(mode: AnyMode, n: int, table: Table) -> MissingInstanceError:
-    """The error for a legal call that a table cannot serve."""
+    """Return the error for a legal call that a table cannot serve."""
     return MissingInstanceError(
         f"no instance of {table.where} serves {mode.name} with N = {n}, and NORMFORGE_ON_MISS=error forbids "
         f"generating one.\n{_nearest(mode, n, table)}\n"
@@ -24,14 +24,14 @@ def missing_instance(mode: AnyMode, n: int, table: Table) -> MissingInstanceErro
 
 
 def group(mode: AnyMode, n: str) -> str:
-    """The lines of a manifest's group that makes one mode, called after it, over the buckets that n says."""
+    """Return the lines of a manifest's group that makes one mode, named after the mode, over the buckets of `n`."""
     words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
     return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
 
 
 def bucket_of(n: int, table: Table) -> Bucket:
-    """The bucket of rows of n elements that the table lacks in some mode: its own ladder's, or the standard one's."""
-    # A table that serves n in another mode knows what its manifest calls the bucket.
+    """Return the bucket of rows of n elements that a mode lacks, from the table's ladder or the standard ladder."""
+    # A table that serves n in another mode has the manifest's name for the bucket.
     named = (Bucket(entry.bucket, entry.first, entry.last) for entry in table if entry.serves(n))
     return next(named, None) or next(bucket for bucket in tiling.standard_ladder() if n in bucket)
 
@@ -39,7 +39,7 @@ def bucket_of(n: int, table: Table) -> Bucket:
 def _nearest(mode: AnyMode, n: int, table: Table) -> str:
     modes: dict[str, AnyMode] = {}
     for name in {entry.mode for entry in table}:
-        # What a folder holds besides is near nothing that can be asked for.
+        # A folder may hold modes that no call can ask for, and that are near no mode.
         with suppress(IllegalCombinationError):
             modes[name] = mode_named(name)
     entries = [entry for entry in table if entry.mode in modes]

@@ -1,6 +1,7 @@
-"""The bridge to the generator: makes an instance that the loaded table lacks, in the user's cache folder.
+"""The bridge to the generator: generate an instance that the loaded table lacks, in the user's cache folder.
 
-Imported on a miss only, and never under NORMFORGE_ON_MISS=error; it is the one part of the runtime that needs jinja2.
+The module is imported on a miss only, and never under NORMFORGE_ON_MISS=error. No other part of the runtime needs
+jinja2.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
 
-# Of folders and files, before the umask: others may read them, and none but owner and group write what is imported.
+# Modes of folders and files, before the umask: others may read, and only owner and group may write imported code.
 _FOLDER_MODE, _FILE_MODE = 0o775, 0o664
 
 
 def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
-    """The entry that `generate` would make, over the standard ladder."""
+    """Return the entry that `generate` would make, over the standard ladder."""
     bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
     instance = Instance(mode, bucket, tiles_of(mode, bucket))
     return Entry(
@@ -47,24 +48,24 @@ def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
 
 
 def generate(mode: AnyMode, n: int, table: str) -> Entry:
-    """Write the module of a mode into the cache, if it is not there, and return the entry that serves n.
+    """Write the module of a mode into the cache, if the cache lacks the module, and return the entry that serves n.
 
-    Several processes may do this at once: each file is replaced whole, and all write the same bytes. The folder is
-    named after the version and the templates, so that kernels of another generator are never used. Each file that is
-    there already is compared with what the generator makes, and nothing else there is imported: no bytecode and no
-    extension module (`import_folder`). Nobody may be able to write there who could not run code here anyway
+    Several processes may generate at once: each file is replaced whole, and all processes write the same bytes. The
+    folder is named after the version and the templates, so that kernels of another generator are never used. Each
+    existing file is compared with the generator's output, and nothing else in the folder is imported: no bytecode and
+    no extension module (`import_folder`). Only users who could run code in this process anyway may write to the folder
     (`_refuse_open`).
 
     Args:
-        mode: what the call asked for.
-        n: its row length.
+        mode: the mode that the call asked for.
+        n: the call's row length.
         table: where the loaded table came from, for the log.
 
     Raises:
-        CacheError: the cache folder cannot be written, or can be by others.
+        CacheError: the cache folder cannot be written, or other users can write to the folder.
     """
     folder = cache_folder()
-    # All pipelines, so that the bytes do not depend on which row length came first.
+    # All pipelines, so that the bytes do not depend on the row length that came first.
     module = emit.render_module(mode, mode.pipelines)
     try:
         folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
             f"no kernel for {mode.name} is loaded, and none can be generated into {folder} ({error}); "
             "set NORMFORGE_CACHE to a folder that can be written, or add the instance to a manifest"
         ) from error
-    # The import system remembers what a folder held.
+    # The import system caches the listing of a folder.
     importlib.invalidate_caches()
     entry = plan(mode, n, _package(folder))
     if is_new:
@@ -91,7 +92,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
 
 
 def _refuse_open(folder: Path) -> None:
-    """Refuse a folder of the cache that a user other than this one and root could have put code into."""
+    """Raise if a user other than this user and root could have put code into a folder of the cache."""
     why = why_open(folder, owned=2)
     if why is not None:
         raise CacheError(
@@ -101,7 +102,7 @@ def _refuse_open(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder where this version with these templates keeps generated kernels."""
+    """Return the folder of the kernels that this version generates with these templates."""
     base = settings.cache()
     if base is None:
         import platformdirs
@@ -123,7 +124,7 @@ _package = cache(import_folder)
 
 
 def _replace(path: Path, text: str) -> bool:
-    """Write a file unless it is there; whether it was written."""
+    """Write a file unless the file holds the text already; return True if the file was written."""
     data = text.encode()
     if path.is_file() and path.read_bytes() == data:
         return False

@@ -1,4 +1,4 @@
-"""The contents of a recording, and its file: a manifest of instances, followed by one line per call."""
+"""The contents and the file of a recording: a manifest of instances, followed by one line per call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recorded:
 
     Attributes:
         instances: modes with the buckets that served them.
-        calls: the kinds of call whose kernels it launched.
+        calls: the kinds of call whose kernels the program launched.
     """
 
     instances: frozenset[tuple[AnyMode, Bucket]] = frozenset()
@@ -45,7 +45,7 @@ def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     """Read some recordings and return their union.
 
     Raises:
-        RecordError: one of them cannot be read, or is no recording that keeps calls.
+        RecordError: a file cannot be read, or is not a recording that keeps calls.
     """
     found = Recorded()
     for path in paths:
@@ -76,7 +76,7 @@ def read(path: Path, data: bytes) -> Recorded:
     """Parse the bytes of a recording.
 
     Raises:
-        ValueError: it is damaged, or an earlier version wrote it; the message says which.
+        ValueError: the recording is damaged, or an earlier version wrote it; the message says which.
     """
     try:
         text = data.decode()
@@ -104,7 +104,7 @@ def read(path: Path, data: bytes) -> Recorded:
     return Recorded(instances, frozenset(calls))
 
 
-# Of 240 instances 0.4 s, whenever another process has added a call.
+# Parsing 240 instances takes 0.4 s, each time another process has added a call.
 @lru_cache(maxsize=2)
 def _instances(path: Path, text: str) -> frozenset[tuple[AnyMode, Bucket]]:
     from ..codegen.manifest import load
@@ -113,11 +113,12 @@ def _instances(path: Path, text: str) -> frozenset[tuple[AnyMode, Bucket]]:
 
 
 def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKind] = ()) -> str:
-    """A manifest of these instances, and these calls behind it, in an order that does not depend on theirs.
+    """Return a manifest of the instances, followed by the calls, in an order that does not depend on the arguments'.
 
-    It is over the standard ladder, if that has all their buckets. If not, it has buckets of its own, which end
-    wherever one of theirs does; where some overlap, because they come from tables with several ladders, each is made
-    in the parts that others cut it into, and the same row lengths are served.
+    The manifest uses the standard ladder, if the standard ladder has all buckets of the instances. If not, the manifest
+    defines buckets that end wherever a bucket of an instance ends. Buckets overlap if they come from tables with
+    several ladders. An overlapping bucket is split where other buckets start or end, and the same row lengths are
+    served.
     """
     served: dict[AnyMode, set[Bucket]] = {}
     for mode, bucket in asked:
@@ -130,10 +131,10 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
         lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
     lines.append("groups:\n")
     for mode in sorted(served, key=lambda mode: mode.name):
-        # No part of a ladder that ends wherever they do is but partly in one of them.
+        # The ladder ends wherever a bucket does, so that each part is either wholly within a bucket or outside.
         names = [part.name for part in ladder if any(part.first in bucket for bucket in served[mode])]
         lines.append(group(mode, f"[{', '.join(names)}]"))
-    # JSON is YAML, and is read a hundred times as fast.
+    # JSON is valid YAML, and is read a hundred times as fast.
     items = [f"{_ITEM}{line}\n" for line in lines_of(calls)]
     return "".join([*lines, f"{_CALLS}\n" if items else f"{_CALLS} []\n", *items])
 

@@ -1,4 +1,4 @@
-"""Recordings of a running program: its instances, as a manifest of exactly these instances, and its calls."""
+"""Recordings of a running program: a manifest of exactly the instances that the program asked for, and its calls."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ logger = logging.getLogger("normforge")
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write what calls within ask for, in whichever thread: instances, as a manifest of these, and kinds of call.
+    """Record the instances, as a manifest, and the kinds of call that calls within ask for, in any thread.
 
-    Instances are those of the loaded table, those generated on demand, and those missing under NORMFORGE_ON_MISS=error;
-    forward and backward. `which` asks for none. Kinds of call are what `warmup(recorded=FILE)`, `compile_keys` and
-    `normforge aot --recorded FILE` compile for, on any GPU: modes, row lengths, types, what row strides and addresses
-    are multiples of, and classes of M; no tensor's values, address or number of rows. Each is added to the file when it
-    is asked for first, so that a program that is killed leaves a valid one. What a recording finds there, of this
-    program, of another that runs at the same time, or of an earlier one, it keeps: remove the file to begin anew. Where
-    none is asked for, nothing is written, since a manifest has at least one group, and a warning says so. Recordings
-    may be nested, and each holds all that was asked for within it.
+    Instances come from the loaded table, are generated on demand, or are missing under NORMFORGE_ON_MISS=error, both
+    forward and backward. `which` asks for no instance. `warmup(recorded=FILE)`, `compile_keys` and
+    `normforge aot --recorded FILE` compile for the kinds of call, on any GPU. A kind of call holds the mode, row length
+    and types, the alignment of row strides and addresses, and the class of M. A kind of call holds no tensor's values,
+    address or number of rows.
+
+    An instance or a kind of call is added to the file when first asked for, so that a killed program leaves a valid
+    file. A recording keeps the file's earlier contents, from this program, a concurrent program or an earlier program:
+    remove the file to begin anew. If no instance is asked for, nothing is written, since a manifest has at least one
+    group, and a warning says so. Recordings may be nested, and each recording holds everything asked for within it.
 
     Args:
-        path: the manifest, in a folder that exists; new, or one that an earlier recording wrote. The environment
-            variable NORMFORGE_RECORD names such a file for the whole process and those it starts; in it %p stands for
-            the process's id, %r for its RANK, and %% for %. If that cannot be written at its end either, the process
-            says so on standard error, and its exit status is 1.
+        path: the manifest, in an existing folder: a new file, or a file that an earlier recording wrote. The
+            environment variable NORMFORGE_RECORD names a file for the whole process and its child processes; in the
+            name, %p means the process's id, %r its RANK, and %% is %. If the file still cannot be written when the
+            process ends, the process says so on standard error, and the exit status is 1.
 
     Raises:
-        RecordError: it cannot be written, or is a file that no recording wrote, or one of a version that kept no
-            calls; on entry, or, should it become so later, by the call that asks for another kernel, and at the end,
-            if it is so still.
+        RecordError: the file cannot be written, no recording wrote the file, or a version that kept no calls did.
+            Raised on entry; if the file becomes unusable later, by the call that asks for another kernel; and at the
+            end, if the file is still unusable.
     """
     recording = _Recording(named(path, RecordError))
     with dispatch.observed(recording):
@@ -65,7 +67,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
-    """Add to a recording, which is made if it is not there, what others hold; returns all that it holds then.
+    """Add the contents of other recordings to a recording, created if absent, and return the whole contents.
 
     Raises:
         RecordError: see `record`.
@@ -78,14 +80,14 @@ _records = False
 
 
 def record_process() -> None:
-    """Record from now on until the process ends, if NORMFORGE_RECORD says where.
+    """Record from now until the process ends, if NORMFORGE_RECORD names a file.
 
     Raises:
         RecordError: see `record`.
     """
     global _records
     path = settings.recording()
-    # With PyTorch and with JAX a process starts twice.
+    # A process with both PyTorch and JAX calls this function twice.
     if path is not None and not _records:
         _records = True
         whole = ExitStack()
@@ -98,7 +100,7 @@ def _end(recording: ExitStack) -> None:
         recording.close()
     except RecordError as error:
         print(f"normforge: error: {error}", file=sys.stderr)
-        # An exception would leave the status 0: whoever started the process would take the recording for complete.
+        # An exception would leave the exit status 0, and the parent process would take the recording for complete.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -106,19 +108,19 @@ def _end(recording: ExitStack) -> None:
 
 
 class _Recording:
-    """A file, and what has been asked for since it was named."""
+    """A recording's file, and everything asked for since the recording began."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._asked = Recorded()
-        # What the file held when this process looked last, and what that means.
+        # The file's text when this process last read the file, and the text's parsed contents.
         self._text = b""
         self._found = Recorded()
         self._is_saved = True
         self._lock = fork_safe(threading.Lock())
         try:
             self._look()
-            # Whether its folder takes a file is best learned by making one.
+            # Creating a file is the best test that the folder is writable.
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except RecordError:
@@ -127,13 +129,13 @@ class _Recording:
             raise self._unwritable(error) from error
 
     def note(self, mode: AnyMode, n: int, table: Table) -> None:
-        """Add the instance for rows of n elements, and write the file if it is another one."""
+        """Add the instance for rows of n elements, and write the file if the instance is new."""
         entry = table.find(mode.name, n)
         bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
         self._note(Recorded(frozenset({(mode, bucket)})))
 
     def note_call(self, kind: CallKind) -> None:
-        """Add a kind of call, and write the file if it is another one."""
+        """Add a kind of call, and write the file if the kind is new."""
         self._note(Recorded(calls=frozenset({kind})))
 
     def _note(self, recorded: Recorded) -> None:
@@ -144,17 +146,17 @@ class _Recording:
                 self._save()
 
     def add(self, recorded: Recorded) -> Recorded:
-        """Add what others hold, and return all that the file holds then."""
+        """Add the contents of other recordings, and return the whole contents of the file."""
         with self._lock:
             self._asked |= recorded
             self._save()
             return self._found
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write what could not be written before; warn if there was nothing to write.
+        """Write whatever could not be written before; warn if there was nothing to write.
 
         Args:
-            error: what ends the recording, if anything: another is then no news.
+            error: the exception that ends the recording, if any; a RecordError is then not raised.
         """
         with self._lock:
             if not self._is_saved:
@@ -187,7 +189,7 @@ class _Recording:
             raise self._unwritable(error) from error
 
     def _look(self) -> None:
-        """Learn what the file holds."""
+        """Read and parse the file, if the file has changed."""
         try:
             text = contents(self._path) if self._path.is_file() else b""
         except FileNotFoundError:

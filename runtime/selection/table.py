@@ -1,4 +1,4 @@
-"""A folder of generated kernels: its dispatch table, and its modules, as text and as they are imported late."""
+"""A folder of generated kernels: the dispatch table, and the modules, as text and as lazy imports."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from ..codegen.tiling import SOME_M, is_ragged, narrowed
 from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
-# The table layout this runtime reads; the generator writes the same number as FORMAT.
+# The table layout that this runtime reads; the generator writes the number as FORMAT.
 FORMAT = 7
 
-# The module and the symbol of the kernel that adds up what a backward kernel leaves.
+# The module and the symbol of the kernel that adds up the partial sums of a backward kernel.
 FINALISER = ("finalise", "sum_partials")
 
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
-# (first, last, bucket, tile for many rows, for a few, and those that may be left out, as `Tiles.row` has them). Of a
-# tile the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
+# (first, last, bucket, tile for many rows, tile for a few, and the optional tiles, as in `Tiles.row`). A tile is its
+# pipeline's word, then the other fields of `codegen.instance.Tile` in order.
 _Row = tuple[Any, ...]
 _Ladder = tuple[_Row, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One instance of a table, and where its kernels live.
+    """One instance of a table, with the package of its kernels.
 
     Attributes:
         name: the instance's name.
-        mode: the mode's name, which is also its module's.
+        mode: the mode's name, which is also the module's name.
         first: the shortest row served.
-        last: the longest row served; None has no cap.
+        last: the longest row served; None means no limit.
         bucket: the bucket's name.
         tiles: by architecture, `ANY` first.
-        small_m: the most rows that take the tile for a few.
-        some_m: the most of the others that take the one for some.
+        small_m: the most rows that take the tile for a few rows.
+        some_m: the most rows that take the tile for some rows.
         package: the package that holds the module.
-        is_invariant: whether calls that it serves keep the bits of a row whatever M is. All its tiles are one.
+        is_invariant: whether the bits of a row are the same for every M. All tiles of an architecture are then one.
     """
 
     name: str
@@ -68,21 +68,21 @@ class Entry:
 
     @cached_property
     def invariant(self) -> Entry:
-        """This instance as it serves calls under batch invariance: with one tile on an architecture."""
+        """Return the instance for calls under batch invariance: with one tile per architecture."""
         tiles = tuple((arch, Tiles(own.for_every_m, own.for_every_m)) for arch, own in self.tiles)
         return replace(self, tiles=tiles, is_invariant=True)
 
     @cached_property
     def most_rows(self) -> tuple[int, int, int]:
-        """The most rows of each class of M, as `ROWS` has them; the last has no end."""
+        """Return the most rows of each class of M, in the order of `ROWS`; the last class has no end."""
         return self.small_m, self.some_m, MOST_ROWS_IN_I32
 
     def size(self, m: int) -> int:
-        """Which of `ROWS` m rows are of."""
+        """Return the index in `ROWS` of the class of m rows."""
         return bisect_left(self.most_rows, m)
 
     def least_rows(self, each: int = 1) -> dict[str, int]:
-        """The least M of each class, of those that are multiples of a number: a class may have none."""
+        """Return the least M of each class among the multiples of a number; a class may have none."""
         multiples = [-(-(most + 1) // each) * each for most in (0, *self.most_rows)]
         return {word: m for size, (word, m) in enumerate(zip(ROWS, multiples, strict=True)) if self.size(m) == size}
 
@@ -91,12 +91,12 @@ class Entry:
         return self.first <= n and (self.last is None or n <= self.last)
 
     def tile(self, m: int, n: int, arch: str) -> Tile:
-        """How m rows of n elements run on an architecture.
+        """Return the tile for m rows of n elements on an architecture.
 
         Args:
-            m: rows; all that counts is which class they are of.
-            n: the row length, one that the instance serves.
-            arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
+            m: the number of rows; only its class matters.
+            n: a row length that the instance serves.
+            arch: for example "sm_90" or "gfx942"; an architecture without tiles takes the tiles of `ANY`.
         """
         tiles = self.tiles_on(arch)
         tile = narrowed(tiles.by_rows[bisect_left((self.small_m, self.some_m), m)], n, self.last)
@@ -105,27 +105,27 @@ class Entry:
         return tile
 
     def choices(self, m: int, n: int, arch: str) -> tuple[Tile, Tile]:
-        """The tile for m rows of n on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
+        """Return the tile for m rows of n on an architecture, and the tile of `ANY` for GPUs too small for it."""
         return self.tile(m, n, arch), self.tile(m, n, ANY)
 
     def tiles_on(self, arch: str) -> Tiles:
-        """The tiles on an architecture."""
+        """Return the tiles on an architecture."""
         return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
 
     def distinct_tiles(self) -> tuple[Tile, ...]:
-        """Every tile that this instance may run with, on whichever architecture, each once."""
+        """Return every distinct tile that the instance may run with, on any architecture."""
         return tuple(dict.fromkeys(tile for _, tiles in self.tiles for tile in tiles.every))
 
     def kernel(self, part: Pipeline | Part) -> str:
-        """The symbol of a pipeline's kernel, or of one that it needs beside that; as `Mode.kernel`."""
+        """Return the symbol of a pipeline's kernel or of a part's kernel, as `Mode.kernel` does."""
         return f"{self.mode}_{part.value}"
 
     def load(self, part: Pipeline | Part) -> Any:
-        """Import the module and return the kernel of that symbol: a `triton.JITFunction`."""
+        """Import the module and return the kernel of a pipeline or a part: a `triton.JITFunction`."""
         return self._load(self.mode, self.kernel(part))
 
     def load_finaliser(self) -> Any:
-        """The kernel that adds up what a backward kernel leaves."""
+        """Return the kernel that adds up the partial sums of a backward kernel."""
         return self._load(*FINALISER)
 
     def _load(self, module: str, symbol: str) -> Any:
@@ -144,7 +144,7 @@ def _kernel(package: str, module: str, symbol: str) -> Any:
 
 
 class Table:
-    """A dispatch table: mode name to a ladder of entries that ascends by row length."""
+    """A dispatch table: from a mode's name to a ladder of entries in ascending order of row length."""
 
     def __init__(
         self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str, some_m: int = SOME_M
@@ -156,14 +156,14 @@ class Table:
         self.some_m = max(some_m, small_m + 1)
         self._ladders = ladders
         self._entries: dict[tuple[str, int], Entry] = {}
-        # Modes share ladders, and each ladder's bounds are needed once; an open end sorts behind every N.
+        # Modes share ladders, and each ladder's bounds are needed once; an open end sorts after every N.
         rows = {id(by_arch[ANY]): by_arch[ANY] for by_arch in ladders.values()}
         self._bounds = {
             key: [sys.maxsize if last is None else last for _, last, *_ in ladder] for key, ladder in rows.items()
         }
 
     def find(self, mode: str, n: int) -> Entry | None:
-        """The entry that serves rows of n elements in a mode, or None."""
+        """Return the entry that serves rows of n elements in a mode, or None."""
         by_arch = self._ladders.get(mode)
         if by_arch is None:
             return None
@@ -203,7 +203,7 @@ def _tiles(row: _Row) -> Tiles:
 
 
 class RetiledTable(Table):
-    """Another table, but for one instance, which has a single tile for every M and architecture."""
+    """A view of another table in which one instance has a single tile for every M and architecture."""
 
     def __init__(self, table: Table, entry: Entry, tile: Tile) -> None:
         super().__init__(table.package, {}, table.small_m, table.where, table.some_m)
@@ -211,7 +211,7 @@ class RetiledTable(Table):
         self._entry_retiled = replace(entry, tiles=((ANY, Tiles(tile, tile)),))
 
     def find(self, mode: str, n: int) -> Entry | None:
-        """The retiled entry if it serves the rows, else the other table's."""
+        """Return the retiled entry if it serves the rows, else the entry of the other table."""
         retiled = self._entry_retiled
         return retiled if retiled.mode == mode and retiled.serves(n) else self._table.find(mode, n)
 
@@ -227,7 +227,7 @@ def load_folder(folder: Path) -> Table:
     """Read the table of a folder that normforge generated.
 
     Raises:
-        TableError: there is no such folder, or no table in it that this version reads.
+        TableError: the folder does not exist, or holds no table that this version reads.
     """
     package = import_folder(folder)
     return table_of(package, str(folder))
@@ -237,19 +237,19 @@ class _Source(SourceFileLoader):
     """A loader that compiles a module's source, and neither reads nor writes bytecode."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the source as it is now."""
+        """Compile the current source."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_folder(folder: Path) -> str:
-    """Make a folder importable under a package name of its own, from its source alone, and return that name."""
+    """Make a folder importable under a new package name, from source alone, and return the name."""
     init = folder / "__init__.py"
     if not init.is_file():
         raise TableError(
             f"{folder} holds no generated kernels (no __init__.py); "
             f"make them: normforge generate --manifest FILE --out {folder}"
         )
-    # A number, not the path, names the package: a folder generated anew is loaded anew.
+    # A number, not the path, names the package, so that a folder generated anew is loaded anew.
     package = f"normforge_instances_{next(_folder_number)}"
     sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_Source, SOURCE_SUFFIXES))
     loader = _Source(package, str(init))
@@ -269,7 +269,7 @@ def import_folder(folder: Path) -> str:
 
 
 def table_of(package: str, where: str) -> Table:
-    """The table of an importable package of generated kernels; `where` names it in messages."""
+    """Return the table of an importable package of generated kernels; `where` names the table in messages."""
     try:
         dispatch = _read_dispatch(package)
     except (Exception, SystemExit) as error:
@@ -283,7 +283,7 @@ def table_of(package: str, where: str) -> Table:
             f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
             "generate the folder anew with this version"
         )
-    # A table without tiles for some rows names no SOME_M.
+    # A table without tiles for some rows has no SOME_M.
     ladders, small_m, some_m = dispatch.get("TABLE"), dispatch.get("SMALL_M"), dispatch.get("SOME_M", SOME_M)
     if not isinstance(ladders, dict) or not isinstance(small_m, int) or not isinstance(some_m, int):
         missing = "TABLE" if not isinstance(ladders, dict) else "SOME_M" if isinstance(small_m, int) else "SMALL_M"
@@ -295,11 +295,11 @@ def table_of(package: str, where: str) -> Table:
 
 
 def _why_no_table(ladders: dict[Any, Any]) -> str | None:
-    """Return the fault of the TABLE of a dispatch.py, or None; everything that is used later is checked here."""
+    """Return the fault of the TABLE of a dispatch.py, or None; check everything that is used later."""
     bounds: dict[int, list[tuple[Any, ...]] | None] = {}
 
     def bounds_of(ladder: Any) -> list[tuple[Any, ...]] | None:
-        # Modes share their ladders.
+        # Modes share ladders.
         if id(ladder) not in bounds:
             bounds[id(ladder)] = [row[:3] for row in ladder] if _is_ladder(ladder) else None
         return bounds[id(ladder)]
@@ -334,7 +334,7 @@ def _is_tile(tile: Any) -> bool:
         return False
     word, *numbers = tile
     names = [field.name for field in fields(Tile)[1:]]
-    # `held` alone may be 0.
+    # Only `held` may be 0.
     are_whole = all(_is_count(value, 0 if name == "held" else 1) for name, value in zip(names, numbers, strict=False))
     return word in _PIPELINES and are_whole
 
@@ -344,7 +344,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:
-    """Return the names of dispatch.py as it is now; Python's bytecode cache compares files by whole seconds."""
+    """Return the names of the current dispatch.py; Python's bytecode cache compares files by whole seconds."""
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(".dispatch", package)
     if spec is None or spec.origin is None:
@@ -359,10 +359,10 @@ class Source:
     """A kernel of a generated folder.
 
     Attributes:
-        module: the name that its module is imported by.
-        symbol: its own name.
+        module: the import name of the module.
+        symbol: the kernel's name.
         path: the module's file.
-        parameters: the names of what it takes, in order.
+        parameters: the names of the kernel's parameters, in order.
     """
 
     module: str
@@ -376,15 +376,15 @@ class Source:
         return f"{self.module}:{self.symbol}"
 
     def load(self) -> Any:
-        """The `triton.JITFunction`; imports Triton."""
+        """Import Triton and return the `triton.JITFunction`."""
         return getattr(importlib.import_module(self.module), self.symbol)
 
 
 def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
-    """A kernel of an instance; None is the one that adds up partial sums.
+    """Return a kernel of an instance; None is the kernel that adds up partial sums.
 
     Raises:
-        TableError: the table's folder has no such kernel.
+        TableError: the table's folder does not have the kernel.
     """
     stem, symbol = FINALISER if part is None else (entry.mode, entry.kernel(part))
     module = f"{entry.package}.{stem}"

@@ -35,7 +35,6 @@ WORD = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 MOST = {
     "ahead_of_time": 30,
     "kernels": 65,
-    "selection": 40,
     "upstream": 56,
 }
 
