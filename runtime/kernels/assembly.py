@@ -1,6 +1,6 @@
-"""Which kernels serve a call, with what constants and grids, from its types and strides alone.
+"""The kernels of a call, with constants and grids, derived from types and strides alone.
 
-Nothing here knows a tensor, or imports torch or triton: calls from PyTorch and from JAX are assembled alike.
+The module uses no tensors and imports neither torch nor triton, so that calls from PyTorch and JAX share the code.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from .strides import RowStride, RowWalk, row_alignment, starts_aligned
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
 
-# The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
+# The gradients that are sums over rows: programs write partial sums of each, and a last kernel adds the sums up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 
-# Of the backward family: what is dropped has a gradient beside dx.
+# In the backward family, the dropped tensor has a gradient beside dx.
 _DROPPED = "ddropped_ptr"
 
-# Of the quantised family. Of scales that are powers of two the exponents are stored, whatever type holds them; e4m3 is
+# Slots of the quantised family. Scales that are powers of two are stored as exponents, whatever the type; e4m3 is
 # encoded in software.
 _Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
 
 
 class Summing(NamedTuple):
-    """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
+    """The launch that adds up partial sums: rows of partial sums at a time, columns per program, and warps."""
 
     rows: int
     block: int
     warps: int
 
 
-# 16 values a thread, and narrow, so that few columns are shared by many programs: 4096x1024 takes an H200 18 us in all,
-# and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
-# 25 s for a row of 17000 in narrow ones.
+# 16 values per thread, in narrow tiles, so that many programs share few columns: 4096x1024 takes 18 us in total on an
+# H200, and 29 us with 16 rows of 128 columns. The interpreter takes as long for a narrow program as for a wide program,
+# and 25 s for a row of 17000 in narrow programs.
 _SUMMING = Summing(rows=128, block=16, warps=4)
-# Of parts that share what they read, each was read by a few programs.
+# Only a few programs wrote the partial sums of each part.
 _SUMMING_OF_PARTS = Summing(rows=32, block=64, warps=4)
 _INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
 
-# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding, and from. Everywhere else,
-# and in the interpreter, kernels are handed bytes, and encode and decode in integer arithmetic.
+# Formats that NVIDIA hardware of compute capability 8.9 and up converts to with one rounding, and from. On other GPUs,
+# and in the interpreter, kernels take bytes, and encode and decode in integer arithmetic.
 _HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 
 
@@ -62,32 +62,32 @@ def in_software(dtype: DType, target: Target) -> bool:
     return (dtype.is_fp8 or dtype.is_fp4) and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
 
 
-# What kernels leave for one another.
+# Pointers to memory that kernels pass on to other kernels.
 _PARTIAL = pointer_type("float32", aligned=True)
 _EXCHANGE = pointer_type("int64", aligned=True)
 
-# Of a grid's first dimension.
+# The limit of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
 
 
 class Facts:
-    """The facts of a call, besides M, that its kernels are chosen by.
+    """The facts of a call, in addition to M, that determine the call's kernels.
 
     Attributes:
-        mode: the call's.
+        mode: the mode of the call.
         n: row length.
         target: the GPU.
         types: pointers and numbers that launches bring, in order, in Triton's words; None for an absent pointer.
         numbers: plain numbers, in order, in Triton's words.
-        counts: the slots of numbers of rows or parts, whose type is that of M.
-        strides: of rows, by their slots.
-        further: other arguments that are the same at every launch, by their slots.
-        misaligned: pointers at no multiple of 16 bytes.
-        itemsizes: bytes of an element of each tensor whose rows are read.
-        sums: the pointers to what programs' partial sums are added up into, by the names of `SUMS`, which stand for
-            the sums of any family in order; None for what is not wanted. Empty forward.
-        invariant: whether rows are read as N alone has them lie, so that one kernel serves them wherever they do.
-        sizes: of GroupNorm "channels", "groups" of a sample and "positions" of a channel.
+        counts: the slots of numbers of rows or parts, which have the type of M.
+        strides: row strides, by slots.
+        further: other arguments that are the same at every launch, by slots.
+        misaligned: pointers that are not multiples of 16 bytes.
+        itemsizes: bytes per element of each tensor whose rows are read.
+        sums: the pointers to the totals of partial sums, by the names of `SUMS`, which name the sums of any family in
+            order; None for a sum that is not wanted. Empty in the forward pass.
+        invariant: whether the alignment of rows is derived from N alone, so that one kernel serves rows at any address.
+        sizes: GroupNorm's "channels", "groups" per sample and "positions" per channel.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Facts:
         """Derive the facts from the types of a family's tensors.
 
         Args:
-            family: the functions that the call is one of.
-            mode: the call's.
+            family: the family of the call's function.
+            mode: the mode of the call.
             n: row length.
             target: the GPU.
-            dtypes: torch's or numpy's, of the family's inputs and results by name; None of what is not there.
+            dtypes: dtypes of torch or numpy, by the names of the family's inputs and results; None if absent.
             strides: see `Facts`.
             further: see `Facts`.
-            misaligned: pointers at no multiple of 16 bytes, by their slots.
-            invariant: see `Facts`; which rows are misaligned then follows from N.
+            misaligned: slots of pointers that are not multiples of 16 bytes.
+            invariant: see `Facts`; the misaligned rows then follow from N.
             sizes: see `Facts`.
         """
         self.mode, self.n, self.target, self.strides, self.further = mode, n, target, strides, further
@@ -125,7 +125,7 @@ class Facts:
             misaligned = () if starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
-            # Scales may be written to a slice of the caller's.
+            # Scales may be written to a slice of the caller's tensor.
             anywhere.add(_Y_SCALE)
         self.misaligned = {*misaligned} - anywhere
         own = {"x": mode.dtype_in, "y": mode.dtype_out}
@@ -134,7 +134,7 @@ class Facts:
             dtype = dtypes[row.name]
             if dtype is None:
                 return None
-            # Programs leave partial sums of some, and of what hardware does not convert to they write bytes.
+            # Programs write partial sums in float32, and bytes in formats that hardware does not convert to.
             if isinstance(row, Result) and row.is_sum:
                 dtype = "float32"
             elif (row.name in own and in_software(own[row.name], target)) or (
@@ -145,10 +145,10 @@ class Facts:
 
         self.types = {row.slot: handed(row) for row in family.tensors}
         numbers = [row.slot for row in family.parameters if row.kind is Kind.NUMBER and row.is_asked_for(mode)]
-        # Launches of dropout bring it behind all else, and others do not.
+        # Only launches of dropout bring the gradient, after all other values.
         ddropped = self.types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
-        # Of scales of groups how far they are apart, which may follow from M.
+        # The strides of scales of groups, which may depend on M.
         groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.has_scale_strides else {}
         self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
         self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
@@ -161,17 +161,17 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One kernel of a call: what it is compiled from, and how it is launched.
+    """One kernel of a call, with the arguments of the compilation and of the launch.
 
     Attributes:
-        part: which; None is the one that adds up partial sums.
-        types: the slots, in the order in which a launch brings them, in Triton's words; None for an absent pointer.
+        part: the kernel; None is the kernel that adds up partial sums.
+        types: the types of the slots in Triton's words, in the order of a launch's values; None for an absent pointer.
         strides: arguments that are the same at every launch.
         constants: compile-time constants.
-        warps: warps a program, of 32 threads.
+        warps: warps per program, of 32 threads.
         options: further options of the compiler.
-        grid: from M and the programs that share the rows to programs in each dimension.
-        rounds: of GroupNorm, from M to the grid of each launch, and the numbers that come behind all other values.
+        grid: a function from M and the programs that share the rows to the programs in each dimension.
+        rounds: for GroupNorm, a function from M to the grid of each launch, and the numbers after all other values.
     """
 
     part: Pipeline | Part | None
@@ -187,21 +187,21 @@ class Recipe:
         """Return the compilation of the kernel.
 
         Args:
-            kernel: its module and symbol, joined by a colon.
-            parameters: what it takes, in order: some of the types, strides and constants.
-            target: the GPU that it is for.
+            kernel: the module and the symbol, joined by a colon.
+            parameters: the kernel's parameters, in order: some of the types, strides and constants.
+            target: the GPU that the kernel is for.
         """
         words: dict[str, Word] = {**self.types, **self.constants}
         for name, stride in self.strides.items():
             words[name] = stride.types(str(words["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
         options = {"num_warps": scale_warps(self.warps, target.warp_size), **self.options}
         if "PDL" in parameters and self.constants["PDL"]:
-            # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
+            # Only kernels with this constant wait for the previous kernel: any other would read memory too early.
             options["launch_pdl"] = True
         return KernelKey(kernel, tuple((name, words[name]) for name in parameters), tuple(options.items()))
 
 
-# From M, and how many parts the rows are in, to how many programs share the rows of a part.
+# From M and the number of parts of the rows to the number of programs that share the rows of a part.
 Programs = Callable[[int, int], int]
 
 
@@ -210,13 +210,13 @@ class Assembly:
     """The kernels for one class of M.
 
     Attributes:
-        walkers: those that walk the rows, in order.
-        finisher: the one that adds up their partial sums; None where there are none.
-        programs: from M, and how many parts the rows are in, to how many programs share the rows of each part, each
-            with partial sums of its own.
-        row_terms: pointers to what the first walker leaves for the next.
-        exchange: from M to how many int64 the programs exchange values through; None where they do not.
-        terms: from M to how many fp32 values each of `row_terms` has room for.
+        walkers: the kernels that walk the rows, in order.
+        finisher: the kernel that adds up partial sums; None without partial sums.
+        programs: a function from M and the number of parts of the rows to the number of programs that share the rows of
+            each part. Each program has its own partial sums.
+        row_terms: pointers to the values that the first walker writes for the next walker.
+        exchange: a function from M to the number of int64 values for exchange between programs; None without exchange.
+        terms: a function from M to the number of fp32 values of each of `row_terms`.
     """
 
     walkers: tuple[Recipe, ...]
@@ -228,17 +228,17 @@ class Assembly:
 
 
 def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> Assembly:
-    """The kernels for m rows.
+    """Return the kernels for m rows.
 
     Args:
-        facts: what is known of the call.
-        choices: the table's tile for so many rows, and the one for any GPU.
-        m: rows; what counts is the type that counts them.
-        few: whether the table calls them few.
+        facts: the facts of the call.
+        choices: the table's tile for m rows, and the tile for any GPU.
+        m: the number of rows; only the type that holds the number matters.
+        few: whether m is few rows in the table.
 
     Raises:
         DeviceError: the GPU can run neither tile.
-        InvarianceError: what is to be batch invariant cannot be with that tile, or with so many rows.
+        InvarianceError: the call cannot be batch invariant with the tile, or with m rows.
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
     if isinstance(mode, GroupMode):
@@ -297,7 +297,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
 
 
 def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int) -> Assembly:
-    """`assemble` for GroupNorm, of which M is the groups of all samples."""
+    """Return the kernels for GroupNorm, whose M is the number of groups of all samples."""
     from . import group_tiles
 
     channels, groups, positions = facts.sizes.values()
@@ -309,7 +309,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
     alignment = 1 if mode.channels_last else row_alignment(positions)
     units, teams = positions // alignment, max(1, target.multiprocessors * tile.resident // cut.parts)
-    # Sums of a part, or, of programs with several tiles of channels, of what they hold at once.
+    # Partial sums per part, or, for programs with several tiles of channels, per set of tiles held at once.
     tiles = -(-positions // cut.block_s)
     summed = tiles // cut.held if cut.is_alike(positions) else tiles
 
@@ -325,7 +325,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     def programs(m: int, parts: int) -> int:
         return m // groups * (summed if cut.width > cut.block_c else cut.parts)
 
-    # Sums and counts of what a group has in each part.
+    # The sums and counts of a group in each part.
     kinds = 2 if mode.is_backward else 4
     walkers = tuple(
         Recipe(
@@ -335,7 +335,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "partials_ptr": _PARTIAL,
                 "exchange_ptr": _EXCHANGE,
                 **facts.numbers,
-                # Positions are counted in a type that holds any place in a group.
+                # The type of positions holds any offset within a group.
                 "units": integer_type(facts.n),
                 **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
             },
@@ -373,9 +373,9 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
 
 
 def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_parts: bool = False) -> Recipe:
-    """The kernel that adds up partial sums of n columns; `sums` as `Facts` has them.
+    """Return the kernel that adds up partial sums of n columns; `sums` is `Facts.sums`.
 
-    The grid is that of one part. With `of_parts` there are several, in the third dimension.
+    The grid is the grid of one part. With `of_parts`, several parts are in the third dimension.
     """
     summing = (_SUMMING_OF_PARTS if of_parts else _SUMMING) if target.compiles else _INTERPRETED_SUMMING
     partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead of time: a folder of binaries, and an index of what each is and what it was made of.
+"""Kernels compiled ahead of time: a folder of binaries, and an index of the binaries and their sources.
 
-What it holds is loaded without Triton's compiler, and only where it is exactly what that would make: each binary is
-held against the architecture, the release of Triton, the kernel's source and the digests that the index has of it.
+Binaries are loaded without Triton's compiler, and only if the compiler would produce exactly these binaries. Each
+binary is checked against the index: the architecture, the release of Triton, the kernel's source and the digests.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..settings import contents, named
 from .gpu import Target
 from .key import KernelKey
 
-# The layout of the index; one of another is refused.
+# The layout of the index; `read` raises for any other layout.
 FORMAT = 2
 INDEX = "index.json"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# What the fields of a row may say: a file's name leads nowhere but into the folder.
+# Legal values of a row's fields: a file's name cannot lead out of the folder.
 _FIELDS = {
     "file": re.compile(r"\w+-[0-9a-f]{16}", re.ASCII),
     "binary": re.compile(r"cubin|hsaco"),
@@ -49,12 +49,13 @@ class Row:
 
     Attributes:
         key: `KernelKey.portable`.
-        file: the name of its files, without what tells them apart: .json for what Triton says of it, and the binary's.
-        binary: the end of the binary's name: cubin or hsaco.
-        binary_sha256: of the binary.
-        metadata_sha256: of what Triton says of it.
-        ptx_sha256: of the PTX that the binary was assembled from, which JAX launches; "" where the folder has none.
-        source_sha256: of the kernel's source, as `source_digest` has it.
+        file: the name of the kernel's files without the suffix: .json for Triton's metadata, and the binary's suffix.
+        binary: the suffix of the binary's name: cubin or hsaco.
+        binary_sha256: the digest of the binary.
+        metadata_sha256: the digest of Triton's metadata.
+        ptx_sha256: the digest of the PTX that the binary was assembled from, which JAX launches; "" if the folder has
+            no PTX.
+        source_sha256: the digest of the kernel's source, as `source_digest` returns.
     """
 
     key: str
@@ -67,34 +68,34 @@ class Row:
 
     @property
     def metadata(self) -> str:
-        """The name of the file of what Triton says of it."""
+        """The name of the file of Triton's metadata."""
         return f"{self.file}.json"
 
     @property
     def ptx(self) -> str:
-        """The name of the file of its PTX."""
+        """The name of the file of the PTX."""
         return f"{self.file}.ptx"
 
     @property
     def loaded(self) -> dict[str, str]:
-        """The names of the files that Triton loads, with their digests."""
+        """The names of the files that Triton loads, with the digests."""
         return {f"{self.file}.{self.binary}": self.binary_sha256, self.metadata: self.metadata_sha256}
 
     @property
     def files(self) -> dict[str, str]:
-        """The names of all files, with their digests."""
+        """The names of all files, with the digests."""
         return {**self.loaded, **({self.ptx: self.ptx_sha256} if self.ptx_sha256 else {})}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of compiled kernels, as its index describes it.
+    """A folder of compiled kernels, as described by the index.
 
     Attributes:
-        path: where it is.
-        normforge: the version that made it; another loads it too, as long as the kernels are the same.
-        triton: the release of Triton that compiled it.
-        arch: what for: "sm_90" or "gfx942", say.
+        path: the path of the folder.
+        normforge: the version of normforge that wrote the folder; other versions can load equal kernels too.
+        triton: the release of Triton that compiled the kernels.
+        arch: the architecture of the kernels, for example "sm_90" or "gfx942".
         rows: the kernels, by `KernelKey.portable`.
     """
 
@@ -105,11 +106,11 @@ class Folder:
     rows: Mapping[str, Row]
 
     def find(self, key: KernelKey, function: Any, target: Target) -> Any:
-        """The compiled kernel of a key, not yet loaded onto a device; None if the folder does not hold it.
+        """Return the compiled kernel of a key, not yet loaded onto a device; None if the folder lacks the kernel.
 
         Raises:
-            AotError: the folder is for another architecture, or the kernel's files are missing or damaged, or its
-                source is not what was compiled.
+            AotError: the folder is for another architecture, the kernel's files are missing or damaged, or the kernel
+                was compiled from another source.
         """
         row = self._row(key, source_digest(function), target)
         if row is None:
@@ -119,7 +120,7 @@ class Folder:
         try:
             from triton.compiler import CompiledKernel
 
-            # What Triton makes of a kernel that it finds in its own cache: these files, and a source that is not read.
+            # Triton constructs kernels from its own cache in this way: from the files, and a source that is not read.
             return CompiledKernel(key.source(function), {name: str(self.path / name) for name in row.loaded}, "")
         except Exception as error:
             raise AotError(
@@ -127,15 +128,15 @@ class Folder:
             ) from error
 
     def find_ptx(self, key: KernelKey, source_sha256: str, target: Target) -> tuple[str, dict[str, Any]] | None:
-        """The PTX of a key and what Triton says of it; None if the folder does not hold the kernel.
+        """Return the PTX of a key and Triton's metadata; None if the folder lacks the kernel.
 
         Args:
-            key: which compilation.
-            source_sha256: `digest_of` the kernel's source.
+            key: the compilation.
+            source_sha256: the result of `digest_of` for the kernel's source.
             target: the GPU.
 
         Raises:
-            AotError: as from `find`, or the folder has no PTX of the kernel.
+            AotError: for the reasons of `find`, or the folder has no PTX of the kernel.
         """
         row = self._row(key, source_sha256, target)
         if row is None:
@@ -163,7 +164,7 @@ class Folder:
         return row
 
     def holds(self, row: Row) -> bool:
-        """Return True if the folder has a kernel's files and their digests are those of the index."""
+        """Return True if the folder has a kernel's files and the digests match the index."""
         try:
             for name, digest in row.files.items():
                 self._verify(name, digest)
@@ -178,7 +179,7 @@ class Folder:
         write(self.path / INDEX, (json.dumps(document, indent=1) + "\n").encode())
 
     def _verify(self, name: str, digest: str) -> bytes:
-        """The bytes of a file of this digest."""
+        """Return the bytes of a file, and raise if the digest differs."""
         try:
             data = contents(self.path / name)
             found = hashlib.sha256(data).hexdigest()
@@ -194,18 +195,19 @@ class Folder:
 
 
 def load_aot(folder: str | os.PathLike[str]) -> None:
-    """Take kernels from a folder that `normforge aot` wrote, instead of compiling them, from now on.
+    """Load kernels from a folder that `normforge aot` wrote, instead of compiling them, from now on.
 
-    What the folder does not hold is compiled as ever, unless NORMFORGE_FROZEN=1 forbids it. Kernels are read when they
-    are first called for, and held against the index then; `normforge.warmup` does it for all of a deployment.
+    Kernels that the folder lacks are compiled as before, unless NORMFORGE_FROZEN=1 forbids compiling. A kernel is read
+    and checked against the index on first use; `normforge.warmup` reads and checks all kernels of a deployment.
 
     Args:
-        folder: the folder. The environment variable NORMFORGE_AOT names one for the whole process; a relative one is
-            held against the folder in which normforge was imported.
+        folder: the folder. The environment variable NORMFORGE_AOT names a folder for the whole process; a relative path
+            starts from the folder in which normforge was imported.
 
     Raises:
-        AotError: it holds no index that this version reads, or was compiled by another release of Triton. Calls raise
-            it too: for a GPU of another architecture, a damaged file, and a kernel whose source has changed.
+        AotError: the folder holds no index that this version reads, or was compiled by another release of Triton. Calls
+            raise AotError too: for a GPU of another architecture, a damaged file, and a kernel whose source has
+            changed.
     """
     global _folder
     read_folder = checked(read(named(folder, AotError)))
@@ -214,7 +216,7 @@ def load_aot(folder: str | os.PathLike[str]) -> None:
 
 
 def loaded() -> Folder | None:
-    """The folder in use: what `load_aot` was given last, or what NORMFORGE_AOT names, or none."""
+    """Return the folder in use: the last folder of `load_aot`, else the folder that NORMFORGE_AOT names, else None."""
     global _folder
     with _lock:
         if _folder is None:
@@ -225,7 +227,7 @@ def loaded() -> Folder | None:
 
 
 def find(key: KernelKey, function: Any, target: Target) -> Any:
-    """The compiled kernel of a key from the folder in use; None if there is none, or it does not hold it.
+    """Return the compiled kernel of a key from the folder in use; None without such a folder or kernel.
 
     Raises:
         AotError: see `load_aot`.
@@ -235,10 +237,10 @@ def find(key: KernelKey, function: Any, target: Target) -> Any:
 
 
 def read(path: Path) -> Folder:
-    """A folder by its index.
+    """Read the index of a folder and return the folder.
 
     Raises:
-        AotError: there is no index, or none that this version reads.
+        AotError: the folder has no index, or has an index that this version does not read.
     """
     make = "make one: normforge aot --arch ARCH --n N --out DIR"
     try:
@@ -279,10 +281,10 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 def checked(folder: Folder) -> Folder:
-    """The folder, which this process's Triton compiled.
+    """Return the folder if this process's release of Triton compiled the folder.
 
     Raises:
-        AotError: another release did.
+        AotError: another release compiled the folder.
     """
     here = triton_version()
     if folder.triton != here:
@@ -295,20 +297,20 @@ def checked(folder: Folder) -> Folder:
 
 
 def triton_version() -> str:
-    """The release of Triton that is here."""
+    """Return the installed release of Triton."""
     import triton
 
     return str(triton.__version__)
 
 
 def source_digest(function: Any) -> str:
-    """A digest of the module of a `triton.JITFunction`, and of the device functions beside it that it calls."""
+    """Return a digest of the module of a `triton.JITFunction`, and of the device functions beside the module."""
     return digest_of(Path(function.fn.__code__.co_filename))
 
 
 @cache
 def digest_of(module: Path) -> str:
-    """Return `source_digest` of a module's file."""
+    """Return the `source_digest` of a module's file."""
     digest = hashlib.sha256(module.read_bytes())
     shared = module.with_name("primitives.py")
     if shared.is_file():

@@ -1,6 +1,6 @@
-"""Which GPU, and whether kernels run on it: what tiles, grids and compilations depend on.
+"""Targets: the GPU properties that tiles, grids and compilations depend on.
 
-A target describes a device that is here, or an architecture that is not; a CPU means Triton's interpreter.
+A target describes a present device, or an architecture without a device; a CPU means Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from ..codegen.tiling import WARP
 from ..errors import DeviceError, TargetError
 
-# Imported where a device is asked, for kernels may be chosen without torch: see `normforge.jax`.
+# Functions that take a device import torch, because kernels may be chosen without torch: see `normforge.jax`.
 if TYPE_CHECKING:
     import torch
 
-# The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
+# The interpreter has no multiprocessors. One makes programs few, so that a handful of rows gives each program several.
 _INTERPRETED_MULTIPROCESSORS = 1
 
-# The first NVIDIA architecture that converts to fp8 in one rounding.
+# The first NVIDIA architecture that converts to fp8 with one rounding.
 _FIRST_WITH_FP8 = 89
-# The first with programmatic dependent launch.
+# The first NVIDIA architecture with programmatic dependent launch.
 _FIRST_WITH_PDL = 90
 
 
@@ -32,12 +32,12 @@ class Target:
     """A kind of GPU.
 
     Attributes:
-        arch: as tables of tiles name it: "sm_90" or "gfx942", say; "cpu" for the interpreter.
-        warp_size: threads of a warp; in the interpreter, those that tiles are made of.
-        multiprocessors: how many it has.
-        compiles: whether kernels are compiled for it, rather than interpreted.
-        plainly: whether kernels are launched in turn and no more is asked of a launch, as jaxlib launches them: none
-            before the one ahead has ended, and none whose programs all have to run at once.
+        arch: the architecture's name in tables of tiles, for example "sm_90" or "gfx942"; "cpu" for the interpreter.
+        warp_size: threads per warp; in the interpreter, threads per warp of tiles.
+        multiprocessors: the number of multiprocessors.
+        compiles: whether kernels are compiled for the GPU, rather than interpreted.
+        plainly: whether kernels are launched one after another without further guarantees, as jaxlib does: no kernel
+            starts before the previous kernel has ended, and no launch can require that all programs run at once.
     """
 
     arch: str
@@ -53,19 +53,19 @@ class Target:
 
     @property
     def converts_to_fp8(self) -> bool:
-        """True if the GPU converts to the fp8 formats of NVIDIA's hardware in one rounding."""
+        """True if the GPU converts to the fp8 formats of NVIDIA's hardware with one rounding."""
         return self._is_from(_FIRST_WITH_FP8)
 
     @property
     def launches_early(self) -> bool:
-        """True if a kernel may start before the kernel ahead has ended: programmatic dependent launch."""
+        """True if a kernel may start before the previous kernel has ended: programmatic dependent launch."""
         return self._is_from(_FIRST_WITH_PDL) and not self.plainly
 
     def _is_from(self, first: int) -> bool:
         return self.compiles and self.is_nvidia and int(self.arch[3:]) >= first
 
 
-# Where no device is here to ask: A100, L40S, H100 and H200, B200, MI210 and half of an MI250, MI300X.
+# Targets for compiling without a device: A100, L40S, H100 and H200, B200, MI210 and half of an MI250, MI300X.
 ARCHITECTURES = {
     target.arch: target
     for target in (
@@ -81,14 +81,14 @@ _NAMES = re.compile(r"sm_(?:[89]\d|1\d\d)|gfx\d+[0-9a-f]{2}")
 
 
 def named_target(arch: str, multiprocessors: int | None = None) -> Target:
-    """The GPUs of an architecture, of which none need be here.
+    """Return the target for the GPUs of an architecture, which need not be present.
 
     Args:
-        arch: "sm_90" or "gfx942", say.
-        multiprocessors: how many they have; by default what `ARCHITECTURES` says.
+        arch: for example "sm_90" or "gfx942".
+        multiprocessors: the number of multiprocessors; by default the number in `ARCHITECTURES`.
 
     Raises:
-        TargetError: there is no such architecture, or how many multiprocessors it has is not known and not said.
+        TargetError: the architecture does not exist, or its number of multiprocessors is neither known nor passed.
     """
     known = ARCHITECTURES.get(arch)
     if known is None and _NAMES.fullmatch(arch) is None:
@@ -113,13 +113,13 @@ def named_target(arch: str, multiprocessors: int | None = None) -> Target:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """A device's architecture as tables of tiles name it: "sm_90" or "gfx942", say; "cpu" for the interpreter."""
+    """Return a device's architecture as in tables of tiles, such as "sm_90" or "gfx942"; "cpu" for the interpreter."""
     if device.type == "cpu":
         return "cpu"
     import torch
 
     if torch.version.hip is not None:
-        # What follows the colon says which features are switched on.
+        # The enabled features follow the colon.
         return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
@@ -138,7 +138,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def scale_warps(warps: int, warp_size: int) -> int:
-    """How many warps of a target hold the threads that a tile's 32-wide warps stand for."""
+    """Return the number of a target's warps that have as many threads as a tile's warps of 32 threads."""
     return max(1, warps * WARP // warp_size)
 
 
@@ -151,7 +151,7 @@ def interpreting() -> bool:
 
 
 def require_device(x: torch.Tensor) -> None:
-    """Refuse a tensor that no kernel can read.
+    """Raise if no kernel can read a tensor.
 
     Raises:
         DeviceError: x is not on a GPU, and the interpreter is off.
@@ -164,7 +164,7 @@ def require_device(x: torch.Tensor) -> None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a device is the current one."""
+    """Return a context manager within which a device is the current device."""
     import torch
 
     if device.type == "cuda" and torch.cuda.current_device() != device.index:

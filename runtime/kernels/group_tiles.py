@@ -1,4 +1,4 @@
-"""How a program's tiles lie in x of GroupNorm, and which tile of the table a launch takes: one that fits its groups."""
+"""The layout of a program's tiles in GroupNorm's x, and the choice of a table's tile that fits the groups."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, WARP, power_of_t
 from ..codegen.values import Pipeline
 from .gpu import Target
 
-# Of channels that are innermost, a program reads so many bytes in a row, if groups are not longer: two sectors, which
-# memory hands out together.
+# The contiguous bytes that a program reads where channels are innermost, unless groups are longer: two sectors, which
+# memory delivers together.
 _LEAST_RUN = 64
-# Values of x that a thread holds as fp32; backward there are as many of dy.
+# Values of x that a thread holds as fp32; the backward pass holds as many of dy.
 _MOST_VALUES = 64
-# Channels that a tile has side by side backward, where each is summed by itself: by fewer warps, then, or by one.
+# Channels of a backward tile, each of which is summed separately: more channels leave fewer warps, or one, to each.
 _MOST_BESIDE = 8
-# What a program that merges parts reads of them.
+# The most values that a program reads to merge parts.
 _MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of x that its tiles depend on.
+    """The sizes of x that tiles depend on.
 
     Attributes:
-        channels: in all.
-        groups: of a sample.
-        positions: of a channel.
-        itemsize: bytes of an element.
+        channels: channels in total.
+        groups: groups per sample.
+        positions: positions per channel.
+        itemsize: bytes per element.
     """
 
     channels: int
@@ -41,27 +41,27 @@ class Shape:
 
     @property
     def group_channels(self) -> int:
-        """Channels of a group."""
+        """The channels per group."""
         return self.channels // self.groups
 
     @property
     def group_length(self) -> int:
-        """Elements of a group: the row length of tables."""
+        """The elements per group: the row length of tables."""
         return self.group_channels * self.positions
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch cuts x.
+    """The division of x into programs and tiles.
 
     Attributes:
-        width: channels of a program, whole groups.
-        block_c: channels of a tile.
-        block_s: positions of a tile.
-        tiles: how many a program's channels have.
-        held: how many it has in registers.
-        parts: how many programs share the tiles.
-        part_tiles: tiles of each.
+        width: channels per program, a multiple of a group's channels.
+        block_c: channels per tile.
+        block_s: positions per tile.
+        tiles: the number of tiles of a program's channels.
+        held: the number of tiles that a program holds in registers.
+        parts: the number of programs that share the tiles.
+        part_tiles: the number of tiles per part.
     """
 
     width: int
@@ -73,16 +73,16 @@ class Cut:
     part_tiles: int
 
     def is_full(self, positions: int) -> bool:
-        """Return True if all tiles and positions that a program has in registers at once exist."""
+        """Return True if all tiles and positions that a program holds in registers at once are within x."""
         return positions % self.block_s == 0 and self.tiles % self.held == 0
 
     def is_alike(self, positions: int) -> bool:
-        """Return True if the tiles that a program has in registers are of the same channels."""
+        """Return True if all tiles that a program holds in registers at once have the same channels."""
         return positions % (self.block_s * self.held) == 0
 
 
 def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
-    """How a tile of the table cuts x: a function of its shape but for how many samples it has."""
+    """Return the cut of x by a tile of the table, which does not depend on the number of samples."""
     if mode.channels_last:
         width, block_c, block_s = _channels_innermost(shape, tile.block)
     else:
@@ -103,7 +103,7 @@ def _positions_innermost(shape: Shape, block: int, beside: int) -> tuple[int, in
     room = block // block_s
     if power_of_two(channels) > room:
         return channels, room, block_s
-    # Small groups are taken several at a time.
+    # A program takes several small groups at a time.
     width = max(channels * groups for groups in _divisors(shape.groups) if power_of_two(channels * groups) <= room)
     return width, power_of_two(width), block_s
 
@@ -112,7 +112,7 @@ def _channels_innermost(shape: Shape, block: int) -> tuple[int, int, int]:
     channels = shape.group_channels
 
     def merit(width: int) -> tuple[int, float, int]:
-        # Reads that fill sectors, then tiles that are full of channels, then programs that are many.
+        # Prefer reads that fill sectors, then tiles that are full of channels, then many programs.
         return min(width * shape.itemsize, _LEAST_RUN), width / power_of_two(width), -width
 
     widths = [channels * groups for groups in _divisors(shape.groups)]
@@ -126,9 +126,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target) -> tuple[Tile, Cut]:
-    """The first of some tiles that fits a launch: its groups in registers, or programs that wait on the GPU.
+    """Return the first tile that fits a launch, with the tile's cut.
 
-    Where none does, groups go over several programs that do not wait.
+    A tile fits if the groups fit into registers, or if the programs that wait for one another all fit on the GPU. If no
+    tile fits, several programs that do not wait share each group.
     """
     for tile in tiles:
         found = cut(mode, shape, tile)

@@ -8,7 +8,7 @@ from typing import Any
 from ..call_kinds import MOST_ROWS_IN_I32
 from ..codegen.lazy import cached_property
 
-# Triton's words for the types of pointers, by what they point to: torch's names for types, and JAX's.
+# Triton's words for pointer types, by the element type: torch's names for types, and JAX's.
 POINTERS = {
     "float16": "*fp16",
     "bfloat16": "*bf16",
@@ -20,7 +20,7 @@ POINTERS = {
     "float8_e5m2": "*fp8e5",
 }
 
-# Bytes. Triton compiles a pointer that is a multiple of it into wide loads, which fault on any other.
+# Bytes. Triton compiles wide loads for a pointer that is a multiple of 16, and such loads fault on any other pointer.
 ALIGNMENT = 16
 _ALIGNED = f":{ALIGNMENT}"
 
@@ -28,38 +28,38 @@ LARGEST_I32 = 2**31 - 1
 
 
 def pointer_type(dtype: object, *, aligned: bool) -> str:
-    """Triton's word for a pointer to elements of a type, with ":16" behind it if its address is a multiple of that.
+    """Return Triton's word for a pointer to elements of a type, with the suffix ":16" for an aligned address.
 
     Args:
-        dtype: torch's, numpy's, or its name.
-        aligned: whether the address is such a multiple.
+        dtype: a dtype of torch or numpy, or its name.
+        aligned: whether the address is a multiple of 16.
     """
     return POINTERS[str(dtype).removeprefix("torch.")] + (_ALIGNED if aligned else "")
 
 
 def integer_type(largest: int) -> str:
-    """Triton's word for an integer argument that is at most so large."""
+    """Return Triton's word for an integer argument of at most `largest`."""
     return "i32" if largest <= LARGEST_I32 else "i64"
 
 
 def row_count_type(m: int) -> str:
-    """Triton's word for the number of rows."""
+    """Return Triton's word for the type of the number of rows."""
     return "i32" if m <= MOST_ROWS_IN_I32 else "i64"
 
 
-# What is known of an argument.
+# An argument's type, or its value if the value is a compile-time constant.
 Word = str | int | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class KernelKey:
-    """All that one compilation of a kernel depends on, besides the device it is for.
+    """Everything that one compilation of a kernel depends on, except the device.
 
     Attributes:
         kernel: the module and the symbol, joined by a colon.
-        arguments: in the kernel's order: name, and a type in Triton's words, those of a tuple, or the value of a
-            compile-time constant (None for an absent pointer).
-        options: options of the compiler: num_warps, of the device's size, and a pipeline's own.
+        arguments: pairs in the order of the kernel's parameters: the name, and Triton's word for the type, the words of
+            a tuple's types, or the value of a compile-time constant (None for an absent pointer).
+        options: options of the compiler: num_warps, in warps of the device's size, and options of the pipeline.
     """
 
     kernel: str
@@ -71,17 +71,17 @@ class KernelKey:
 
     @cached_property
     def portable(self) -> str:
-        """The key without the package of its module, which may have another name in another process."""
+        """Return the key without the module's package, which may have another name in another process."""
         return str(self).removeprefix(self.kernel.rpartition(".")[0] + "." if "." in self.kernel else "")
 
     @property
     def symbol(self) -> str:
-        """The kernel's own name."""
+        """The kernel's name."""
         return self.kernel.rpartition(":")[2]
 
     @property
     def n(self) -> int | None:
-        """The row length that it is compiled for; None of GroupNorm's kernels, which serve many."""
+        """The row length that the kernel is compiled for; None for GroupNorm's kernels, which serve many lengths."""
         n = dict(self.arguments).get("N")
         assert n is None or isinstance(n, int)
         return n

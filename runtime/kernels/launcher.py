@@ -1,4 +1,4 @@
-"""A kernel made ready for launches that differ in nothing but addresses, M and plain numbers."""
+"""A kernel made ready for launches that differ only in addresses, M and plain numbers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .strides import RowWalk
 
 
 class Launcher:
-    """A kernel of which everything is known but the values of some arguments, its slots.
+    """A kernel with all arguments fixed except the slots, whose values each launch brings.
 
     Attributes:
         kernel: the `triton.JITFunction`.
-        key: the compilation that it launches.
-        launch: launches the compiled kernel on the device's current stream, given a grid and the slots' values with
-            pointers as addresses; None where kernels take tensors.
+        key: the compilation to launch.
+        launch: a function of a grid and the slots' values, with pointers as addresses, that launches the compiled
+            kernel on the device's current stream; None where kernels take tensors.
     """
 
     def __init__(self, kernel: Any, recipe: Recipe, target: Target, device: torch.device | None) -> None:
-        """Compile a kernel for a device, if kernels are compiled there.
+        """Compile a kernel for a device, if kernels are compiled for the device.
 
         Args:
-            kernel: a `triton.JITFunction`, which names some of the recipe's types, strides and constants.
-            recipe: what it is compiled from.
-            target: the GPU that it is for.
-            device: where it runs; None if nowhere, and then it is only known what would be compiled.
+            kernel: a `triton.JITFunction`, whose parameters are some of the recipe's types, strides and constants.
+            recipe: the recipe of the kernel.
+            target: the GPU that the kernel is for.
+            device: the device that runs the kernel; None means that only `key` is computed.
         """
         self.kernel = kernel
         self._device = device
@@ -46,7 +46,7 @@ class Launcher:
         walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in strides]
         self._fixed = (*walked, *recipe.constants.values())
         names = (*recipe.types, *recipe.strides, *recipe.constants)
-        # One call in C puts a launch's values into the kernel's order.
+        # One call in C puts the values of a launch into the order of the kernel's parameters.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
         self.key = recipe.key(f"{kernel.fn.__module__}:{kernel.fn.__name__}", kernel.arg_names, target)
         self._compiled: Any = None
@@ -56,18 +56,18 @@ class Launcher:
                 self._compiled = obtain(self.key, kernel, target, device.index)
                 arguments = triton_launcher.Arguments(self._arrange, len(recipe.types), self._fixed, device.index)
                 launch = triton_launcher.bind(self._compiled, arguments)
-            # With one device there is no other that could be the current one.
+            # A single device is always the current device.
             self.launch = launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
 
     def launch_tensors(self, grid: Grid, values: tuple[Any, ...]) -> None:
-        """Launch through Triton's public interface, which takes longer; pointers are tensors here."""
+        """Launch through Triton's public interface, which is slower; pointers are passed as tensors."""
         assert self._device is not None
         arguments = self._arrange(values + self._fixed)
         if self._compiled is None:
             run_public(self.kernel, grid, arguments, dict(self.key.options))
         else:
             with on_device(self._device):
-                # Of the kernel that was compiled, not of its source, which would be looked up or compiled once more.
+                # The compiled kernel, because its source would be looked up or compiled once more.
                 self._compiled[grid](*arguments)
 
 
@@ -84,8 +84,8 @@ def _guarded(launch: triton_launcher.Launch, device: torch.device) -> triton_lau
     return guarded
 
 
-# The interpreter rewrites triton.language for the time of a launch, and holds the program's place in the grid in a
-# global: of four threads' calls, one in twenty-five failed, and one in a hundred was wrong.
+# The interpreter patches triton.language during a launch, and keeps the program's place in the grid in a global. With
+# four threads, one call in twenty-five failed, and one in a hundred was wrong.
 _one_interpreted_launch = fork_safe(threading.Lock())
 
 
@@ -95,7 +95,7 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
     Args:
         kernel: a `triton.JITFunction`.
         grid: programs in each dimension.
-        arguments: what the kernel takes, in order.
+        arguments: the kernel's arguments, in order.
         options: num_warps, and further options of the compiler.
 
     Raises:
@@ -114,10 +114,10 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
 def _is_interpreted(kernel: Any) -> bool:
     from triton import language
 
-    # Triton reads the variable twice: for its own library when it is imported, and for a kernel when that is.
+    # Triton reads the variable twice: when its own library is imported, and when a kernel is.
     return all(hasattr(function, "rewrite") for function in (kernel, language.sum))
 
 
 def new_exchange(empty: Empty, count: int) -> torch.Tensor:
-    """Memory for programs to exchange values through; -1 is what none leaves there."""
+    """Return memory for programs to exchange values through, filled with -1, which no program writes."""
     return empty((count,), (1,), torch.int64).fill_(-1)

@@ -1,7 +1,7 @@
-"""Compiled kernels: one per `KernelKey` and device, made once, whichever thread asks first.
+"""Compiled kernels: one per `KernelKey` and device, compiled or loaded once for all threads.
 
-A folder that was compiled ahead of time is asked first, then Triton's cache on disk; then Triton compiles, unless
-NORMFORGE_FROZEN forbids it.
+A kernel comes from a folder that was compiled ahead of time, else from Triton's cache on disk. Otherwise Triton
+compiles the kernel, unless NORMFORGE_FROZEN forbids compiling.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .key import KernelKey
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
 _lock = fork_safe(threading.Lock())
-# One for each key and device: several kernels may be compiled at once.
+# One lock per key and device, so that several kernels can be compiled at once.
 _locks: defaultdict[tuple[KernelKey, int], threading.RLock] = defaultdict(lambda: fork_safe(threading.RLock()))
 
 
-# Has `only_compiled` within the context of that name.
+# Has the attribute `only_compiled`, True within the context manager `only_compiled`.
 _this_thread = threading.local()
 
 
 @contextmanager
 def only_compiled() -> Iterator[None]:
-    """A context in which this thread gets the kernels that are loaded, and a FrozenError for any other.
+    """Limit this thread to loaded kernels within a context; any other kernel raises a FrozenError.
 
-    Loading one is nothing that may be done while a CUDA graph is captured.
+    A kernel must not be loaded while a CUDA graph is captured.
     """
     before, _this_thread.only_compiled = getattr(_this_thread, "only_compiled", False), True
     try:
@@ -43,16 +43,18 @@ def only_compiled() -> Iterator[None]:
 
 
 def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
-    """The compiled kernel of a key on a device, which must be the current one; threads that race get the same one.
+    """Return the compiled kernel of a key on a device, which must be the current device.
+
+    Threads that race get one and the same kernel.
 
     Args:
-        key: which compilation.
-        function: the `triton.JITFunction` that key names.
-        target: the device's.
-        device: its index.
+        key: the compilation.
+        function: the `triton.JITFunction` that `key` names.
+        target: the target of the device.
+        device: the index of the device.
 
     Raises:
-        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1; or loaded, within `only_compiled`.
+        FrozenError: the kernel would have to be compiled, and NORMFORGE_FROZEN is 1; or loaded, within `only_compiled`.
         AotError: the folder of kernels compiled ahead of time does not fit.
     """
     found = _compiled.get((key, device))
@@ -71,28 +73,30 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
                 found = binaries.find(key, function, target) or compile_for(key, function, target)
                 with _lock:
                     _start_driver()
-                # Triton loads a kernel when its launcher is first asked for, and has the launcher before it has the
-                # kernel: a thread that asked meanwhile would launch nothing.
+                # Triton loads a kernel when its launcher is first read, and sets the launcher before the kernel is
+                # loaded: a thread that read the launcher meanwhile would launch nothing.
                 _ = found.run
                 _compiled[key, device] = found
     return found
 
 
 def obtained() -> tuple[tuple[KernelKey, int], ...]:
-    """Everything compiled so far, with the index of its device."""
+    """Return the keys of all kernels obtained so far, each with the index of the device."""
     return tuple(_compiled)
 
 
 def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
-    """A kernel from Triton's cache on disk or its compiler, for a GPU that need not be here; it is not loaded.
+    """Return a kernel from Triton's cache on disk or from Triton's compiler, without loading the kernel.
+
+    The target GPU need not be present.
 
     Args:
-        key: which compilation.
-        function: the `triton.JITFunction` that key names.
-        target: what to compile for.
+        key: the compilation.
+        function: the `triton.JITFunction` that `key` names.
+        target: the GPU to compile for.
 
     Raises:
-        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1.
+        FrozenError: the kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -102,10 +106,10 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     triton_hashes.settle(function)
     source = key.source(function)
     if settings.frozen():
-        # Triton asks a source for its intermediate representation only once its cache has turned out to lack it.
+        # Triton asks a source for the intermediate representation only after a miss in the cache.
         source.make_ir = partial(_refuse, key, target)
     backend, arch = ("cuda", int(target.arch[3:])) if target.is_nvidia else ("hip", target.arch)
-    # The first two are those of Triton's own launch.
+    # Triton's own launch passes the first two options as well.
     options = {
         "debug": function.debug or triton.knobs.runtime.debug,
         "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
@@ -136,7 +140,7 @@ def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
 
 
 def _start_driver() -> None:
-    # Triton starts it when it is first asked for, and threads that ask at once would each start one.
+    # Triton starts the driver on first use, and concurrent threads would each start a driver.
     import triton
 
     _ = triton.runtime.driver.active.utils

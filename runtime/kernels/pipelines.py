@@ -1,4 +1,4 @@
-"""Pipelines: how each is launched, forward and backward, and which tile of the table a launch takes."""
+"""Pipelines: the launch of each pipeline, forward and backward, and the choice of a tile from the table."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .strides import RowStride
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
 
-# Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
+# Elements that a thread moves at once if rows may start anywhere: 16 bytes of the 16-bit types.
 VECTOR = 8
 
-# Of a multiprocessor, and the most that a thread can address.
+# Registers per multiprocessor, and the most registers that a thread can address.
 REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
 
 
 class Programs(Protocol):
-    """From M, and backward how many programs share the rows, to the programs in each dimension."""
+    """A function from M, and in the backward pass the programs that share the rows, to the grid."""
 
     def __call__(self, m: int, programs: int = 1) -> Grid:
-        """The grid of a launch."""
+        """Return the grid of a launch: the programs in each dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Step:
     """One kernel of a pipeline.
 
     Attributes:
-        grid: from a tile, N and a GPU to its programs.
-        part: which kernel; None is the one that carries the pipeline's name.
-        block: columns a chunk, from a tile.
+        grid: a function from a tile, N and a GPU to `Programs`.
+        part: the kernel; None is the kernel with the pipeline's name.
+        block: a function from a tile to the columns per chunk.
     """
 
     grid: Callable[[Tile, int, Target], Programs]
@@ -51,16 +51,17 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How a pipeline is launched in one direction.
+    """The launch of a pipeline in one direction.
 
     Attributes:
-        steps: its kernels, in order.
-        columns: how many programs share the columns of a row, from a tile and N.
-        row_terms: what a first step leaves for the next: pointers to one fp32 value a row.
-        exchange: from a tile and N to a function from M to how many int64 programs that share a row, and wait for one
-            another, exchange values through; None where none wait. The memory is filled with -1 for each launch.
-        constants: from a tile and N to compile-time constants besides those of `constants`.
-        options: options of the compiler besides num_warps.
+        steps: the kernels, in order.
+        columns: a function from a tile and N to the number of programs that share the columns of a row.
+        row_terms: pointers to one fp32 value per row, which the first step writes and the next step reads.
+        exchange: a function from a tile and N to a function from M to the number of int64 values. Programs that share a
+            row and wait for one another exchange values through this memory, which is filled with -1 for each launch.
+            None if no programs wait.
+        constants: a function from a tile and N to compile-time constants in addition to the function `constants`.
+        options: options of the compiler in addition to num_warps.
     """
 
     steps: tuple[Step, ...]
@@ -71,12 +72,12 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def programs(self, tile: Tile, n: int, target: Target) -> int:
-        """The most programs that share the rows: a function of the GPU and N, never of M."""
-        # Blocks of columns fill the device already; each further program leaves a row of partial sums.
+        """Return the most programs that share the rows, which depends on the GPU and N, never on M."""
+        # Blocks of columns fill the device already, and each further program writes a row of partial sums.
         return max(1, target.multiprocessors * tile.resident // self.columns(tile, n))
 
     def waiting(self, tile: Tile, n: int) -> int:
-        """How many programs wait for one another, and so have to run at once."""
+        """Return the number of programs that wait for one another, and therefore have to run at once."""
         return 1 if self.exchange is None else self.columns(tile, n)
 
 
@@ -85,7 +86,7 @@ def _slices(tile: Tile, n: int) -> int:
 
 
 def column_blocks(tile: Tile, n: int) -> int:
-    """The chunks of columns that a row has."""
+    """Return the number of chunks of columns per row."""
     return -(-n // tile.block)
 
 
@@ -101,7 +102,7 @@ def _teams(tile: Tile, n: int, target: Target) -> Programs:
 
 
 def _windows(tile: Tile, n: int, target: Target) -> Programs:
-    # Of a program that takes several rows all start as far from a vector, if programs are a multiple of VECTOR.
+    # If the number of programs is a multiple of VECTOR, all rows of a program have the same offset from a vector.
     most = max(VECTOR, target.multiprocessors * tile.resident // VECTOR * VECTOR)
     return lambda m, programs=1: (min(most, m), 1, 1)
 
@@ -130,11 +131,11 @@ def _slot_a_row_and_block(tile: Tile, n: int) -> Callable[[int], int]:
 
 
 def _peers(programs: int) -> dict[str, int]:
-    # With a slot for each lane of a warp none is held twice by one: 72 bytes less spilled of two rows of 16384.
+    # With a slot per lane of a warp, no warp holds a slot twice: two rows of 16384 spill 72 bytes less.
     return {"PEERS": max(WARP, power_of_two(programs))}
 
 
-# Programs that wait for one another all have to run at once, which a cooperative launch sees to.
+# Programs that wait for one another all have to run at once, which a cooperative launch guarantees.
 COOPERATIVE = {"launch_cooperative_grid": True}
 
 FORWARD: dict[Pipeline, Row] = {
@@ -148,14 +149,14 @@ FORWARD: dict[Pipeline, Row] = {
     ),
 }
 
-# Forward, in place of ONE_PASS or TWO_PASS where `takes_window`.
+# Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
 WINDOW = Row(steps=(Step(grid=_windows, part=Part.WINDOW),))
 
 BACKWARD: dict[Pipeline, Row] = {
     **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS), Row(steps=(Step(grid=_sharing_rows),))),
     Pipeline.TWO_PASS: Row(
         steps=(
-            # A thread holds as many values of one row as it does of a tile of several.
+            # A thread holds as many values of one row as of a tile of several rows.
             Step(grid=_each_row, part=Part.ROW_TERMS, block=lambda tile: tile.rows * tile.block),
             Step(grid=_sharing_blocks),
         ),
@@ -173,57 +174,57 @@ BACKWARD: dict[Pipeline, Row] = {
 
 
 def row_of(mode: Mode, pipeline: Pipeline) -> Row:
-    """How a pipeline is launched in the direction of a mode."""
+    """Return the launch of a pipeline in the direction of a mode."""
     return (BACKWARD if mode.is_backward else FORWARD)[pipeline]
 
 
-# Each wave starts anew, and each program leaves sums, which takes a program about as long as so many rows.
+# To start in a wave and to write partial sums takes a program about as long as `_START` rows.
 _MOST_WAVES = 4
 _START = 4
 
 
 def programs_a_part(most: int, parts: int, tiles: int) -> int:
-    """Return how many programs share the tiles of a part.
+    """Return the number of programs that share the tiles of a part.
 
-    The programs that the GPU runs at once make a wave, and what counts is how many tiles waves take in turn. One
-    program more than a wave's is another wave: with 17 programs for each of 32 samples where 528 run, 16 wait until all
-    others have ended.
+    The programs that the GPU runs at once make a wave, and the run time depends on how many tiles the waves take one
+    after another. One program more than fits into a wave costs another wave: with 17 programs for each of 32 samples on
+    a GPU that runs 528, 16 programs wait until all other programs have ended.
 
     Args:
         most: programs that run at once.
-        parts: how many parts there are, of as many tiles each.
-        tiles: tiles of a part.
+        parts: the number of parts, which have as many tiles each.
+        tiles: tiles per part.
 
     Returns:
-        The number with which waves take the fewest tiles in turn, the smallest of such numbers.
+        The smallest number for which waves take the fewest tiles one after another.
     """
 
     def taken(each: int) -> tuple[int, int]:
         return -(-parts * each // most) * (-(-tiles // each) + _START), each
 
-    # As many as fit into each number of waves, less those without which none takes more tiles.
+    # The programs that fit into each number of waves, less the programs without which no program takes more tiles.
     most_of_each = [max(1, min(waves * most // parts, tiles)) for waves in range(1, _MOST_WAVES + 1)]
     return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
 
 
 def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> dict[str, Any]:
-    """Return the compiler's options: a pipeline's own, and the register limit at which enough programs fit."""
+    """Return the compiler's options: the pipeline's options, and the register limit at which enough programs fit."""
     if not target.compiles:
         return {}
-    # Given out by eights. One program always fits; AMD's compiler counts otherwise, and takes no such number.
+    # Registers are allocated by eights. One program always fits; AMD's compiler counts otherwise and has no such limit.
     most = REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8
     capped = tile.resident > 1 and most <= _MOST_REGISTERS_A_THREAD and target.is_nvidia
     return {**options, "maxnreg": most} if capped else dict(options)
 
 
 def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str], target: Target) -> dict[str, int]:
-    """The compile-time constants that kernels may name: a tile's numbers in capitals, and what `signature` tells.
+    """Return the compile-time constants that kernels may name: a tile's fields in capitals, and more from `signature`.
 
     Args:
-        tile: how the kernel runs.
+        tile: the tile that the kernel runs with.
         n: the row length.
-        row_alignment: see `row_alignment`.
-        misaligned: pointers at no multiple of 16 bytes.
+        row_alignment: the result of the function `row_alignment`.
+        misaligned: pointers that are not multiples of 16 bytes.
         target: the GPU that the kernel is for.
     """
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(Tile) if f.name not in ("pipeline", "warps")}
@@ -244,12 +245,12 @@ def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
-    """The first of some tiles that a GPU can run: it has to hold all the programs that wait for one another.
+    """Return the first tile that a GPU can run: the GPU has to hold all programs that wait for one another.
 
-    Where launches are plain none may wait.
+    With plain launches, no program may wait.
 
     Raises:
-        DeviceError: it can run none of them.
+        DeviceError: the GPU can run none of the tiles.
     """
     for tile in tiles:
         # The interpreter runs one program after another.
@@ -268,10 +269,10 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
 
 
 def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
-    """Refuse what would make the bits of a row depend on its batch.
+    """Raise if the bits of a row would depend on the row's batch.
 
     Raises:
-        InvarianceError: rows are spread, or are more than kernels for fewer can count.
+        InvarianceError: rows are spread over programs, or are more than a kernel that counts rows in i32 can count.
     """
     asked = (
         f"{mode.name} at N = {n} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, an engine's switch, or "
@@ -288,18 +289,19 @@ def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
         )
 
 
-# The least that hardware copies to shared memory at once, in bytes.
+# The smallest copy to shared memory that hardware makes, in bytes.
 _WORD = 4
 
 
 def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> Tile:
-    """A tile with as many stages as a GPU has room for in a backward launch, or one whose rows go to registers.
+    """Return a tile with as many stages as a GPU has room for in a backward launch, or a tile with rows in registers.
 
     Args:
-        tile: what the table says, for rows in x's dtype.
-        unstaged: what to take if no row can be on its way to shared memory: a staged tile leaves no registers for one.
+        tile: the table's tile, for rows in x's dtype.
+        unstaged: the tile for a GPU that cannot copy rows ahead to shared memory; a staged tile leaves no registers for
+            a row.
         n: the row length.
-        itemsizes: bytes of an element of each tensor whose rows are read.
+        itemsizes: bytes per element of each tensor whose rows are read.
         is_paired: whether 16-bit values may be read in pairs.
         target: the GPU.
     """
@@ -311,12 +313,12 @@ def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_pa
     return replace(tile, stages=min(tile.stages, most)) if most > 1 else unstaged
 
 
-# Rows so long and shorter ones are held where no vector starts them, even if others are read twice.
+# Unaligned rows up to this length are held in registers, even where aligned rows are read twice.
 _LONGEST_WINDOW = 7168
 
 
 def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, RowStride], misaligned: Collection[str]) -> bool:
-    """Return True if rows of x and y start alike, where no vector does, and a kernel for such rows exists."""
+    """Return True if rows of x and y are unaligned in the same way, and a kernel for such rows exists."""
     stride = strides["x_row_stride"]
     return (
         (tile.pipeline is Pipeline.ONE_PASS or (tile.pipeline is Pipeline.TWO_PASS and n <= _LONGEST_WINDOW))
@@ -330,28 +332,28 @@ def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, RowStride
 
 @dataclass(frozen=True)
 class _Window:
-    """How rows that start anywhere are cut, on an H200.
+    """The division of rows that start anywhere, measured on an H200.
 
     Attributes:
-        pairs: neighbouring pairs that a thread has of a chunk: 2 of LayerNorm's make N = 5137 spill.
-        registers: of a thread for each value: the row as fp32, half of the next one, and half of each operand.
+        pairs: adjacent pairs of a chunk per thread; with 2, LayerNorm at N = 5137 spills.
+        registers: registers of a thread per value: the row as fp32, half of the next row, and half of each operand.
     """
 
     pairs: int
     registers: float
 
 
-# By whether the mean is subtracted.
+# The key is True if the mean is subtracted.
 _WINDOWS = {True: _Window(1, 2.5), False: _Window(2, 2.0)}
-# A thread's registers for addresses and temporaries.
+# Registers per thread for addresses and temporaries.
 _WINDOW_REGISTERS = 28
-# Rows of N = 4099 on 4 warps: 3.57 TB/s, on 8: 3.32.
+# Rows of N = 4099 run at 3.57 TB/s on 4 warps, and at 3.32 TB/s on 8.
 _WINDOW_WARPS = 4
 _MOST_WINDOW_PROGRAMS = 16
 
 
 def window_tile(mode: Mode, tile: Tile, n: int, few: bool) -> Tile:
-    """The tile for rows that start anywhere, from the one for rows that do not; a few rows keep its warps."""
+    """Return the tile for unaligned rows, derived from the tile for aligned rows; a few rows keep the tile's warps."""
     window = _WINDOWS[mode.norm.centres]
     warps = tile.warps if few else min(tile.warps, _WINDOW_WARPS)
     block = 2 * window.pairs * WARP * warps

@@ -1,4 +1,4 @@
-"""Strides of rows: as kernels take them, what compilations depend on of them, and as a `CallKind` keeps them."""
+"""Strides of rows: as kernel arguments, as far as compilations depend on strides, and in a `CallKind`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..call_kinds import ROWS, CallKind
 from ..codegen.lazy import cached_property
 from .key import LARGEST_I32, integer_type
 
-# Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
+# In elements: the largest divisor of an integer that Triton specialises on, and 16 bytes of the smallest type.
 MOST_ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class RowWalk:
-    """The starts of rows that lie along several dimensions.
+    """The starts of rows that extend over several dimensions.
 
     Attributes:
-        strides: of each dimension, in elements, the outermost first.
-        sizes: of each but the outermost, which is M by the others.
+        strides: the stride of each dimension, in elements, outermost first.
+        sizes: the size of each dimension except the outermost, whose size is M divided by the product of `sizes`.
     """
 
     strides: tuple[int, ...]
@@ -32,10 +32,10 @@ class RowWalk:
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:
-        """The arguments of `row_offset`: the innermost stride; then, from the inside out, four values per dimension.
+        """Return the arguments of `row_offset`: the innermost stride, then, inside out, four values per dimension.
 
-        Rows are counted through all dimensions, and each `every` rows lie a jump further than the stride alone has
-        them: a quotient is all that is computed of a row's number, and no remainder.
+        Rows are numbered through all dimensions, and every `every` rows the offset grows by a jump in addition to the
+        stride. A row's offset therefore needs a quotient of the row's number, and no remainder.
         """
         inner_first = tuple(reversed(self.strides))
         sizes = tuple(reversed(self.sizes))
@@ -45,50 +45,50 @@ class RowWalk:
         return tuple(found)
 
     def types(self, rows: str) -> tuple[str, ...]:
-        """Triton's words for them: what rows are divided by is of the type that counts rows."""
+        """Return the types of the arguments in Triton's words: divisors of row numbers have the type of M, `rows`."""
         words = [integer_type(abs(value)) for value in self.arguments]
         words[1::_VALUES] = [rows] * len(self.sizes)
         return tuple(words)
 
     @property
     def reach(self) -> int:
-        """From the first row to the last that one step of the outermost dimension leads to, in elements."""
+        """The distance from the first to the last row within one step of the outermost dimension, in elements."""
         return sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides[1:], strict=True))
 
     @property
     def rows(self) -> int:
-        """How many rows those are."""
+        """The number of rows within one step of the outermost dimension."""
         return prod(self.sizes)
 
 
-# Of each dimension but the innermost: how many rows, their reciprocal in two, and the jump.
+# Values per dimension except the innermost: the number of rows, its reciprocal in two values, and the jump.
 _VALUES = 4
 
-# What the strides of a tensor's rows come to: mostly one.
+# The strides of a tensor's rows; mostly a single stride.
 RowStride = int | RowWalk
 
-# Bits of the numbers of rows that an i32 holds.
+# Bits of a row number in an i32.
 _BITS = 31
 
 
 def _reciprocal(every: int) -> tuple[int, int]:
-    """A multiplier and a shift: umulhi(row, multiplier) >> shift is row // every, of two or more."""
+    """Return a multiplier and a shift: umulhi(row, multiplier) >> shift is row // every, if `every` is 2 or more."""
     bits = (every - 1).bit_length()
     return -(-(1 << (_BITS + bits)) // every), bits - 1
 
 
 def strides_of(stride: RowStride) -> tuple[int, ...]:
-    """All of them."""
+    """Return all strides as a tuple."""
     return stride.strides if isinstance(stride, RowWalk) else (stride,)
 
 
 def strides_told(arguments: Sized) -> int:
-    """How many strides the arguments of a walk, or their types, are of."""
+    """Return the number of strides that the arguments of a walk, or the types of the arguments, describe."""
     return 1 + (len(arguments) - 1) // _VALUES
 
 
 def row_alignment(*row_strides: RowStride) -> int:
-    """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
+    """Return the ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
     bits = reduce(or_, [stride for strides in row_strides for stride in strides_of(strides)], MOST_ALIGNED)
     return bits & -bits
 
@@ -96,14 +96,14 @@ def row_alignment(*row_strides: RowStride) -> int:
 def starts_aligned(n: int) -> bool:
     """Return True if rows of n elements without gaps can be read in vectors.
 
-    Under batch invariance N alone says so: rows of an even N are read by what divides it, and have to lie so; those of
-    an odd one element by element, and may lie anywhere.
+    Under batch invariance the answer depends on N alone. Rows of an even N are read in vectors of a power of two that
+    divides N, and must be aligned accordingly. Rows of an odd N are read element by element, and may start anywhere.
     """
     return row_alignment(n) > 1
 
 
 _STRIDE, _POINTER = "_row_stride", "_ptr"
-# What an i32 does not hold, at a multiple of every alignment.
+# The smallest positive value that does not fit into an i32, a multiple of every alignment.
 _WIDE = LARGEST_I32 + 1
 
 
@@ -115,15 +115,15 @@ def kind_of(
     strides: Mapping[str, RowStride],
     misaligned: Collection[str],
 ) -> CallKind:
-    """The kind of a call.
+    """Return the kind of a call.
 
     Args:
-        mode: its mode's name.
+        mode: the name of the call's mode.
         sizes: the row length, or GroupNorm's sizes.
-        size: which of `ROWS` its M is of.
-        dtypes: torch's or numpy's, by the names of tensors; None of what is not there.
-        strides: of rows, by their slots.
-        misaligned: pointers at no multiple of 16 bytes, by their slots.
+        size: the index in `ROWS` of the class of the call's M.
+        dtypes: dtypes of torch or numpy, by the names of tensors; None for an absent tensor.
+        strides: row strides, by slots.
+        misaligned: slots of pointers that are not multiples of 16 bytes.
     """
     told = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
     apart = {}
@@ -142,14 +142,14 @@ def kind_of(
 
 
 def strides_of_kind(kind: CallKind, slots: Collection[str]) -> dict[str, RowStride]:
-    """The strides of a kind's rows, by these slots."""
+    """Return the row strides of a kind for some slots."""
     names = {slot: slot.removesuffix(_STRIDE) for slot in slots}
     given, told = {name: _stride(word) for name, word in kind.strides}, dict(kind.dtypes)
     return {slot: given.get(name, _adjoining(name, told, kind.size)) for slot, name in names.items()}
 
 
 def misaligned_of_kind(kind: CallKind) -> frozenset[str]:
-    """The slots of a kind's misaligned pointers."""
+    """Return the slots of a kind's misaligned pointers."""
     return frozenset(f"{name}{_POINTER}" for name in kind.misaligned)
 
 
@@ -158,12 +158,12 @@ def _adjoining(name: str, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -
 
 
 def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride]:
-    """For each of the strides the smallest that compilations of rows of n elements do not tell from it."""
+    """Return, for each stride, the smallest stride with the same compilation of kernels for rows of n elements."""
     found: dict[str, RowStride] = {
         slot: _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n) for slot, stride in strides.items()
     }
     x, y = "x_row_stride", "y_row_stride"
-    # Kernels of rows that start anywhere take those of y that start as x's do.
+    # Kernels for rows that start anywhere require that the strides of x and y are equal.
     of_y = found.get(y)
     if isinstance(of_y, int) and found.get(x) == of_y and strides[x] != strides[y]:
         found[y] = of_y + MOST_ALIGNED
@@ -171,7 +171,7 @@ def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride
 
 
 def _like(stride: int, n: int) -> int:
-    """The smallest stride beyond n of the same alignment and type; n and 0 stand for themselves."""
+    """Return the smallest stride greater than n of the same alignment and type; n and 0 are returned unchanged."""
     if stride in (0, n):
         return stride
     alignment = row_alignment(stride)
@@ -181,7 +181,7 @@ def _like(stride: int, n: int) -> int:
 
 
 def _walk(walk: RowWalk) -> RowWalk:
-    """A walk of as many strides, with sizes of 2, of which the same is known."""
+    """Return a walk of as many strides, with sizes of 2, and with the same compilation of kernels."""
     inner, *outer = reversed(walk.strides)
     strides = [_like(inner, 0)]
     for size, nearer, further in zip(reversed(walk.sizes), reversed(walk.strides), outer, strict=False):
