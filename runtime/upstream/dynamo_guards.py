@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TransformError
 from .torch_internals import dispatch_modes, transforming
 
-# Given as many tensors as there were, in their order: whether each is like the one in its place.
+# Takes as many tensors as were guarded, in their order, and returns True if each is like its counterpart.
 Fits = Callable[..., bool]
 # The sizes or strides of each tensor; None where they may be any.
 Pattern = Sequence[Sequence[int | None]]
@@ -35,7 +35,7 @@ def guard(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> 
 
 
 def by_attributes(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> Fits:
-    """Return the same check as `guard`, by the attributes of each tensor."""
+    """Return the check of `guard`, made from the attributes of each tensor."""
     like = [(_facts(tensor), size, step) for tensor, size, step in zip(tensors, sizes, strides, strict=True)]
     surroundings = _surroundings()
 
@@ -55,8 +55,8 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-# What torch's dispatcher has to do with a tensor. Of its classes and types it is only this that tells one that stands
-# for several, as autograd's batched gradients are.
+# The dispatch keys of a tensor. Only the keys, and neither class nor dtype, show that a tensor represents several, as
+# autograd's batched gradients do.
 _keys: Callable[[torch.Tensor], object] = getattr(torch._C, "_dispatch_keys", lambda tensor: None)
 
 
@@ -100,7 +100,7 @@ _Mode: Callable[[], Any] = type("_Mode", (TorchDispatchMode,), {})
 @cache
 def _tells_apart(make: Callable[..., Fits]) -> bool:
     """Return True if guards that `make` makes tell a few tensors from each other."""
-    # In a thread of its own, where no mode, transform or default device is that the first call may be made within.
+    # A separate thread has none of the modes, transforms and default devices that the first call may be made within.
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(_is_right, make).result()
@@ -152,7 +152,7 @@ Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 # The index of the current device, without asking each time whether CUDA was started.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
-# It allocates on the current GPU, whichever that is.
+# Torch's inner allocator, which allocates on the current GPU.
 INNER = "_empty_strided_cuda"
 
 
@@ -167,9 +167,9 @@ def allocator(device: torch.device) -> Empty:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides that torch gives a tensor of a shape if it has no gaps."""
+    """Return the strides of a contiguous tensor of a shape."""
     if len(shape) == 3:
-        # What most models bring, in a third of the time.
+        # Most models bring three dimensions, which this serves in a third of the time.
         _, rows, n = shape
         return (rows or 1) * (n or 1), n or 1, 1
     strides = []
@@ -183,7 +183,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _public(device: torch.device) -> Empty:
     def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if transforming():
-            # What is made there is wrapped, and has no memory.
+            # Tensors made within a transform are wrapped, and have no memory.
             raise TransformError(
                 "a kernel's outputs cannot be made within a transform of torch.func; "
                 "call normforge.layer_norm or rms_norm there, which run torch's own operator"
@@ -194,7 +194,7 @@ def _public(device: torch.device) -> Empty:
 
 
 def _on_current(index: int, inner: Empty, public: Empty) -> Empty:
-    """The inner one where it allocates on this device."""
+    """Return an allocator that calls the inner one if this device is the current one, and else the public one."""
 
     def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (inner if current_device() == index else public)(size, stride, dtype)

@@ -19,7 +19,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         name: the module's.
         action: called without arguments, once.
     """
-    # None is there of what may not be imported.
+    # The entry of a module that may not be imported is None.
     if sys.modules.get(name) is not None:
         action()
     else:
@@ -27,7 +27,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Awaiting(MetaPathFinder):
-    """Finds nothing itself: it has whoever finds the module call an action when that has run."""
+    """A finder that finds no module itself: it has the loader of another finder call an action after the module ran."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class _Awaiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        # The others are asked without this one. Should the module fail to import, the next attempt finds it here again.
+        # The other finders are asked without this finder, which returns to its place in case the import fails.
         sys.meta_path.remove(self)
         try:
             spec = find_spec(fullname)

@@ -13,9 +13,9 @@ def needs_devices(primitive: Primitive) -> None:
 
 
 def varying(*arrays: jax.Array) -> list[jax.Array]:
-    """Arrays that vary over the same axes: those that any does.
+    """Return the arrays, each made to vary over every axis that any of the arrays varies over.
 
-    A gradient of what was the same everywhere is then summed over these axes, by the rule of the cast.
+    The rule of the cast then sums the gradient of an array that was the same everywhere over these axes.
     """
     axes = [_axes(array) for array in arrays]
     every = frozenset().union(*axes)

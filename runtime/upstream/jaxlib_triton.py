@@ -1,7 +1,7 @@
 """jaxlib's launch of Triton's kernels, `jax._src.lib.gpu_triton`: private, with no public way beside it.
 
-It is what Pallas launches by, and what TransformerEngine and jax-triton use: PTX goes into the program, in a message
-that jaxlib's custom call reads, and is assembled when that first runs.
+Pallas, TransformerEngine and jax-triton launch kernels through this module: PTX goes into the program, in a message
+that jaxlib's custom call reads, and is assembled when the call first runs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 from ..errors import JaxError
 
-# What normforge[jax] installs, in pyproject.toml.
+# The releases of JAX that normforge[jax] installs; see pyproject.toml.
 RANGE = ">=0.10.1,<0.13"
 # The custom call's name.
 TARGET = "triton_kernel_call_ffi"
 
-# What no array has to be a multiple of, and bytes to clear before a launch.
+# The bytes that addresses of arrays need not be a multiple of, and the bytes to clear before a launch.
 _ALIGNMENT = 16
 _CLEARED = 0
 
 # A number and its type, "i32" say, or None for the next array.
 Parameter = tuple[float | int, str] | None
-# What compiled kernels take behind that: memory of Triton's own, global and for profiles. jaxlib hands over what its
-# release knows of; these stand in front of it, so that none is read that is not there.
+# Compiled kernels take Triton's scratch memory, global and for profiles, behind the parameters. jaxlib passes only the
+# scratch memory that its release knows; these values come first, so that no kernel reads a parameter that is missing.
 _SCRATCH: Sequence[Parameter] = ((0, "u64"), (0, "u64"))
 
 
@@ -38,7 +38,7 @@ def message(
     Args:
         name: the kernel's symbol in its PTX.
         ptx: the kernel.
-        warps: warps a program.
+        warps: warps per program.
         shared: bytes of shared memory.
         capability: 90 of sm_90.
         grid: programs in each dimension.
@@ -74,7 +74,7 @@ def _message(
 
 @cache
 def _library() -> Any:
-    """The module, if it is one that normforge knows: it is tried on a kernel that does nothing."""
+    """Return the module, after trying it on a kernel that does nothing."""
     try:
         from jax._src.lib import gpu_triton
 

@@ -1,7 +1,7 @@
-"""A launcher in C beside Triton's own, which takes a launch's values as they come and prepares the rest once.
+"""A launcher in C beside Triton's own, which takes a launch's values unchanged and prepares the rest once.
 
-`launcher.c` is compiled once on a machine, as Triton compiles its own and into the same cache. It is optional: where it
-cannot be had, or a kernel is not one that it knows, launches go through Triton's.
+`launcher.c` is compiled once per machine, as Triton compiles its own launcher and into the same cache. The launcher is
+optional: if it cannot be compiled, or does not know a kernel, launches go through Triton's launcher.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger("normforge")
 
 NAME = "normforge_launcher"
 SOURCE = Path(__file__).with_name("launcher.c")
-# Loaded by Triton, which finds it where it is, before there is a kernel to launch.
+# Triton finds and loads the library before there is a kernel to launch.
 LIBRARY = "libcuda.so.1"
 
-# The releases whose way of handing a kernel its parameters is known, by how their versions begin.
+# Prefixes of the Triton releases whose way of passing parameters to kernels is known.
 _RELEASES = ("3.6.", "3.7.")
 _KINDS = {"i32": "i", "i64": "l", "fp32": "f"}
 
@@ -39,7 +39,7 @@ _module: Any = None
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that each launch brings; `place` is where in these it is."""
+    """A value that each launch brings; `place` is its index among these values."""
 
     place: int
 
@@ -53,16 +53,16 @@ def prepare(
     hooks: tuple[Any, Any, Any],
     observed: Callable[..., None],
 ) -> Any:
-    """How to launch a compiled kernel of Triton's CUDA backend without Triton's launcher; None where that has to.
+    """Return a launch of a compiled CUDA kernel without Triton's launcher; None if only Triton's can launch the kernel.
 
     Args:
         compiled: the kernel, loaded, without scratch memory.
         taken: its arguments in order, fixed values and slots.
         given: how many values a launch brings.
         device: the index of its device.
-        current_stream: from it to the stream that launches go to.
-        hooks: where profilers hang their hooks, and the two chains there.
-        observed: launches instead where a hook hangs.
+        current_stream: a function from that index to the stream that launches go to.
+        hooks: the settings that hold profilers' hooks, and the two chains there.
+        observed: launches the kernel while there is a hook.
 
     Raises:
         SettingError: NORMFORGE_NATIVE_LAUNCHER or NORMFORGE_FROZEN is neither 0 nor 1.
@@ -83,7 +83,7 @@ def prepare(
             **about,
         )
     except Exception as error:
-        # It saves a microsecond or so, and nothing may fail for that.
+        # The launcher saves a microsecond or so, which no failure is worth.
         _say_once(f"{type(error).__name__}: {error}")
         return None
 
@@ -96,11 +96,11 @@ def _driver() -> tuple[int | None, ...]:
 
 
 class _NotServedError(Exception):
-    """Why a kernel, or a build of Python, keeps Triton's own launcher."""
+    """The reason why a kernel, or a build of Python, keeps Triton's own launcher."""
 
 
 def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
-    """What the launcher is told of a kernel."""
+    """Return the arguments that describe a kernel to the launcher."""
     import triton
 
     metadata = compiled.metadata
@@ -123,7 +123,7 @@ def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
-    """What the kernel is handed of an argument of a type in Triton's words: nothing of a constant, all of a tuple."""
+    """Yield the parameters for an argument of a Triton type: none for a constant, those of all items for a tuple."""
     if isinstance(kind, tuple):
         for inner, part in zip(kind, source, strict=True):
             yield from _parameters(inner, part)
@@ -133,7 +133,7 @@ def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def library(*, build: bool) -> Any:
-    """The compiled `launcher.c`, from Triton's cache or else compiled into it; None where it cannot be had.
+    """Return the compiled `launcher.c`, from Triton's cache or else compiled into it; None if neither is possible.
 
     Args:
         build: whether it may be compiled.
@@ -144,14 +144,14 @@ def library(*, build: bool) -> Any:
             try:
                 _module = load(SOURCE, NAME, build)
             except Exception as error:
-                # No compiler, say; it would fail again for every kernel.
+                # Without a compiler, for example, each further kernel would fail too.
                 _module = False
                 _say_once(f"{type(error).__name__}: {error}")
         return _module or None
 
 
 def load(path: Path, name: str, build: bool) -> Any:
-    """An extension module in C, from Triton's cache or else compiled into it; None where it is not to be compiled.
+    """Return an extension module in C, from Triton's cache or compiled into it; None if compiling is not allowed.
 
     Args:
         path: its source, whose text Triton's cache knows it by.
@@ -167,7 +167,7 @@ def load(path: Path, name: str, build: bool) -> Any:
     kept = _kept(source, name)
     if kept is None and not build:
         return None
-    # Triton loads what its cache holds, whoever wrote it.
+    # Triton loads any file in its cache, whoever wrote the file.
     why = None if kept is None else why_open(kept, owned=3)
     if why is not None:
         raise _NotServedError(f"{why}, and Triton's cache has machine code there")

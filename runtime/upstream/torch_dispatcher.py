@@ -14,7 +14,7 @@ import torch
 
 from ..locks import fork_safe
 
-# A kernel of an operator: given the dispatch keys that are left, and the operator's arguments.
+# A kernel of an operator: takes the dispatch keys that are left, and the operator's arguments.
 Kernel = Callable[..., Any]
 
 # Replaced kernels, and since when they are, oldest first. They are kept alive for longer than a call lasts, because
@@ -26,7 +26,7 @@ _retiring = fork_safe(threading.Lock())
 
 
 def kernel_of(operator: str, key: str) -> Kernel | None:
-    """The kernel that an operator of aten has for a dispatch key, or its decomposition; None if it has neither."""
+    """Return the kernel of an aten operator for a dispatch key, or its decomposition; None if there is neither."""
     try:
         return torch.library.get_kernel(f"aten::{operator}", key).call_boxed
     except RuntimeError:
@@ -40,24 +40,24 @@ class Replacement:
     """Kernels that stand in place of torch's for a dispatch key, until they are removed."""
 
     def __init__(self, kernels: Mapping[str, Kernel], key: str) -> None:
-        """Put them there.
+        """Replace the kernels.
 
         Args:
             kernels: by the names of aten's operators.
             key: the dispatch key.
         """
-        # Torch declares no types for it.
+        # Torch declares no types for Library.
         library: Any = torch.library.Library
         self._library = library("aten", "IMPL")
         self._key, self._operators = key, tuple(kernels)
         with warnings.catch_warnings():
-            # That a kernel is overridden, which torch says once of all operators.
+            # Torch warns once, for all operators together, that a kernel is overridden.
             warnings.filterwarnings("ignore", message=".*operators may also be overridden", category=UserWarning)
             for operator, kernel in kernels.items():
                 self._library.impl(operator, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
-        """Put back what was there. Calls that another thread is in end as they began."""
+        """Put back the kernels that were replaced. Calls in progress in other threads end as they began."""
         kernels = [torch.library.get_kernel(f"aten::{operator}", self._key) for operator in self._operators]
         now = time.monotonic()
         with _retiring:
@@ -69,10 +69,10 @@ class Replacement:
 
 @contextmanager
 def without_torchs_own_overrides(operators: Sequence[str]) -> Iterator[None]:
-    """Take away what torch itself put in place of its kernels (`torch.backends.python_native`), and put it back after.
+    """Remove torch's own replacements of its kernels (`torch.backends.python_native`), and put them back at the end.
 
-    What stands beneath it can be taken meanwhile. A kernel that was taken is of no use once what put it there has gone,
-    so neither side may hold one of the other's.
+    The kernels beneath the replacements can be taken meanwhile. A kernel that was taken is of no use once its owner has
+    gone, so neither side may hold a kernel of the other.
     """
     native = getattr(torch.backends, "python_native", None)
     if native is None:

@@ -1,4 +1,4 @@
-"""DTensors of parts that are there, as results are: `DTensor.from_local` takes 24 us, and an operator of torch's 40."""
+"""DTensors of existing parts, such as results: `DTensor.from_local` takes 24 us, and an operator of torch 40."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_internals import applied
 def assembled(
     part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any], strides: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """The DTensor that this rank has a part of; its gradient is that of the part.
+    """Return the DTensor that this rank has a part of; its gradient is the part's gradient.
 
     Args:
         part: contiguous, if no strides are given.
@@ -43,13 +43,13 @@ def _is_like(part: torch.Tensor, like: Any, shape: torch.Size, placements: Seque
 
 
 def _wrapped(part: torch.Tensor, like: Any) -> torch.Tensor:
-    # As torch does in from_local: the tensor inside has no part in autograd, and its description is its own.
+    # Torch's from_local does this too: the tensor inside has no part in autograd, and its description is a copy.
     whole: torch.Tensor = type(like)(part.detach(), copy.copy(like._spec), requires_grad=False)
     return whole
 
 
 class _Assembled(torch.autograd.Function):
-    """`DTensor.from_local` of the parts of a tensor that is like one that is there."""
+    """A `DTensor.from_local` for the parts of a tensor that is like an existing DTensor."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, like: Any) -> torch.Tensor:

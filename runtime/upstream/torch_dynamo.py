@@ -1,6 +1,6 @@
 """Marks of functions for TorchDynamo, which traces programs for torch.compile, at the functions' definitions.
 
-torch.compiler has decorators for the same. Those import TorchDynamo, which takes a second, or wrap the function.
+torch.compiler's decorators for this purpose import TorchDynamo, which takes a second, or wrap the function.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_traces(function: F) -> F:
-    """Have TorchDynamo take what a function returns for constant, rather than follow how it is found out."""
-    # All that torch.compiler.assume_constant_result does.
+    """Have TorchDynamo take a function's result as a constant, rather than trace the function."""
+    # torch.compiler.assume_constant_result does no more than this.
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -28,17 +28,18 @@ def eager_below(function: F) -> F:
 def eager_only(function: F) -> F:
     """Have TorchDynamo run a function, and all that it calls, rather than compile them.
 
-    It follows none of them while it traces. But of a call that raised an error it gives up the frames, runs them
-    from then on, and tries to compile what they call in turn, down to a launch. torch.compiler.disable says the same
-    with a wrapper, which every eager call would pass through. This leaves a mark in the code, as torch marks what it
-    skips itself; that it does so in another way in some release costs no more than what is described above.
+    TorchDynamo follows none of these functions while it traces. But after a call raises an error, TorchDynamo gives up
+    the frames of the call, runs them from then on, and tries to compile each function that they call, down to a launch.
+    torch.compiler.disable prevents this with a wrapper, which every eager call would pass through. `eager_only` leaves
+    a mark in the code, as torch marks the functions that it skips itself. If a release marks them in another way, the
+    cost is no more than is described above.
     """
     return _marked(function, "SKIP")
 
 
 def known_to_hold(condition: bool | torch.SymBool) -> bool:
     """Return True if a condition holds for all values of dynamic sizes; the question adds no guard."""
-    # It imports sympy, which whoever traces has. To TorchDynamo such a condition is an instance of bool too.
+    # The import brings sympy, which tracing has imported. To TorchDynamo such a condition is an instance of bool too.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -48,7 +49,7 @@ def _marked(function: F, action: str) -> F:
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
         actions = frames._FrameAction
-        # What is done with the function's own frame, and with those of what it calls.
+        # The actions for the function's own frame, and for the frames of the functions that it calls.
         strategy = frames._FrameExecStrategy(getattr(actions, action), actions.SKIP)
         frames.set_code_exec_strategy(function.__code__, strategy)
     return function

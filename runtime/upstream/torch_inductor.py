@@ -1,14 +1,14 @@
-"""Inductor: its custom passes, whether this torch has them as they are known, and where one is put for the process.
+"""Custom passes of Inductor: check that this torch has the known interface, and install a pass for the process.
 
-`torch._inductor.config.post_grad_custom_pre_pass = p` is the public way. Since torch 2.13 that is said to one thread
+`torch._inductor.config.post_grad_custom_pre_pass = p` is the public way. Since torch 2.13 this sets one thread
 alone, and autograd compiles the backward graph of CUDA tensors in another. So the pass becomes the default of the
-setting, which all threads see, and is said besides where somebody said another. Importing the setting takes 2.8 s,
-most of it TorchDynamo; nothing here imports it before somebody else did, or asks for it.
+setting, which all threads see, and is also set in the thread if another value was set there. Importing the setting
+takes 2.8 s, most of it TorchDynamo; this module imports it only after other code did, or on request.
 
-And what the code that Inductor writes calls in place of an operator. Inductor writes a call of
+The module also chooses the function that Inductor's code calls in place of an operator. Inductor writes a call of
 `torch.ops.ns.name.default` for an operator that it makes no code of, and torch's dispatcher takes some 8 us to hand 17
-arguments to a kernel in Python. What is written is decided by `FallbackKernel.set_python_kernel_name`. Where anything
-that this takes is missing, the operator is called as ever.
+arguments to a kernel in Python. `FallbackKernel.set_python_kernel_name` decides which name is written. If a needed
+interface is missing, Inductor's code calls the operator as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONFIG = "torch._inductor.config"
 
 
 def reason_against(version: str = torch.__version__) -> str | None:
-    """Why graphs of this torch are not to be rewritten; None if they may be. Imports Inductor's settings."""
+    """Return the reason why graphs of this torch cannot be rewritten, or None. This imports Inductor's settings."""
     release = ".".join(version.split("+")[0].split(".")[:2])
     if release not in KNOWN:
         return f"torch {version} is none of those that they were tried on ({', '.join(KNOWN)})"
@@ -71,20 +71,20 @@ def is_tracing_possible() -> bool:
 
 
 def installed() -> Any:
-    """The passes that run over partitioned graphs, as this thread sees them."""
+    """Return the passes that run over partitioned graphs, as this thread sees them."""
     from torch._inductor import config
 
     return getattr(config, _SETTING)
 
 
 def install(custom_pass: Any) -> None:
-    """Have a pass run over partitioned graphs in place of what did, in all threads."""
+    """Have a pass run over partitioned graphs in all threads, in place of the passes before."""
     from torch._inductor import config
 
     settings: Any = config
     settings._config[_SETTING].default = custom_pass
     if installed() is not custom_pass:
-        # A value that was set goes before the default.
+        # A value that was set takes precedence over the default.
         setattr(settings, _SETTING, custom_pass)
 
 
@@ -118,15 +118,15 @@ def all_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def without_guards(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which questions about a fake tensor's sizes make nothing be compiled again for other sizes."""
+    """Return a context in which questions about a fake tensor's sizes add no guards, and so cause no recompilation."""
     environment: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     return nullcontext() if environment is None else environment.suppress_guards()
 
 
 Operator = torch._ops.OpOverload[Any, Any]
 
-# What an operator's attribute is called that Inductor's code calls. Code from Inductor's cache, which another process
-# wrote, finds it too.
+# The name of the operator's attribute that Inductor's code calls. Code that another process wrote to Inductor's cache
+# finds the attribute too.
 AT_ONCE = "at_once"
 
 _LOWERING = "torch._inductor.lowering"
@@ -137,7 +137,7 @@ _log = logging.getLogger(__name__)
 def called_at_once(functions: Mapping[Operator, Callable[..., Any]]) -> None:
     """Have Inductor's code call functions in place of operators, with the same arguments, by position.
 
-    Inductor is not imported for it. What it writes in C++, or as a graph, calls the operators.
+    This does not import Inductor. Code that Inductor writes in C++, or as a graph, calls the operators.
     """
     for operator, function in functions.items():
         setattr(operator, AT_ONCE, function)
@@ -148,7 +148,7 @@ def _lower(operators: tuple[Operator, ...]) -> None:
     from torch._inductor import ir
     from torch._inductor import lowering as inner
 
-    # torch declares no types for it.
+    # Torch declares no types for this module.
     lowering: Any = inner
     try:
         needed = (ir.FallbackKernel.set_python_kernel_name, lowering.constrain_to_fake_tensors)
@@ -161,7 +161,7 @@ def _lower(operators: tuple[Operator, ...]) -> None:
 
 
 def _renaming(operator: Operator, lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Lower an operator as Inductor does, and give what comes of it the name that is called."""
+    """Return a lowering that lowers an operator as Inductor does, and gives the result the name to call."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

@@ -1,4 +1,4 @@
-"""Who is watching what runs: questions to torch that it has no public names for. And how autograd functions apply."""
+"""Private questions to torch about what observes the operators that run, and ways to apply autograd functions."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch.nn.modules import module as modules
 
 from .torch_dynamo import constant_in_traces
 
-# Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
-# TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
+# True within a transform of torch.func, or within autograd's batched gradients, which are built on the same mechanism.
+# TorchDynamo takes this question in every release from 2.11, but refuses the question for their number in 2.11.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
-# Whether a tensor stands for one within such a transform, with no memory of its own. Where torch lacks the question,
-# asking for the address fails.
+# True for a tensor that represents another within such a transform, with no memory of its own. If torch lacks the
+# question, asking for the address fails.
 is_transformed: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda tensor: False
 )
 
-# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
+# The number of modes that see each operator: those of make_fx, torch.export and FakeTensorMode among others.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# Whether tensors are recorded by autograd in this thread; torch.set_grad_enabled is the same in Python, 0.5 us longer.
+# Sets whether autograd records in this thread; torch.set_grad_enabled does this in Python and takes 0.5 us longer.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
-# Whether a tensor shares its memory until one of the two is written to; asking for its address copies it.
+# True for a tensor that shares memory until one of the two is written to; asking for its address copies the tensor.
 is_copied_on_write: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda tensor: False)
 
 
-# Whether every module's call is watched, as torch.nn.modules.module.register_module_forward_hook does. Truthy if so.
+# Truthy if hooks watch the calls of every module, as torch.nn.modules.module.register_module_forward_hook adds them.
 global_hooks: Callable[[], Any] = modules._has_any_global_hook
 
 
@@ -47,12 +47,12 @@ def left_in_traces() -> bool:
 
     TorchDynamo itself guards which transforms are active.
     """
-    # torch.onnx is imported by those who export.
+    # Programs that export have imported torch.onnx.
     onnx = sys.modules.get("torch.onnx")
     return transforming() or (onnx is not None and bool(onnx.is_in_onnx_export()))
 
 
-# Torch declares no types of it.
+# Torch declares no types for unpack_dual.
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 
@@ -64,7 +64,7 @@ def is_forward_ad_on() -> bool:
 
 def has_tangent(tensors: list[torch.Tensor]) -> bool:
     """Return True if forward-mode AD differentiates by any of some tensors."""
-    # Outside every level there are none to ask for.
+    # Outside every level no tensor has a tangent.
     return forward_ad._current_level >= 0 and any(_unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
@@ -73,7 +73,7 @@ def saved_tensors_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-# Of sets of dispatch keys, as numbers, whether autograd's kernel is the last before one that reads memory.
+# By sets of dispatch keys, as numbers: True if autograd's kernel is the last before a kernel that reads memory.
 _ends: dict[int, bool] = {}
 
 
@@ -81,7 +81,7 @@ def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
     """Return True if only autograd sees an operator before the kernel of its tensors' device.
 
     Modes, fake tensors and other classes that see operators have keys of their own, as have functionalised tensors and
-    those that stand for the negatives of their memory.
+    tensors that represent the negatives of their memory.
     """
     number: int = keys.raw_repr()
     found = _ends.get(number)
@@ -97,7 +97,7 @@ Apply = Callable[..., Any]
 
 
 def applied(function: type[torch.autograd.Function]) -> Apply:
-    """The public way."""
+    """Return `apply` of an autograd function, the public way."""
     apply: Apply = function.apply
     return apply
 
@@ -105,7 +105,7 @@ def applied(function: type[torch.autograd.Function]) -> Apply:
 def applied_at_once(function: type[torch.autograd.Function]) -> Apply:
     """Return `apply` without the preparation for transforms of torch.func, which takes 2.5 us of Python.
 
-    It is the method of the C class that the public one ends with.
+    The public `apply` ends with this method of the C class.
     """
     bare: Any = super(torch.autograd.Function, function)
     apply: Apply = bare.apply

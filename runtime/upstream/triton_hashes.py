@@ -1,4 +1,4 @@
-"""One hash for a kernel, whichever process asks for it, and whatever that compiled before.
+"""One hash for a kernel, whichever process asks for the hash, and whatever the process compiled before.
 
 Triton's cache on disk knows a kernel by a hash that takes in the constants of the device functions it calls, but only
 of those that were hashed before it: `DependenciesFinder._update_hash` asks a function for its constants first, and for
@@ -16,7 +16,7 @@ from typing import Any
 from ..locks import fork_safe
 
 _lock = fork_safe(threading.Lock())
-# By id, because Triton hashes a function by the very hash that is to be settled.
+# By id, because the hash of a JITFunction in Python is the hash that is to be settled.
 _settled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -30,10 +30,10 @@ def settle(function: Any) -> None:
     primitives = vars(sys.modules[f"{package}.primitives"])
     with _lock:
         for value in (*primitives.values(), function):
-            # Whatever is no device function has none.
+            # Only device functions have a cache key.
             if not hasattr(type(value), "cache_key") or _settled.get(id(value)) is value:
                 continue
-            # What Triton may have made of it before it knew all constants.
+            # Triton may have computed this hash before it knew all constants.
             value.hash = None
             _ = value.cache_key
             _settled[id(value)] = value

@@ -1,8 +1,8 @@
 """Triton's own launcher, called without the work that `kernel[grid](...)` does again for every launch.
 
 That work (each argument bound, specialised and hashed, two dictionary look-ups) takes 9 to 19 us of Python, and comes
-to the same for every launch of a prepared call. This inner interface is Triton's own business and changes between
-releases, so it is used here alone, recognised by its signature, and done without where it is another.
+to the same for every launch of a prepared call. This inner interface is private to Triton and changes between
+releases, so it is used here alone, recognised by its signature, and not used if the signature is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Launch = Callable[[Grid, tuple[Any, ...]], None]
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a kernel's arguments come from what a launch brings.
+    """The way in which a kernel's arguments come from the values that a launch brings.
 
     Attributes:
         arrange: puts a launch's values, with the fixed ones behind them, into the kernel's order.
@@ -48,8 +48,8 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
     lambda device: int(torch.cuda.current_stream(device).cuda_stream)
 )
 
-# How the launcher of a compiled kernel declares itself, in Triton 3.6 and from 3.7 on. Both are called alike; the
-# first hands all that follows `function` on to its C function.
+# The parameters of a compiled kernel's launcher, in Triton 3.6 and from 3.7 on. Both are called alike; the launcher of
+# 3.6 passes every argument after `function` on to its C function.
 _GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _DECLARED_36 = (*_GRID, "args")
 _DECLARED_37 = (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
@@ -57,7 +57,7 @@ DECLARED = (_DECLARED_36, _DECLARED_37)
 
 
 def bind(compiled: Any, arguments: Arguments) -> Launch | None:
-    """How to launch a compiled kernel on the current stream; None where only the public launch will do."""
+    """Return a launch of a compiled kernel on the current stream; None if only the public launch can serve."""
     try:
         return _bind(compiled, arguments)
     except (AttributeError, TypeError, ValueError) as error:
@@ -68,7 +68,7 @@ def bind(compiled: Any, arguments: Arguments) -> Launch | None:
 def _bind(compiled: Any, arguments: Arguments) -> Launch:
     launcher = compiled.run
     if isinstance(launcher, functools.partial):
-        # What Triton leaves there of a kernel that cannot be loaded; it raises why.
+        # Triton leaves a partial there if a kernel cannot be loaded; the call raises the reason.
         launcher()
     takes = declared(type(launcher))
     if takes not in DECLARED:
@@ -83,13 +83,13 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     )
     if native is not None:
         return native
-    # What the launcher would pass on, without scratch memory and hooks.
+    # The arguments that the launcher would pass on, without scratch memory and hooks.
     head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if takes == _DECLARED_36:
         middle = (*head, None, None, compiled.packed_metadata, None, None, None)
         return _quick(launcher.launch, middle, arguments, observed)
     tail = (None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
-    # That one takes a tuple of the arguments.
+    # The C function of this launcher takes a tuple of the arguments.
     packed = replace(arguments, arrange=lambda values: (arguments.arrange(values),))
     return _quick(launcher.launch, (*head, compiled.packed_metadata, *tail), packed, observed)
 
@@ -107,7 +107,7 @@ def _needs_more(launcher: Any) -> bool:
 
 
 def _quick(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
-    """Return a launch that calls a function of Triton's with values in `middle`, and `observed` where a hook hangs."""
+    """Return a launch that calls a function of Triton's with values in `middle`, and `observed` if there is a hook."""
     hooks, enter, leave = _hooks()
     arrange, fixed, device = arguments.arrange, arguments.fixed, arguments.device
 
