@@ -1,4 +1,4 @@
-"""Which kernels a deployment will launch, and compiling them before it does.
+"""The kernels that a deployment will launch, compiled before the first launch.
 
 Stands on families/, calls/, codegen/, kernels/, selection/ and upstream/.
 """

@@ -1,4 +1,4 @@
-"""Makes a folder of kernels compiled ahead of time; see `aot` for what it holds."""
+"""Make a folder of kernels compiled ahead of time; `aot` describes the contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..upstream import native_launcher
 from .compile_keys import CompileKey
 from .parallel import for_each
 
-# What `_compile` calls its files, and what a process that was killed may have left of them.
+# The names of `_compile`'s files, and of the parts of such files that a killed process may have left.
 _OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.\d+\.part)?")
 
 
@@ -36,15 +36,15 @@ def build(
 ) -> Built:
     """Compile kernels into a folder, which then holds exactly these.
 
-    Those that it holds already, from the same source and the same release of Triton, are kept; files of others are
-    removed. The index is written before anything is removed and after all else, so that a reader finds the old kernels
-    or the new ones.
+    Kernels that the folder holds already, from the same source and the same release of Triton, are kept; files of other
+    kernels are removed. The index is written before files are removed and after all else, so that a reader finds the
+    old kernels or the new kernels.
 
     Args:
         keys: what to compile, for the target.
         target: the GPU that they are for.
         out: the folder; made if it is not there.
-        jobs: threads that compile at once; None is one for each core, up to 8.
+        jobs: threads that compile at once; None is one per core, up to 8.
         progress: whether to show a progress bar on standard error.
         ptx: whether to keep the PTX beside each binary, which is what JAX launches.
 
@@ -71,7 +71,7 @@ def build(
     try:
         out.mkdir(parents=True, exist_ok=True)
         if old is None:
-            # So that the folder is known for what it is, should this be interrupted.
+            # An index without kernels marks the folder as normforge's, in case the build is interrupted.
             Folder(out, __version__, triton_version(), target.arch, {}).save()
         rows = for_each(keys, row_of, doing=f"compile for {target.arch}", jobs=jobs, progress=progress)
         folder = Folder(out, __version__, triton_version(), target.arch, {row.key: row for row in rows})
@@ -109,7 +109,7 @@ def _compile(key: CompileKey, target: Target, out: Path, source: str, ptx: bool)
     metadata = next(Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json")).read_bytes()
     text = kernel.asm["ptx"].encode() if ptx else b""
     of_binary, of_metadata, of_ptx = (hashlib.sha256(data).hexdigest() for data in (kernel.asm[binary], metadata, text))
-    # Another name for another content: an index that still stands never names a file that was replaced.
+    # Each content has its own name, so that an old index never names a file that was replaced.
     content = hashlib.sha256(" ".join((key.key.portable, of_binary, of_metadata)).encode()).hexdigest()
     name = f"{key.key.symbol}-{content[:16]}"
     row = Row(key.key.portable, name, binary, of_binary, of_metadata, of_ptx if ptx else "", source)

@@ -1,6 +1,6 @@
 """The kernels that a deployment touches, as a finite list of compilations.
 
-They are derived by the code that derives those of calls: each is the key of a call of stand-ins for its tensors.
+The code that derives the kernels of calls derives the list: each entry is the key of a call of stand-ins for tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .stand_ins import Deployment, Kind, classes_of_rows, launches, plans, train
 
 @dataclass(frozen=True)
 class CompileKey:
-    """One compilation, and what it is for.
+    """One compilation, and the calls that need the compilation.
 
     Attributes:
-        key: all that it depends on besides the GPU.
+        key: all that the compilation depends on besides the GPU.
         n: row length; of GroupNorm, how many elements a group has.
-        instances: those that launch it; several share the kernel that adds up partial sums.
-        rows: for which numbers of rows, or of groups: "few", "some", "many" or "most".
+        instances: the instances that launch the kernel; several share the kernel that adds up partial sums.
+        rows: the classes of numbers of rows, or of groups: "few", "some", "many" or "most".
         function: the `triton.JITFunction` that is compiled.
     """
 
@@ -84,25 +84,25 @@ def compile_keys(
         n: row lengths.
         modes: names of modes, as instances begin (`ln_fwd_bf16`), globs of such, and `Mode`s. None is every mode of
             the table in use that serves n, or one of the shapes.
-        shapes: of GroupNorm, those of x with how many groups a sample has: "2x320x64x64/32". Of an x of any number
-            of samples "*x320x64x64/32", which stands for one of each class of `rows`: of groups in all samples.
+        shapes: of GroupNorm, those of x with how many groups a sample has: "2x320x64x64/32". "*x320x64x64/32" is an x
+            of any number of samples, compiled for each class of `rows`, which counts the groups in all samples.
         arch: what to compile for, "sm_90" or "gfx942" say; no GPU need be here. None is that of device.
         multiprocessors: of such a GPU, if they are not the usual number.
         device: the GPU, if not the current one.
         weight_dtypes: weight's: dtypes, "same" for x's (beside an fp8 x y's, or bf16 where y is quantised), None for no
             weight.
-        bias_dtypes: bias's, likewise; None is weight's. RMSNorm has none.
+        bias_dtypes: bias's dtypes, by the same words; None is weight's. RMSNorm has none.
         residual_dtypes: residual's: dtypes, or "same".
-        smooth_dtypes: smooth_scale's, likewise.
-        dy_dtypes: of the gradient that a backward pass is given, likewise.
-        y_dtypes: of GroupNorm's y, likewise: fp32 under torch.autocast.
+        smooth_dtypes: smooth_scale's: dtypes, or "same".
+        dy_dtypes: dtypes of the gradient that a backward pass takes, or "same".
+        y_dtypes: dtypes of GroupNorm's y, or "same": fp32 under torch.autocast.
         wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias", "dx_bias" and "ddropped";
-            those that the call has no tensor for are left out. None is all, as autograd asks where everything is
+            gradients that the call has no tensor for are left out. None is all, as autograd asks where everything is
             trained.
         row_strides: elements from one row of x to the next; None is N. Of rows on several strides, these with the
             rows between them: (6144, 32, 128) of 32 heads of 48. Of other arguments ("dy", "out", ...) too: a mapping
             from their names to such; rows of those that are not named adjoin.
-        misaligned: the arguments that start at no multiple of 16 bytes, a collection a combination.
+        misaligned: the arguments that start at no multiple of 16 bytes, one collection per combination.
         rows: classes of M: "few" (at most the table's SMALL_M), "some" (at most its SOME_M), "many", and "most" (more
             than 2**31 - 2**21).
 
@@ -134,7 +134,7 @@ def compile_keys(
 def find_target(
     arch: str | None, multiprocessors: int | None = None, device: torch.device | str | int | None = None
 ) -> Target:
-    """The GPU that arguments of these names stand for; see `compile_keys`."""
+    """Return the GPU that the arguments name; see `compile_keys`."""
     if arch is not None:
         if device is not None:
             raise ConflictError(f"arch {arch!r} and device {device!r} were both passed; pass one of them")
@@ -145,10 +145,10 @@ def find_target(
 
 
 def gpu(device: torch.device | str | int | None) -> torch.device:
-    """A GPU by its index or name; None is the current one.
+    """Return a GPU by its index or name; None is the current GPU.
 
     Raises:
-        DeviceError: it is none, or kernels are interpreted there.
+        DeviceError: the device is no GPU, or kernels are interpreted.
     """
     if not torch.cuda.is_available():
         raise DeviceError(
@@ -165,7 +165,7 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
 
 
 def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
-    """The keys of modes at row lengths and shapes; see `compile_keys`."""
+    """Return the keys of modes at row lengths and shapes; see `compile_keys`."""
     found: dict[KernelKey, CompileKey] = {}
     sized = list(pairs)
     saving = trained(mode for mode, _ in sized if isinstance(mode, GroupMode))
@@ -195,10 +195,10 @@ def recorded_keys(
     device: torch.device | str | int | None = None,
     rows: Iterable[str] | None = None,
 ) -> list[CompileKey]:
-    """List every compilation that the calls come to which a program was recorded to make.
+    """List every compilation that the recorded calls of a program come to.
 
-    They are the kernels that the program launched, and where another GPU is compiled for, those that it would launch
-    there: tiles are chosen anew. All that calls bring is in the recording. Nothing is compiled; an instance that the
+    The list has the kernels that the program launched, or for another GPU, the kernels that the program would launch
+    there: tiles are chosen anew. The recording holds all that calls bring. Nothing is compiled; an instance that the
     table lacks is generated, as by a call.
 
     Args:
@@ -206,11 +206,11 @@ def recorded_keys(
         arch: see `compile_keys`.
         multiprocessors: see `compile_keys`.
         device: see `compile_keys`.
-        rows: classes of M, as of `compile_keys`, to have every recorded call at each of them. None is those at which
-            it was recorded: a program that was recorded with batches of 3 rows launches other kernels for 3000.
+        rows: classes of M, as of `compile_keys`, to list every recorded call at each class. None is the recorded
+            classes: a program that was recorded with batches of 3 rows launches other kernels for 3000.
 
     Returns:
-        The keys, each once, in an order that does not depend on that of the calls.
+        The keys, each once, in an order that does not depend on the order of the calls.
 
     Raises:
         RecordError: a recording cannot be read, keeps no call, or was written by a version that kept none.

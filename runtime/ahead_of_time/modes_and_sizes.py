@@ -30,10 +30,10 @@ class GroupShape:
     """A shape of x, and its groups.
 
     Attributes:
-        samples: how many there are; None is any number.
+        samples: the number of samples; None is any number.
         channels: of x.
-        space: the sizes of what follows: none of (B, C).
-        groups: of a sample.
+        space: the sizes of the dimensions after the channels: none for (B, C).
+        groups: the number of groups of a sample.
     """
 
     samples: int | None
@@ -46,7 +46,7 @@ class GroupShape:
         """Parse a shape such as 2x320x64x64/32, or *x320x64x64/32 for any number of samples.
 
         Raises:
-            ShapeError: it is written otherwise, or the groups do not divide the channels.
+            ShapeError: the text has another form, or the groups do not divide the channels.
         """
         found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
         if found is None:
@@ -70,14 +70,14 @@ class GroupShape:
 
     @property
     def n(self) -> int:
-        """How many elements a group has."""
+        """The number of elements of a group."""
         return self.channels // self.groups * self.positions
 
     def batches(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
-        """A number of samples for each class of so many groups that is asked for and can be.
+        """Return a number of samples for each class of M that is asked for and that the groups can make up.
 
         Raises:
-            ConflictError: there is none.
+            ConflictError: there is no such class.
         """
         found = samples_of(entry, self.groups)
         if self.samples is not None:
@@ -93,16 +93,16 @@ class GroupShape:
 
 
 def samples_of(entry: Entry, groups: int) -> dict[str, int]:
-    """The fewest samples of so many groups for each class of M that there are; more than many take many's kernels."""
+    """Return the fewest samples of so many groups for each class of M; "most" takes the kernels of "many"."""
     found = {word: m // groups for word, m in entry.least_rows(groups).items()}
     return found | {MOST: found.get(MANY, 1)}
 
 
 def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:
-    """Each shape with the modes that calls of it have.
+    """Yield each shape with the modes that calls of the shape have.
 
     Raises:
-        ConflictError: there are none of a shape.
+        ConflictError: a shape has no mode.
     """
     for shape in shapes:
         found = [mode for mode in modes if mode.takes(shape.channels, shape.space)]
@@ -120,10 +120,10 @@ Pair = tuple[Mode, int] | tuple[GroupMode, GroupShape]
 
 
 def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the values of an argument, or refuse an empty one.
+    """Return the values of an argument, or refuse an empty argument.
 
     Raises:
-        ConflictError: there are none.
+        ConflictError: there are no values.
     """
     found = tuple(values)
     if not found:
@@ -140,7 +140,7 @@ def _lengths(n: Iterable[int]) -> tuple[int, ...]:
 
 
 def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: Iterable[str] = ()) -> list[Pair]:
-    """Modes at row lengths, and GroupNorm's at shapes; see `compile_keys`."""
+    """Return modes at row lengths, and GroupNorm's modes at shapes; see `compile_keys`."""
     lengths, sizes = _lengths(n), tuple(dict.fromkeys(map(GroupShape.parse, shapes)))
     if not lengths and not sizes:
         raise ConflictError(
@@ -163,10 +163,10 @@ def pairs_served(
     shapes: Iterable[GroupShape],
     where: str = "",
 ) -> list[Pair]:
-    """Modes, of which it is known what lengths they serve, at those of some lengths and shapes.
+    """Pair modes with the lengths and shapes that they serve.
 
     Raises:
-        MissingInstanceError: none serves one of the shapes.
+        MissingInstanceError: no mode serves one of the shapes.
     """
     known = list(modes)
     found: list[Pair] = [
@@ -195,7 +195,7 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
                 f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
             ) from error
         asked = mode if isinstance(mode, str) else mode.name
-        # Of a glob that names both, those count of which sizes are given.
+        # A glob that names both kinds of mode asks for the modes whose sizes were passed.
         if not has_shapes and all(isinstance(each, GroupMode) for each in named):
             raise ConflictError(
                 f"modes has {asked!r}, and kernels of GroupNorm depend on channels and positions, which no row length "
@@ -208,12 +208,12 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
 
 
 def _matching(name: str) -> list[str]:
-    """Return the modes that match a name or a glob: those of the table in use, or else of GroupNorm."""
+    """Return the modes that match a name or a glob: modes of the table in use, or else of GroupNorm."""
     present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
     for names in (present, [mode.name for mode in group_modes()]):
         if found := [each for each in names if fnmatchcase(each, name)]:
             return found
-    # A name that is none of the table's is generated on demand, or refused, as for a call.
+    # A mode that the table lacks is generated on demand, or refused, as for a call.
     return [name]
 
 

@@ -12,7 +12,7 @@ from .compile_keys import CompileKey
 
 T = TypeVar("T")
 
-# Of 16 kernels' 2.8 s in Triton 3.7, 0.8 s held Python's lock: with so many threads some wait for it already.
+# 16 kernels took 2.8 s in Triton 3.7, and held Python's lock for 0.8 s: with so many threads some already wait for it.
 _MOST_JOBS = 8
 
 
@@ -30,12 +30,12 @@ def for_each(
         keys: what to work on.
         work: called in a thread.
         doing: what the progress bar says.
-        jobs: threads; None is one for each core, up to 8.
+        jobs: threads; None is one per core, up to 8.
         progress: whether to show a bar on standard error.
 
     Raises:
         ConflictError: jobs is less than 1.
-        CompileError: Triton refused a kernel; the others that have begun are finished, and no more begun.
+        CompileError: Triton refused a kernel; kernels that have begun are finished, and no more are begun.
         NormforgeError: whatever else `work` raises.
         KeyboardInterrupt: the user pressed Ctrl-C; work that has begun goes on in its threads and is not waited for.
     """

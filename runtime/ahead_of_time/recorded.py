@@ -1,4 +1,4 @@
-"""The kernels of what was recorded: chosen for a GPU from each kind of call as they would be in a call of it."""
+"""The kernels of recorded calls, chosen for a GPU from each kind of call as a call of the kind would choose them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .modes_and_sizes import samples_of
 
 
 def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
-    """The kinds of call that some recordings keep, in an order that does not depend on theirs.
+    """Return the kinds of call that some recordings keep, in an order that does not depend on the recordings'.
 
     Args:
         paths: the files.
-        rows: classes of M, to have each kind of call at all of these; None is those at which it was recorded.
+        rows: classes of M, to have each kind of call at all of these; None is the recorded classes.
 
     Raises:
         RecordError: a file cannot be read, or keeps no call.
@@ -47,14 +47,14 @@ def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str
 
 
 def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    """The kernels that a kind of call comes to on a GPU, each with the instance that it is of.
+    """Yield the kernels that a kind of call comes to on a GPU, each with its instance.
 
     Raises:
         RecordError: no call is of such a kind.
-        ConflictError: no kernels of it can be launched as the target says.
-        MissingInstanceError: nothing serves it, and nothing may be generated.
+        ConflictError: no kernels of the kind can be launched as the target says.
+        MissingInstanceError: no instance serves the kind, and none may be generated.
     """
-    # What is recorded is warmed, and not what this process would launch.
+    # The recording decides, and not this process, whether calls are batch invariant.
     with batch_invariant(kind.invariant):
         found = list(_launchers(kind, target))
     yield from found
@@ -79,7 +79,7 @@ def _kernels(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[En
     dtypes = _dtypes(kind, [row.name for row in family.tensors])
     strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
     scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
-    # Of one for all or of one a row, compilations are the same.
+    # A scale for all rows and a scale per row need the same compilations.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     misaligned = misaligned_of_kind(kind)
     given = (family, mode, n, target, dtypes, strides, further, misaligned)
@@ -98,7 +98,7 @@ _ANEW = "the recording was changed, or written by another version of normforge; 
 
 
 def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | None]:
-    """The types of some tensors by name, None of those that a kind of call has not; it has no others."""
+    """Return the dtypes of tensors by name, None for those that the kind lacks; refuse a kind with any other tensor."""
     told = dict(kind.dtypes)
     foreign = [name for name in (*told, *dict(kind.strides), *kind.misaligned) if name not in names]
     if foreign:

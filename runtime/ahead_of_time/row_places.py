@@ -14,7 +14,7 @@ from ..errors import ConflictError, ShapeError
 
 # A stride, or several with the sizes between them, the outermost first: (6144, 32, 128).
 Steps = int | tuple[int, ...]
-# Those of x, or of arguments by name; None where all rows adjoin.
+# The strides of x, or of arguments by name; None if all rows adjoin.
 Asked = Steps | Mapping[str, Steps] | None
 
 # The arguments that have rows.
@@ -45,7 +45,7 @@ class RowPlaces:
         """Return the places that an entry of `row_strides` asks for, with rows of n elements.
 
         Raises:
-            ConflictError: it names no argument that has rows, or two whose sizes do not go together, or is no strides.
+            ConflictError: the entry names an argument without rows, or two of conflicting sizes, or holds no strides.
             ShapeError: rows would overlap.
         """
         given = asked if isinstance(asked, Mapping) else {} if asked is None else {"x": asked}
@@ -57,7 +57,7 @@ class RowPlaces:
                     f"row_strides has {given!r}, and {name} is of another shape than the tensor of {sizes} rows; "
                     "pass the same sizes for both, from the last"
                 )
-        # Two, since the stride of one says nothing.
+        # Two rows, because the stride of a single row says nothing.
         found = cls((2, *sizes, n), steps)
         for name, step in steps.items():
             if rows_overlap(found.empty(name, torch.int8)):
@@ -68,19 +68,19 @@ class RowPlaces:
         return found
 
     def empty(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The stand-in of an argument that has rows."""
+        """Return the stand-in of an argument that has rows."""
         step = self.steps.get(name, self.shape[-1:])
         strides = list(step[::-2])
         for size in self.shape[-1 - len(strides) : 0 : -1]:
             strides.append(strides[-1] * size)
         outer = strides[::-1]
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, (*outer, 1), strict=True)) + 1
-        # Wherever the caller's default device is: planning takes no tensor without memory.
+        # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
         return torch.empty(reach, dtype=dtype, device="cpu").as_strided(self.shape, (*outer, 1))
 
 
 def _checked(name: str, asked: object) -> tuple[int, ...]:
-    """One argument's strides, as a tuple."""
+    """Return one argument's strides as a tuple."""
     step = asked if isinstance(asked, tuple) else (asked,)
     whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in step)
     if not whole or len(step) not in range(1, 2 * MOST_STRIDES, 2):

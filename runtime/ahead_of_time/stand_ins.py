@@ -1,4 +1,4 @@
-"""Calls of stand-ins for tensors: what a deployment's calls come to, without its tensors and without a GPU."""
+"""Calls of stand-ins for tensors: plans of a deployment's calls, without the tensors and without a GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ..kernels.launcher import Launcher
 from .modes_and_sizes import GroupShape
 from .row_places import Asked, RowPlaces
 
-# What `compile_keys` takes for a tensor's type: a dtype, x's (`Mode.operand_dtype`), or, where it may be left out, that
-# it is.
+# The words of `compile_keys` for a tensor's type: a dtype, "same" for x's (`Mode.operand_dtype`), or None for an
+# optional tensor that is left out.
 Kind = torch.dtype | str | None
 
 
@@ -37,7 +37,7 @@ def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
     """Check that words are classes of M, and return the words.
 
     Raises:
-        ConflictError: a word is none.
+        ConflictError: a word is no class.
     """
     for word in words:
         if word not in ROWS:
@@ -92,7 +92,7 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
         rows = RowPlaces.of(stride, n)
         if (mode.modulated or mode.grouped) and len(rows.shape) == 2:
-            # Several rows to a sample, or groups to a token.
+            # Several rows per sample, or groups per token.
             rows = replace(rows, shape=(rows.shape[0], *rows.shape))
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
@@ -105,7 +105,7 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of a mode whose rows lie alike, and whose vectors are of the same types."""
+    """Calls of a mode with equal row strides and equal dtypes of vectors."""
 
     mode: Mode
     rows: RowPlaces
@@ -143,7 +143,7 @@ class _Calls:
     def sharing_backward(self) -> Iterator[Plan]:
         """Yield plans of modulated or gated rows that adjoin, where all gradients are due.
 
-        The rows of groups lie a whole row of two groups apart, and how far that is no kernel is compiled for.
+        The row stride of groups is a whole row of two groups, and no kernel is compiled for this stride.
         """
         mode, n = self.mode, self.rows.shape[-1]
         own = TORCH_DTYPES[mode.dtype_in]
@@ -151,7 +151,7 @@ class _Calls:
             None if kind is None else _dtype(kind, mode) for kind in map(self.kinds.get, ("weight", "bias"))
         )
         if mode.modulated:
-            # Without a weight, sums are the gradients of what samples have.
+            # Without a weight, the sums are the gradients of the vectors per sample.
             summed = own if weight is None else torch.float32
             sums: dict[str, torch.dtype | None] = {"dweight": summed, "dbias": summed}
         else:
@@ -164,7 +164,7 @@ class _Calls:
             yield Plan(call_of(mode, 4, n, inputs, due), self.misaligned, self.target)
 
     def _dy_kinds(self) -> list[Kind]:
-        """The types of dy that calls may bring; rows that are rounded first need one of 16 bits."""
+        """Return the dtypes of dy that calls may bring; rows that are rounded first need a dtype of 16 bits."""
         mode, asked = self.mode, self.deployment.dy_dtypes
         types = [_dtype(kind, mode) for kind in asked]
         fitting = [
@@ -180,7 +180,7 @@ class _Calls:
         return fitting
 
     def _maker(self, **further: Kind) -> Callable[[Parameter], torch.Tensor | None]:
-        """Return a function that makes operands, in x's dtype or in that of `kinds`; None there is no operand."""
+        """Return a function that makes operands, in x's dtype or in the dtype of `kinds`, or None for no operand."""
         mode, rows, kinds = self.mode, self.rows, {**self.kinds, **further}
 
         def make(parameter: Parameter) -> torch.Tensor | None:
@@ -196,7 +196,7 @@ class _Calls:
                 return rows.empty(parameter.name, _dtype(kind, mode))
             shapes = {
                 Shape.VECTOR: rows.shape[-1:],
-                # Of parts that are groups, (2, 2 * N) is x's shape.
+                # If parts are groups, x's shape is (2, 2 * N).
                 Shape.PER_PART: (2, rows.shape[-1] // 2) if mode.grouped else rows.shape[-1:],
                 Shape.PER_SAMPLE: (rows.shape[0], rows.shape[-1]),
                 Shape.VALUE: (1,),
@@ -204,7 +204,7 @@ class _Calls:
                 Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
             }
             shape = shapes.get(parameter.kind, rows.shape[:-1])
-            # Wherever the caller's default device is: planning takes no tensor without memory.
+            # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
             return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
 
         return make
@@ -217,14 +217,14 @@ def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
 def launches(
     mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
 ) -> Iterator[tuple[str, str, Launcher]]:
-    """Yield what calls of a mode launch: the instance, the class of the number of groups, and a launcher.
+    """Yield the launches of calls of a mode: the instance, the class of the number of groups, and a launcher.
 
     Args:
-        mode: theirs.
-        shape: of their x.
+        mode: the mode of the calls.
+        shape: the shape of x.
         target: the GPU.
-        deployment: what else they bring.
-        trained: whether some of a forward mode save statistics, for a backward pass.
+        deployment: the properties of calls that the mode does not fix.
+        trained: whether some calls of a forward mode save statistics, for a backward pass.
     """
     for plan in _group_plans(mode, shape, target, deployment, trained=trained):
         for word, samples in shape.batches(plan.entry, deployment.rows).items():
@@ -235,7 +235,7 @@ def launches(
 def _group_plans(
     mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
 ) -> Iterator[Plan]:
-    """Yield a plan for each combination of what calls may bring."""
+    """Yield a plan for each combination of properties that calls may have."""
     size, own = (shape.channels, shape.groups, shape.positions), TORCH_DTYPES[mode.dtype_in]
 
     def dtype(kind: Kind) -> torch.dtype | None:
@@ -264,5 +264,5 @@ def _group_plans(
 
 
 def trained(modes: Iterable[GroupMode]) -> frozenset[GroupMode]:
-    """The forward modes of the backward ones among some."""
+    """Return the forward modes of the backward modes among `modes`."""
     return frozenset(replace(mode, direction=Direction.FORWARD) for mode in modes if mode.is_backward)

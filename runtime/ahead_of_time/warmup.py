@@ -1,4 +1,4 @@
-"""Compiles what a deployment touches, before it is touched."""
+"""Compile the kernels of a deployment before the first call."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def warmup(
 ) -> list[CompileKey]:
     """Compile everything that calls of some modes and sizes come to, or recorded ones, and load it onto a GPU.
 
-    After it such calls compile nothing, in this process or, because Triton keeps what it compiled on disk, in another
-    on the same machine; NORMFORGE_FROZEN=1 makes sure of it. Where a folder compiled ahead of time is in use, its
-    kernels are loaded instead. Under NORMFORGE_FROZEN=1 nothing is compiled here either: what is kept is loaded, and
-    what is not is an error.
+    Afterwards such calls compile nothing in this process or, because Triton keeps compiled kernels on disk, in another
+    process on the same machine; NORMFORGE_FROZEN=1 ensures this. If a folder compiled ahead of time is in use, its
+    kernels are loaded instead. Under NORMFORGE_FROZEN=1 nothing is compiled here either: kept kernels are loaded, and a
+    missing kernel is an error.
 
     Args:
         n: row lengths; see `compile_keys`.
@@ -41,13 +41,13 @@ def warmup(
         recorded: what `normforge.record` or NORMFORGE_RECORD wrote, a file or several, instead of n and modes: the
             kernels of the program that was recorded; see `recorded_keys`. Of options it goes with `rows` alone.
         device: the GPU; None is the current one.
-        jobs: threads that compile at once; None is one for each core, up to 8.
+        jobs: threads that compile at once; None is one per core, up to 8.
         progress: whether to show a progress bar on standard error.
         **options: what else `compile_keys` takes, but for arch and multiprocessors: shapes of GroupNorm, and what calls
             bring.
 
     Returns:
-        What was compiled or loaded, as `compile_keys` lists it.
+        The keys that were compiled or loaded, as `compile_keys` lists them.
 
     Raises:
         DeviceError: there is no GPU, or kernels are interpreted.
@@ -76,15 +76,15 @@ def warmup(
 
 
 def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, progress: bool) -> list[CompileKey]:
-    """Compile keys of a GPU, where nothing kept serves them, and load them onto it; returns the keys."""
+    """Compile keys for a GPU, unless a kept kernel serves them, load the kernels onto the GPU, and return the keys."""
     target = target_of(device)
     if target.is_nvidia:
-        # They are no kernels: frozen processes take them from Triton's cache, and it is here that they come there.
+        # These libraries are no kernels: frozen processes take them from Triton's cache, and warm-up puts them there.
         native_launcher.library(build=True)
         native.library(build=True)
 
     def work(key: CompileKey) -> CompileKey:
-        # Which device is the current one is each thread's own.
+        # Each thread has its own current device.
         with on_device(device):
             obtain(key.key, key.function, target, device.index)
         return key
