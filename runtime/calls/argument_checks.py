@@ -48,7 +48,7 @@ def refuse_fp8(x: torch.Tensor, reason: str) -> None:
         DTypeError: it is one.
     """
     if _is_fp8(x.dtype):
-        raise DTypeError(f"x has dtype {x.dtype}, {reason}; pass what it stands for, (x.float() * x_scale).bfloat16()")
+        raise DTypeError(f"x has dtype {x.dtype}, {reason}; pass the dequantised x, (x.float() * x_scale).bfloat16()")
 
 
 @constant_in_traces

@@ -50,7 +50,7 @@ _NOT_DIFFERENTIABLE = (
 )
 
 FP8_HAS_NO_GRADIENT = (
-    "no kernel computes one of a norm of fp8; call normforge.layer_norm or rms_norm of what x stands for, "
+    "no kernel computes one of a norm of fp8; call normforge.layer_norm or rms_norm of the dequantised x, "
     "(x.float() * x_scale).bfloat16()"
 )
 

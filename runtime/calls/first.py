@@ -148,7 +148,7 @@ def refuse_foreign(family: Family, given: Given) -> None:
     for row in family.operands:
         if sees_operators(tensor := given.get(row.name)):
             raise DTypeError(
-                f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it stands for"
+                f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it wraps"
             )
 
 

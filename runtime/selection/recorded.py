@@ -19,7 +19,7 @@ from .missing import group
 
 MARKER = "# Recorded by normforge"
 _HEAD = f"""{MARKER}: the instances that a program asked for, and its kinds of call. With this file as FILE,
-# normforge generate --manifest FILE --out DIR builds the instances (python generate.py does, likewise), and
+# normforge generate --manifest FILE --out DIR builds the instances (python generate.py does too), and
 # normforge warmup --recorded FILE compiles the kernels, or normforge aot --recorded FILE --arch ARCH --out DIR.
 """
 _CALLS, _ITEM = "calls:", "  - "

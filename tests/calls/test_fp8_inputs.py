@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"x": X, "x_scale": ROW, "weight": torch.ones(64, requires_grad=True), **BF16},
         errors.GradientError,
         r"^weight requires a gradient and no kernel computes one of a norm of fp8; call normforge.layer_norm or "
-        r"rms_norm of what x stands for, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
+        r"rms_norm of the dequantised x, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
     ),
     "gradient_of_the_scale": (
         {"x": X, "x_scale": torch.ones(3, requires_grad=True), **BF16},
@@ -309,8 +309,8 @@ def test_the_functional_api_says_what_takes_fp8(norm: str) -> None:
     name = {"layer": "layer_norm", "rms": "rms_norm"}[norm]
     message = (
         rf"^x has dtype torch.float8_e4m3fn, and is taken with its scale by "
-        rf"normforge.{FORWARD[norm].__name__}\(x, x_scale=x_scale, ...\), which has no gradient; pass what it stands "
-        r"for, \(x.float\(\) \* x_scale\).bfloat16\(\)"
+        rf"normforge.{FORWARD[norm].__name__}\(x, x_scale=x_scale, ...\), which has no gradient; pass the dequantised "
+        r"x, \(x.float\(\) \* x_scale\).bfloat16\(\)"
     )
     with pytest.raises(errors.DTypeError, match=message):
         getattr(normforge, name)(X, (64,))
@@ -323,7 +323,7 @@ def test_the_functional_api_says_what_takes_fp8(norm: str) -> None:
 
 def test_a_backward_call_takes_what_x_stands_for() -> None:
     rstd = torch.ones(3)
-    message = r"^x has dtype torch.float8_e4m3fn, which has no gradient; pass what it stands for, \(x.float\(\) \* x_sc"
+    message = r"^x has dtype torch.float8_e4m3fn, which has no gradient; pass the dequantised x, \(x.float\(\) \* x_sc"
     with pytest.raises(errors.DTypeError, match=message):
         rmsnorm2d_bwd(torch.randn(3, 64), X, rstd=rstd)
     with pytest.raises(errors.DTypeError, match=message):
