@@ -250,8 +250,8 @@ def add_layer_norm(
         mask: only with return_mask: x's shape, bool, True where an element was kept.
 
     Raises:
-        NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape, a dropout_p
-            that is none, and a dropout of DTensors.
+        NormforgeError: one of those that `layer_norm` lists; also for a residual of another shape than x's, a
+            dropout_p outside [0, 1), and a dropout of DTensors.
     """
     operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
     both: tuple[torch.Tensor, torch.Tensor]
