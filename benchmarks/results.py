@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from normforge.codegen.locking import replace_text
+from normforge.codegen.locking import replace_file
 
 from .cells import Cell
 from .errors import UsageError
@@ -145,8 +145,8 @@ def write(
     writer.writeheader()
     writer.writerows(records)
     document = {"suite": suite, "header": dict(header), "rows": list(records)}
-    replace_text(folder / f"{suite}.csv", text.getvalue())
-    replace_text(folder / f"{suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    replace_file((folder / f"{suite}.csv").resolve(), text.getvalue())
+    replace_file((folder / f"{suite}.json").resolve(), json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(folder: Path, suite: str) -> Results | None:

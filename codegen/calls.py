@@ -11,6 +11,7 @@ from pathlib import Path
 from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
+from .locking import replace_file
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .public import FUNCTIONAL, PUBLIC
 
@@ -56,10 +57,8 @@ class CallsFile:
             TemplateError: the text is not valid Python.
         """
         emit.check_python(str(self.path), self.text)
-        temporary = self.path.with_suffix(".py.tmp")
         try:
-            temporary.write_text(self.text)
-            temporary.replace(self.path)
+            replace_file(self.path, self.text)
         except OSError as error:
             raise FolderError(f"{self.path} cannot be written: {error.strerror}; mend that and run again") from error
 

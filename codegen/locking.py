@@ -33,16 +33,25 @@ def locked(path: Path) -> Iterator[None]:
         _release(handle)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file, or of a link's target, atomically: readers find either the old or the new text.
+def replace_file(path: Path, contents: str | bytes, mode: int = 0o666) -> None:
+    """Replace a file atomically: readers find either the old or the new contents.
+
+    Several processes may do this at once. A link at the path is replaced, not followed.
+
+    Args:
+        path: the file, in an existing folder.
+        contents: bytes, or text that is written in UTF-8.
+        mode: the file's permissions, before the umask.
 
     Raises:
         OSError: the file cannot be written, and is unchanged.
     """
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_bytes(text.encode())
+        # Another user who may write to the folder could have put a link there.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents.encode() if isinstance(contents, str) else contents)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

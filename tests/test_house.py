@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_780,
+    "all by hand": 14_763,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 779,
@@ -45,14 +45,14 @@ MOST_CODE_LINES = {
     "compiled": 662,
     "integrations": 395,
     "jax": 703,
-    "kernels": 1_119,
+    "kernels": 1_116,
     "normforge": 530,
     "operators": 600,
     "override": 229,
     "parallel": 212,
     "patching": 1_433,
     "reference": 661,
-    "selection": 855,
+    "selection": 841,
     "upstream": 736,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.

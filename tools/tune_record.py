@@ -12,7 +12,7 @@ from typing import Any
 from ..codegen import tile_tables
 from ..codegen.errors import TileTableError
 from ..codegen.instance import Bucket, Tiles
-from ..codegen.locking import locked, replace_text
+from ..codegen.locking import locked, replace_file
 from ..codegen.tile_tables import REQUIRED_SIZES, TileTable, lean, serves, tile_words, tiles_by_size
 from .environment import NOT_KNOWN
 from .tile_trials import Outcome, Row, Tried
@@ -118,14 +118,14 @@ class Record:
                 "cases": [*before, *map(_case, outcomes)],
             }
             kept = [old for old in lines if not _overlap(old, row)]
-            replace_text(self.report, "".join(f"{json.dumps(each)}\n" for each in (*kept, line)))
+            replace_file(self.report.resolve(), "".join(f"{json.dumps(each)}\n" for each in (*kept, line)))
 
     def _write_table(self, path: Path, row: Row, won: Tiles) -> None:
         old, head = TileTable({}), ""
         if path.exists():
             old, head = tile_tables.read_table(path), tile_tables.read_head(path)
         table = tile_tables.merge(old, TileTable({row.kind: ((row.bucket, won),)}))
-        replace_text(path, tile_tables.write_table(table, add_remark(head, self._told(row), row)))
+        replace_file(path.resolve(), tile_tables.write_table(table, add_remark(head, self._told(row), row)))
         self.has_written = True
 
     def _told(self, row: Row) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from .._version import __version__
 from ..calls import native
+from ..codegen.locking import replace_file
 from ..errors import AotError
-from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version, write
+from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version
 from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
 from ..upstream import native_launcher
@@ -19,7 +20,7 @@ from .compile_keys import CompileKey
 from .parallel import for_each
 
 # The names of `_compile`'s files, and of the parts of such files that a killed process may have left.
-_OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.\d+\.part)?")
+_OURS = re.compile(r"\.?.+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.[0-9a-f]{16})?")
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def build(
     def row_of(key: CompileKey) -> Row:
         source = source_digest(key.function)
         row = known.get(key.key.portable)
-        fits = row is not None and row.source_sha256 == source and (bool(row.ptx_sha256) or not ptx)
-        if row is not None and old is not None and fits and old.holds(row):
+        if old and row and row.source_sha256 == source and (row.ptx_sha256 or not ptx) and old.holds(row):
             return row
         return _compile(key, target, out, source, ptx)
 
@@ -114,5 +114,5 @@ def _compile(key: CompileKey, target: Target, out: Path, source: str, ptx: bool)
     name = f"{key.key.symbol}-{content[:16]}"
     row = Row(key.key.portable, name, binary, of_binary, of_metadata, of_ptx if ptx else "", source)
     for file, data in zip(row.files, (kernel.asm[binary], metadata, text), strict=False):
-        write(out / file, data)
+        replace_file(out / file, data)
     return row

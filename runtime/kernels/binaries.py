@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..codegen.locking import replace_file
 from ..errors import AotError
 from ..locks import fork_safe
 from ..settings import contents, named
@@ -176,7 +177,7 @@ class Folder:
         """Write the index; a reader finds the old one or the new one."""
         about = {"normforge": self.normforge, "triton": self.triton, "arch": self.arch}
         document = {"format": FORMAT, **about, "kernels": [asdict(row) for row in self.rows.values()]}
-        write(self.path / INDEX, (json.dumps(document, indent=1) + "\n").encode())
+        replace_file(self.path / INDEX, json.dumps(document, indent=1) + "\n")
 
     def _verify(self, name: str, digest: str) -> bytes:
         """Return the bytes of a file, and raise if the digest differs."""
@@ -316,10 +317,3 @@ def digest_of(module: Path) -> str:
     if shared.is_file():
         digest.update(b"\0" + shared.read_bytes())
     return digest.hexdigest()
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file whole, or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_bytes(data)
-    partial.replace(path)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-import os
-import secrets
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from .._version import __version__
 from ..codegen import emit, tiling
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Instance
+from ..codegen.locking import replace_file
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
 from ..settings import why_open
@@ -128,13 +127,5 @@ def _replace(path: Path, text: str) -> bool:
     data = text.encode()
     if path.is_file() and path.read_bytes() == data:
         return False
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        # Never through a link, and with the mode that the umask allows.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, data, _FILE_MODE)
     return True

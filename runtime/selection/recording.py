@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 import sys
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from .. import settings
 from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Bucket
-from ..codegen.locking import locked
+from ..codegen.locking import locked, replace_file
 from ..errors import RecordError
 from ..locks import fork_safe
 from ..settings import contents, named
@@ -170,18 +169,13 @@ class _Recording:
 
     def _save(self) -> None:
         """Add what was asked for to the file, which others may add to at the same time."""
-        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         try:
             with locked(self._path.with_name(f".{self._path.name}.lock")):
                 self._look()
                 asked = self._found | self._asked
                 text = manifest_of(asked.instances, asked.calls).encode()
                 if text != self._text:
-                    try:
-                        temporary.write_bytes(text)
-                        temporary.replace(self._path)
-                    finally:
-                        temporary.unlink(missing_ok=True)
+                    replace_file(self._path, text)
                 self._text, self._found, self._is_saved = text, asked, True
         except RecordError:
             raise

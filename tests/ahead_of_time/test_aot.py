@@ -330,7 +330,7 @@ def test_a_second_build_compiles_nothing_and_leaves_nothing_over(folder: Path, n
     assert {path.name for path in folder.iterdir()} == files
     first, *others = wanted()
     # What a killed process may leave, and what a user put there.
-    (folder / f"a-{'0' * 16}.cubin.123.part").write_text("half")
+    (folder / f".a-{'0' * 16}.cubin.{'1' * 16}").write_text("half")
     (folder / "notes.txt").write_text("mine")
     assert made(folder, [first]) == Built(compiled=0, kept=1, removed=len(others))
     row = read(folder).rows[first.key.portable]

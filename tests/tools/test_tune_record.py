@@ -19,7 +19,7 @@ import torch
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile, Tiles
-from normforge.codegen.locking import replace_text
+from normforge.codegen.locking import replace_file
 from normforge.codegen.tiling import CLASSES, standard_ladder
 from normforge.codegen.values import Pipeline
 from normforge.tools import budget, tile_compiler, tile_trials, tune
@@ -464,20 +464,32 @@ def test_several_write_one_table_at_once(out: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["sm_90.jsonl", "sm_90.yaml"]
 
 
-def test_a_text_that_cannot_be_replaced_stays_and_nothing_lies_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_link_to_a_table_is_kept_and_its_target_is_written(out: Path, tmp_path: Path) -> None:
+    target = tmp_path / "sm_90.yaml"
+    out.parent.mkdir()
+    out.symlink_to(target)
+    row = Row(CLASSES[0], standard_ladder()[0])
+    Record(out, None, HERE | {"revision": "abc1234"}).add(row, [outcome_of(case) for case in row.cases])
+    assert out.is_symlink()
+    assert len(tile_tables.read_table(target).rows[row.kind]) == 1
+
+
+@pytest.mark.parametrize("contents", ["new", b"new"])
+def test_a_file_that_cannot_be_replaced_stays_and_nothing_lies_about(
+    contents: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, link = tmp_path / "a", tmp_path / "link"
+    replace_file(path, "old")
     link.symlink_to("a")
-    replace_text(link, "old")
-    assert path.read_text() == "old"
+    replace_file(link, contents)
+    assert (link.is_symlink(), link.read_bytes(), path.read_text()) == (False, b"new", "old")
 
     def fail(self: Path, target: Path) -> None:
         raise OSError("disk")
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk"):
-        replace_text(path, "new")
+        replace_file(path, contents)
     assert path.read_text() == "old"
     assert {each.name for each in tmp_path.iterdir()} == {"a", "link"}
 
