@@ -36,10 +36,10 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_763,
+    "all by hand": 14_726,
     "C": 800,
     "emitted": 448,
-    "ahead_of_time": 779,
+    "ahead_of_time": 742,
     "calls": 2_581,
     "families": 2_485,
     "compiled": 662,

@@ -29,7 +29,7 @@ from ..selection.recorded import recordings
 
 if TYPE_CHECKING:
     from ..ahead_of_time.modes_and_sizes import Pair
-    from ..ahead_of_time.row_places import Asked, Steps
+    from ..ahead_of_time.stand_ins import Asked, Steps
 
 ABSENT = "none"
 

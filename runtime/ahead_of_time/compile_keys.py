@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,14 @@ import torch
 from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.groups import AnyMode, GroupMode
+from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
-from ..selection import dispatch
 from .modes_and_sizes import GroupShape, Pair, listed, pairs_of
 from .recorded import launchers_of, recorded_kinds
-from .row_places import Asked
-from .stand_ins import Deployment, Kind, classes_of_rows, launches, plans, trained
+from .stand_ins import Asked, Deployment, Kind, classes_of_rows, plans
 
 
 @dataclass(frozen=True)
@@ -168,22 +167,19 @@ def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> li
     """Return the keys of modes at row lengths and shapes; see `compile_keys`."""
     found: dict[KernelKey, CompileKey] = {}
     sized = list(pairs)
-    saving = trained(mode for mode, _ in sized if isinstance(mode, GroupMode))
+    groups = [mode for mode, _ in sized if isinstance(mode, GroupMode)]
+    # Calls of a forward mode save statistics if its backward mode is listed too.
+    trained = {replace(mode, direction=Direction.FORWARD) for mode in groups if mode.is_backward}
     for mode, size in sized:
-        if isinstance(mode, GroupMode):
-            assert isinstance(size, GroupShape)
-            if target.plainly:
-                raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
-            for instance, word, launcher in launches(mode, size, target, deployment, trained=mode in saving):
-                _add(found, launcher, size.n, instance, word)
-            continue
-        assert isinstance(size, int)
-        entry = dispatch.find(mode, size)
-        ms = entry.least_rows()
-        for plan in plans(mode, size, target, deployment):
-            for word in deployment.rows:
+        if isinstance(mode, GroupMode) and target.plainly:
+            raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
+        for plan in plans(mode, size, target, deployment, saves=mode in trained):
+            ms = plan.entry.least_rows()
+            if isinstance(size, GroupShape):
+                ms = size.least_groups(plan.entry, deployment.rows)
+            for word in (word for word in deployment.rows if word in ms):
                 for launcher in plan.prepared(ms[word]).launchers:
-                    _add(found, launcher, size, entry.name, word)
+                    _add(found, launcher, plan.n, plan.entry.name, word)
     return list(found.values())
 
 

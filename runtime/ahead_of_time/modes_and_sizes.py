@@ -73,15 +73,16 @@ class GroupShape:
         """The number of elements of a group."""
         return self.channels // self.groups * self.positions
 
-    def batches(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
-        """Return a number of samples for each class of M that is asked for and that the groups can make up.
+    def least_groups(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
+        """Return a number of groups for each class of M that is asked for and that whole samples can make up.
 
         Raises:
             ConflictError: there is no such class.
         """
-        found = samples_of(entry, self.groups)
+        found = least_groups(entry, self.groups)
         if self.samples is not None:
-            found = {ROWS[entry.size(self.samples * self.groups)]: self.samples}
+            m = self.samples * self.groups
+            found = {ROWS[entry.size(m)]: m}
         taken = {word: found[word] for word in asked if word in found}
         if not taken:
             raise ConflictError(
@@ -92,10 +93,10 @@ class GroupShape:
         return taken
 
 
-def samples_of(entry: Entry, groups: int) -> dict[str, int]:
-    """Return the fewest samples of so many groups for each class of M; "most" takes the kernels of "many"."""
-    found = {word: m // groups for word, m in entry.least_rows(groups).items()}
-    return found | {MOST: found.get(MANY, 1)}
+def least_groups(entry: Entry, groups: int) -> dict[str, int]:
+    """Return the fewest groups of whole samples for each class of M; "most" takes the kernels of "many"."""
+    found = entry.least_rows(groups)
+    return found | {MOST: found.get(MANY, groups)}
 
 
 def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:

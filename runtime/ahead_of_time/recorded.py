@@ -21,7 +21,7 @@ from ..selection import dispatch
 from ..selection.batch import batch_invariant
 from ..selection.recorded import recordings
 from ..selection.table import Entry
-from .modes_and_sizes import samples_of
+from .modes_and_sizes import least_groups
 
 
 def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
@@ -46,8 +46,8 @@ def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str
     return sorted(kinds)
 
 
-def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    """Yield the kernels that a kind of call comes to on a GPU, each with its instance.
+def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry, Launcher]]:
+    """Return the kernels that a kind of call comes to on a GPU, each with its instance.
 
     Raises:
         RecordError: no call is of such a kind.
@@ -56,19 +56,13 @@ def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launch
     """
     # The recording decides, and not this process, whether calls are batch invariant.
     with batch_invariant(kind.invariant):
-        found = list(_launchers(kind, target))
-    yield from found
+        try:
+            return list(_launchers(kind, mode_named(kind.mode), target))
+        except KeyError as error:
+            raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
 
 
-def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    mode = mode_named(kind.mode)
-    try:
-        yield from _kernels(kind, mode, target)
-    except KeyError as error:
-        raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
-
-
-def _kernels(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+def _launchers(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
     if target.plainly and (isinstance(mode, GroupMode) or (mode.is_backward and mode.shares)):
         raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
     groups = kind.size.get("groups", 1)
@@ -82,11 +76,11 @@ def _kernels(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[En
     # A scale for all rows and a scale per row need the same compilations.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     misaligned = misaligned_of_kind(kind)
-    given = (family, mode, n, target, dtypes, strides, further, misaligned)
+    given = family, mode, n, target, dtypes, strides, further, misaligned
     facts = Facts(*given, invariant=kind.invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
-    least = samples_of(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
-    m = least.get(kind.rows, 0) * groups
+    least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
+    m = least.get(kind.rows, 0)
     if m == 0:
         raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
     made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)

@@ -2,35 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 
 from ..call_kinds import ROWS
-from ..calls.check import check
+from ..calls.check import Call, check
+from ..calls.overlap import rows_overlap
 from ..calls.plan import Plan
 from ..calls.row_gradients import call_of
+from ..calls.row_layout import MOST_STRIDES
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
-from ..codegen.groups import GroupMode
+from ..codegen.groups import AnyMode, GroupMode
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FAMILIES, family_of
-from ..codegen.values import Direction
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES, arguments_of
-from ..errors import ConflictError
+from ..errors import ConflictError, ShapeError
 from ..families.group.row import call_in_memory, slots_of
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
-from ..kernels.launcher import Launcher
 from .modes_and_sizes import GroupShape
-from .row_places import Asked, RowPlaces
 
 # The words of `compile_keys` for a tensor's type: a dtype, "same" for x's (`Mode.operand_dtype`), or None for an
 # optional tensor that is left out.
 Kind = torch.dtype | str | None
+
+
+# A stride, or several with the sizes between them, the outermost first: (6144, 32, 128).
+Steps = int | tuple[int, ...]
+# The strides of x, or of arguments by name; None if all rows adjoin.
+Asked = Steps | Mapping[str, Steps] | None
+
+# The arguments that have rows.
+NAMES = tuple(
+    dict.fromkeys(
+        row.name
+        for family in FAMILIES
+        for row in family.parameters
+        if row.kind.has_row_stride and not row.kind.is_shared
+    )
+)
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """The shape and the row strides of one call's tensors.
+
+    Attributes:
+        shape: the tensors'.
+        steps: by the names of arguments, strides and the sizes between them; rows of any other adjoin.
+    """
+
+    shape: tuple[int, ...]
+    steps: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, asked: Asked, n: int) -> RowPlaces:
+        """Return the places that an entry of `row_strides` asks for, with rows of n elements.
+
+        Raises:
+            ConflictError: the entry names an argument without rows, or two of conflicting sizes, or holds no strides.
+            ShapeError: rows would overlap.
+        """
+        given = asked if isinstance(asked, Mapping) else {} if asked is None else {"x": asked}
+        steps = {name: _checked(name, step) for name, step in given.items()}
+        sizes = max((step[1::2] for step in steps.values()), key=len, default=())
+        for name, step in steps.items():
+            if step[1::2] != sizes[len(sizes) - len(step[1::2]) :]:
+                raise ConflictError(
+                    f"row_strides has {given!r}, and {name} is of another shape than the tensor of {sizes} rows; "
+                    "pass the same sizes for both, from the last"
+                )
+        # Two rows, because the stride of a single row says nothing.
+        found = cls((2, *sizes, n), steps)
+        for name, step in steps.items():
+            if rows_overlap(found.empty(name, torch.int8)):
+                less = f"less than N = {n}" if len(step) == 1 else f"whose rows of N = {n} overlap"
+                raise ShapeError(
+                    f"row_strides has {', '.join(map(str, step))}, {less}; it takes N or more, or None for N itself"
+                )
+        return found
+
+    def empty(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the stand-in of an argument that has rows."""
+        step = self.steps.get(name, self.shape[-1:])
+        strides = list(step[::-2])
+        for size in self.shape[-1 - len(strides) : 0 : -1]:
+            strides.append(strides[-1] * size)
+        outer = strides[::-1]
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, (*outer, 1), strict=True)) + 1
+        # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
+        return torch.empty(reach, dtype=dtype, device="cpu").as_strided(self.shape, (*outer, 1))
+
+
+def _checked(name: str, asked: object) -> tuple[int, ...]:
+    """Return one argument's strides as a tuple."""
+    step = asked if isinstance(asked, tuple) else (asked,)
+    whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in step)
+    if not whole or len(step) not in range(1, 2 * MOST_STRIDES, 2):
+        raise ConflictError(
+            f"row_strides has {asked!r}; it takes a stride, or up to {MOST_STRIDES} with the rows between them, "
+            "(6144, 32, 128) say, or a mapping from arguments to such"
+        )
+    if name not in NAMES:
+        raise ConflictError(f"row_strides has {name!r}; it takes names of arguments: {', '.join(NAMES)}")
+    return step
 
 
 def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
@@ -86,183 +167,161 @@ _GRADIENTS = tuple(result.name for result in BACKWARD.results)
 _POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
 
 
-def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan]:
-    """Yield a plan for each combination of dtypes, strides and alignments that calls of a mode may bring."""
-    biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
+def plans(
+    mode: AnyMode, size: int | GroupShape, target: Target, deployment: Deployment, *, saves: bool = False
+) -> Iterator[Plan]:
+    """Yield a plan for each combination of properties that calls of a mode may have.
+
+    Args:
+        mode: the mode of the calls.
+        size: the row length, or of GroupNorm the shape of x.
+        target: the GPU.
+        deployment: the properties of calls that the mode does not fix.
+        saves: whether some calls of GroupNorm's forward mode save statistics, for a backward pass.
+    """
+    if isinstance(mode, GroupMode):
+        assert isinstance(size, GroupShape)
+        for call, names in _group_calls(mode, size, deployment, saves=saves):
+            yield Plan(call, slots_of(call, names), target)
+    else:
+        assert isinstance(size, int)
+        for call, names in _calls(mode, size, deployment):
+            yield Plan(call, [_POINTERS[name] for name in names], target)
+
+
+def _calls(mode: Mode, n: int, deployment: Deployment) -> Iterator[tuple[Call, Collection[str]]]:
+    """Yield calls of a mode of rows, each with the names of its misaligned tensors."""
+    reads = [row.name for row in family_of(mode).inputs if row.is_wanted(mode)]
+    options = {"residual": deployment.residual_dtypes, "smooth_scale": deployment.smooth_dtypes}
+    further = {name: asked for name, asked in options.items() if name in reads}
+    if mode.is_backward:
+        further["dy"] = _dy_kinds(mode, deployment)
+    make = _forward if not mode.is_backward else _sharing_backward if mode.shares else _backward
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
         rows = RowPlaces.of(stride, n)
         if (mode.modulated or mode.grouped) and len(rows.shape) == 2:
             # Several rows per sample, or groups per token.
             rows = replace(rows, shape=(rows.shape[0], *rows.shape))
-        misaligned = [_POINTERS[name] for name in names]
-        for bias in (weight,) if biases is None else biases:
-            calls = _Calls(mode, rows, target, deployment, {"weight": weight, "bias": bias}, misaligned)
-            if not mode.is_backward:
-                yield from calls.forward()
-            else:
-                yield from calls.sharing_backward() if mode.shares else calls.backward()
+        biases = (deployment.bias_dtypes or (weight,)) if mode.norm.centres else (None,)
+        for bias, *kinds in product(biases, *further.values()):
+            operands = {"weight": weight, "bias": bias, **dict(zip(further, kinds, strict=True))}
+            for call in make(mode, rows, operands, deployment.wants):
+                yield call, names
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """Calls of a mode with equal row strides and equal dtypes of vectors."""
+# By the names of operands. Further operands have x's dtype.
+_Kinds = Mapping[str, Kind]
+_Wants = Sequence[Collection[str]] | None
 
-    mode: Mode
-    rows: RowPlaces
-    target: Target
-    deployment: Deployment
-    kinds: Mapping[str, Kind]
-    misaligned: Collection[str]
 
-    def forward(self) -> Iterator[Plan]:
-        mode, rows = self.mode, self.rows
-        residuals = self.deployment.residual_dtypes if mode.fadd.adds else (None,)
-        smooths = self.deployment.smooth_dtypes if mode.fquant.smooths else (None,)
-        for residual, smooth in product(residuals, smooths):
-            arguments = arguments_of(mode, self._maker(residual=residual, smooth_scale=smooth))
-            if "out" in rows.steps and not mode.shares:
-                arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
-            if "residual_out" in rows.steps and mode.fadd.stores and not mode.shares:
-                arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
-            yield Plan(check(family_of(mode).functions[mode.norm], arguments), self.misaligned, self.target)
+def _forward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> Iterator[Call]:
+    arguments = arguments_of(mode, partial(_operand, mode, rows, kinds))
+    if "out" in rows.steps and not mode.shares:
+        arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
+    if "residual_out" in rows.steps and mode.fadd.stores and not mode.shares:
+        arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
+    yield check(family_of(mode).functions[mode.norm], arguments)
 
-    def backward(self) -> Iterator[Plan]:
-        mode = self.mode
-        kinds = {f"d{name}": kind for name, kind in self.kinds.items()}
-        due = [row.name for row in BACKWARD.results if row.is_wanted(mode) and kinds.get(row.name, SAME) is not None]
-        asked = (due,) if self.deployment.wants is None else self.deployment.wants
-        bias = self.kinds["bias"]
-        for dy, names in product(self._dy_kinds(), asked):
-            wants = [name for name in due if name in names]
-            if not wants:
-                continue
-            arguments = {**arguments_of(mode, self._maker(dy=dy)), "wants": wants}
-            arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
-            yield Plan(check(BACKWARD.functions[mode.norm], arguments), self.misaligned, self.target)
 
-    def sharing_backward(self) -> Iterator[Plan]:
-        """Yield plans of modulated or gated rows that adjoin, where all gradients are due.
+def _backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, asked: _Wants) -> Iterator[Call]:
+    vectors = {"dweight": kinds["weight"], "dbias": kinds["bias"]}
+    due = [row.name for row in BACKWARD.results if row.is_wanted(mode) and vectors.get(row.name, SAME) is not None]
+    for names in (due,) if asked is None else asked:
+        wants = [name for name in due if name in names]
+        if wants:
+            arguments = {**arguments_of(mode, partial(_operand, mode, rows, kinds)), "wants": wants}
+            arguments["bias_dtype"] = None if kinds["bias"] is None else _dtype(kinds["bias"], mode)
+            yield check(BACKWARD.functions[mode.norm], arguments)
 
-        The row stride of groups is a whole row of two groups, and no kernel is compiled for this stride.
-        """
-        mode, n = self.mode, self.rows.shape[-1]
-        own = TORCH_DTYPES[mode.dtype_in]
-        weight, bias = (
-            None if kind is None else _dtype(kind, mode) for kind in map(self.kinds.get, ("weight", "bias"))
+
+def _sharing_backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> Iterator[Call]:
+    """Yield the call of modulated or gated rows that adjoin, where all gradients are due.
+
+    The row stride of groups is a whole row of two groups, and no kernel is compiled for this stride.
+    """
+    n = rows.shape[-1]
+    own = TORCH_DTYPES[mode.dtype_in]
+    sums = {f"d{name}": None if kinds[name] is None else _dtype(kinds[name], mode) for name in ("weight", "bias")}
+    if mode.modulated:
+        # Without a weight, the sums are the gradients of the vectors per sample.
+        sums = dict.fromkeys(sums, own if kinds["weight"] is None else torch.float32)
+    due = {row.name: own for row in family_of(mode).results if row.name not in sums and row.is_wanted(mode)}
+    due |= {name: dtype for name, dtype in sums.items() if dtype is not None}
+    adjoining = RowPlaces((2, 2 * n) if mode.grouped else (2, 2, n), {})
+    yield call_of(mode, 4, n, arguments_of(mode, partial(_operand, mode, adjoining, kinds)), due)
+
+
+def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
+    """Return the dtypes of dy that calls may bring; rows that are rounded first need a dtype of 16 bits."""
+    types = [_dtype(kind, mode) for kind in deployment.dy_dtypes]
+    fitting: list[Kind] = [
+        kind
+        for kind, dtype in zip(deployment.dy_dtypes, types, strict=True)
+        if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
+    ]
+    if not fitting:
+        raise ConflictError(
+            f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
+            "add torch.float16 or torch.bfloat16 to it"
         )
-        if mode.modulated:
-            # Without a weight, the sums are the gradients of the vectors per sample.
-            summed = own if weight is None else torch.float32
-            sums: dict[str, torch.dtype | None] = {"dweight": summed, "dbias": summed}
-        else:
-            sums = {"dweight": weight, "dbias": bias}
-        due = {row.name: own for row in family_of(mode).results if row.name not in sums and row.is_wanted(mode)}
-        due |= {name: dtype for name, dtype in sums.items() if dtype is not None}
-        adjoining = replace(self, rows=RowPlaces((2, 2 * n) if mode.grouped else (2, 2, n), {}))
-        for dy in self._dy_kinds():
-            inputs = arguments_of(mode, adjoining._maker(dy=dy))
-            yield Plan(call_of(mode, 4, n, inputs, due), self.misaligned, self.target)
+    return fitting
 
-    def _dy_kinds(self) -> list[Kind]:
-        """Return the dtypes of dy that calls may bring; rows that are rounded first need a dtype of 16 bits."""
-        mode, asked = self.mode, self.deployment.dy_dtypes
-        types = [_dtype(kind, mode) for kind in asked]
-        fitting = [
-            kind
-            for kind, dtype in zip(asked, types, strict=True)
-            if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
-        ]
-        if types and not fitting:
-            raise ConflictError(
-                f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
-                "add torch.float16 or torch.bfloat16 to it"
-            )
-        return fitting
 
-    def _maker(self, **further: Kind) -> Callable[[Parameter], torch.Tensor | None]:
-        """Return a function that makes operands, in x's dtype or in the dtype of `kinds`, or None for no operand."""
-        mode, rows, kinds = self.mode, self.rows, {**self.kinds, **further}
-
-        def make(parameter: Parameter) -> torch.Tensor | None:
-            if parameter.name == "x":
-                return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
-            if parameter.kind is Shape.RANDOM:
-                return torch.empty(2, dtype=torch.int64, device="cpu")
-            is_fp32 = parameter.kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
-            kind = kinds.get(parameter.name, torch.float32 if is_fp32 else SAME)
-            if kind is None:
-                return None
-            if parameter.kind is Shape.ROWS or (parameter.kind is Shape.SAMPLES and parameter.name in rows.steps):
-                return rows.empty(parameter.name, _dtype(kind, mode))
-            shapes = {
-                Shape.VECTOR: rows.shape[-1:],
-                # If parts are groups, x's shape is (2, 2 * N).
-                Shape.PER_PART: (2, rows.shape[-1] // 2) if mode.grouped else rows.shape[-1:],
-                Shape.PER_SAMPLE: (rows.shape[0], rows.shape[-1]),
-                Shape.VALUE: (1,),
-                Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
-                Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
-            }
-            shape = shapes.get(parameter.kind, rows.shape[:-1])
-            # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
-            return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
-
-        return make
+def _operand(mode: Mode, rows: RowPlaces, kinds: _Kinds, parameter: Parameter) -> torch.Tensor | None:
+    """Return the stand-in for an operand, in the dtype of `kinds` or in its usual dtype; None for no operand."""
+    name, kind = parameter.name, parameter.kind
+    if name == "x":
+        return rows.empty(name, TORCH_DTYPES[mode.dtype_in])
+    if kind is Shape.RANDOM:
+        return torch.empty(2, dtype=torch.int64, device="cpu")
+    is_fp32 = kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
+    asked = kinds.get(name, torch.float32 if is_fp32 else SAME)
+    if asked is None:
+        return None
+    dtype = _dtype(asked, mode)
+    if kind is Shape.ROWS or (kind is Shape.SAMPLES and name in rows.steps):
+        return rows.empty(name, dtype)
+    *outer, n = rows.shape
+    shapes = {
+        Shape.VECTOR: (n,),
+        # If parts are groups, x's shape is (2, 2 * N).
+        Shape.PER_PART: (2, n // 2) if mode.grouped else (n,),
+        Shape.PER_SAMPLE: (outer[0], n),
+        Shape.VALUE: (1,),
+        Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
+        Shape.SAMPLES: (outer[0], n),
+    }
+    # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
+    return torch.empty(shapes.get(kind, outer), dtype=dtype, device="cpu")
 
 
 def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
     return kind if isinstance(kind, torch.dtype) else TORCH_DTYPES[mode.operand_dtype]
 
 
-def launches(
-    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
-) -> Iterator[tuple[str, str, Launcher]]:
-    """Yield the launches of calls of a mode: the instance, the class of the number of groups, and a launcher.
-
-    Args:
-        mode: the mode of the calls.
-        shape: the shape of x.
-        target: the GPU.
-        deployment: the properties of calls that the mode does not fix.
-        trained: whether some calls of a forward mode save statistics, for a backward pass.
-    """
-    for plan in _group_plans(mode, shape, target, deployment, trained=trained):
-        for word, samples in shape.batches(plan.entry, deployment.rows).items():
-            for launcher in plan.prepared(samples * shape.groups).launchers:
-                yield plan.entry.name, word, launcher
-
-
-def _group_plans(
-    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
-) -> Iterator[Plan]:
-    """Yield a plan for each combination of properties that calls may have."""
+def _group_calls(
+    mode: GroupMode, shape: GroupShape, deployment: Deployment, *, saves: bool
+) -> Iterator[tuple[Call, Collection[str]]]:
+    """Yield calls of GroupNorm, each with the names of its misaligned tensors."""
     size, own = (shape.channels, shape.groups, shape.positions), TORCH_DTYPES[mode.dtype_in]
 
-    def dtype(kind: Kind) -> torch.dtype | None:
-        return own if kind == SAME else kind if isinstance(kind, torch.dtype) else None
+    def dtypes(kinds: Iterable[Kind]) -> list[torch.dtype | None]:
+        return [own if kind == SAME else kind if isinstance(kind, torch.dtype) else None for kind in kinds]
 
-    def plan(dtypes: Mapping[str, torch.dtype | None], names: Collection[str], due: dict[str, torch.dtype]) -> Plan:
-        there = {name: kind for name, kind in dtypes.items() if kind is not None}
-        tensors = {name: torch.empty(0, dtype=kind, device="cpu") for name, kind in there.items()}
-        call = call_in_memory(mode, size, tensors, due)
-        return Plan(call, slots_of(call, names), target)
+    def call(operands: Mapping[str, torch.dtype | None], due: Mapping[str, torch.dtype | None]) -> Call:
+        tensors = {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in operands.items() if dtype}
+        return call_in_memory(mode, size, tensors, {name: dtype for name, dtype in due.items() if dtype})
 
-    for weight, names in product(map(dtype, deployment.weight_dtypes), deployment.misaligned):
-        for bias in [weight] if deployment.bias_dtypes is None else map(dtype, deployment.bias_dtypes):
-            dtypes = {"x": own, "weight": weight, "bias": bias}
+    for weight, names in product(dtypes(deployment.weight_dtypes), deployment.misaligned):
+        for bias in [weight] if deployment.bias_dtypes is None else dtypes(deployment.bias_dtypes):
+            operands = {"x": own, "weight": weight, "bias": bias}
             if mode.is_backward:
-                vectors = {"dweight": weight, "dbias": bias}
-                for dy, wants in product(map(dtype, deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
-                    due = {name: kind for name, kind in vectors.items() if kind is not None and name in wants}
-                    if due or "dx" in wants:
-                        yield plan({"dy": dy, **dtypes}, names, {"dx": own, **due})
-                continue
-            for y, saves in product(map(dtype, deployment.y_dtypes), (False, True) if trained else (False,)):
-                assert y is not None
-                saved = dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)
-                yield plan(dtypes, names, {"y": y, **saved})
-
-
-def trained(modes: Iterable[GroupMode]) -> frozenset[GroupMode]:
-    """Return the forward modes of the backward modes among `modes`."""
-    return frozenset(replace(mode, direction=Direction.FORWARD) for mode in modes if mode.is_backward)
+                for dy, wants in product(dtypes(deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
+                    vectors = {"dweight": weight, "dbias": bias}
+                    due = {name: dtype for name, dtype in vectors.items() if name in wants}
+                    if any(due.values()) or "dx" in wants:
+                        yield call({"dy": dy, **operands}, {"dx": own, **due}), names
+            else:
+                for y, saved in product(dtypes(deployment.y_dtypes), (False, True) if saves else (False,)):
+                    statistics = dict.fromkeys(("mean", "rstd") if saved else (), torch.float32)
+                    yield call(operands, {"y": y, **statistics}), names

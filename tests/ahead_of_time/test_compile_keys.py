@@ -251,6 +251,12 @@ def test_each_key_is_listed_once_with_all_that_launch_it() -> None:
     assert str(shared) == f"{head}{shared.key}"
 
 
+def test_a_key_names_the_instance_that_launches_it() -> None:
+    """Groups that share no weight are rows, whatever mode was named."""
+    (key,) = compile_keys([64], ["rms_fwd_bf16_ga_grp"], weight_dtypes=[None], rows=["few"], arch="sm_90")
+    assert key.instances == ("rms_fwd_bf16_ga_n128",)
+
+
 def test_without_modes_it_is_every_mode_that_serves_a_length(fresh_table: None, tmp_path: Path) -> None:
     write(tmp_path / "mine", [instance(PLAIN, 64), instance(RMS, 64), instance(RMS, 4096)])
     normforge.load_instances(tmp_path / "mine")

@@ -108,8 +108,8 @@ MUTANTS = (
         "warmup-forgets-few-rows",
         "warm-up leaves the kernel for few rows to be compiled by a call",
         "runtime/ahead_of_time/compile_keys.py",
-        "ms = entry.least_rows()",
-        "ms = entry.least_rows(entry.small_m + 1) | {'few': entry.small_m + 1}",
+        "ms = plan.entry.least_rows()",
+        "ms = plan.entry.least_rows(plan.entry.small_m + 1) | {'few': plan.entry.small_m + 1}",
         ("tests/ahead_of_time/test_compile_keys.py::test_the_defaults_list_what_the_common_calls_launch",),
     ),
     Mutant(
