@@ -11,6 +11,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import DType, Norm
+from normforge.selection.table import Entry
 
 PLAIN = Mode(Norm.LAYER, DType.FP32, DType.FP32)
 RMS = Mode(Norm.RMS, DType.FP32, DType.FP32)
@@ -30,3 +31,8 @@ def write(folder: Path, instances: Iterable[Instance]) -> Path:
     for name, text in render_folder(tuple(instances)).items():
         (folder / name).write_text(text)
     return folder
+
+
+def distinct_tiles(entry: Entry) -> tuple[Tile, ...]:
+    """Return every tile that an instance may run with, on whichever architecture, each once."""
+    return tuple(dict.fromkeys(tile for _, tiles in entry.tiles for tile in tiles.every))

@@ -36,11 +36,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_726,
+    "all by hand": 14_707,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 742,
-    "calls": 2_581,
+    "calls": 2_580,
     "families": 2_485,
     "compiled": 662,
     "integrations": 395,
@@ -52,7 +52,7 @@ MOST_CODE_LINES = {
     "parallel": 212,
     "patching": 1_433,
     "reference": 661,
-    "selection": 841,
+    "selection": 823,
     "upstream": 736,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.

@@ -333,8 +333,7 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
 
 def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
     """Return the launcher of a kernel of an instance; with no device, the kernel is described and not compiled."""
-    kernel = entry.load_finaliser() if recipe.part is None else entry.load(recipe.part)
-    return Launcher(kernel, recipe, target, device)
+    return Launcher(entry.load(recipe.part), recipe, target, device)
 
 
 def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import settings
 from ..call_kinds import CallKind
@@ -37,46 +37,24 @@ class Observer(Protocol):
 
 _observers: tuple[Observer, ...] = ()
 
-Plans = MutableMapping[Hashable, Any]
-
-
-class _PlansByCaller(Plans):
-    """Plans of two kinds, while only some callers ask for batch invariance: each caller sees the plans of its kind."""
-
-    def __init__(self, by_default: Plans, otherwise: Plans) -> None:
-        self._by_default, self._otherwise = by_default, otherwise
-
-    def mine(self) -> Plans:
-        """Return the plans of the calling thread."""
-        return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise
-
-    def get(self, key: Hashable, default: Any = None) -> Any:
-        # A hot path: the inherited method has a try.
-        return self.mine().get(key, default)
-
-    def __getitem__(self, key: Hashable) -> Any:
-        return self.mine()[key]
-
-    def __setitem__(self, key: Hashable, plan: Any) -> None:
-        self.mine()[key] = plan
-
-    def __delitem__(self, key: Hashable) -> None:
-        del self.mine()[key]
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self.mine())
-
-    def __len__(self) -> int:
-        return len(self.mine())
-
+Plans = dict[Hashable, Any]
 
 # Plans of checked calls, by their keys: see `forward` and `backward`. Another table starts another dictionary, so that
-# a call that was checked under the last table and is still running leaves nothing in the new dictionary. While all
-# callers are of one kind, this is a plain dictionary, and a look-up does not check the caller's kind.
+# a call that was checked under the last table and is still running leaves nothing in the new dictionary. While callers
+# differ in whether they ask for batch invariance, the module has no such name, and `__getattr__` finds the plans of
+# the calling thread.
 plans: Plans = {}
 # The plans of callers that follow the default setting, and of callers that ask for the opposite.
 _kinds: tuple[Plans, Plans] = plans, {}
 _tells_apart = False
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name == "plans":
+            return _kinds[invariance.is_on() is not invariance.by_default()]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Keys of tensors with several leading strides depend on M, so that their number has no bound.
 _MOST_PLANS = 4096
@@ -152,7 +130,10 @@ def forget() -> None:
 def _take(kinds: tuple[Plans, Plans]) -> None:
     global plans, _kinds
     _kinds = kinds
-    plans = _PlansByCaller(*kinds) if _tells_apart else kinds[0]
+    if not _tells_apart:
+        plans = kinds[0]
+    else:
+        globals().pop("plans", None)
 
 
 def remember(among: Plans, key: Hashable, plan: object) -> None:

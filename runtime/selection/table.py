@@ -28,7 +28,7 @@ from ..errors import TableError
 FORMAT = 7
 
 # The module and the symbol of the kernel that adds up the partial sums of a backward kernel.
-FINALISER = ("finalise", "sum_partials")
+_FINALISER = ("finalise", "sum_partials")
 
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
@@ -112,23 +112,17 @@ class Entry:
         """Return the tiles on an architecture."""
         return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
 
-    def distinct_tiles(self) -> tuple[Tile, ...]:
-        """Return every distinct tile that the instance may run with, on any architecture."""
-        return tuple(dict.fromkeys(tile for _, tiles in self.tiles for tile in tiles.every))
-
     def kernel(self, part: Pipeline | Part) -> str:
         """Return the symbol of a pipeline's kernel or of a part's kernel, as `Mode.kernel` does."""
         return f"{self.mode}_{part.value}"
 
-    def load(self, part: Pipeline | Part) -> Any:
-        """Import the module and return the kernel of a pipeline or a part: a `triton.JITFunction`."""
-        return self._load(self.mode, self.kernel(part))
+    def module_and_symbol(self, part: Pipeline | Part | None) -> tuple[str, str]:
+        """Return the names of a kernel and its module; None is the kernel that adds up partial sums."""
+        return _FINALISER if part is None else (self.mode, self.kernel(part))
 
-    def load_finaliser(self) -> Any:
-        """Return the kernel that adds up the partial sums of a backward kernel."""
-        return self._load(*FINALISER)
-
-    def _load(self, module: str, symbol: str) -> Any:
+    def load(self, part: Pipeline | Part | None) -> Any:
+        """Import the module of a kernel and return the kernel, a `triton.JITFunction`."""
+        module, symbol = self.module_and_symbol(part)
         try:
             return _kernel(self.package, module, symbol)
         except (Exception, SystemExit) as error:
@@ -155,12 +149,7 @@ class Table:
         # No class of M is empty.
         self.some_m = max(some_m, small_m + 1)
         self._ladders = ladders
-        self._entries: dict[tuple[str, int], Entry] = {}
-        # Modes share ladders, and each ladder's bounds are needed once; an open end sorts after every N.
-        rows = {id(by_arch[ANY]): by_arch[ANY] for by_arch in ladders.values()}
-        self._bounds = {
-            key: [sys.maxsize if last is None else last for _, last, *_ in ladder] for key, ladder in rows.items()
-        }
+        self._entry = cache(self._make_entry)
 
     def find(self, mode: str, n: int) -> Entry | None:
         """Return the entry that serves rows of n elements in a mode, or None."""
@@ -168,7 +157,7 @@ class Table:
         if by_arch is None:
             return None
         ladder = by_arch[ANY]
-        index = bisect_left(self._bounds[id(ladder)], n)
+        index = bisect_left(ladder, n, key=_bound)
         if index == len(ladder) or n < ladder[index][0]:
             return None
         return self._entry(mode, index)
@@ -178,24 +167,25 @@ class Table:
             for index in range(len(by_arch[ANY])):
                 yield self._entry(mode, index)
 
-    def _entry(self, mode: str, index: int) -> Entry:
-        made = self._entries.get((mode, index))
-        if made is None:
-            by_arch = self._ladders[mode]
-            first, last, bucket, *_ = by_arch[ANY][index]
-            made = Entry(
-                name=f"{mode}_{bucket}",
-                mode=mode,
-                first=first,
-                last=last,
-                bucket=bucket,
-                tiles=tuple((arch, _tiles(ladder[index])) for arch, ladder in by_arch.items()),
-                small_m=self.small_m,
-                some_m=self.some_m,
-                package=self.package,
-            )
-            self._entries[mode, index] = made
-        return made
+    def _make_entry(self, mode: str, index: int) -> Entry:
+        by_arch = self._ladders[mode]
+        first, last, bucket, *_ = by_arch[ANY][index]
+        return Entry(
+            name=f"{mode}_{bucket}",
+            mode=mode,
+            first=first,
+            last=last,
+            bucket=bucket,
+            tiles=tuple((arch, _tiles(ladder[index])) for arch, ladder in by_arch.items()),
+            small_m=self.small_m,
+            some_m=self.some_m,
+            package=self.package,
+        )
+
+
+def _bound(row: _Row) -> int:
+    """Return the longest row that a row of a ladder serves; an open end sorts after every N."""
+    return sys.maxsize if row[1] is None else row[1]
 
 
 def _tiles(row: _Row) -> Tiles:
@@ -386,7 +376,7 @@ def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
     Raises:
         TableError: the table's folder does not have the kernel.
     """
-    stem, symbol = FINALISER if part is None else (entry.mode, entry.kernel(part))
+    stem, symbol = entry.module_and_symbol(part)
     module = f"{entry.package}.{stem}"
     spec = importlib.util.find_spec(module)
     if spec is not None and spec.origin is not None:

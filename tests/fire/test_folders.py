@@ -19,7 +19,7 @@ from normforge.codegen.values import DType, Norm
 from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 
-from ..folders import PLAIN, RMS, instance
+from ..folders import PLAIN, RMS, distinct_tiles, instance
 from .examples import fire
 from .mutation import changed
 from .world import new_world
@@ -86,7 +86,7 @@ def test_a_dispatch_table(text: str) -> None:
             assert dispatch.loaded() is own
             return
         names = [entry.name for entry in normforge.instances()]
-        assert all(entry.distinct_tiles() for entry in normforge.instances())
+        assert all(distinct_tiles(entry) for entry in normforge.instances())
         for dtype, n in ((torch.float32, 1), (torch.float32, 129), (torch.bfloat16, 5000), (torch.bfloat16, 1 << 20)):
             try:
                 assert normforge.which(torch.empty(0, n, dtype=dtype)) in names

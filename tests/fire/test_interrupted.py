@@ -21,6 +21,7 @@ from normforge.selection import dispatch, on_demand
 from normforge.selection.recorded import read
 from normforge.selection.table import load_folder
 
+from ..folders import distinct_tiles
 from ..thorough import THOROUGH
 from .examples import fire
 from .faults import FINISHED, KILL, NO_SPACE, at_step, child, ended, killed_after, with_room_for
@@ -63,7 +64,7 @@ def table(world: Path) -> bytes:
 def loads(world: Path) -> None:
     """Hold a folder, in which temporary files may lie, against its own table."""
     for entry in load_folder(world / "k"):
-        assert {entry.kernel(tile.pipeline) for tile in entry.distinct_tiles()} <= kernels(
+        assert {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} <= kernels(
             world / "k" / f"{entry.mode}.py"
         )
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from normforge.selection.table import Table, load_folder
 from normforge.tools import cli
 
+from ..folders import distinct_tiles
+
 # In names and values that are never to reach an emitted file, and what such a one might make if it were run.
 CANARY = "INJECTED"
 
@@ -105,7 +107,7 @@ def whole(out: Path) -> Table:
     listed = list(table)
     assert listed
     for entry in listed:
-        missing = {entry.kernel(tile.pipeline) for tile in entry.distinct_tiles()} - kernels(out / f"{entry.mode}.py")
+        missing = {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} - kernels(out / f"{entry.mode}.py")
         assert not missing, f"{entry.name} names kernels that are not there: {missing}"
     return table
 

@@ -16,6 +16,7 @@ from normforge.codegen.values import DType, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 
+from ..folders import distinct_tiles
 from ..thorough import first_of_each
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
@@ -60,7 +61,7 @@ _PROBLEMS = 3
 def turns(entry: Entry, device: str) -> list[tuple[int, Tile]]:
     """Each problem with one of the entry's tiles at least, and each tile with one of the problems at least."""
     # In the interpreter programs run one after another, and cannot wait for each other.
-    tiles = [tile for tile in entry.distinct_tiles() if device == "cuda" or tile.pipeline is not Pipeline.SPREAD]
+    tiles = [tile for tile in distinct_tiles(entry) if device == "cuda" or tile.pipeline is not Pipeline.SPREAD]
     return [(turn % _PROBLEMS, tiles[turn % len(tiles)]) for turn in range(max(_PROBLEMS, len(tiles)))]
 
 
@@ -90,7 +91,7 @@ class Share:
             return None
         if self.entry.first <= _LONGEST_QUICK:
             return self.entry.name
-        return mode_of(self.entry.mode).direction, frozenset(tile.pipeline for tile in self.entry.distinct_tiles())
+        return mode_of(self.entry.mode).direction, frozenset(tile.pipeline for tile in distinct_tiles(self.entry))
 
     def turns(self, device: str) -> list[tuple[int, Tile]]:
         """Which problem with which tile, in order."""

@@ -19,6 +19,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable, Table
 
 from ..calling import LENGTHS, check
+from ..folders import distinct_tiles
 
 TABLE = import_module("normforge.generated.dispatch").TABLE
 
@@ -63,7 +64,7 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
     for (m, arch), tile in taken.items():
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
         assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
-    assert len(entry.distinct_tiles()) == 4
+    assert len(distinct_tiles(entry)) == 4
 
 
 def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
@@ -80,7 +81,7 @@ def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     assert [ROWS[entry.size(m)] for m in expected] == ["few", "few", "some", "some", "many", "most"]
     assert list(entry.least_rows().values()) == [1, 257, 2049, MOST_ROWS_IN_I32 + 1]
     assert entry.least_rows(3000) == {"many": 3000, "most": -(-(MOST_ROWS_IN_I32 + 1) // 3000) * 3000}
-    assert {tile.row for tile in entry.distinct_tiles()} == {many, few, some}
+    assert {tile.row for tile in distinct_tiles(entry)} == {many, few, some}
 
 
 def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_has_one() -> None:
@@ -100,7 +101,7 @@ def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_
         assert entry.tile(m, n, "sm_90").row == expected
         assert [tile.row for tile in entry.choices(m, n, "gfx942")] == [few if m <= 256 else many] * 2
         assert entry.invariant.tile(m, n, "sm_90").row == many
-    assert {tile.row for tile in entry.distinct_tiles()} == {many, few, ragged}
+    assert {tile.row for tile in distinct_tiles(entry)} == {many, few, ragged}
 
 
 def test_a_table_without_tiles_for_some_rows_has_their_class_all_the_same() -> None:
@@ -132,7 +133,7 @@ def test_every_kernel_exists_in_its_module() -> None:
     loaded = {
         entry.kernel(tile.pipeline): entry.load(tile.pipeline)
         for entry in committed()
-        for tile in entry.distinct_tiles()
+        for tile in distinct_tiles(entry)
     }
     for name, kernel in loaded.items():
         assert kernel.__name__ == name

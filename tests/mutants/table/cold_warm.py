@@ -69,8 +69,8 @@ MUTANTS = (
         "sequences-batch-invariance-shares-plans",
         "a kernel that batch invariance chose serves calls outside of it",
         "runtime/selection/dispatch.py",
-        "return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise",
-        "return self._by_default",
+        "return _kinds[invariance.is_on() is not invariance.by_default()]",
+        "return _kinds[False]",
         _of("functional", "forward"),
     ),
     Mutant(

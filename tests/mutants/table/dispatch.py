@@ -23,8 +23,8 @@ MUTANTS = (
         "bucket-ends-early",
         "the longest row of a bucket goes to the next one",
         "runtime/selection/table.py",
-        "index = bisect_left(self._bounds[id(ladder)], n)",
-        "index = bisect_left(self._bounds[id(ladder)], n + 1)",
+        "index = bisect_left(ladder, n, key=_bound)",
+        "index = bisect_left(ladder, n + 1, key=_bound)",
         (f"{_TABLE}::test_each_row_length_has_the_entry_whose_bucket_holds_it",),
     ),
     Mutant(
