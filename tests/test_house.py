@@ -36,27 +36,27 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_707,
+    "all by hand": 14_687,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 742,
-    "calls": 2_580,
+    "calls": 2_571,
     "families": 2_485,
     "compiled": 662,
     "integrations": 395,
     "jax": 703,
     "kernels": 1_116,
     "normforge": 530,
-    "operators": 600,
-    "override": 229,
+    "operators": 592,
+    "override": 228,
     "parallel": 212,
     "patching": 1_433,
     "reference": 661,
     "selection": 823,
-    "upstream": 736,
+    "upstream": 734,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 66
+MOST_MODULES = 61
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (11, 4), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (14, 6)}

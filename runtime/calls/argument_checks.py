@@ -14,8 +14,7 @@ import torch
 from ..dtypes import DTYPES, FLOATS, FP8_INPUTS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
 from ..kernels.strides import RowStride, RowWalk, strides_of
-from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import has_tangent, is_transformed, jit_tracing, transforming
+from ..upstream.torch_internals import constant_in_traces, has_tangent, is_transformed, jit_tracing, transforming
 from .overlap import REPLACEABLE, rows_overlap, spoils
 from .row_layout import row_stride
 

@@ -12,8 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..dtypes import FLOATS
 from ..kernels import gpu
-from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, left_in_traces
+from ..upstream.torch_internals import constant_in_traces, dispatch_modes, has_tangent, jit_tracing, left_in_traces
 
 logger = logging.getLogger("normforge")
 

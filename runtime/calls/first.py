@@ -13,8 +13,7 @@ from ..codegen.values import Norm
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
 from ..selection import dispatch, invariance
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes
+from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .canonical import settled
 from .check import Call, check, refuse_gradient

@@ -13,7 +13,7 @@ from ..codegen.families import REQUIRED, Family, Kind, Parameter
 from ..codegen.model import Mode
 from ..codegen.parameters import FAMILIES, GRADIENTS, GROUP, GROUP_BWD, IN_PARTS
 from ..codegen.values import Direction, DType, Norm
-from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import constant_in_traces
 
 _CLASSES = get_type_hints(Mode)
 

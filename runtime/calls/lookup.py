@@ -14,8 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..codegen.tables import ABSENT, FREE, Table
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes
+from ..upstream.torch_internals import dispatch_modes, eager_only
 from . import launch
 from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, Tensors, addresses_of, picking
 from .outputs import NormGradients

@@ -15,8 +15,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import FORWARD
 from ..errors import ConflictError, DeviceError, DTypeError, LayoutError, ShapeError
+from ..upstream.torch_internals import is_sharded
 from .argument_checks import check_number
-from .sharded import is_sharded
 
 _P = FORWARD["dropout_p"]
 _LARGEST_I64 = 2**63 - 1

@@ -17,7 +17,7 @@ from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..selection import invariance
-from ..upstream.torch_dynamo import constant_in_traces, eager_only
+from ..upstream.torch_internals import constant_in_traces, eager_only
 from . import native
 from .argument_checks import check_output
 from .check import Call, check, refuse_gradient

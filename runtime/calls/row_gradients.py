@@ -19,8 +19,7 @@ from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import has_tangent
+from ..upstream.torch_internals import eager_only, has_tangent
 from .canonical import in_place_of
 from .check import Call
 from .functions import UNCHECKED

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-def is_sharded(*operands: object) -> bool:
-    """Return True if any operand is a DTensor."""
-    # A module that is not imported has no instances.
-    module = getattr(torch.distributed, "tensor", None)
-    return module is not None and any(isinstance(operand, module.DTensor) for operand in operands)
-
-
 class Frame:
     """The placements of the tensors of one call.
 

@@ -18,10 +18,9 @@ from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import constant_in_traces, jit_tracing, saved_tensors_hooks
 from ..upstream.torch_internals import dispatch_modes as dispatch_modes
 from ..upstream.torch_internals import global_hooks as global_hooks
-from ..upstream.torch_internals import jit_tracing, saved_tensors_hooks
 from ..upstream.torch_internals import left_in_traces as left_in_traces
 from .backend import intercepted as intercepted
 from .check import Call, check, refuse_gradient

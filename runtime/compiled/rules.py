@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import known_to_hold
+from ..upstream.torch_internals import known_to_hold
 from .switch import is_enabled
 
 

@@ -20,8 +20,7 @@ from ..codegen.values import Cast, GateActivation, Gating, Norm
 from ..dtypes import rounded_to, word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
-from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
+from ..upstream.torch_internals import constant_in_traces, is_forward_ad_on, jit_tracing
 from .operands import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
 
 Tensors = Sequence["torch.Tensor | None"]

@@ -27,8 +27,7 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
 from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import constant_in_traces, eager_only
-from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes
+from ..upstream.torch_internals import applied, applied_at_once, constant_in_traces, dispatch_modes, eager_only
 from . import eager
 from .operands import BackwardOptions, Operands, Options
 

@@ -18,7 +18,7 @@ from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.randomness import settled
 from ..calls.road import FamilyCalls
-from ..calls.sharded import Frame, is_sharded
+from ..calls.sharded import Frame
 from ..calls.traced import becomes_operator, is_dynamo_compiling, left_in_traces, result_dtype, unrecorded
 from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import FORWARD
@@ -27,6 +27,7 @@ from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
+from ..upstream.torch_internals import is_sharded
 from . import dropout, eager
 from . import plain as recorded
 from .eager import Dropout

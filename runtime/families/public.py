@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from ..calls import first, native
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
-from ..upstream.torch_dynamo import eager_below
+from ..upstream.torch_internals import eager_below
 from . import quantised
 from .gated import row as gated
 from .modulated import row as modulated

@@ -13,7 +13,7 @@ from ..dtypes import FLOATS
 from ..families.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..selection.batch import follow
 from ..settings import engine_is_invariant
-from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import constant_in_traces
 
 T = TypeVar("T")
 

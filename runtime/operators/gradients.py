@@ -16,7 +16,7 @@ from ..calls.traced import operated
 from ..codegen.families import Kind
 from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
-from .twins import register_autograd
+from .kernels import register_autograd
 
 
 @dataclass(frozen=True)

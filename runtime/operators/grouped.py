@@ -11,7 +11,7 @@ import torch
 from ..codegen.parameters import GROUP, GROUP_BWD
 from ..dtypes import FLOATS
 from ..errors import DTypeError, LayoutError
-from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import eager_only
 from .gradients import UNSAVED, kept_too_little
 
 FORWARD, BACKWARD = (*GROUP.functions.values(), *GROUP_BWD.functions.values())

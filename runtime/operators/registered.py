@@ -1,7 +1,7 @@
 """The forward and backward functions as operators of torch's dispatcher, for traced graphs.
 
 torch.compile, torch.export and make_fx record operators, and take the outputs' metadata from fake kernels. Eager calls
-use no operator, because the dispatcher alone takes 6 us, and Inductor's code bypasses the dispatcher too (`shortcuts`).
+use no operator, because the dispatcher alone takes 6 us, and Inductor's code bypasses the dispatcher too (`kernels`).
 An operator returns only the outputs that were asked for, in the order of `LayerNormOutput` or `NormGradients`. Schemas
 have no defaults, so that kernels receive every argument.
 
@@ -31,11 +31,10 @@ from ..codegen import parameters
 from ..codegen.families import Kind
 from ..codegen.values import Direction
 from ..upstream.imports import when_imported
-from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_inductor import called_at_once
+from ..upstream.torch_internals import eager_only
 from . import gradients, grouped
-from .shortcuts import Recording, at_once, of_plain_tensors
-from .twins import both, register_autograd
+from .kernels import Recording, at_once, both, of_plain_tensors, register_autograd
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

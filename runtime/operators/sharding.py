@@ -24,7 +24,7 @@ from ..errors import LayoutError
 from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
-from .twins import both
+from .kernels import both
 
 
 def register(library: torch.library.Library, namespace: str) -> None:

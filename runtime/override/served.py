@@ -23,8 +23,7 @@ from ..errors import InvarianceError
 from ..families.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..selection import invariance
 from ..upstream.torch_dispatcher import Kernel
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, is_copied_on_write
+from ..upstream.torch_internals import dispatch_modes, eager_only, is_copied_on_write
 
 # torch's eps for an RMSNorm whose eps is None: the machine epsilon of the dtype it computes in.
 _DEFAULT_EPS = torch.finfo(torch.float32).eps

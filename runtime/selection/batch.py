@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..errors import ConflictError
 from ..locks import fork_safe
-from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import constant_in_traces
 from . import dispatch, invariance
 
 invariance.is_traced = is_dynamo_compiling

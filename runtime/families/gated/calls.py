@@ -11,8 +11,8 @@ from ...calls import road
 from ...calls.backend import backend
 from ...calls.check import check_normalised
 from ...calls.record import records
-from ...calls.sharded import is_sharded
 from ...calls.traced import is_dynamo_compiling
+from ...upstream.torch_internals import is_sharded
 from ..operands import GatedOperands, GatedOptions
 from ..plain_functions import by_parts, handed_on, is_handed_on, normalise_family
 from . import row

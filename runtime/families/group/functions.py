@@ -12,12 +12,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ...calls.backend import backend, is_served, left_to_torch
 from ...calls.known import PLAIN
-from ...calls.sharded import Frame, is_sharded
+from ...calls.sharded import Frame
 from ...calls.traced import becomes_operator, global_hooks, is_dynamo_compiling, result_dtype, unrecorded
 from ...codegen.families import Kind
 from ...codegen.groups import Activation
 from ...dtypes import FLOATS, word
 from ...errors import ShapeError
+from ...upstream.torch_internals import is_sharded
 from .. import eager
 from ..eager import GroupOptions as Options
 from ..replaced import Replacing, class_of

@@ -28,7 +28,7 @@ from ...kernels.gpu import require_device
 from ...kernels.key import ALIGNMENT
 from ...selection import dispatch
 from ...selection.invariance import is_on
-from ...upstream.torch_dynamo import eager_only
+from ...upstream.torch_internals import eager_only
 from .. import eager
 from ..eager import GroupArrived as Arrived
 from ..eager import GroupNormGradients as Gradients

@@ -1,8 +1,12 @@
-"""Direct ways to an operator's kernel for calls that need none of torch's other dispatch steps.
+"""The kernels that operators are registered with: direct ways to a kernel, and twins under batch invariance.
 
 For an operator with a gradient, torch runs a Python kernel for autograd, which calls the operator again below autograd:
 each argument is converted between C++ and Python twice. The first kernel answers a call that autograd does not record
 and no mode sees. Inductor's code calls no operator at all.
+
+The twin of an operator is always batch invariant, for traces under batch invariance, which is a state of the calling
+thread. Other threads, autograd's for example, may run a graph, or the code that Inductor or a CUDA graph made of the
+graph, so graphs hold operators that do not depend on that state.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from typing import Any
 
 import torch
 
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, ends_with_autograd, transforming
+from ..calls.traced import INVARIANT
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
+from ..upstream.torch_internals import dispatch_modes, eager_only, ends_with_autograd, transforming
 
 Kernel = Callable[..., Any]
 Operator = torch._ops.OpOverload[Any, Any]
@@ -72,3 +78,29 @@ def at_once(operator: Operator, kernel: Kernel) -> Kernel:
         return kernel(*arguments)
 
     return run
+
+
+def within(kernel: Kernel) -> Kernel:
+    """Return a kernel that runs under batch invariance."""
+
+    @eager_only
+    def run(*arguments: Any, **named: Any) -> Any:
+        if is_on():
+            return kernel(*arguments, **named)
+        with batch_invariant():
+            return kernel(*arguments, **named)
+
+    return run
+
+
+def both(name: str, kernel: Kernel) -> dict[str, Kernel]:
+    """Return the kernels of an operator and of its twin, by name."""
+    return {name: kernel, f"{name}{INVARIANT}": within(kernel)}
+
+
+def register_autograd(
+    namespace: str, name: str, differentiate: Kernel, keep: Kernel, library: torch.library.Library
+) -> None:
+    """Register the gradients of an operator, and for its twin the batch-invariant gradients."""
+    for each, function in both(name, differentiate).items():
+        torch.library.register_autograd(f"{namespace}::{each}", function, setup_context=keep, lib=library)
