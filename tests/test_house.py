@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_687,
+    "all by hand": 14_675,
     "C": 800,
     "emitted": 448,
     "ahead_of_time": 742,
@@ -53,7 +53,7 @@ MOST_CODE_LINES = {
     "patching": 1_433,
     "reference": 661,
     "selection": 823,
-    "upstream": 734,
+    "upstream": 722,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 61

@@ -131,12 +131,9 @@ def _is_right(make: Callable[..., Fits]) -> bool:
     found.append(not fits(usual, rows(9)))
     with torch.no_grad():
         found.append(fits(usual, vector))
-    with torch.inference_mode():
-        found.append(not fits(usual, vector))
-    with torch.autocast("cpu", torch.bfloat16):
-        found.append(not fits(usual, vector))
-    with _Mode():
-        found.append(not fits(usual, vector))
+    for context in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), _Mode()):
+        with context:
+            found.append(not fits(usual, vector))
 
     def within(row: torch.Tensor) -> torch.Tensor:
         found.append(not fits(usual, vector))
@@ -209,8 +206,5 @@ def _makes_the_same(inner: Empty, public: Empty) -> bool:
         made = inner(*asked)
     except (RuntimeError, TypeError):
         return False
-    return isinstance(made, torch.Tensor) and _description(made) == _description(expected)
-
-
-def _description(tensor: torch.Tensor) -> tuple[object, ...]:
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    is_like = by_attributes([expected], [expected.shape], [expected.stride()])
+    return isinstance(made, torch.Tensor) and is_like(made)

@@ -31,7 +31,14 @@ _SCRATCH: Sequence[Parameter] = ((0, "u64"), (0, "u64"))
 
 
 def message(
-    name: str, ptx: str, warps: int, shared: int, capability: int, grid: Sequence[int], parameters: Sequence[Parameter]
+    name: str,
+    ptx: str,
+    warps: int,
+    shared: int,
+    capability: int,
+    grid: Sequence[int],
+    parameters: Sequence[Parameter],
+    library: Any = None,
 ) -> bytes:
     """Return the message of a custom call: a kernel and one launch of the kernel.
 
@@ -43,24 +50,12 @@ def message(
         capability: 90 of sm_90.
         grid: programs in each dimension.
         parameters: what the kernel takes, in order; arrays are the call's operands, and then its results.
+        library: the module of jaxlib; None is the installed one.
 
     Raises:
         JaxError: jaxlib has no such module, or another.
     """
-    library = _library()
-    return _message(library, name, ptx, warps, shared, capability, grid, parameters)
-
-
-def _message(
-    library: Any,
-    name: str,
-    ptx: str,
-    warps: int,
-    shared: int,
-    capability: int,
-    grid: Sequence[int],
-    parameters: Sequence[Parameter],
-) -> bytes:
+    library = library or _library()
     kernel = library.TritonKernel(name, warps, 1, shared, ptx, "", capability)
     told = [
         library.create_array_parameter(_CLEARED, _ALIGNMENT)
@@ -78,7 +73,8 @@ def _library() -> Any:
     try:
         from jax._src.lib import gpu_triton
 
-        _message(gpu_triton, "nothing", "", 1, 0, 90, (1, 1, 1), (None, (1, "i32"), (1, "i64"), (1.0, "fp32")))
+        parameters: Sequence[Parameter] = (None, (1, "i32"), (1, "i64"), (1.0, "fp32"))
+        message("nothing", "", 1, 0, 90, (1, 1, 1), parameters, gpu_triton)
         known = list(gpu_triton._cuda_triton.registrations())
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise _unknown(f"{type(error).__name__}: {error}") from error

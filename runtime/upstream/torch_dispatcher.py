@@ -6,8 +6,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,16 +67,11 @@ class Replacement:
         self._library._destroy()
 
 
-@contextmanager
-def without_torchs_own_overrides(operators: Sequence[str]) -> Iterator[None]:
-    """Remove torch's own replacements of its kernels (`torch.backends.python_native`), and put them back at the end.
+def without_torchs_own_overrides(operators: Sequence[str]) -> AbstractContextManager[object]:
+    """Return a context without torch's own replacements of its kernels (`torch.backends.python_native`).
 
     The kernels beneath the replacements can be taken meanwhile. A kernel that was taken is of no use once its owner has
     gone, so neither side may hold a kernel of the other.
     """
     native = getattr(torch.backends, "python_native", None)
-    if native is None:
-        yield
-        return
-    with native.operations_disabled(*operators):
-        yield
+    return nullcontext() if native is None else native.operations_disabled(*operators)
