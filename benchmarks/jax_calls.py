@@ -37,7 +37,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def jax_calls(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: measure, print a table, and write `jax.csv` and `jax.json`.
+    """Run the verb: measure, print a table, and write `jax.csv`.
 
     Raises:
         UsageError: there is no GPU that torch and JAX both run on, or two ways disagree.

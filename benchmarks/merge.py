@@ -11,7 +11,7 @@ from .results import SEED, Results, load
 from .runner import running
 from .suites import SUITES
 
-_ENDINGS = (".csv", ".json", ".png", "-ratios.png", ".running")
+_ENDINGS = (".csv", ".png", "-ratios.png", ".running")
 
 
 class Part(NamedTuple):

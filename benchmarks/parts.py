@@ -69,7 +69,7 @@ class Row:
 
 
 def parts(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: measure, print a table, and write `parts.csv` and `parts.json`.
+    """Run the verb: measure, print a table, and write `parts.csv`.
 
     In Triton's interpreter no launches are timed.
 

@@ -95,7 +95,7 @@ class Row:
 
 
 def profile(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: profile, print a table, and write `profile.csv` and `profile.json`, anew after each call.
+    """Run the verb: profile, print a table, and write `profile.csv`, anew after each call.
 
     A provider that raises gets a row that says so, and the others go on.
 

@@ -1,10 +1,9 @@
-"""The results of one suite as files: a CSV to look at and to resume from, and a JSON for programs."""
+"""The results of one suite as files: a CSV to look at and to resume from."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -129,7 +128,7 @@ class Results:
         return (row.bytes / row.us) / (ceiling.bytes / ceiling.us)
 
     def save(self, folder: Path) -> None:
-        """Write `<suite>.csv` and `<suite>.json`; a reader finds the old files or the new ones, never half of one."""
+        """Write `<suite>.csv`; a reader finds the old file or the new one, never half of one."""
         records = [_record(row) | {"ratio_to_copy": _rounded(self.ratio_to_copy(row))} for row in self.rows.values()]
         write(folder, self.suite, self.header, [*_COLUMNS, "ratio_to_copy"], records)
 
@@ -137,16 +136,14 @@ class Results:
 def write(
     folder: Path, suite: str, header: Mapping[str, str], columns: Sequence[str], records: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write records under a header as `<suite>.csv` and `<suite>.json`, as `Results.save` does."""
+    """Write records under a header as `<suite>.csv`, as `Results.save` does."""
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     text.writelines(f"# {key}: {value}\n" for key, value in header.items())
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    document = {"suite": suite, "header": dict(header), "rows": list(records)}
     replace_file((folder / f"{suite}.csv").resolve(), text.getvalue())
-    replace_file((folder / f"{suite}.json").resolve(), json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(folder: Path, suite: str) -> Results | None:

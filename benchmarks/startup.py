@@ -87,7 +87,7 @@ class Row:
 
 
 def startup(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: measure, print a table, and write `startup.csv` and `startup.json`.
+    """Run the verb: measure, print a table, and write `startup.csv`.
 
     Raises:
         UsageError: there is no GPU, or a process failed.

@@ -92,7 +92,7 @@ def gpus_of(machine: Machine) -> list[str]:
 
 def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Table:
     if fresh:
-        for ending in ("csv", "json", "png"):
+        for ending in ("csv", "png"):
             (out / f"{SUITE}.{ending}").unlink(missing_ok=True)
     # The job of a command that was killed is due again, and did not fail.
     for mark in out.glob(f"{SUITE}.*.running"):

@@ -172,7 +172,7 @@ def summed(about: Sequence[str], launches: Iterable[Launch]) -> list[Row]:
 
 
 def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write `kernels.csv` and `kernels.json`."""
+    """Write `kernels.csv`."""
     write(folder, SUITE, header, _COLUMNS, [asdict(row) for row in rows])
 
 

@@ -45,7 +45,7 @@ _SKIPPED = "skipped:"
 
 
 def model_kernels(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: profile, write `kernels.csv` and `kernels.json` anew, and print their tables.
+    """Run the verb: profile, write `kernels.csv` anew, and print their tables.
 
     Returns:
         0, or 1 if a process failed.

@@ -104,7 +104,7 @@ class Table:
         return [key for key in keys if key not in self.rows or not self.rows[key].final]
 
     def save(self, folder: Path) -> None:
-        """Write `models.csv` and `models.json`; a reader finds the old files or the new ones."""
+        """Write `models.csv`; a reader finds the old file or the new one."""
         write(folder, SUITE, self.header, _COLUMNS, [asdict(row) for row in self.rows.values()])
 
 

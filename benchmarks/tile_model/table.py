@@ -158,7 +158,7 @@ def outlived(rows: Sequence[Row]) -> list[Known]:
 
 
 def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write `tiles.csv` and `tiles.json`."""
+    """Write `tiles.csv`."""
     write(folder, NAME, header, _COLUMNS, [asdict(row) for row in rows])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +31,6 @@ def headers(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     for path in sorted(folder.glob("*.csv")):
         lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
         yield path.name, dict(line.split(": ", 1) for line in lines)
-    for path in sorted(folder.glob("*.json")):
-        yield path.name, json.loads(path.read_text())["header"]
     for path in sorted(folder.glob("*.txt")):
         yield path.name, dict(re.findall(r"^(\w[\w-]*): (.+)$", path.read_text(), re.MULTILINE))
 
@@ -56,12 +52,9 @@ def faults(folder: Path) -> list[str]:
     names = {path.name for path in folder.iterdir()}
     for name in sorted(names):
         stem, _, kind = name.rpartition(".")
-        if kind in ("csv", "json"):
-            other = f"{stem}.{'json' if kind == 'csv' else 'csv'}"
-            wrong += [] if other in names else [f"{name} is there without {other}"]
-        elif kind == "png":
+        if kind == "png":
             wrong += [] if set(tables_of(stem)) <= names else [f"{name} is of no table that is there"]
-        elif kind != "txt":
+        elif kind not in ("csv", "txt"):
             wrong.append(f"{name} is nothing that a command writes")
     return wrong
 
@@ -90,23 +83,10 @@ def test_every_table_of_evidence_states_its_revision() -> None:
     assert [name for name, revision in stated.items() if not re.fullmatch(r"[0-9a-f]{7,40}", revision)] == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_both_files_of_a_table_hold_the_same(folder: Path) -> None:
-    for path in folder.glob("*.csv"):
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("# ")]
-        rows = list(csv.DictReader(lines))
-        document = json.loads(path.with_suffix(".json").read_text())
-        assert dict(headers(folder))[path.name] == document["header"]
-        assert rows == [
-            {key: "" if value is None else str(value) for key, value in row.items()} for row in document["rows"]
-        ]
-
-
 def test_faults_are_found(tmp_path: Path) -> None:
     def table(name: str, **header: str) -> None:
         stated = {"device": "a GPU", "revision": "abc1234"} | header
         (tmp_path / f"{name}.csv").write_text("".join(f"# {key}: {value}\n" for key, value in stated.items()) + "m\n")
-        (tmp_path / f"{name}.json").write_text(json.dumps({"header": stated, "rows": []}))
 
     assert faults(tmp_path) == ["no table"]
     table("forward")
@@ -122,7 +102,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert "host.csv states no revision of this project's" in faults(tmp_path)
     table("host")
     for name, wrong in (
-        ("decode.csv", "decode.csv is there without decode.json"),
+        ("decode.json", "decode.json is nothing that a command writes"),
         ("decode.png", "decode.png is of no table that is there"),
         ("overview.png", "overview.png is of no table that is there"),
         ("forward.csv.part", "forward.csv.part is nothing that a command writes"),

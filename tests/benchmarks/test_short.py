@@ -112,7 +112,7 @@ def test_what_is_lacking_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_list_is_saved_beside_its_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("sweep.csv", "sweep.json", "profile.csv", "profile.json"):
+    for name in ("sweep.csv", "profile.csv"):
         shutil.copy(RESULTS / "h200-sweep" / name, tmp_path)
     assert cli.main(["short", "--results", str(tmp_path), "--save"]) == 0
     assert (tmp_path / "short.txt").read_text() == (RESULTS / "h200-sweep" / "short.txt").read_text()

@@ -165,8 +165,7 @@ def test_the_command_fails_for_a_wrong_row(
     add_variant(monkeypatch, "broken", partial(of_norm, function=BROKEN["scaled"]))
     assert cli.main([*given, "--variants", "broken", "--dtypes", "bf16"]) == command.SHORT
     assert "toy/bf16/train/eager/broken is wrong: " in capsys.readouterr().err
-    document = json.loads((tmp_path / "models.json").read_text())
-    assert document["header"]["size"] == "tiny"
+    assert "# size: tiny\n" in (tmp_path / "models.csv").read_text()
 
 
 def test_a_process_that_dies_costs_its_row_and_no_other(
@@ -266,7 +265,7 @@ def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
         (COMPILE, "torch", True),
         (COMPILE, "patch", True),
     ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv", "models.json", "models.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv", "models.png"]
 
 
 @pytest.mark.gpu
