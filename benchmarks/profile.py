@@ -217,7 +217,7 @@ def spilled_bytes(kernel: Kernel, n: int) -> int | None:
 
 
 def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write the results as a CSV and a JSON."""
+    """Write the results as a CSV."""
     records = [asdict(row) for row in rows]
     write(folder, SUITE, header, list(records[0]), records)
 

@@ -158,7 +158,7 @@ def compile_ahead(folder: Path, arch: str) -> None:
 
 
 def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
-    """Write the results as a CSV and a JSON."""
+    """Write the results as a CSV."""
     records = [asdict(row) for row in rows]
     write(folder, SUITE, header, list(records[0]), records)
 

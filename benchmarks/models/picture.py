@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..pictures import save
 from .names import SUITE
 from .table import Row, Table, beside_torch, panel_titles
 from .variants import VARIANTS
 
 _PANEL = (7.0, 2.6)
-_DPI = 110
 # Entries in a line of the legend: six are wider than a panel.
 _LEGEND = 3
 _COLOURS = {
@@ -35,10 +34,7 @@ def draw(table: Table, folder: Path) -> Path | None:
     figure = picture(table)
     if figure is None:
         return None
-    path = folder / f"{SUITE}.png"
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=_DPI)
-    return path
+    return save(figure, folder / f"{SUITE}.png")
 
 
 def picture(table: Table) -> Figure | None:

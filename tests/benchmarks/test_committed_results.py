@@ -77,6 +77,14 @@ def test_a_folder_is_of_one_revision_and_one_machine_without_a_stale_file(folder
     assert faults(folder) == []
 
 
+def test_every_picture_is_on_a_page() -> None:
+    """Every other picture is a command away, `python -m benchmarks report --pictures`, and need not be kept."""
+    pages = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    pictures = [path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*.png")]
+    assert pictures
+    assert [picture for picture in pictures if picture not in pages] == []
+
+
 def test_every_table_of_evidence_states_its_revision() -> None:
     stated = {name: header.get("revision", "") for name, header in headers(EVIDENCE)}
     assert stated.keys() == {path.name for path in EVIDENCE.iterdir()}
