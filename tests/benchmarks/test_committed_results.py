@@ -22,6 +22,8 @@ ROOT = RESULTS.parent.parent
 EVIDENCE = ROOT / TABLES
 # A command of its own writes each table of evidence, at a revision of its own.
 FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir() and path != EVIDENCE)
+# All results together. This number only falls: an older run goes when a newer one of its kind and card comes.
+MOST_BYTES = 3_000_000
 # What two tables of one run may differ in: what only some of them used, or were told.
 _OWN = {"shape", "beside", "seed", "rows", "jax", "transformers", "timm"}
 
@@ -75,6 +77,10 @@ def test_every_folder_is_named_for_its_device() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_is_of_one_revision_and_one_machine_without_a_stale_file(folder: Path) -> None:
     assert faults(folder) == []
+
+
+def test_the_results_fit_into_their_budget() -> None:
+    assert sum(path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()) <= MOST_BYTES
 
 
 def test_every_picture_is_on_a_page() -> None:
