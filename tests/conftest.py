@@ -67,13 +67,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Settle what is thorough where a run asks which is, and hold that what is compiled is found by its file's text."""
+    """Settle what is thorough, hold that what is compiled is found by its file's text, and put long tests first."""
     unseen = {item.path for item in items if item.get_closest_marker("compile")}
     unseen = {path for path in unseen if _COMPILED_TEXT not in path.read_text()}
     if unseen:
         raise pytest.UsageError(f"a run of what is compiled looks for {_COMPILED_TEXT!r}; write it out in {unseen}")
     if "thorough" in config.option.markexpr:
         covering.leave_to_thorough_runs(items)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_report_header() -> str:

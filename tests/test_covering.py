@@ -21,6 +21,7 @@ def test_every_legal_combination_of_axes_is_in_a_few_modes(strength: int) -> Non
     assert len(array) < len(every_mode()) / 20
 
 
+@THOROUGH
 def test_what_is_uncovered_is_found() -> None:
     array = covering(every_mode(), axes_of, 2)
     assert uncovered(every_mode(), axes_of, array[:-1], 2)

@@ -151,7 +151,7 @@ print(time.process_time() - start)
     assert any(float(printed(code, **bytecode)) < 0.15 for _ in range(5))
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@pytest.mark.parametrize("value", [None, *(pytest.param(value, marks=THOROUGH) for value in ("", "0"))])
 def test_a_cpu_tensor_without_the_interpreter(value: str | None) -> None:
     code = """
 import torch, normforge

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import in_parts
+from .thorough import LONG, THOROUGH
 
 _PLUGIN = """
 from tests import in_parts
@@ -58,7 +59,8 @@ def run(folder: Path, repository: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@LONG
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=THOROUGH)])
 def test_what_passed_is_left_out_and_what_failed_runs_again(
     folder: Path, repository: Path, workers: tuple[str, ...]
 ) -> None:
@@ -77,7 +79,8 @@ def test_what_passed_is_left_out_and_what_failed_runs_again(
     assert "3 passed in earlier parts" in said
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+@LONG
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=THOROUGH)])
 def test_a_part_that_runs_out_of_time_fails(folder: Path, repository: Path, workers: tuple[str, ...]) -> None:
     (folder / "mended").touch()
     minutes = "0.005" if not workers else "0"

@@ -14,6 +14,8 @@ import pytest
 T = TypeVar("T")
 
 THOROUGH = pytest.mark.thorough
+# A test of several seconds, begun before the others: one that begins last is waited for by all other workers.
+LONG = pytest.mark.long
 
 
 def is_asked_for(config: pytest.Config) -> bool:

@@ -33,6 +33,7 @@ from normforge.selection import dispatch
 from ..calling import python
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
+from ..thorough import THOROUGH
 
 N = 32
 CPU = torch.device("cpu")
@@ -116,11 +117,11 @@ def biased_and_trained(m: int) -> None:
     [
         (plain, ["ln_fwd_bf16"]),
         (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
-        (scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"]),
+        pytest.param(scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"], marks=THOROUGH),
         (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
-        (added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"]),
-        (dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"]),
-        (biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"]),
+        pytest.param(added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"], marks=THOROUGH),
+        pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
+        pytest.param(biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"], marks=THOROUGH),
     ],
 )
 def test_the_defaults_list_what_the_common_calls_launch(

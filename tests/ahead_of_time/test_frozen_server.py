@@ -13,6 +13,7 @@ import pytest
 
 from ..calling import python
 from ..docs.pages import ROOT, blocks, doc
+from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.compile
 
@@ -138,6 +139,7 @@ Path(f"{Path(sys.argv[0]).stem}.{frozen}.json").write_text(json.dumps(keys))
 _SERVE = f"import torch, normforge\n{_PROGRAM}"
 
 
+@THOROUGH
 def test_the_page_that_tells_it(tmp_path: Path) -> None:
     """Ten commands, of which pip's alone is not run."""
     (page,) = [block.text for block in blocks(doc("deploy")) if "normforge merge" in block.text]

@@ -50,6 +50,7 @@ def test_failures_are_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
         assert rows["right"].us > 0
 
 
+@THOROUGH
 def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     calls: list[int] = []
 
@@ -121,6 +122,7 @@ def test_a_lost_gpu_is_recorded_and_the_run_begins_again(tmp_path: Path, monkeyp
     assert commands[1][-1] == "2.00"
 
 
+@THOROUGH
 def test_what_a_process_died_of_is_recorded_by_the_next(tmp_path: Path) -> None:
     runner.running(tmp_path, "forward").write_text(f"{CELLS[0].id}\nculprit\n")
     results = Results("forward", HEADER)
@@ -232,6 +234,7 @@ def test_shares_take_turns_on_the_cells_and_leave_none_out(tmp_path: Path, monke
     assert sorted(_measured(tmp_path / "all")) == list(LENGTHS)
 
 
+@THOROUGH
 @pytest.mark.usefixtures("shared")
 def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_cell = runner.run_cell
@@ -250,6 +253,7 @@ def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypa
     assert _measured(tmp_path) == [64, 192, 320]
 
 
+@THOROUGH
 @pytest.mark.usefixtures("shared")
 def test_a_share_is_of_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _share("2/2", tmp_path, "--only", "*x128", "*x256", "*x320") == 0

@@ -81,6 +81,7 @@ def test_a_process_runs_to_its_first_result(name: str, monkeypatch: pytest.Monke
     assert 0 < sample.norm_s < sample.total_s
 
 
+@THOROUGH
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(UsageError, match=r"benchmarks.first_result .* failed:\n(.|\n)*RuntimeError"):
         start(BY_NAME["torch"], {}, device="nowhere")

@@ -265,6 +265,7 @@ def test_a_seed_is_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]
     assert "--seed 9 draws no cell of --suite forward; leave it out, or add --suite sweep" in capsys.readouterr().err
 
 
+@THOROUGH
 def test_a_run_says_its_seed_and_goes_on_with_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = [cell for cell in draw(9) if cell.n == 32 and cell.task is Task.FORWARD]
     command = ["run", "--suite", "sweep", "--rows", "4", "--providers", "eager", "copy", "--only", "forward/*/4x32"]
@@ -280,6 +281,7 @@ def test_a_run_says_its_seed_and_goes_on_with_no_other(tmp_path: Path, capsys: p
     assert "(seed 9 there, 0 now); pass --fresh" in capsys.readouterr().err
 
 
+@THOROUGH
 def test_folders_of_one_seed_are_merged_and_of_two_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = draw(9)
     _made(9, cells[1:3]).save(tmp_path / "one")

@@ -21,6 +21,7 @@ from ..calling import (
     quantising,
     same_bits,
 )
+from ..thorough import THOROUGH
 
 # Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -181,7 +182,17 @@ def assert_not_finite(output: LayerNormOutput, row: int) -> None:
 @pytest.mark.parametrize("value", [1e20, 1e30])
 # Of rows, one_pass and window (in bf16), and of two_pass: where rows are many, or longer than any chunk holds.
 @pytest.mark.parametrize(
-    ("m", "n"), [(3, 8), (3, 300), (3, 1500), (3, 4099), (3, 6000), (3, 20000), (258, 20000), (3, 40000)]
+    ("m", "n"),
+    [
+        (3, 8),
+        (3, 300),
+        (3, 1500),
+        (3, 4099),
+        (3, 6000),
+        (3, 20000),
+        pytest.param(258, 20000, marks=THOROUGH),
+        (3, 40000),
+    ],
 )
 def test_rows_whose_squares_overflow_are_zeros_in_every_pipeline(m: int, n: int, value: float) -> None:
     assert_squares_overflow_to_zeros(m, n, value, "cpu")

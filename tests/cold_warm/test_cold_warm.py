@@ -19,7 +19,7 @@ from .contexts import CONTEXTS, forward_ad
 from .surroundings import one_rank
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
-FEW = dict.fromkeys(FAMILIES, 250) | {"functional": 500, "modules": 60, "blocks": 25, "jax": 90, "parallel": 40}
+FEW = dict.fromkeys(FAMILIES, 125) | {"functional": 250, "modules": 30, "blocks": 15, "jax": 45, "parallel": 20}
 MANY = dict.fromkeys(FAMILIES, 1000) | {"functional": 1800, "blocks": 300, "jax": 600, "parallel": 300}
 
 # Those of which no kernel is launched have one way.

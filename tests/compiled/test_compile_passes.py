@@ -65,6 +65,7 @@ def test_inductor_runs_it_forward_and_backward_with_what_was_there() -> None:
     assert seen.count("norm2d_bwd") == [0, 5]
 
 
+@THOROUGH
 def test_inductor_takes_the_gradient_of_a_bias_from_the_norm_behind_it() -> None:
     """Inductor keeps to what it was told of an operator's arguments: of the list of results too, which grew."""
     block = torch.nn.Sequential(

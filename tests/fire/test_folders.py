@@ -20,6 +20,7 @@ from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 
 from ..folders import PLAIN, RMS, distinct_tiles, instance
+from ..thorough import LONG
 from .examples import fire
 from .mutation import changed
 from .world import new_world
@@ -67,6 +68,7 @@ def _nothing_but_the_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     normforge.load_instances()
 
 
+@LONG
 @fire(150)
 @given(tables())
 def test_a_dispatch_table(text: str) -> None:

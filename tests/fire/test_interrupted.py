@@ -69,7 +69,7 @@ def loads(world: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+@pytest.mark.parametrize("fault", [KILL, pytest.param(NO_SPACE, marks=THOROUGH)])
 def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     after = made(world, "after")
     before = made(world, "before")
@@ -199,7 +199,7 @@ def refused_miss() -> int:
 
 
 @THOROUGH
-@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+@pytest.mark.parametrize("fault", [KILL, pytest.param(NO_SPACE, marks=THOROUGH)])
 def test_a_cache_that_meets_a_fault_at_any_step(fault: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of it is of use to the next process."""
     monkeypatch.delenv("NORMFORGE_INSTANCES", raising=False)
@@ -238,7 +238,7 @@ def record(path: Path) -> Callable[[], int]:
     return work
 
 
-@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+@pytest.mark.parametrize("fault", [KILL, pytest.param(NO_SPACE, marks=THOROUGH)])
 def test_a_recording_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     everything = ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n512"]
     path = world / "needed.yaml"

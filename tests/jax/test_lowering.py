@@ -22,6 +22,7 @@ from normforge.selection import recorded, recording
 from normforge.upstream import jaxlib_triton
 
 from ..calling import printed
+from ..thorough import THOROUGH
 
 jnp = jax.numpy
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +273,7 @@ except normforge.errors.JaxError as error:
     assert "pip install 'normforge[jax]'" in message
 
 
+@THOROUGH
 def test_a_program_of_jaxs_imports_torch_when_it_needs_it() -> None:
     """And then has torch's operators."""
     code = """

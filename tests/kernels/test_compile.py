@@ -28,7 +28,7 @@ from normforge.codegen.values import (
 from normforge.kernels.pipelines import window_tile
 
 from ..covering import every_mode, parametrize, uncovered
-from ..thorough import THOROUGH, first_of_each
+from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
 from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
 from .compile_cases import LENGTHS, SPREAD_TILES, Case
@@ -52,7 +52,8 @@ def test_compiles(case: Case, package: Path) -> None:
     assert compile_kernel(kernel, instance, case.n, case.target, case.part, case.tile).asm[case.target.binary]
 
 
-@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("strength", [2, 3])
 def test_arrays_cover_what_they_say(strength: int) -> None:
     """Every two, or three, of the values that axes, kernels and architectures have together in a legal kernel."""
     space, array = compile_cases.every_case(), compile_cases.array(strength)
@@ -217,8 +218,9 @@ def test_rows_on_their_way_and_nothing_else_stand_in_shared_memory(
 SHARED_MEMORY = 228
 
 
+@LONG
 @pytest.mark.parametrize("residual", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("n", [70000, 131072])
+@pytest.mark.parametrize("n", [70000, pytest.param(131072, marks=THOROUGH)])
 def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DType, package: Path) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)

@@ -86,7 +86,8 @@ def test_mode(case: Case, device: str) -> None:
         problem.check(device)
 
 
-@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("strength", [2, 3])
 def test_arrays_cover_what_they_say(strength: int) -> None:
     """Any two, or three, values that axes and kernels have together in a legal mode."""
     assert uncovered(every_case(), columns, array(strength), strength) == []

@@ -374,12 +374,15 @@ BAD = {
     "eps negative": "number",
 }
 
+# They take one road to the refusal.
+SOON = ("weight too short", "residual without fadd", "eps negative")
+
 
 def cases() -> Iterator[Any]:
     for norm, table in TABLES.values():
         for name, case in table.items():
             if name in BAD and norm == "layer":
-                yield pytest.param(case, id=name.replace(" ", "_"))
+                yield pytest.param(case, id=name.replace(" ", "_"), marks=[] if name in SOON else [THOROUGH])
 
 
 def test_every_kind_of_bad_call_is_there() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..thorough import THOROUGH
+from ..thorough import LONG, THOROUGH
 from .problems import Call, draw_call
 from .profile import chooser, each_device, examples, kind_for, profile_of
 
@@ -24,6 +24,7 @@ def _any_call(data: st.DataObject, device: str) -> Call:
     return draw_call(choose, kind, profile_of(device).shapes_of(kind.n))
 
 
+@LONG
 @each_device
 @examples(100)
 @given(data=st.data())

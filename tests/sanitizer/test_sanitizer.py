@@ -14,6 +14,8 @@ from tests.sanitizer.__main__ import main, summary
 from tests.sanitizer.cells import every
 from tests.sanitizer.log import read
 
+from ..thorough import THOROUGH
+
 OUT_OF_BOUNDS = """\
 ========= Invalid __global__ read of size 4 bytes
 =========     at ln_fwd_bf16_window+0x5c0 in primitives.py:564
@@ -157,6 +159,7 @@ def test_an_error_is_1_and_is_told(
     assert "racecheck: " not in told
 
 
+@THOROUGH
 def test_calls_that_were_not_made_are_an_error(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (fake / "calls").write_text("")
     assert main(["--device", "cpu", "--jobs", "1", "--tool", "memcheck"]) == 1

@@ -20,6 +20,7 @@ from normforge.selection.table import FORMAT
 
 from ..calling import check, printed, python
 from ..folders import PLAIN, RMS, instance, write
+from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
 
@@ -219,6 +220,7 @@ def test_the_variable_names_the_folder(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor([float(value) for value in y.strip("[]").split(",")]), expected)
 
 
+@THOROUGH
 def test_a_relative_variable_stays_right_when_the_process_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -385,6 +385,7 @@ def test_a_link_in_the_cache_is_not_followed(empty_cache: Path, monkeypatch: pyt
     refused(f"{folder} is a symbolic link", empty_cache)
 
 
+@THOROUGH
 def test_bytecode_in_the_cache_is_neither_read_nor_written(tmp_path: Path) -> None:
     """With an umask of 0 Python makes a __pycache__ that everybody may write to, beside sources that were checked."""
     cache = tmp_path / "cache"
@@ -426,6 +427,7 @@ def test_a_stricter_policy_holds_for_what_was_generated_before(
         normforge.which(torch.empty(0, 64), **ASK)
 
 
+@THOROUGH
 def test_a_relative_cache_stays_where_it_was_named_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = f"import os, normforge; os.chdir('/'){CALL}"

@@ -353,6 +353,7 @@ def test_a_process_that_is_killed_leaves_a_manifest(tmp_path: Path) -> None:
     assert names(path) == ["ln_fwd_fp32_n128"]
 
 
+@THOROUGH
 def test_a_process_that_asks_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
     process = python("import normforge", NORMFORGE_RECORD=str(path))
@@ -361,6 +362,7 @@ def test_a_process_that_asks_for_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@THOROUGH
 def test_a_process_with_a_bad_path_ends_at_its_start(tmp_path: Path) -> None:
     process = python("import normforge; print('started')", NORMFORGE_RECORD=str(tmp_path / "none" / "needed.yaml"))
     assert process.returncode != 0
@@ -427,6 +429,7 @@ except normforge.errors.RecordError:
     )
 
 
+@THOROUGH
 def test_a_process_of_several_names_its_own_file(tmp_path: Path) -> None:
     """The id is that of the process which imported normforge; children of it that were forked add to its file."""
     code = f"import os\n{PROGRAM}\nprint(os.getpid())"

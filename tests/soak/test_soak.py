@@ -79,6 +79,7 @@ print(full[1] - empty[1], half[1] - empty[1], half[0] - full[0])
 """
 
 
+@THOROUGH
 def test_what_malloc_holds_free_is_no_leak_and_what_is_allocated_is() -> None:
     # In a process of its own: in one that has run for long, arenas have pages that are free and not resident.
     done = subprocess.run(

@@ -68,7 +68,10 @@ def run(*argv: str) -> int:
 @pytest.mark.parametrize(
     "kind",
     [
-        *[pytest.param(kind, id=kind.name) for kind in CLASSES],
+        *[
+            pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 or "rms" in kind.name else [])
+            for kind in CLASSES
+        ],
         *[
             pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 or "last" in kind.name else [])
             for kind in GROUP_CLASSES
@@ -214,6 +217,7 @@ def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(monkeypatch: pyt
     assert timed == set(case.lengths) == {128, 88}
 
 
+@THOROUGH
 def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
     case = Case(PLAIN, N128, Size.SOME)
     assert case.rows(Sizes()) == (512, 1024, 2048)

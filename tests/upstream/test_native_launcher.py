@@ -26,6 +26,7 @@ from normforge.upstream import native_launcher, triton_launcher
 
 from .. import stand_in_cuda
 from ..stand_in_cuda import NEEDS_A_COMPILER, Driver, Launched
+from ..thorough import LONG
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -478,6 +479,7 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
     assert f"{path} can be written by everybody" in caplog.text
 
 
+@LONG
 @pytest.mark.compile
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is here")
 def test_the_driver_is_handed_what_tritons_own_launcher_hands_it(tmp_path: Path) -> None:

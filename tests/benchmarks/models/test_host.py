@@ -16,9 +16,11 @@ from benchmarks.models.specs import Spec
 from benchmarks.models.worker import Job, Session
 from benchmarks.timing import Spread
 
+from ...thorough import THOROUGH
 from .toy import add_variant, job_of
 
 
+@THOROUGH
 def test_each_variants_norms_are_timed_where_they_stand(
     toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
