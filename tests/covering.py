@@ -99,7 +99,7 @@ def parametrize(
 
 
 def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
-    """Mark what is not needed to have each value of a test's two parameters, or of more any two values together."""
+    """Mark what is not needed to have each value of each of a test's parameters."""
     by_test: dict[tuple[str, bool], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -113,7 +113,7 @@ def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
         if len(varied) < 2:
             continue
         rows = dict(zip(same, zip(*varied, strict=True), strict=True))
-        kept = set(covering(same, rows.__getitem__, 2 if len(varied) > 2 else 1))
+        kept = set(covering(same, rows.__getitem__, 1))
         for item in same:
             if item not in kept:
                 item.add_marker(thorough.THOROUGH)

@@ -1,7 +1,7 @@
 """What `make test` leaves to `make test-all`: cases marked `thorough`, by what they are and never by their names.
 
-A test of two parameters runs each of their values, one of more any two values together, and with time both run every
-combination. Where cases come from a table, `first_of_each` says which stand for the others.
+A test of several parameters runs each value of each, and with time every combination. Where cases come from a table,
+`first_of_each` says which stand for the others.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ class Share:
         return [every[first]] if self.is_first else every[:first] + every[first + 1 :]
 
 
-# A row that the interpreter takes a tenth of a second for.
-_LONGEST_QUICK = 8192
+# The interpreter takes up to a twentieth of a second for such a row.
+_LONGEST_QUICK = 4096
 
 
 def shares(*, backward: bool) -> list[Any]:

@@ -38,6 +38,7 @@ def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
     assert "**1 of 1 are caught.**" in summary(written)
 
 
+@THOROUGH
 def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
     found = runner.outcome(mutant("return bits", _OTHER))
     assert (found.verdict, found.said) == (Verdict.SURVIVED, "1 tests passed")

@@ -18,6 +18,7 @@ from normforge.override.served import OPERATORS
 from normforge.override.switch import Switch, TorchOverride
 
 from ..calling import printed
+from ..thorough import THOROUGH
 from .conftest import override
 
 
@@ -50,7 +51,7 @@ def test_it_is_off_until_it_is_called_and_afterwards() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels serve norms on the GPU that is here")
-@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("interpreted", [pytest.param(False, marks=THOROUGH), True])
 def test_kernels_serve_where_they_run(interpreted: bool) -> None:
     """In the interpreter on the CPU, if there is no GPU; what is said to be active there is."""
     code = """
