@@ -89,16 +89,16 @@ test-clients: $(CLIENTS)
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu" tests/clients
 
 accuracy: $(READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --record . $(ACCURACY)
+	env -u TRITON_INTERPRET $(BIN)/python -m proving accuracy --record . $(ACCURACY)
 
 sanitize: $(READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --record . $(SANITIZE)
+	env -u TRITON_INTERPRET $(BIN)/python -m proving sanitizer --record . $(SANITIZE)
 
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants $(or $(MUTANTS),--record .)
+	$(BIN)/python -m proving mutants $(or $(MUTANTS),--record .)
 
 matrix:
-	$(PYTHON) -m tests.matrix --record . $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
+	$(PYTHON) -m proving matrix --record . $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
 
 # Prints where an environment's programs are, once it is there.
 venv: $(READY)
@@ -117,7 +117,7 @@ links: $(READY)
 lint: $(READY) links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py benchmarks examples tests $(LINKS)/normforge
+	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py benchmarks examples proving tests $(LINKS)/normforge
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_SOURCES = ("codegen", "generated", "runtime", "templates", "tests", "tools", "benchmarks")
+_SOURCES = ("codegen", "generated", "runtime", "templates", "tests", "proving", "tools", "benchmarks")
 _SUFFIXES = {".c", ".golden", ".j2", ".py", ".yaml"}
 
 # A run's workers inherit the deadline, a point of the monotonic clock that all processes of a host share.

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .mutants.tree import copied, environment, present_files
+from proving.mutants.tree import copied, environment, present_files
+
 from .thorough import THOROUGH
 
 GROUP = """

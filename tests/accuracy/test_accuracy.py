@@ -21,8 +21,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
-from tests.accuracy.__main__ import main
-from tests.accuracy.cases import (
+from proving.accuracy.cases import (
     BACKWARD_MODES,
     CAST_MODES,
     COMPILED,
@@ -35,14 +34,15 @@ from tests.accuracy.cases import (
     forced,
     runs,
 )
-from tests.accuracy.groups import GroupCase
-from tests.accuracy.layouts import Layout
-from tests.accuracy.measure import Cell, measure
-from tests.accuracy.report import summary
-from tests.accuracy.rows import KINDS
-from tests.accuracy.run import attempt, run
-from tests.accuracy.units import MOST
-from tests.evidence import EVIDENCE, load
+from proving.accuracy.command import main
+from proving.accuracy.groups import GroupCase
+from proving.accuracy.layouts import Layout
+from proving.accuracy.measure import Cell, measure
+from proving.accuracy.report import summary
+from proving.accuracy.rows import KINDS
+from proving.accuracy.run import attempt, run
+from proving.accuracy.units import MOST
+from proving.evidence import EVIDENCE, load
 from tests.norms import FULL
 from tests.thorough import THOROUGH, first_of_each
 
@@ -185,7 +185,7 @@ def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
 @interpreted
 def test_a_kernel_that_is_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rstd off by 1e-5, as a variance around a bad pivot is."""
-    import tests.accuracy.measure as module
+    import proving.accuracy.measure as module
 
     case = next(case for case in slice_of(CPU) if case.mode.name == "rms_fwd_bf16_fp32_mv" and case.n == 100)
     ours = module._ours
@@ -211,7 +211,7 @@ def test_rows_that_are_rounded_otherwise_than_they_should_be_are_told(
     name: str, output: str, said: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel rounds to bf16, and what it is held against does not."""
-    import tests.accuracy.measure as module
+    import proving.accuracy.measure as module
 
     case = next(case for case in cases(CPU) if case.mode.name == name and case.n == 100)
     monkeypatch.setattr(module, "_first_rounded_to", lambda mode: said)
@@ -232,7 +232,7 @@ def test_heads_are_measured_in_both_directions_and_in_place(table: dict[Directio
 @interpreted
 def test_heads_that_are_read_one_further_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the heads of a token lies what is NaN."""
-    import tests.accuracy.measure as module
+    import proving.accuracy.measure as module
 
     laid = module._laid
 
@@ -280,7 +280,7 @@ def test_the_command_prints_the_table_and_writes_the_document(
 
 @THOROUGH
 def test_the_command_measures_in_several_processes(repository: Path) -> None:
-    command = (sys.executable, "-m", "tests.accuracy", "rms_bwd_fp32", "N=100 ", "--jobs", "2")
+    command = (sys.executable, "-m", "proving", "accuracy", "rms_bwd_fp32", "N=100 ", "--jobs", "2")
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r"^(\d+) of \1 cells are within", done.stdout, re.MULTILINE)
@@ -313,7 +313,7 @@ def test_a_dropout_or_a_gate_that_is_off_is_told(
     name: str, output: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By 1e-4: what is computed, or what both it and torch's are held against."""
-    place = import_module(f"tests.accuracy.{module}")
+    place = import_module(f"proving.accuracy.{module}")
     honest = getattr(place, function)
     monkeypatch.setattr(place, function, lambda *given: spoil(honest(*given)))
     case = next(case for case in cases(CPU) if case.mode.name == name and case.n == 100)

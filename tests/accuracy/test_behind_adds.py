@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import normforge
+from proving.accuracy.peer import EPS, backward, forward
+from proving.accuracy.units import MOST, Exact, ratio
 
 from ..thorough import THOROUGH
-from .peer import EPS, backward, forward
-from .units import MOST, Exact, ratio
 
 M = 6
 # Rows that lie together, one in chunks, and one that is read again.

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from tests.accuracy.measure import Cell
-from tests.accuracy.report import Outcome, summary, table, text
-from tests.accuracy.rows import KINDS
-from tests.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
+from proving.accuracy.measure import Cell
+from proving.accuracy.report import Outcome, summary, table, text
+from proving.accuracy.rows import KINDS
+from proving.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

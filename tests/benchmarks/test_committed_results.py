@@ -14,8 +14,8 @@ from benchmarks.models.names import SUITE as MODELS
 from benchmarks.pictures import OVERVIEW, heat_map, save
 from benchmarks.results import load
 from benchmarks.suites import SUITES
+from proving.evidence import TABLES
 
-from ..evidence import TABLES
 from ..thorough import THOROUGH
 
 ROOT = RESULTS.parent.parent

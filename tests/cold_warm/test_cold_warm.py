@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from proving.cold_warm import session
+from proving.cold_warm.compare import FAMILIES, Difference, run
+from proving.cold_warm.contexts import CONTEXTS, forward_ad
+from proving.cold_warm.surroundings import one_rank
+
 from ..properties import seed
 from ..thorough import THOROUGH
-from . import session
-from .compare import FAMILIES, Difference, run
-from .contexts import CONTEXTS, forward_ad
-from .surroundings import one_rank
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
 FEW = dict.fromkeys(FAMILIES, 125) | {"functional": 250, "modules": 30, "blocks": 15, "jax": 45, "parallel": 20}
@@ -46,7 +47,7 @@ def found(family: str, count: int, *, by_address: bool) -> None:
     if family == "jax":
         pytest.importorskip("jax")
     drawn = int(seed.settled())
-    print(f"python -m tests.cold_warm --family {family} --seed {drawn}")
+    print(f"python -m proving cold_warm --family {family} --seed {drawn}")
     told = list(run(family, drawn, count, by_address=by_address))
     differences = [str(each) for each in told if isinstance(each, Difference)]
     assert not differences, "\n\n".join(differences)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from proving.conformance import beside
+from proving.conformance.case import Case, Mode
+from proving.conformance.pool import run_group
+from proving.conformance.table import SUITES, cases, interpreted
+
 from ..thorough import first_of_each
-from . import beside
-from .case import Case, Mode
-from .pool import run_group
-from .table import SUITES, cases, interpreted
 
 SEED = 0
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import normforge
 from normforge.codegen.tiling import SOME_M
+from proving.conformance.suites import TUTORIAL_SHAPE
 
 from .devices import on_each_device
-from .suites import TUTORIAL_SHAPE
 
 each_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from normforge import LayerNormOutput, layernorm2d_bwd, reference
-
-from . import backward, forward, oracle, tolerances
-from .case import BF16, E5M2, FP16, FP32, INT8, Case, Norm, Y
-from .judge import QuantisedTally
-from .outcome import Outcome
-from .run import run
-from .suites import CK_TILE_INPUTS, QUACK_INPUTS
+from proving.conformance import backward, forward, oracle, tolerances
+from proving.conformance.case import BF16, E5M2, FP16, FP32, INT8, Case, Norm, Y
+from proving.conformance.judge import QuantisedTally
+from proving.conformance.outcome import Outcome
+from proving.conformance.run import run
+from proving.conformance.suites import CK_TILE_INPUTS, QUACK_INPUTS
 
 _PLAIN = Case(
     "ck_tile", Norm.LAYER, (3, 100), FP16, CK_TILE_INPUTS, tolerances.CK_TILE, weight=FP16, bias=FP16, save_mv=True

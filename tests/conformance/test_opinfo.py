@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import ConflictError, NormforgeError
+from proving.conformance.case import BF16, FP16, FP32
 
-from .case import BF16, FP16, FP32
 from .devices import on_each_device
 
 OURS: dict[str, Callable[..., torch.Tensor]] = {

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional
 
 from normforge import reference
-
-from . import oracle
-from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm
-from .suites import QUACK_INPUTS
-from .tolerances import CK_TILE
+from proving.conformance import oracle
+from proving.conformance.case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm
+from proving.conformance.suites import QUACK_INPUTS
+from proving.conformance.tolerances import CK_TILE
 
 _M, _N = 5, 37
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from benchmarks.pages import markers, section
+from proving.conformance import pool, report
+from proving.conformance.case import FP32, Case, Mode
+from proving.conformance.command import main
+from proving.conformance.outcome import Finding, Outcome
+from proving.conformance.report import Report
+from proving.conformance.table import cases, groups, share
+from proving.evidence import EVIDENCE, load
 
-from ..evidence import EVIDENCE, load
 from ..thorough import THOROUGH
-from . import pool, report
-from .__main__ import main
-from .case import FP32, Case, Mode
-from .outcome import Finding, Outcome
-from .report import Report
-from .table import cases, groups, share
 
 MODE = Mode("LayerNorm", "forward", "fp16 → fp16", "-", "-")
 HEADER = {"device": "a GPU", "seed": "0"}

@@ -14,12 +14,12 @@ from torch.nn import functional
 import normforge
 from normforge import LayerNormOutput
 from normforge.errors import NormforgeError
+from proving.conformance import tolerances
+from proving.conformance.case import BF16, E4M3FN, FP16, FP32, INT8, Case, Norm, Y
+from proving.conformance.run import run
+from proving.conformance.suites import QUACK_INPUTS
 
-from . import tolerances
-from .case import BF16, E4M3FN, FP16, FP32, INT8, Case, Norm, Y
 from .devices import on_each_device
-from .run import run
-from .suites import QUACK_INPUTS
 
 FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
     "layer": normforge.layernorm2d_fwd,

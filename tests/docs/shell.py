@@ -146,9 +146,10 @@ def _check_normforge(arguments: Sequence[str]) -> None:
 
 
 def _check_python(arguments: Sequence[str]) -> None:
-    if arguments[0] == "-m" and arguments[1].split(".")[0] in ("benchmarks", "tests"):
+    if arguments[:2] == ["-m", "proving"]:
+        _reads(import_module(f"proving.{arguments[2]}.command").main, arguments[3:])
+    elif arguments[0] == "-m" and arguments[1].split(".")[0] == "benchmarks":
         name = arguments[1] if arguments[1] != "benchmarks" else "benchmarks.cli"
-        name = f"{name}.__main__" if name.startswith("tests.") else name
         _reads(import_module(name).main, arguments[2:])
     elif arguments[0] == "-m":
         assert arguments[1] in ("venv", "pip"), f"nothing checks python -m {arguments[1]}"

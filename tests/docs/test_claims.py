@@ -33,8 +33,8 @@ from benchmarks.swept import findings_of
 from benchmarks.tile_model import table as tile_model
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
+from proving.evidence import load as load_table
 
-from ..evidence import load as load_table
 from .pages import PAGES, ROOT, blocks, doc, prose
 
 H200 = RESULTS / "h200"
@@ -436,6 +436,7 @@ _PLACES = (
     "runtime",
     "tools",
     "tests",
+    "proving",
     "benchmarks",
     "docs",
     "examples",

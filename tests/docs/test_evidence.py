@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.pages import section
+from proving.accuracy import report as accuracy
+from proving.conformance import report as conformance
+from proving.evidence import Table, load
+from proving.matrix import command as matrix
+from proving.models import survey
+from proving.mutants import report as mutants
+from proving.sanitizer import command as sanitizer
+from proving.soak import report as soak
 
-from ..accuracy import report as accuracy
-from ..conformance import report as conformance
-from ..evidence import Table, load
-from ..matrix import __main__ as matrix
-from ..models import survey
-from ..mutants import report as mutants
-from ..sanitizer import __main__ as sanitizer
-from ..soak import report as soak
 from .pages import ROOT, doc
 
 SUMMARIES: dict[str, tuple[str, Callable[[Table], str]]] = {

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .__main__ import summary, table
-from .cells import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted
+from proving.matrix.cells import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted
+from proving.matrix.command import summary, table
 
 
 def test_each_release_is_in_some_cell() -> None:
@@ -32,7 +32,7 @@ def test_every_third_test_of_each_file(tmp_path: Path, repository: Path) -> None
             f"import pytest\n@pytest.mark.parametrize('number', range({count}))\ndef test_it(number): {failing}\n"
         )
     report = tmp_path / "report.xml"
-    options = ["-p", "tests.matrix.every", "--every=3", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    options = ["-p", "proving.matrix.every", "--every=3", f"--junitxml={report}", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", *options, *(str(tmp_path / name) for name in FILES)],
         cwd=repository,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from proving.models.survey import NORM, summary, survey, table
+
 from ..nn import models
-from .survey import NORM, summary, survey, table
 
 
 def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:

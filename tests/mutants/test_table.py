@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .mutant import EditError, Mutant
-from .table import MUTANTS
+from proving.mutants.mutant import EditError, Mutant
+from proving.mutants.table import MUTANTS
 
 # What decides which numbers come out, or that none do.
 _RUNTIME = (

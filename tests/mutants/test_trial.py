@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from proving.mutants.mutant import Mutant, Suite
+from proving.mutants.report import summary, table
+from proving.mutants.tree import ROOT, present_files
+from proving.mutants.trial import Runner, Verdict
+
 from ..thorough import THOROUGH
-from .mutant import Mutant, Suite
-from .report import summary, table
-from .tree import ROOT, present_files
-from .trial import Runner, Verdict
 
 # Needs no kernel.
 _TEST = "tests/kernels/test_alignment.py::test_alignment"

@@ -21,10 +21,10 @@ from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gat
 from normforge.dtypes import DTYPES
 from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
+from proving.sanitizer.beside import Beside, beside
+from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
+from proving.sanitizer.worker import call, call_of
 from tests.norms import FULL
-from tests.sanitizer.beside import Beside, beside
-from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
-from tests.sanitizer.worker import call, call_of
 from tests.thorough import first_of_each
 
 _BF16 = DType.BF16

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages import markers, section
-from tests.evidence import EVIDENCE, load
-from tests.sanitizer.__main__ import main, summary
-from tests.sanitizer.cells import every
-from tests.sanitizer.log import read
+from proving.evidence import EVIDENCE, load
+from proving.sanitizer.cells import every
+from proving.sanitizer.command import main, summary
+from proving.sanitizer.log import read
 
 from ..thorough import THOROUGH
 
@@ -106,7 +106,7 @@ echo "========= ERROR SUMMARY: 0 errors"
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
     """A sanitizer on PATH that watches nothing, and a python whose calls are only named."""
-    import tests.sanitizer.__main__ as runner
+    import proving.sanitizer.command as runner
 
     sanitizer = tmp_path / "bin" / "compute-sanitizer"
     sanitizer.parent.mkdir()
@@ -118,7 +118,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> P
     monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
     (tmp_path / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in every()))
     # Without a tool the calls are made for Triton's cache alone, and take minutes in the interpreter.
-    stand_in = (str(sanitizer), "--tool", "none", "-m", "tests.sanitizer.worker")
+    stand_in = (str(sanitizer), "--tool", "none", "-m", "proving.sanitizer.worker")
     monkeypatch.setattr(runner, "_WORKER", stand_in)
     monkeypatch.chdir(repository)
     return tmp_path
@@ -169,7 +169,7 @@ def test_calls_that_were_not_made_are_an_error(fake: Path, capsys: pytest.Captur
 def test_without_a_sanitizer_it_is_2_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import tests.sanitizer.__main__ as runner
+    import proving.sanitizer.command as runner
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(runner, "_PLACES", ())

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from benchmarks.pages import markers, section
+from proving.evidence import EVIDENCE, load
+from proving.soak.command import main
+from proving.soak.measure import Held, growths
+from proving.soak.report import summary
+from proving.soak.soak import soak
 
-from ..evidence import EVIDENCE, load
 from ..properties.problems import MadeCall
 from ..thorough import THOROUGH
-from .__main__ import main
-from .measure import Held, growths
-from .report import summary
-from .soak import soak
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_growth_is_told_from_noise(leak: int) -> None:
 
 _KEEPS_EVERY_SECOND_BLOCK = """
 import torch
-from tests.soak.measure import MIB, held
+from proving.soak.measure import MIB, held
 
 def at(calls):
     now = held(torch.device("cpu"), calls)

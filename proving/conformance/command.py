@@ -1,10 +1,9 @@
-"""`python -m tests.conformance`: every case on a GPU, or a slice in Triton's interpreter, as a table."""
+"""`python -m proving conformance`: every case on a GPU, or a slice in Triton's interpreter, as a table."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +81,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m proving conformance", description=__doc__)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), help="these suites alone")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
@@ -94,7 +93,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing; add up these results")
     add_option(parser)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

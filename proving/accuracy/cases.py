@@ -26,8 +26,8 @@ from normforge.codegen.values import (
 from normforge.kernels.gpu import target_of
 from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
+from tests.norms import FULL
 
-from ..norms import FULL
 from .groups import GroupCase, group_cases
 from .layouts import Layout
 

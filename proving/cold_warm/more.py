@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 import normforge
+from tests.nn import decoders, models
 
-from ..nn import decoders, models
 from .compare import Outcome, Subject, error_of, observed
 from .functions import SETTINGS, Call, Draw, one_of
 from .operands import FLOATS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
@@ -321,7 +321,7 @@ def _total(results: Any) -> Any:
 
 
 def _of_jax() -> list[Subject]:
-    from ..jax.settled import settle
+    from tests.jax.settled import settle
 
     # What the tests of JAX need, before anything runs in the process.
     settle(on_gpu=False)

@@ -1,6 +1,6 @@
 """Files that a long command writes: the full table as CSV, and a summary of the table in a page of docs/.
 
-Imports nothing beyond Python, because `tests.matrix` runs before there is an environment.
+Imports nothing beyond Python, because `proving matrix` runs before there is an environment.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Runner:
 
     def _run(self, tree: Path, suite: Suite, tests: Sequence[str], *, stop: bool, patience: float) -> _Run:
         report, output = tree / "report.json", tree / "output.txt"
-        options = ["-q", "-p", "tests.mutants.witness", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        options = ["-q", "-p", "proving.mutants.witness", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         options += ["-x"] if stop else []
         options += ["-m", "compile"] if suite is Suite.COMPILE else []
         request = {

@@ -92,7 +92,7 @@ def run(cell: Cell, every: int, jobs: int) -> Iterator[Seen]:
         variables |= {"TRITON_INTERPRET": interpret} if interpret else {}
         with TemporaryDirectory(prefix="normforge-matrix-") as folder:
             report = Path(folder) / "report.xml"
-            options = ["-q", "-p", "tests.matrix.every", f"--every={every}", "-n", str(jobs), f"--junitxml={report}"]
+            options = ["-q", "-p", "proving.matrix.every", f"--every={every}", "-n", str(jobs), f"--junitxml={report}"]
             started = time.monotonic()
             ended = subprocess.run([python, "-m", "pytest", *options, *chosen], cwd=ROOT, env=variables, check=False)
             seconds = time.monotonic() - started

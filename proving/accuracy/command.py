@@ -1,4 +1,4 @@
-"""`python -m tests.accuracy`: every kernel's error against fp64, beside torch's."""
+"""`python -m proving accuracy`: every kernel's error against fp64, beside torch's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:14} {kind.means}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m tests.accuracy",
+        prog="python -m proving accuracy",
         description="Measure every kernel's error against fp64, beside torch's.",
         epilog=f"kinds of rows:\n{kinds}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,7 +61,3 @@ def _parser() -> argparse.ArgumentParser:
     add_option(parser)
     parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

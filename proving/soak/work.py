@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from normforge.errors import NormforgeError
+from tests.properties.gradient_problems import draw_backward, draw_step
+from tests.properties.illegal import spoilt
+from tests.properties.problems import MadeCall, draw_call
+from tests.properties.profile import Pool
 
-from ..properties.gradient_problems import draw_backward, draw_step
-from ..properties.illegal import spoilt
-from ..properties.problems import MadeCall, draw_call
-from ..properties.profile import Pool
 from .gate import Gate
 from .sizes import Size
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ T = TypeVar("T")
 def main(argv: list[str]) -> int:
     """Try mutants, and return 1 if one is not caught."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants",
+        prog="python -m proving mutants",
         description="Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice.",
     )
     parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
@@ -103,7 +102,3 @@ def _parts(tests: list[str], jobs: int) -> list[list[str]]:
     distinct = sorted(dict.fromkeys(tests))
     size = -(-len(distinct) // jobs)
     return [distinct[start : start + size] for start in range(0, len(distinct), size)] if distinct else []
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -21,7 +20,7 @@ def main(argv: list[str]) -> int:
     from .surroundings import one_rank
 
     parser = argparse.ArgumentParser(
-        prog="python -m tests.cold_warm",
+        prog="python -m proving cold_warm",
         description="Compare each call of random sequences with the same call after all caches were dropped.",
     )
     parser.add_argument("--calls", type=int, default=2000, help="how many, over all families (default: %(default)s)")
@@ -48,7 +47,3 @@ def main(argv: list[str]) -> int:
                     print(f"{family}, {how}: {told.calls} calls, {told.served} served; {seconds:.0f} s", flush=True)
     print(f"{faults} differences; --seed {asked.seed} repeats them" if faults else "no differences")
     return int(bool(faults))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

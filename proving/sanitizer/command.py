@@ -1,4 +1,4 @@
-"""`python -m tests.sanitizer`: compute-sanitizer's tools over calls that touch every kernel."""
+"""`python -m proving sanitizer`: compute-sanitizer's tools over calls that touch every kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS = {
 # Where CUDA's toolkit puts it.
 _PLACES = ("/usr/local/cuda/bin",)
 _ROOT = Path(__file__).resolve().parents[2]
-_WORKER = (sys.executable, "-m", "tests.sanitizer.worker")
+_WORKER = (sys.executable, "-m", "proving.sanitizer.worker")
 # Seconds for one process; the tools slow kernels down 10 to 100 times.
 _LIMIT = 540
 
@@ -220,7 +220,7 @@ def summary(table: Table) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.sanitizer", description="Run compute-sanitizer over calls that touch every kernel."
+        prog="python -m proving sanitizer", description="Run compute-sanitizer over calls that touch every kernel."
     )
     parser.add_argument("--list", action="store_true", help="print the calls and make none")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be given again")
@@ -230,7 +230,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

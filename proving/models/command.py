@@ -24,7 +24,7 @@ _PAGE = Path("docs/reference/huggingface.md")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every class, and print the summary."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.models",
+        prog="python -m proving models",
         description="Which norm classes of Hugging Face's transformers, which has to be installed, patch takes.",
     )
     add_option(parser)
@@ -56,7 +56,3 @@ def _classes(package: Path) -> Iterator[type[torch.nn.Module]]:
             is_own = inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
             if is_own and NORM.search(cls.__name__):
                 yield cls
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

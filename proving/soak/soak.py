@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from ..properties.profile import Pool, compile_ahead, make_pool
+from tests.properties.profile import Pool, compile_ahead, make_pool
+
 from .gate import Gate
 from .measure import Growth, Held, growths, held
 from .sizes import SIZES

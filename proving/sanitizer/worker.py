@@ -93,7 +93,7 @@ def _vector(cell: Cell, device: torch.device) -> torch.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the calls of one share of the cells, or those that are named; a call that fails is told."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitizer.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m proving.sanitizer.worker", description=__doc__)
     parser.add_argument("--share", default="1/1", metavar="I/K", help="the I-th of K parts of the cells")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The command: python -m tests.soak --minutes 10."""
+"""The command: python -m proving soak --minutes 10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..evidence import add_option, record
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a soak; the exit status is 1 if a call failed or something held grew."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak",
+        prog="python -m proving soak",
         description="Random legal calls from several threads, on several streams and in graphs, checked by chance; "
         "and whether memory or plans grow.",
     )
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from benchmarks.environment import describe
     from normforge.tools.machine import Machine
+    from tests.properties import seed as seeds
 
-    from ..properties import seed as seeds
     from .report import report, summary, table
     from .soak import soak
 
@@ -53,7 +53,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.record:
         record(options.record, "soak", table(result, header), summary)
     return 0 if result.ok else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

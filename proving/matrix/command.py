@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +21,7 @@ _COLUMNS = ("python", "torch", "triton", "numpy", "suite", "passed", "failed", "
 def main(argv: list[str]) -> int:
     """Run cells, and return 1 if a test failed, or a cell could not be run."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.matrix",
+        prog="python -m proving matrix",
         description="Run both suites on several releases of Python and Triton, each in an environment of its own.",
     )
     parser.add_argument("--full", action="store_true", help=f"all tests in all {len(ALL)} cells")
@@ -75,7 +74,3 @@ def summary(table: Table) -> str:
     """Return the section of the page."""
     about = "; ".join(f"{name}: {value}" for name, value in table.header.items())
     return f"{about}.\n\n{markdown(_COLUMNS, [[row[name] for name in _COLUMNS] for row in table.rows])}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,9 @@ def revision() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "runtime", "tools", "codegen", "templates", "generated", "tests")
+    changed = git(
+        "status", "--porcelain", "--", "runtime", "tools", "codegen", "templates", "generated", "tests", "proving"
+    )
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
