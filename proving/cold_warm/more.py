@@ -17,9 +17,9 @@ from torch.nn import functional
 import normforge
 from tests.nn import decoders, models
 
-from .compare import Outcome, Subject, error_of, observed
 from .functions import SETTINGS, Call, Draw, one_of
 from .operands import FLOATS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
+from .outcome import Outcome, Subject, error_of, observed
 from .session import Session
 
 WIDTH = models.WIDTH
