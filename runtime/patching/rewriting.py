@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, reduce, update_wrapper
 from operator import or_
 from typing import Any
 
@@ -69,7 +69,7 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
         definition = _definition_in(tree, function)
     except (OSError, TypeError, SyntaxError) as error:
         raise UnreadableError(f"the text of its forward cannot be read ({type(error).__name__}: {error})") from None
-    if _shape(_compiled(tree, function)) != _shape(function.__code__):
+    if _compiled(tree, function) != function.__code__:
         raise UnreadableError("the text of its forward is not what it runs")
     first = definition.args.args[0].arg if definition.args.args else None
     if first is None or any(isinstance(node, ast.Name) and _assigns(node, first) for node in ast.walk(definition)):
@@ -184,14 +184,6 @@ def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
 _FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 
 
-def _shape(code: types.CodeType) -> tuple[Any, ...]:
-    """Return all of a code object but its file and lines: equal for codes that run alike."""
-    constants = tuple(
-        _shape(held) if isinstance(held, types.CodeType) else (type(held), repr(held)) for held in code.co_consts
-    )
-    return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants)
-
-
 def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> Callable[..., Any]:
     """Return a copy of a decorated function that wraps `new` in place of `old`: same code, another closure."""
     if outer is old:
@@ -216,7 +208,6 @@ def _like(
     """Return a function that is another one with other code, or another closure."""
     made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
     made.__kwdefaults__ = old.__kwdefaults__
-    for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
-        setattr(made, name, getattr(old, name))
-    made.__dict__.update(old.__dict__)
+    update_wrapper(made, old)
+    del made.__dict__["__wrapped__"]
     return made
