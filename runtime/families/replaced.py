@@ -20,7 +20,29 @@ from ..upstream.torch_internals import is_forward_ad_on
 ORIGINAL = "_normforge_original"
 
 
-class Replacing(torch.nn.Module):
+class Derived:
+    """The base of classes that `derived` makes: their modules keep their class through copies and pickles."""
+
+    # The function that makes a module of such a class, and its arguments.
+    _normforge_recipe: tuple[Callable[..., Any], tuple[Any, ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce to the recipe of the class: no reference to the class itself can be pickled."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        recipe = vars(type(self)).get("_normforge_recipe")
+        return reduced if recipe is None or reduced[1][:1] != (type(self),) else (*recipe, *reduced[2:])
+
+
+def derived(first: Any, cls: Any, recipe: tuple[Callable[..., Any], tuple[Any, ...]], **namespace: Any) -> Any:
+    """Return a class that is derived from `first`, a `Derived`, and from the class of a module.
+
+    The name stays: by it models initialise parameters, optimisers decay weights, and accelerate splits a model.
+    """
+    kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls)(cls.__name__, (first, cls), kept | namespace | {"_normforge_recipe": recipe})
+
+
+class Replacing(Derived, torch.nn.Module):
     """A module that may stand in the place of another."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -30,12 +52,6 @@ class Replacing(torch.nn.Module):
 
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, name_of(type(self)), 1)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce to the two classes that `class_for` made this one of: no reference to it can be pickled."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        made = vars(type(self)).get("_normforge_serves")
-        return reduced if made is None or reduced[1][:1] != (type(self),) else (_new, made, *reduced[2:])
 
     # torch.jit asks a module for this before it compiles it.
     def __prepare_scriptable__(self) -> NoReturn:
@@ -76,14 +92,8 @@ def class_for(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> t
 
 @cache
 def _derived(ours: Any, replaced: Any) -> type[torch.nn.Module]:
-    namespace = {
-        "__module__": replaced.__module__,
-        "__qualname__": replaced.__qualname__,
-        "__doc__": replaced.__doc__,
-        "_normforge_serves": (ours, replaced),
-    }
-    # Its name stays: by it models initialise, and others choose, which parameters not to decay.
-    made: type[torch.nn.Module] = type(replaced)(replaced.__name__, (ours, replaced), namespace)
+    both = (ours, replaced)
+    made: type[torch.nn.Module] = derived(*both, (_new, both), _normforge_serves=both)
     return made
 
 

@@ -7,53 +7,52 @@ modulates is identified by trying it (see `modulating`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-from ..families.replaced import Replacing
-from .following import may_follow, rounds_once
+from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
 from .probing import mixed_in
 from .report import Fused
 from .rewriting import MODULATE, SUMS, Forward, UnreadableError, read, rewritten
-from .sums import Sums
+from .sums import Sums, may_follow, rounds_once
 from .text import Modulation, dotted, norm_of
 
 
-class FusedBlock:
-    """The base class of every class that `fuse` makes."""
+class FusedBlock(Derived):
+    """The base class of every class that `fuse` makes.
 
-    # The class, its additions and modulations that are replaced, and the names of its norms of ours.
-    _normforge_made: tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, ...]]
+    A class's recipe has the class that it was made of, the additions and modulations that are replaced, and the names
+    of the norms whose sums are fused.
+    """
+
+    # The norms that are computed together with the sum before them, with their modulation, and with the gradient of
+    # their input, which is added again.
+    _normforge_fuses: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
         """Return the class that `fuse` made, of which this class may be a subclass."""
         # A module's class, and a FusedBlock's.
-        made: type[Any] = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
+        made: type[Any] = next(base for base in cls.__mro__ if "_normforge_fuses" in vars(base))
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce to the class that this one was made of, so that loading makes this class anew."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        if "_normforge_made" not in vars(type(self)) or reduced[1][:1] != (type(self),):
-            return reduced
-        return (_new, self._normforge_made, *reduced[2:])
+    @classmethod
+    def block_class(cls) -> type[torch.nn.Module]:
+        """Return the class that a block had before its adds were fused."""
+        block: type[torch.nn.Module] = cls._normforge_recipe[1][0]
+        return block
 
     def extra_repr(self) -> str:
         """Return the block's own text, the fused sums, and the norms fused with their modulation."""
         block: Any = super()
-        own: str = block.extra_repr()
-        cls, chosen, modulated, norms = self._normforge_made
-        forward = read(cls)
-        behind, inputs = _norms_at(forward, chosen, norms)
+        behind, modulated, inputs = self._normforge_fuses
         said = [f"sum -> {name}" for name in behind]
         said += [f"gradient of {name} + residual" for name in inputs]
-        said += [f"{forward.modulations[which].norm} -> its modulation" for which in modulated]
-        return ", ".join([own, *said] if own else said)
+        said += [f"{name} -> its modulation" for name in modulated]
+        return ", ".join(filter(None, [block.extra_repr(), *said]))
 
 
 def _new(
@@ -106,7 +105,7 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
     if mixed := mixed_in(cls):
         return f"{cls.__name__} is also a {mixed}; patch before it is made one"
     spent = {addition for which in modulated for addition in forward.modulations[which].spent}
-    names = tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
+    names = _modulated_by(forward, modulated)
     # Fusing a norm with its modulation saves more than fusing it with the sum before it.
     norms = tuple(name for name in followers if name not in names)
     chosen = tuple(
@@ -117,11 +116,10 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
     if not chosen and not modulated:
         return _why_unfused(module, forward)
     try:
-        module.__class__ = _made(cls, chosen, modulated, norms)
+        module.__class__ = made = _made(cls, chosen, modulated, norms)
     except UnreadableError as unreadable:
         return str(unreadable)
-    behind, inputs = _norms_at(forward, chosen, norms)
-    return Fused(path, cls, behind, names, inputs)
+    return Fused(path, cls, *made._normforge_fuses)
 
 
 def _followers(module: torch.nn.Module) -> tuple[str, ...]:
@@ -158,6 +156,11 @@ def _norms_at(
     return tuple(name for name in behind if name in norms), tuple(name for name in norms if name in inputs)
 
 
+def _modulated_by(forward: Forward, modulated: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the names of the norms that some modulations scale and shift."""
+    return tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
+
+
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
     norm = module._modules.get(modulation.norm)
     # Modulated kernels round once.
@@ -183,19 +186,16 @@ def _function(forward: Forward, dotted: str) -> Any:
 
 
 @cache
-def _made(
-    cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]
-) -> type[torch.nn.Module]:
+def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]) -> type[FusedBlock]:
     """Return the class whose forward fuses some additions and modulations, cached by arguments."""
+    recipe = (cls, chosen, modulated, norms)
+    forward = read(cls)
+    behind, inputs = _norms_at(forward, chosen, norms)
     namespace = {
-        "forward": rewritten(cls, chosen, modulated, norms),
+        "forward": rewritten(*recipe),
         SUMS: Sums,
         MODULATE: modulate,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_normforge_made": (cls, chosen, modulated, norms),
+        "_normforge_fuses": (behind, _modulated_by(forward, modulated), inputs),
     }
-    # The name stays: accelerate and others choose by name which modules not to split.
-    metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
-    return metaclass(cls.__name__, (FusedBlock, cls), namespace)
+    made: type[FusedBlock] = derived(FusedBlock, cls, (_new, recipe), **namespace)
+    return made

@@ -27,9 +27,9 @@ from ..calls.traced import result_dtype
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from ..families.operands import DEFAULT_EPS
 from ..families.plain_modules import LayerNorm
-from .following import is_bare, is_of_length, rounds_once, vectors_of
 from .function_state import State
 from .probing import apart
+from .sums import is_bare, is_of_length, rounds_once, vectors_of
 
 logger = logging.getLogger("normforge")
 

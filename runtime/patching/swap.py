@@ -159,7 +159,7 @@ def patch(
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class that a block had before its adds were fused."""
-    return cls._normforge_made[0] if issubclass(cls, FusedBlock) else cls
+    return cls.block_class() if issubclass(cls, FusedBlock) else cls
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:

@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(
         "modulation-passes-hooks-by",
         "patch: a norm that somebody watches is computed with its modulation, and nobody sees it called",
-        "runtime/patching/following.py",
+        "runtime/patching/sums.py",
         "and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())",
         "and not (module._forward_pre_hooks or global_hooks())",
         (f"{_PATCHED}::test_hooks_on_the_norm_see_it_called",),
