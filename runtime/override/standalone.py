@@ -13,7 +13,7 @@ from ..upstream.torch_dispatcher import kernel_of
 from .served import serving
 
 # The dispatch keys of the devices that kernels run on.
-_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def standalone(operator: str) -> Callable[..., Any]:
@@ -29,10 +29,9 @@ def standalone(operator: str) -> Callable[..., Any]:
         device that torch has no kernel of the operator for.
     """
     serves = {}
-    for device, key in _KEYS.items():
-        if (kernel := kernel_of(operator, key)) is not None:
-            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-            serves[device] = partial(serving(operator, kernel), keys)
+    for key in _KEYS:
+        if (kernel := kernel_of(operator, key.name)) is not None:
+            serves[key.name.lower()] = partial(serving(operator, kernel), torch._C.DispatchKeySet(key))
 
     def call(x: torch.Tensor, *others: Any) -> Any:
         serve = serves.get(x.device.type)

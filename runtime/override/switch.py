@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from types import TracebackType
 
 import torch
 
@@ -34,9 +33,7 @@ class TorchOverride:
     def __enter__(self) -> TorchOverride:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.restore()
 
     def __repr__(self) -> str:
