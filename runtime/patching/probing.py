@@ -277,7 +277,7 @@ def apart() -> Iterator[None]:
 # Rows and a weight to try a forward with.
 _Inputs = tuple[torch.Tensor, torch.Tensor]
 
-# Element types of x and weight that tell the orders apart, and x's leading dimensions.
+# Element types of x and weight that distinguish the orders, and x's leading dimensions.
 _PROBES = (
     (torch.bfloat16, torch.bfloat16, (-1,)),
     (torch.bfloat16, torch.float32, (2, -1)),
@@ -368,7 +368,7 @@ class _Trial:
         return among
 
     def probes(self) -> Iterator[_Inputs]:
-        """Yield random rows and weights by which the orders are told apart."""
+        """Yield random rows and weights that distinguish the orders."""
         for x_dtype, weight_dtype, shape in _PROBES:
             x = self.rows.reshape(*shape, self.rows.shape[-1])
             yield x.to(x_dtype, copy=True), self.weight.to(weight_dtype, copy=True)
