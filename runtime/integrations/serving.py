@@ -58,17 +58,25 @@ def cast_of(weight: torch.Tensor | None) -> str:
     return "before_weight" if narrow else "after_weight"
 
 
-def rms(engine: str, x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
+def rms(
+    engine: str, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None = None, **options: Any
+) -> Any:
     """Return the RMSNorm of x by `rmsnorm2d_fwd`, or that of x + residual and the sum.
 
     Return None if no kernel serves the call; the engine then computes the norm itself.
     """
-    return served(_LEAVES.format(engine), _rms, x, weight, **options)
+    if not fits(x, weight, residual=residual):
+        return None
+    if residual is not None:
+        options |= {"residual": residual, "fadd": "pre_add_store"}
+    out = served(_LEAVES.format(engine), rmsnorm2d_fwd, x, weight, **options)
+    return out if out is None else out.y if residual is None else (out.y, out.residual_out)
 
 
 def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor | None:
     """Return the LayerNorm of x with a weight and a bias, or None if the engine has to compute it itself."""
-    return served(_LEAVES.format(engine), _layer, x, *vectors, eps=eps)
+    out = served(_LEAVES.format(engine), layernorm2d_fwd, x, *vectors, eps=eps) if fits(x, *vectors) else None
+    return None if out is None else out.y
 
 
 def served(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:
@@ -79,13 +87,3 @@ def served(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **n
 
 
 _LEAVES = "normforge leaves calls to {}'s own norms"
-
-
-def _rms(x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
-    adds = options.get("residual") is not None
-    out = rmsnorm2d_fwd(x, weight, fadd="pre_add_store" if adds else "none", **options)
-    return (out.y, out.residual_out) if adds else out.y
-
-
-def _layer(x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return layernorm2d_fwd(x, *vectors, eps=eps).y

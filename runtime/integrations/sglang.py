@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..selection.batch import follow
 from ..settings import lists_us
-from .serving import fits, layer, rms
+from .serving import layer, rms
 
 logger = logging.getLogger("normforge")
 
@@ -68,12 +68,7 @@ def _around(serve: Norm, original: Callable[..., Any], norm: Any, *arguments: An
 
 
 def _served(
-    serve: Norm,
-    norm: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    *others: Any,
-    **named: Any,
+    serve: Norm, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *others: Any, **named: Any
 ) -> Any:
     if x.numel() == 0 or any(other is not None for other in (*others, *named.values())):
         return None
@@ -103,31 +98,25 @@ _PLAIN = {"variance_size_override": None, "fp32_residual": False, "override_orig
 
 
 def _rms(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-    weight = norm.weight.data if getattr(norm, "has_weight", True) else None
-    rounds_first = getattr(norm, "cast_x_before_out_mul", False)
-    if any(getattr(norm, name, plain) is not plain for name, plain in _PLAIN.items()) or not fits(
-        x, weight, residual=residual
-    ):
-        return None
+    weight: Any = norm.weight.data if getattr(norm, "has_weight", True) else None
+    rounds_first = getattr(norm, "cast_x_before_out_mul", False) and weight is not None
     # A product of a rounded row and a wider weight has the weight's dtype.
-    if rounds_first and weight is not None and weight.dtype is not x.dtype:
+    is_wider = rounds_first and weight.dtype is not x.dtype
+    if is_wider or any(getattr(norm, name, plain) is not plain for name, plain in _PLAIN.items()):
         return None
-    cast = "before_weight" if rounds_first and weight is not None and x.dtype is not torch.float32 else "after_weight"
-    return rms("SGLang", x, weight, residual=residual, eps=norm.variance_epsilon, cast=cast)
+    cast = "before_weight" if rounds_first and x.dtype is not torch.float32 else "after_weight"
+    return rms("SGLang", x, weight, residual, eps=norm.variance_epsilon, cast=cast)
 
 
 def _gemma(eps: str, norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-    weight = norm.weight.data
-    if not fits(x, weight, residual=residual):
-        return None
-    return rms("SGLang", x, weight, residual=residual, eps=getattr(norm, eps), weight_offset=1.0)
+    return rms("SGLang", x, norm.weight.data, residual, eps=getattr(norm, eps), weight_offset=1.0)
 
 
 def _layer(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     weight = norm.weight.data if norm.elementwise_affine else None
     bias = norm.bias.data if norm.use_bias else None
     # SGLang's LayerNorm computes in its own dtype, and rounds x to a narrower one.
-    if norm.dtype not in (x.dtype, torch.float32) or residual is not None or not fits(x, weight, bias):
+    if norm.dtype not in (x.dtype, torch.float32) or residual is not None:
         return None
     return layer("SGLang", x, weight, bias, eps=norm.variance_epsilon)
 

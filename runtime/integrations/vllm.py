@@ -6,7 +6,6 @@ registers providers, so that this module has no annotations as strings.
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,27 +88,22 @@ def _supports_add(
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Compute `rms_norm` of vLLM's IR for calls that `supports_args` takes; fall back to the native implementation."""
-    found: Any = rms("vLLM", x, weight, eps=epsilon, cast=cast_of(weight))
-    y: Tensor = _native("rms_norm")(x, weight, epsilon, variance_size) if found is None else found
-    return y
+    y: Tensor | None = rms("vLLM", x, weight, eps=epsilon, cast=cast_of(weight))
+    return _native("rms_norm")(x, weight, epsilon, variance_size) if y is None else y
 
 
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `fused_add_rms_norm` of vLLM's IR; both results are new tensors."""
-    found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=cast_of(weight))
-    if found is None:
-        found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
-    both: tuple[Tensor, Tensor] = found
-    return both
+    both: tuple[Tensor, Tensor] | None = rms("vLLM", x, weight, x_residual, eps=epsilon, cast=cast_of(weight))
+    return both or _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
 
 
-def _native(name: str) -> Callable[..., Any]:
+def _native(name: str) -> Any:
     from vllm.ir import ops
 
-    native: Callable[..., Any] = getattr(ops, name).impls["native"].impl_fn
-    return native
+    return getattr(ops, name).impls["native"].impl_fn
 
 
 # LayerNorm
@@ -135,7 +129,7 @@ def _swap_layer_norm() -> None:
 
     def forward_cuda(self: Any, x: Tensor) -> Tensor:
         """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
-        found: Any = layer("vLLM", x, self.weight, self.bias, eps=self.eps) if fits(x, self.weight, self.bias) else None
+        found = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
         y: Tensor = base.forward_cuda(self, x) if found is None else found
         return y
 
