@@ -6,7 +6,7 @@ torch's own kernel, which also raises torch's errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, product
 from typing import Any
 
@@ -121,7 +121,7 @@ def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | Non
     )
 
 
-def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
+def _any_of_type(dtype: torch.dtype, parameters: Iterable[torch.Tensor | None]) -> bool:
     """Return True if any parameter has a dtype; None has none."""
     return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
 
@@ -152,7 +152,9 @@ def _gradients(
 ) -> Tensors:
     kept, parameters, due = _split(others)
     rows = _rows(x, len(shape))
-    named = {name: _of_rows(each, rows) for name, each in zip(("rstd", "mean"), reversed(kept), strict=False)}
+    named: dict[str, Any] = {
+        name: _of_rows(each, rows) for name, each in zip(("rstd", "mean"), reversed(kept), strict=False)
+    }
     weight, *biases = parameters
     if biases:
         named["bias_dtype"] = None if biases[0] is None else biases[0].dtype
@@ -160,7 +162,7 @@ def _gradients(
     return tuple(map(_like, (x, *parameters), found))
 
 
-def _split(others: tuple[Any, ...]) -> tuple[Tensors, Tensors, Sequence[bool]]:
+def _split(others: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], Tensors, Sequence[bool]]:
     """Return the statistics, as many parameters, and the mask of requested gradients of a backward operator."""
     half = len(others) // 2
     return others[:half], others[half:-1], others[-1]

@@ -186,7 +186,7 @@ def _function(forward: Forward, dotted: str) -> Any:
 
 
 @cache
-def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]) -> type[FusedBlock]:
+def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
     """Return the class whose forward fuses some additions and modulations, cached by arguments."""
     recipe = (cls, chosen, modulated, norms)
     forward = read(cls)
@@ -197,5 +197,4 @@ def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: 
         MODULATE: modulate,
         "_normforge_fuses": (behind, _modulated_by(forward, modulated), inputs),
     }
-    made: type[FusedBlock] = derived(FusedBlock, cls, (_new, recipe), **namespace)
-    return made
+    return derived(FusedBlock, cls, (_new, recipe), **namespace)
