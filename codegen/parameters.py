@@ -739,9 +739,9 @@ GROUP = Family(
     name=GROUP_WORD,
     functions={Norm.LAYER: "group_norm"},
     parameters=(
-        _of_groups("x", Kind.IMAGES, functional=True),
-        _of_groups("weight", Kind.VECTOR, optional=True, functional=True),
-        _of_groups("bias", Kind.VECTOR, optional=True, functional=True),
+        _of_groups("x", Kind.IMAGES, functional=True, gradient="dx"),
+        _of_groups("weight", Kind.VECTOR, optional=True, functional=True, gradient="dweight"),
+        _of_groups("bias", Kind.VECTOR, optional=True, functional=True, gradient="dbias"),
         _of_groups("num_groups", Kind.COUNT, functional=True),
         _of_groups("eps", Kind.NUMBER, least=0.0, functional=True),
         _of_groups("activation", Kind.WORD, functional=True),
@@ -761,7 +761,7 @@ GROUP_BWD = Family(
     functions={Norm.LAYER: "group_norm_backward"},
     parameters=(
         _of_groups("dy", Kind.IMAGES),
-        *(GROUP[name] for name in ("x", "weight", "bias")),
+        *(replace(GROUP[name], gradient="") for name in ("x", "weight", "bias")),
         # Callers pass one tensor, (2, B, groups).
         *(_of_groups(name, Kind.PER_ROW, argument="statistics") for name in ("mean", "rstd")),
         *(GROUP[name] for name in ("num_groups", "eps", "activation")),
@@ -769,8 +769,8 @@ GROUP_BWD = Family(
     ),
     results=(
         Result("dx", Kind.IMAGES, told="dx_dtype"),
-        Result("dweight", Kind.VECTOR, told="dweight_dtype"),
-        Result("dbias", Kind.VECTOR, told="dbias_dtype"),
+        Result("dweight", Kind.VECTOR, told="dweight_dtype", like=("weight",)),
+        Result("dbias", Kind.VECTOR, told="dbias_dtype", like=("bias",)),
     ),
 )
 

@@ -10,15 +10,18 @@ import torch
 from ..calls import road
 from ..calls.check import check
 from ..calls.first import launched, launched_backward, refuse_foreign
-from ..calls.functions import FUNCTIONS, completed
+from ..calls.functions import FUNCTIONS
 from ..calls.outputs import dtypes_of
-from ..calls.traced import intercepted, operated_as
+from ..calls.traced import intercepted, operated_as, operator
 from ..codegen.families import Kind
+from ..codegen.groups import GROUP
 from ..codegen.values import Direction
 from ..families import eager, public
 from ..families.public import CALLS
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
+from . import grouped
+from .table import OPERATORS
 
 Results = Sequence["torch.Tensor | None"]
 
@@ -28,8 +31,10 @@ PUBLIC = {name: getattr(public, name) for name, takes in FUNCTIONS.items() if no
 
 def run(function: str, given: Mapping[str, Any]) -> Results:
     """Launch the kernels of an operator."""
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
     refuse_foreign(takes.family, given)
+    if takes.family_name == GROUP:
+        return grouped.run(given)
     is_backward = takes.direction is Direction.BACKWARD
     results: Results
     if not takes.family_name:
@@ -51,19 +56,24 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
 
 def run_named(*, function: str, **given: Any) -> Results:
     """Launch kernels, or call the operator if a mode or a class of tensors sees operators; see `intercepted`."""
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
     if not intercepted(*[given[name] for name, _, _ in takes.tensors]):
         return run(function, given)
+    if takes.family_name == GROUP:
+        found = dict(zip(grouped.names_of(given), operator(function)(*given.values()), strict=True))
+        return [found.get(row.name) for row in takes.family.results]
     call = check(function, given, addressed=False)
     return operated_as(function, call, [row.name for row in takes.family.results])
 
 
 def by_formula(function: str, given: Mapping[str, Any]) -> Results:
     """Compute the results of a backward operator by torch's operators, differentiable."""
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
+    if takes.family_name == GROUP:
+        return grouped.by_formula(given)
     if takes.family_name:
         return _gradients(function, given, by_formula=True)
-    given = completed(function, given)
+    given = {**dict(takes.defaults), **given}
     operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
     options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
     dropout = None
@@ -75,15 +85,15 @@ def by_formula(function: str, given: Mapping[str, Any]) -> Results:
 def shares_no_row(function: str, given: Mapping[str, Any]) -> bool:
     """Return True if each row has a modulation of its own: kernels sum nothing, and torch's operators are fused."""
     rank = given["x"].dim()
-    modulations = [given[name] for name, kind, _ in FUNCTIONS[function].tensors if kind is Kind.SAMPLES]
+    modulations = [given[name] for name, kind, _ in OPERATORS[function].tensors if kind is Kind.SAMPLES]
     return any(each is not None and each.dim() == rank > 1 for each in modulations)
 
 
 def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False) -> Results:
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
     calls, norm = CALLS[takes.family_name], takes.norm.value
     assert calls.recording is not None
-    gradients = dict(FUNCTIONS[calls.functions[norm]].gradients)
+    gradients = dict(OPERATORS[calls.functions[norm]].gradients)
     total, gated, dy = given["x"], given.get("gated"), given["dy"]
     # The sum has the residual's dtype. Without a gate its gradient is that of x, too.
     own = {"x": total} if gated is None else {"x": gated, "residual": total}

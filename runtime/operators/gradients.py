@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..calls.check import FP8_HAS_NO_GRADIENT
-from ..calls.functions import FUNCTIONS, completed
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
-from ..calls.traced import operated
+from ..calls.traced import operator
 from ..codegen.families import Kind
 from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
 from .kernels import register_autograd
-
-
-@dataclass(frozen=True)
-class _Told:
-    """The arguments of a backward pass other than tensors.
-
-    Attributes:
-        stores: True if the sum is an output; the sum is saved then in place of x.
-        given: the arguments of the forward call that the backward call takes too, by name.
-        dtypes: the dtypes of the tensors that were passed, by name.
-        refusal: the reason why gradients cannot be computed, or None.
-    """
-
-    stores: bool
-    given: dict[str, Any]
-    dtypes: dict[str, torch.dtype]
-    refusal: str | None
-
-
-UNSAVED = "mean and rstd were not saved; pass save_mv=True"
+from .table import OPERATORS
 
 # The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")
 _SUMMED = ("x", "residual", "x_bias", "gate")
-
-
-def kept_too_little(why: str) -> GradientError:
-    """Return the error for a gradient of a call that saved too little."""
-    return GradientError(f"a gradient was asked of a call that kept too little for one: {why}")
 
 
 def register(library: torch.library.Library, namespace: str, forward: str, backward: str) -> None:
@@ -57,13 +31,14 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         forward: the operator's name.
         backward: the name of the operator that computes the gradients.
     """
-    takes, computes = FUNCTIONS[forward], FUNCTIONS[backward]
+    takes, computes = OPERATORS[forward], OPERATORS[backward]
     statistics = [name for name, kind, _ in computes.tensors if kind is Kind.PER_ROW]
     kept = [name for name, _, _ in computes.tensors if name not in (*_ARRIVE, *statistics)]
+    rows = {name: kind for name, kind, _ in computes.tensors}
     shared = [name for name in takes.passed if name in computes.passed and name not in kept]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        given = completed(forward, dict(zip(takes.passed, inputs, strict=True)))
+        given = dict(takes.defaults) | dict(zip(takes.passed, inputs, strict=True))
         if not takes.family_name:
             _refuse(given)
         if given["x"].dtype is output[0].dtype is torch.float32:
@@ -75,13 +50,10 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if adds and not stores:
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
         elif not given["save_mv"]:
-            refusal = UNSAVED
-        ctx.told = _Told(
-            stores=stores,
-            given={name: given[name] for name in shared},
-            dtypes={name: value.dtype for name, value in given.items() if isinstance(value, torch.Tensor)},
-            refusal=refusal,
-        )
+            refusal = "mean and rstd were not saved; pass save_mv=True"
+        ctx.refusal = refusal
+        ctx.shared = {name: given[name] for name in shared}
+        ctx.dtypes = {name: value.dtype for name, value in given.items() if isinstance(value, torch.Tensor)}
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         # y, and the sum if a tensor that is summed requires a gradient.
@@ -97,14 +69,15 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
             ctx.save_for_backward(*[held[name] for name in kept], *output[len(output) - len(statistics) :])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        told: _Told = ctx.told
-        if told.refusal is not None:
-            raise kept_too_little(told.refusal)
+        if ctx.refusal is not None:
+            raise GradientError(f"a gradient was asked of a call that kept too little for one: {ctx.refusal}")
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
-        given = dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
-        for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if told.stores else None), strict=True):
-            given[name] = None if gradient is None else walkable(gradient)
-        due = _compute(forward, backward, told, needed, given)
+        given = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
+        # Without a stored sum no gradient can be computed of a call that adds.
+        stores = "residual" in ctx.dtypes
+        for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if stores else None), strict=True):
+            given[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
+        due = _compute(forward, backward, ctx.dtypes, needed, given)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(namespace, forward, differentiate, keep, library)
@@ -120,70 +93,66 @@ def _refuse(given: Mapping[str, Any]) -> None:
         raise GradientError(f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()")
 
 
-def register_second(
-    library: torch.library.Library,
-    namespace: str,
-    name: str,
-    passed: Sequence[str],
-    tensors: Sequence[str],
-    compute: Callable[[dict[str, Any]], Sequence[torch.Tensor | None]],
-) -> None:
+def register_second(library: torch.library.Library, namespace: str, name: str) -> None:
     """Register the gradients of a backward operator, computed by torch's operators.
 
     Args:
         library: the library that defines the operator.
         namespace: the namespace of the library.
         name: the operator's name.
-        passed: the names of the operator's arguments, in order.
-        tensors: the names of the arguments that are tensors.
-        compute: returns the operator's results from the arguments by name, None for results that are not returned.
     """
+    takes = OPERATORS[name]
+    tensors = [each for each, _, _ in takes.tensors]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        ctx.told = dict(zip(passed, inputs, strict=True))
+        ctx.told = dict(zip(takes.passed, inputs, strict=True))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[ctx.told.pop(name) for name in tensors])
+        ctx.save_for_backward(*[ctx.told.pop(each) for each in tensors])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        from ..families import eager
+        from .computing import by_formula
+
         def computed(*operands: Any) -> Sequence[torch.Tensor | None]:
-            found = compute(ctx.told | dict(zip(tensors, operands, strict=True)))
+            found = by_formula(name, ctx.told | dict(zip(tensors, operands, strict=True)))
             return [each for each in found if each is not None]
 
-        from ..families import eager
-
-        due = dict(zip(passed, ctx.needs_input_grad, strict=True))
-        found = eager.differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
+        due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
+        found = eager.differentiated(computed, ctx.saved_tensors, [due[each] for each in tensors], arrived)
         by_name = dict(zip(tensors, found, strict=True))
-        return tuple([by_name.get(name) for name in passed])
+        return tuple([by_name.get(each) for each in takes.passed])
 
     register_autograd(namespace, name, differentiate, keep, library)
 
 
 def _compute(
-    forward: str, backward: str, told: _Told, needed: Sequence[str], given: dict[str, Any]
+    forward: str, backward: str, dtypes: Mapping[str, torch.dtype], needed: Sequence[str], given: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the gradients that are due, by the names of their operands."""
     from .computing import by_formula, shares_no_row
 
     if all(given[name] is None for name in _ARRIVE):
         return {}
-    takes = FUNCTIONS[backward]
-    gradients = dict(FUNCTIONS[forward].gradients)
+    takes = OPERATORS[backward]
+    gradients = dict(OPERATORS[forward].gradients)
     for operand, gradient in (("dropout_rng", "ddropped"), ("gated", "dgated")):
         if given.get(operand) is not None:
             gradients["x"] = gradient
     x = given["x"]
-    if told.stores and "x_bias" in needed:
+    if "residual" in dtypes and "x_bias" in needed:
         # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
-        given["x_bias"] = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
+        given["x_bias"] = x.new_zeros(x.shape[-1:], dtype=dtypes["x_bias"])
     wanted = {gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in wanted]
     for result in takes.results:
         if result.told:
             # One rounding each.
-            types = [told.dtypes[name] for name in needed if gradients[name] == result.name]
+            types = [dtypes[name] for name in needed if gradients[name] == result.name]
             given[result.told] = dtype_of_all(types) if types else None
-    given |= {**told.given, "wants": wants}
-    made = (by_formula if shares_no_row(backward, given) else operated)(backward, given)
+    given["wants"] = wants
+    if shares_no_row(backward, given):
+        made = by_formula(backward, given)
+    else:
+        made = operator(backward)(*[{**dict(takes.defaults), **given}[name] for name in takes.passed])
     found = dict(zip(wants, [each for each in made if each is not None], strict=True))
-    return {name: found[gradients[name]].to(told.dtypes[name]) for name in needed}
+    return {name: found[gradients[name]].to(dtypes[name]) for name in needed}

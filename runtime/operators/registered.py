@@ -16,7 +16,7 @@ look-ups of plain norms, is imported when an operator is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,16 @@ from torch.autograd.graph import increment_version
 
 from ..calls import native
 from ..calls.check import check, refuse_gradient
-from ..calls.functions import FUNCTIONS, UNCHECKED, Function
+from ..calls.functions import Function
 from ..calls.outputs import results_of
-from ..codegen import parameters
-from ..codegen.families import Kind
+from ..codegen.groups import GROUP
 from ..codegen.values import Direction
 from ..upstream.imports import when_imported
 from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import eager_only
-from . import gradients, grouped
-from .kernels import Recording, at_once, both, of_plain_tensors, register_autograd
+from . import gradients
+from .kernels import Recording, at_once, both, of_plain_tensors
+from .table import GRADIENTS, OPERATORS, argument_of
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -64,18 +64,10 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
     return run
 
 
-def _arguments(takes: Function) -> dict[str, str]:
-    """Return the types of an operator's arguments by name; mean and rstd of GroupNorm are one argument."""
-    return {
-        row.argument if row.argument and row.kind is Kind.PER_ROW else row.name: row.schema
-        for row in takes.family.of(takes.norm)
-        if row.name in takes.passed
-    }
-
-
 def _schema(takes: Function, into: bool, defined: str) -> str:
     """Return the schema of a function's operator, or of its operator that writes to places, under a name."""
-    declared = [f"{kind} {argument}" for argument, kind in _arguments(takes).items()]
+    types = {argument_of(row): row.schema for row in takes.family.parameters}
+    declared = [f"{types[name]} {name}" for name in takes.passed]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
     # y always has a place; other outputs have one if they are asked for.
@@ -89,7 +81,7 @@ def _schema(takes: Function, into: bool, defined: str) -> str:
 
 def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments of an operator by name; places come last."""
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
     return dict(zip((*takes.passed, *[place for place, _ in takes.places]), arguments, strict=False))
 
 
@@ -97,7 +89,7 @@ def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Te
     """Return the tensors that an operator returns; a writing operator returns one for each result without a place."""
     if not into:
         return [tensor for tensor in results if tensor is not None]
-    takes = FUNCTIONS[function]
+    takes = OPERATORS[function]
     written = {result for _, result in takes.places}
     returned = [each for row, each in zip(takes.family.results, results, strict=True) if row.name not in written]
     return tuple([results[0].new_empty(0) if each is None else each for each in returned])
@@ -110,18 +102,17 @@ def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[tor
     return _handed(function, into, run(function, _named(function, arguments)))
 
 
-def _by_formula(function: str, given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
-    from .computing import by_formula
-
-    return by_formula(function, given)
-
-
 @eager_only
 def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
     from ..compiled.switch import settle
 
     settle()
-    call = check(function, _named(function, arguments), addressed=False)
+    given = _named(function, arguments)
+    if OPERATORS[function].family_name == GROUP:
+        from . import grouped
+
+        return _handed(function, into, grouped.fake(given))
+    call = check(function, given, addressed=False)
     if into:
         refuse_gradient(call)
     return _handed(function, into, results_of(call, call.x.new_empty))
@@ -129,9 +120,6 @@ def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.T
 
 def _kernels_of(name: str, takes: Function, into: bool) -> tuple[Callable[..., Any], ...]:
     """Return the kernel of a function's operator, the kernel for plain tensors in order, and the fake kernel."""
-    if name in grouped.KERNELS:
-        run, fake = grouped.KERNELS[name]
-        return run, run, fake
     kernel, as_checked = partial(_returned, name, into), partial(_fake, name, into)
     if into or takes.family_name:
         return kernel, kernel, as_checked
@@ -169,18 +157,12 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: 
 def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
     if takes.direction is Direction.BACKWARD:
-        arguments = _arguments(takes)
-        tensors = [each for each, kind in arguments.items() if kind.startswith("Tensor")]
-        compute = grouped.by_formula if name == grouped.BACKWARD else partial(_by_formula, name)
-        gradients.register_second(_recording, _NAMESPACE, name, tuple(arguments), tensors, compute)
-    elif name == grouped.FORWARD:
-        register_autograd(_NAMESPACE, name, grouped.differentiate, grouped.keep, _recording)
+        gradients.register_second(_recording, _NAMESPACE, name)
     elif takes.gradients:
-        backward = parameters.GRADIENTS[takes.family_name].functions[takes.norm]
-        gradients.register(_recording, _NAMESPACE, name, backward)
+        gradients.register(_recording, _NAMESPACE, name, GRADIENTS[takes.family_name].functions[takes.norm])
 
 
-for _name, _takes in {**FUNCTIONS, **{name: UNCHECKED[name] for name in grouped.KERNELS}}.items():
+for _name, _takes in OPERATORS.items():
     _register(_name, _takes)
     if _takes.places:
         _register(_name, _takes, into=True)

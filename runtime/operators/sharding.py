@@ -13,22 +13,24 @@ from typing import Any
 
 import torch
 
-from ..calls.functions import FUNCTIONS, Function
+from ..calls.functions import Function
 from ..calls.outputs import group_strides
 from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
 from ..calls.sharded import Frame
-from ..codegen.families import Kind
-from ..codegen.values import ScaleLayout
+from ..codegen.families import Kind, Result
+from ..codegen.groups import GROUP
+from ..codegen.values import Direction, ScaleLayout
 from ..errors import LayoutError
 from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
 from .kernels import both
+from .table import OPERATORS
 
 
 def register(library: torch.library.Library, namespace: str) -> None:
-    """Give every operator of `FUNCTIONS` and GroupNorm's their rules. This imports DTensor.
+    """Give every operator of `OPERATORS` its rule. This imports DTensor.
 
     Args:
         library: where they are defined.
@@ -39,16 +41,12 @@ def register(library: torch.library.Library, namespace: str) -> None:
     def rule(defined: str, bound: Callable[..., Any]) -> None:
         torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
 
-    for name, takes in FUNCTIONS.items():
+    for name, takes in OPERATORS.items():
         function = PUBLIC.get(name, partial(run_named, function=name))
         for own, places in {name: {}, f"{name}_into": dict(takes.places)}.items():
             if places or own == name:
                 for defined, compute in both(own, function).items():
                     rule(defined, partial(_sharded, takes, places, compute))
-    for name in (group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR):
-        for defined in both(name, _sharded_group):
-            # Each rank computes its samples by the operator itself, or its twin.
-            rule(defined, partial(_sharded_group, getattr(getattr(torch.ops, namespace), defined).default))
 
 
 def _sharded(
@@ -73,13 +71,23 @@ def _sharded(
     for row, part in zip(takes.family.results, results, strict=True):
         if part is None:
             returned += [_nothing(frame)] if places and row.name not in places.values() else []
-        elif row.name == "y_scale" and "scale_layout" in given:
-            returned.append(_scales(frame, part, given))
         elif row.name not in places.values():
-            # An operand of these kinds may have one of several shapes, and the gradient has the same shape.
-            is_gradient = row.kind in (Kind.SAMPLES, Kind.GROUPS)
-            returned.append(frame.whole(row.kind, part, given[row.like[0]] if is_gradient else None))
+            returned.append(_whole(frame, takes, row, part, given))
     return tuple(returned) if places else returned
+
+
+def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the whole of a rank's part of a result."""
+    if row.name == "y_scale" and "scale_layout" in given:
+        return _scales(frame, part, given)
+    if row.kind is Kind.PER_ROW and takes.family_name == GROUP:
+        shape = torch.Size((part.shape[0], frame.like.shape[0], part.shape[2]))
+        return assembled(part, frame.like, shape, _of_statistics(frame))
+    if row.kind is Kind.IMAGES:
+        return frame.whole(Kind.ROWS, part.contiguous())
+    # A gradient has the shape of its operand.
+    is_gradient = takes.direction is Direction.BACKWARD and row.kind is not Kind.ROWS
+    return frame.whole(row.kind, part, given[row.like[0]] if is_gradient else None)
 
 
 def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
@@ -88,16 +96,24 @@ def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     # All groups of a row are on one rank, and so are the weights of groups.
     grouped = any(name in tensors and tensors[name].dim() > 1 for name, _ in takes.by_groups)
-    return Frame(str(operator), tensors, 2 if grouped else 1)
+    samples = takes.family_name == GROUP
+    return Frame(str(operator), tensors, given["x"].dim() - 1 if samples else 2 if grouped else 1)
 
 
 def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a rank's call, without places."""
     parts = {name: given[name] for name in takes.passed}
     for name, kind, _ in takes.tensors:
+        if kind is Kind.PER_ROW and takes.family_name == GROUP:
+            parts[name] = given[name].redistribute(placements=_of_statistics(frame)).to_local()
+            continue
         part = frame.part(kind, given[name])
         # Kernels can walk the strides of the whole, but not always those of a part.
-        parts[name] = walkable(part) if part is not None and kind.has_row_stride else part
+        if part is not None and kind.has_row_stride:
+            part = walkable(part)
+        elif kind is Kind.IMAGES and group.are_channels_last(part) is None:
+            part = part.contiguous()
+        parts[name] = part
     return parts
 
 
@@ -140,46 +156,8 @@ def _nothing(frame: Frame) -> torch.Tensor:
     return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
 
 
-# The tensors of GroupNorm's operators, without the statistics of groups: (2, B, groups), see `_of_statistics`.
-_GROUP = {"dy": Kind.ROWS, "x": Kind.ROWS, "weight": Kind.VECTOR, "bias": Kind.VECTOR}
-
-
-def _sharded_group(
-    compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
-) -> list[torch.Tensor]:
-    """Return the results of a GroupNorm operator for DTensors: each rank has samples, and their statistics."""
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=True))
-    x, statistics, wants = given["x"], given.get("statistics"), given.get("wants")
-    frame = Frame(str(operator), {name: given[name] for name in (*_GROUP, "statistics") if name in given}, x.dim() - 1)
-    lies = _of_statistics(frame)
-    parts = {name: _part(frame, name, given[name]) for name in _GROUP if name in given}
-    if statistics is not None:
-        whole = statistics if statistics.placements == lies else statistics.redistribute(placements=lies)
-        parts["statistics"] = whole.to_local()
-    names = ["y", "statistics"]
-    if wants is not None:
-        # In the order of the gradients in results.
-        names = [f"d{name}" for name in ("x", "weight", "bias") if f"d{name}" in wants and given[name] is not None]
-    made = []
-    for name, part in zip(names, compute(*{**given, **parts}.values()), strict=False):
-        if name in ("dweight", "dbias"):
-            made.append(frame.whole(Kind.VECTOR, part, given[name[1:]]))
-        elif name == "statistics":
-            made.append(assembled(part, x, torch.Size((part.shape[0], x.shape[0], part.shape[2])), lies))
-        else:
-            made.append(frame.whole(Kind.ROWS, part.contiguous()))
-    return made
-
-
-def _part(frame: Frame, name: str, whole: torch.Tensor | None) -> Any:
-    """Return a rank's part of a vector, or its samples in a layout that the operator takes."""
-    part = frame.part(_GROUP[name], whole)
-    is_apart = _GROUP[name] is Kind.ROWS and group.are_channels_last(part) is None
-    return part.contiguous() if is_apart else part
-
-
 def _of_statistics(frame: Frame) -> tuple[Any, ...]:
-    """Return the placements of (2, B, groups) for sharded samples."""
+    """Return the placements of GroupNorm's statistics, (2, B, groups), for sharded samples."""
     from torch.distributed.tensor import Shard
 
     return tuple(
