@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from ..codegen.families import Kind
 from ..codegen.model import Mode
-from ..codegen.parameters import FORWARD, family_of
+from ..codegen.parameters import FORWARD
 from ..codegen.values import FusedAdd, FusedQuant, Norm
 from ..errors import ConflictError, DTypeError
 from ..upstream.jax_internals import varying
 from .checks import FLOATS, number_of, rows_of, vector_of
-from .operation import DTYPES, NAMES, Operation, gradient_of
+from .operation import DTYPES, Operation, forward_of, gradient_of
 from .primitive import apply
 
 # (name, array or None), in the order of the family's inputs.
@@ -239,26 +239,16 @@ def _checked(given: Mapping[str, Any], weight_offset: float) -> Operands:
 
 def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> tuple[Operation, list[jax.Array]]:
     """Return the operation of a mode, and its operands in order."""
-    family = family_of(mode)
-    ordered = tuple(row.name for row in family.inputs if row.name in operands)
-    results = {
-        "y": NAMES[mode.dtype_out],
-        "residual_out": operands["residual"].dtype.name if mode.fadd.stores else "",
-        "y_scale": NAMES[mode.scale_dtype],
-        **dict.fromkeys(("mean", "rstd"), "float32"),
-    }
-    wanted = tuple((row.name, results[row.name]) for row in family.results if row.is_wanted(mode))
-    op = Operation(mode, ordered, wanted, number_of("eps", eps, FORWARD["eps"].least), float(weight_offset))
-    return op, [operands[name] for name in ordered]
+    dtypes = {name: operand.dtype.name for name, operand in operands.items()}
+    op = forward_of(mode, dtypes, number_of("eps", eps, FORWARD["eps"].least), float(weight_offset))
+    return op, [operands[name] for name in op.operands]
 
 
 @cache
 def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
     """Return an operation as a function with a gradient; `dtypes` are those of its operands."""
     own = dict(zip(op.operands, dtypes, strict=True))
-    saving = replace(op, mode=replace(op.mode, save_mv=True))
-    statistics = [row.name for row in op.family.results if row.name in ("mean", "rstd") and row.is_wanted(saving.mode)]
-    saving = replace(saving, results=(*op.results, *[(name, "float32") for name in statistics]))
+    saving = forward_of(replace(op.mode, save_mv=True), own, op.eps, op.weight_offset)
     summed = [own[name] for name in ("x", "residual") if name in own]
     with jax.numpy_dtype_promotion("standard"):
         dx_dtype = str(jnp.result_type(*summed).name)
@@ -269,19 +259,15 @@ def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
     def forward(*operands: jax.Array) -> Any:
         made = saving.named(apply(saving, *operands))
         given = dict(zip(op.operands, operands, strict=True))
-        kept = {"x": made.get("residual_out", given["x"]), **{name: made[name] for name in statistics}}
-        if "weight" in given:
-            kept["weight"] = given["weight"]
+        kept = {name: each for name, each in {**given, **made}.items() if name in ("weight", "mean", "rstd")}
+        kept["x"] = made.get("residual_out", given["x"])
         return tuple(made[name] for name, _ in op.results), kept
 
     def backward(kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         arrived = op.named(cotangents)
-        tensors = {**kept, "dy": arrived["y"]}
         adds = "residual_out" in arrived
-        if adds:
-            tensors["dresidual_out"] = arrived["residual_out"]
-        rows = kept["x"].dtype.name
-        gradient = gradient_of(op, {**own, "rows": rows}, dx_dtype, adds)
+        tensors = {**kept, "dy": arrived["y"], "dresidual_out": arrived.get("residual_out")}
+        gradient = gradient_of(op, {**own, "rows": kept["x"].dtype.name}, dx_dtype, adds)
         found = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
         found["dresidual"] = found["dx"]
         return tuple(found[f"d{name}"].astype(dtype) for name, dtype in own.items())

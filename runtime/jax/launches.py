@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..call_kinds import FEW, ROWS
-from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software
+from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target
-from ..kernels.strides import RowWalk, kind_of
+from ..kernels.strides import kind_of
 from ..selection import dispatch
 from ..selection.table import Entry, source_of
 from ..upstream import jaxlib_triton
@@ -31,80 +31,70 @@ def launched(op: Operation, *operands: jax.Array) -> list[jax.Array]:
         MissingInstanceError: nothing serves the operation, and nothing may be generated.
         NormforgeError: see `code_of` and `jaxlib_triton.message`.
     """
-    shape = op.shape_in(operands)
-    *leading, n = shape
-    m = prod(leading)
-    launches = _Launches(op, operands, m, n, lowered_for())
-    made = launches.run(
-        {row.slot: operand.reshape(op.shape_of(row, (m, n))) for row, operand in zip(op.inputs, operands, strict=True)}
-    )
-    return [made[row.slot].reshape(op.shape_of(row, shape)) for row in op.outputs]
+    *leading, n = shape = op.shape_in(operands)
+    m, target = prod(leading), lowered_for()
+    entry = dispatch.find(op.mode, n)
+    facts = _facts(op, operands, n, target, invariant=entry.is_invariant)
+    size = entry.size(m)
+    dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
+    made = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
+    programs = made.programs(m, 1)
+    results = {
+        row.slot: (op.shape_of(row, (m, n)), jnp.dtype(dtype))
+        for row, (_, dtype) in zip(op.outputs, op.results, strict=True)
+    }
+    # y as bytes, where kernels encode fp8 themselves.
+    as_bytes = {"y_ptr": (results["y_ptr"][0], "uint8")} if in_software(op.mode.dtype_out, target) else {}
+    partials = {f"{name}_ptr": ((programs, n), "float32") for name in SUMS}
+    terms = dict.fromkeys(made.row_terms, ((m,), "float32"))
+    launch = _Launch(entry, target, m, programs, op.numbers)
+    known = {row.slot: each.reshape(op.shape_of(row, (m, n))) for row, each in zip(op.inputs, operands, strict=True)}
+    for recipe in made.walkers:
+        known |= launch.results(recipe, known, {**results, **as_bytes, **partials, **terms})
+    if made.finisher is not None:
+        known |= {f"{name}_partials_ptr": known.pop(f"{name}_ptr") for name in SUMS if f"{name}_ptr" in known}
+        known |= launch.results(made.finisher, known, results)
+    known |= {slot: jax.lax.bitcast_convert_type(known[slot], results[slot][1]) for slot in as_bytes}
+    return [known[row.slot].reshape(op.shape_of(row, shape)) for row in op.outputs]
 
 
-class _Launches:
-    """The kernels of an operation on m rows of n, chosen as those of a call from PyTorch are."""
+class _Launch(NamedTuple):
+    """The facts that the launches of an operation share, chosen as those of a call from PyTorch are.
 
-    def __init__(self, op: Operation, operands: Sequence[jax.Array], m: int, n: int, target: Target) -> None:
-        self.m, self._n, self._target = m, n, target
-        self._numbers = op.numbers
-        self._entry: Entry = dispatch.find(op.mode, n)
-        self._shapes = {row.slot: op.shape_of(row, (m, n)) for row in op.outputs}
-        self._dtypes = {row.slot: jnp.dtype(dtype) for row, (_, dtype) in zip(op.outputs, op.results, strict=True)}
-        facts = _facts(op, operands, n, target, invariant=self._entry.is_invariant)
-        size = self._entry.size(m)
-        dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
-        self._made: Assembly = assemble(facts, self._entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
-        self._programs = self._made.programs(m, 1)
-        # y as bytes, where kernels encode fp8 themselves.
-        self._as_bytes = {"y_ptr": "uint8"} if in_software(op.mode.dtype_out, target) else {}
+    Attributes:
+        entry: the instance that serves the operation.
+        target: the GPU.
+        m: the number of rows.
+        programs: the number of programs that share the rows.
+        numbers: the numbers that kernels take, by slots.
+    """
 
-    def run(self, given: Arrays) -> dict[str, jax.Array]:
-        """Every result, by its slot."""
-        known = dict(given)
-        partials = {f"{name}_ptr": ((self._programs, self._n), "float32") for name in SUMS}
-        terms = dict.fromkeys(self._made.row_terms, ((self.m,), "float32"))
-        own = {slot: (shape, self._as_bytes.get(slot, self._dtypes[slot])) for slot, shape in self._shapes.items()}
-        for recipe in self._made.walkers:
-            self._call(recipe, known, {**own, **partials, **terms})
-        if self._made.finisher is not None:
-            left = {f"{name}_partials_ptr": known.pop(f"{name}_ptr") for name in SUMS if f"{name}_ptr" in known}
-            known |= left
-            self._call(self._made.finisher, known, own)
-        return {
-            slot: jax.lax.bitcast_convert_type(known[slot], self._dtypes[slot])
-            if slot in self._as_bytes
-            else known[slot]
-            for slot in self._shapes
-        }
+    entry: Entry
+    target: Target
+    m: int
+    programs: int
+    numbers: Mapping[str, float]
 
-    def _call(
-        self, recipe: Recipe, known: dict[str, jax.Array], makes: Mapping[str, tuple[Sequence[int], Any]]
-    ) -> None:
-        """Launch a kernel on what is known, and add what it makes to that."""
-        source = source_of(self._entry, recipe.part)
-        key = recipe.key(source.name, source.parameters, self._target)
-        code = code_of(key, source, self._target)
+    def results(
+        self, recipe: Recipe, known: Arrays, makes: Mapping[str, tuple[Sequence[int], Any]]
+    ) -> dict[str, jax.Array]:
+        """Launch a kernel on the known arrays and return the arrays that the kernel writes, by slots."""
+        source = source_of(self.entry, recipe.part)
+        key = recipe.key(source.name, source.parameters, self.target)
+        code = code_of(key, source, self.target)
         brought = [(name, word) for name, word in key.arguments if name not in recipe.constants and word is not None]
         pointers = [name for name, word in brought if str(word).startswith("*")]
         reads = [name for name in pointers if name in known]
         writes = pointers[len(reads) :]
         # Arrays of a custom call are its operands, and then its results.
         assert pointers[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
-        grid = recipe.grid(self.m, self._programs)
-        parameters = [None if name in pointers else (self._number(recipe, name), str(word)) for name, word in brought]
-        capability = int(self._target.arch.removeprefix("sm_"))
+        grid = recipe.grid(self.m, self.programs)
+        numbers: dict[str, Any] = {**self.numbers, **recipe.strides, "M": self.m, "programs": self.programs}
+        parameters = [None if name in pointers else (numbers[name], str(word)) for name, word in brought]
+        capability = int(self.target.arch.removeprefix("sm_"))
         message = jaxlib_triton.message(code.name, code.ptx, code.warps, code.shared, capability, grid, parameters)
-        results = [jax.ShapeDtypeStruct(*makes[name]) for name in writes]
-        call = jax.ffi.ffi_call(jaxlib_triton.TARGET, results)
-        known |= zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True)
-
-    def _number(self, recipe: Recipe, name: str) -> float | int:
-        if name in recipe.strides:
-            stride = recipe.strides[name]
-            assert not isinstance(stride, RowWalk)
-            return stride
-        whole = {"M": self.m, "programs": self._programs}
-        return whole[name] if name in whole else float(self._numbers[name])
+        made = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
+        return dict(zip(writes, made(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
 
 
 def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *, invariant: bool) -> Facts:

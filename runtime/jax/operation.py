@@ -96,6 +96,18 @@ class Operation:
         return replace(self, results=tuple(result for result in self.results if result[0] not in names))
 
 
+def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset: float) -> Operation:
+    """Return the operation of a forward mode; `dtypes` are those of its operands by name."""
+
+    def dtype_of(row: Result) -> str:
+        return NAMES[getattr(mode, row.axis)] if row.axis else next((dtypes[name] for name in row.like), "float32")
+
+    family = family_of(mode)
+    operands = tuple(row.name for row in family.inputs if row.name in dtypes)
+    results = tuple((row.name, dtype_of(row)) for row in family.results if row.is_wanted(mode))
+    return Operation(mode, operands, results, eps, weight_offset)
+
+
 def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bool) -> Operation:
     """Return the operation that computes the gradients of a forward operation.
 

@@ -53,7 +53,7 @@ def by_formula(given: Mapping[str, Any]) -> Results:
 
 
 def _options(given: Mapping[str, Any]) -> eager.GroupOptions:
-    return eager.GroupOptions(*[given.get(name) for name in eager.GroupOptions._fields])
+    return eager.GroupOptions._make([given.get(name) for name in eager.GroupOptions._fields])
 
 
 def _arrived(given: Mapping[str, Any]) -> eager.GroupArrived:

@@ -48,8 +48,8 @@ MUTANTS = (
         "jax-sums-of-one-program",
         "partial sums of all programs but one are dropped",
         _LAUNCHES,
-        'whole = {"M": self.m, "programs": self._programs}',
-        'whole = {"M": self.m, "programs": 1}',
+        '"M": self.m, "programs": self.programs}',
+        '"M": self.m, "programs": 1}',
         (f"{_LAUNCHED}::test_programs_share_rows_as_many_as_the_gpu_runs",),
     ),
     Mutant(
