@@ -13,12 +13,13 @@ from .errors import FolderError
 from .families import Family, Kind, Parameter
 from .locking import replace_file
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
-from .public import FUNCTIONAL, PUBLIC
+from .public import FUNCTIONAL, PLAIN, PUBLIC
 
 # Templates by the paths of the modules, from the repository's root.
 TEMPLATES = {
     "runtime/families/functional.py": "functional.py.j2",
     "runtime/families/operands.py": "operands.py.j2",
+    "runtime/families/plain_functions.py": "functional.py.j2",
     "runtime/families/public.py": "calls.py.j2",
 }
 
@@ -94,7 +95,9 @@ def render_calls(path: str) -> str:
         "gated": GATED,
         "quantised": QUANTISED,
     }
-    return emit.render(TEMPLATES[path], **families, public=PUBLIC, functional=FUNCTIONAL, **_HELPERS)
+    # One template writes the differentiable functions of norms alone, and those of the other families.
+    functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
+    return emit.render(TEMPLATES[path], **families, public=PUBLIC, functional=functional, **_HELPERS)
 
 
 def _filled(text: str) -> str:
@@ -126,6 +129,12 @@ def _paragraph(text: str, indent: int, hanging: int = 4) -> str:
 def _absent(row: Parameter) -> str:
     """Return the argument of a call whose norm lacks the parameter."""
     return "0.0" if row.kind is Kind.NUMBER else "None"
+
+
+def _arguments(rows: Sequence[Parameter], function: Sequence[Parameter]) -> str:
+    """Return a call's values of rows: the arguments of a function, and the defaults of what the function lacks."""
+    names = [row.name for row in function]
+    return ", ".join(row.name if row.name in names else next(iter(row.default.values()), "None") for row in rows)
 
 
 def _fitted(before: str, items: str, after: str, indent: int) -> str:
@@ -167,6 +176,7 @@ _HELPERS = {
     "block": _block,
     "names": _names,
     "absent": _absent,
+    "arguments": _arguments,
     "filled": _filled,
     "paragraph": _paragraph,
     "fitted": _fitted,

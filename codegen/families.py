@@ -32,6 +32,7 @@ class Kind(Enum):
     RANDOM = "random"
     NUMBER = "number"
     COUNT = "count"
+    SHAPE = "shape"
     WORD = "word"
     FLAG = "flag"
     DTYPE = "dtype"
@@ -98,6 +99,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.NUMBER: KindRow("float", "float"),
     # A number of rows or of parts, of the integer type that counts rows.
     Kind.COUNT: KindRow("int", "int"),
+    # The last dimensions of x, which are normalised together.
+    Kind.SHAPE: KindRow("Sequence[int]", "int[]"),
     # The word of an enum's member, or the member.
     Kind.WORD: KindRow("str", "str"),
     Kind.FLAG: KindRow("bool", "bool"),

@@ -1,4 +1,4 @@
-"""The public functions of modulated, gated and quantised norms: their signatures, and the words of their docstrings.
+"""The public functions of every family: their signatures, and the words of their docstrings.
 
 Callers pass these arguments in words and an order of their own; `forward` in the family's module makes a call of the
 family's rows from them. Rows of `parameters` are reused where both agree.
@@ -6,11 +6,11 @@ family's rows from them. Rows of `parameters` are reused where both agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .families import Family, Kind, Parameter
+from .families import REQUIRED, Family, Kind, Parameter
 from .parameters import FORWARD, GATED, MODULATED, QUANTISED
 from .values import Norm
 
@@ -68,11 +68,11 @@ _RESIDUAL_OUT = _as(
 _EVERY_OUTPUT = "with None for outputs that were not asked for."
 
 
-def _functions(family: Family, name: str, *parameters: Parameter) -> Family:
-    """Return the family of public functions; `name` holds the stem of a norm's functions in braces."""
+def _functions(family: Family, name: str, *parameters: Parameter, norms: Iterable[Norm] = ()) -> Family:
+    """Return the family of public functions of some norms; `name` holds a field of a `NormRow` in braces."""
     return Family(
         direction=family.direction,
-        functions={norm: name.format(**vars(norm.row)) for norm in family.functions},
+        functions={norm: name.format(**vars(norm.row)) for norm in norms or family.functions},
         parameters=parameters,
         results=(),
         name=family.name,
@@ -252,24 +252,27 @@ class FunctionalFunctions:
 
     Attributes:
         family: the functions' names by norm, with the parameters of their signatures.
-        module: the module of `runtime/families/` whose `normalise` they call.
         output: the type of their result.
-        overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
-            of the arguments that have no default then.
         summary: the docstring's first line by norm.
         details: the docstring's paragraphs by norm.
-        returns: the docstring's entry about the result.
+        returns: the docstring's entries about the results.
         raises: the docstring's entries about errors.
+        module: the module of `runtime/families/` whose `normalise` they call with all arguments in order; "" for norms
+            alone, whose operands and options `call` takes.
+        call: the call of `plain_calls` by norms alone, behind a look-up if the function takes a normalized_shape.
+        overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
+            of the arguments that have no default then.
     """
 
     family: Family
-    module: str
     output: str
-    overloads: tuple[tuple[str, Mapping[str, str], tuple[str, ...]], ...]
     summary: Mapping[Norm, str]
     details: Mapping[Norm, tuple[str, ...]]
-    returns: str
+    returns: tuple[str, ...]
     raises: tuple[str, ...]
+    module: str = ""
+    call: str = ""
+    overloads: tuple[tuple[str, Mapping[str, str], tuple[str, ...]], ...] = ()
 
 
 _ANY_FLOATS = "fp16, bf16, fp32 or fp64"
@@ -292,6 +295,242 @@ def _floats(row: Parameter) -> Parameter:
     """Return a row whose tensor may be of fp64 too."""
     return replace(row, meaning={norm: text.replace(_FLOATS, _ANY_FLOATS) for norm, text in row.meaning.items()})
 
+
+_TWO, _THREE = (f"tuple[{', '.join(['torch.Tensor'] * many)}]" for many in (2, 3))
+_COPIED = "An x that kernels cannot walk is copied once."
+_CAST = _as(
+    FORWARD["cast"],
+    '"after_weight" (rows are rounded once, to y\'s dtype) or "before_weight" (rows are also rounded to y\'s dtype '
+    "before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the rounded "
+    "rows).",
+)
+_OFFSET_OF_ANY = replace(
+    FORWARD["weight_offset"],
+    default=dict.fromkeys(Norm, "0.0"),
+    meaning={
+        Norm.LAYER: (
+            "added to every weight, in fp32; 1.0 for models that store weight - 1. LayerNorm's kernels add no offset: "
+            "the sum is a separate operation on (N,)."
+        ),
+        Norm.RMS: ("added to every weight, in fp32 and in the kernel; 1.0 for Gemma's norms, which store weight - 1."),
+    },
+)
+
+
+def _eps(norm: Norm, meaning: str = "") -> Parameter:
+    """Return a norm's eps, which may be passed without its name, and left to torch if torch has a default."""
+    row = FORWARD["eps"]
+    default = {norm: "None" if norm in row.torchs else row.default[norm]}
+    return replace(row, default=default, meaning={norm: f"{row.meaning[norm][:-1]}{meaning}"}, positional=True)
+
+
+_EPS_OF_TORCH = (
+    _eps(Norm.LAYER, "."),
+    _eps(
+        Norm.RMS,
+        "; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of the type it computes in, as "
+        "its documentation says since 2.13.",
+    ),
+)
+
+
+def _vectors(shape: str) -> tuple[Parameter, ...]:
+    """Return weight and bias of a shape."""
+    return tuple(
+        _as(row, f"{shape}, {_ANY_FLOATS}, or None for {default}.") for row, default in ((_WEIGHT, 1), (_BIAS, 0))
+    )
+
+
+def _x_bias(shape: str, also: str = "") -> Parameter:
+    return _as(
+        FORWARD["x_bias"],
+        f"{shape}, {_ANY_FLOATS}: added to x in fp32 before anything else, for example the bias of a linear layer that "
+        f"leaves the addition to this function; or None. The gradient of x_bias is the sum of x's gradient over "
+        f"rows.{also}",
+    )
+
+
+def _statistics(norm: Norm) -> str:
+    return "a mean and rstd" if norm.centres else "an rstd"
+
+
+def _elsewhere(norm: Norm) -> tuple[str, ...]:
+    """Return the paragraphs about calls that no kernel on plain tensors serves."""
+    vectors, sums = "weight is", "gradient of weight is a partial sum"
+    if norm.centres:
+        vectors, sums = "weight and bias are", "gradients of weight and bias are partial sums"
+    of_torch = (
+        "Under torch.autocast y has the dtype that torch's operator has there: fp32 on a GPU (for rms_norm depending "
+        "on the release of torch), x's dtype on a CPU. "
+    )
+    return (
+        "Torch's own operator runs where kernels cannot, on a GPU too: in transforms of torch.func, for tensors with a "
+        "tangent of forward-mode AD, under torch.jit.trace, for float64 tensors (logged once), and for rows without "
+        "elements.",
+        "For DTensors each rank normalises its rows. No communication is needed if x is sharded along leading "
+        f"dimensions and {vectors} replicated: y has x's placement, and the {sums}. Other placements are redistributed "
+        "first, as for torch's own operator.",
+        f"{'' if norm is Norm.L2 else of_torch}`backend` returns where kernels run and where torch's own operator "
+        "runs.",
+    )
+
+
+_SECOND = "Torch's operators compute a gradient of the gradient, from the same formula."
+_FORMULAS = {
+    Norm.LAYER: (
+        "y = (s - mean) / sqrt(var + eps) * (weight + weight_offset) + bias of s = x + x_bias, with the biased "
+        "variance (Ba et al., 2016)."
+    ),
+    Norm.RMS: (
+        "y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) of s = x + x_bias (Zhang and Sennrich, 2019)."
+    ),
+}
+_PLAIN_RAISES = (
+    "DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).",
+    "DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.",
+    "LayoutError: a tensor is sparse or nested.",
+)
+_NUMBERS = "ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to"
+_OTHERS = "NormforgeError: one of the other errors that `layernorm2d_fwd` lists."
+
+_PLAIN_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        FORWARD,
+        "{function}",
+        _as(
+            FORWARD["x"],
+            f"(..., *normalized_shape), {_ANY_FLOATS}; any strides. An x that kernels cannot walk (N not contiguous, "
+            "leading dimensions on more than three strides) is copied once.",
+        ),
+        replace(
+            _row("normalized_shape", Kind.SHAPE, REQUIRED, "the last dimensions of x, normalised together."),
+            positional=True,
+        ),
+        *_vectors("normalized_shape"),
+        *_EPS_OF_TORCH,
+        _CAST,
+        _OFFSET_OF_ANY,
+        _x_bias("normalized_shape"),
+        norms=_FORMULAS,
+    ),
+    output="torch.Tensor",
+    summary={
+        norm: f"Compute {norm.row.title} over the last dimensions, with the arguments of "
+        f"`torch.nn.functional.{norm.row.function}`."
+        for norm in _FORMULAS
+    },
+    details={
+        norm: (
+            f"{formula} The backward pass saves x, and {_statistics(norm)} per row; nothing if no gradient is due. "
+            f"{_SECOND}",
+            *_elsewhere(norm),
+        )
+        for norm, formula in _FORMULAS.items()
+    },
+    returns=("y: x's shape and dtype.",),
+    raises=(
+        "ShapeError: normalized_shape is not what x's shape ends in, or is not the shape of each vector.",
+        *_PLAIN_RAISES,
+        f"{_NUMBERS}.",
+        _OTHERS,
+    ),
+    call="normalise_first(operands, normalized_shape, options)",
+)
+
+_L2_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        FORWARD,
+        "{function}",
+        _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
+        _vectors("(N,)")[0],
+        _eps(Norm.L2, ". `torch.nn.functional.normalize` instead bounds the norm from below."),
+        norms=(Norm.L2,),
+    ),
+    output="torch.Tensor",
+    summary={
+        Norm.L2: (
+            "Divide each row of x by its L2 norm: y = x / sqrt(sum(x**2) + eps) * weight over the last dimension."
+        )
+    },
+    details={
+        Norm.L2: (
+            f"Differentiable. The backward pass saves x, and {_statistics(Norm.L2)} per row; nothing if no gradient is "
+            f"due. {_SECOND}",
+            *_elsewhere(Norm.L2),
+        )
+    },
+    returns=("y: x's shape and dtype, under autocast too.",),
+    raises=(
+        "ShapeError: x has no dimension, or weight is not (N,).",
+        *_PLAIN_RAISES,
+        "ConflictError: eps is no number of at least 0.",
+        _OTHERS,
+    ),
+    call="normalise_last(operands, options)",
+)
+
+_ADD_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        FORWARD,
+        "add_{function}",
+        _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
+        _as(
+            FORWARD["residual"],
+            f"x's shape, {_ANY_FLOATS}, whatever x's dtype is.",
+            default=dict.fromkeys(_FORMULAS, REQUIRED),
+            positional=True,
+        ),
+        *_vectors("(N,)"),
+        *_EPS_OF_TORCH,
+        _CAST,
+        _OFFSET_OF_ANY,
+        _x_bias("(N,)", " The stored sum includes x_bias."),
+        _as(
+            FORWARD["dropout_p"],
+            "the probability that an element of x + x_bias is dropped before residual is added; kept elements are "
+            "divided by 1 - dropout_p. 0 <= dropout_p < 1; pass `p if module.training else 0.0`.",
+        ),
+        _as(
+            FORWARD["dropout_rng"],
+            "the source of the mask, together with an element's row and column: (seed, offset), or both in an int64 "
+            "tensor of two on x's device; a torch.Generator of that device to draw them from; or None for torch's "
+            "default generator. A draw advances the generator, in a CUDA graph at each replay. The backward pass "
+            "computes the same mask again from seed and offset; `dropout_mask` returns the mask.",
+        ),
+        _row("return_mask", Kind.FLAG, "False", "return the mask too, which torch's operators compute separately."),
+        norms=_FORMULAS,
+    ),
+    output=f"{_TWO} | {_THREE}",
+    overloads=(
+        (_TWO, {"return_mask": "Literal[False]"}, ()),
+        (_THREE, {"return_mask": "Literal[True]"}, ("return_mask",)),
+    ),
+    summary={
+        norm: f"Add a residual and compute {norm.row.title} of the sum over the last dimension, in one kernel."
+        for norm in _FORMULAS
+    },
+    details={
+        norm: (
+            "residual_out = dropout(x + x_bias) + residual, summed in fp32 and rounded once, and y is the "
+            f"{norm.row.title} of residual_out, as `{norm.row.function}` computes it. Differentiable through both "
+            f"outputs; the backward pass saves residual_out, and {_statistics(norm)} per row. {_SECOND}",
+            *_elsewhere(norm),
+        )
+        for norm in _FORMULAS
+    },
+    returns=(
+        "y: x's shape and dtype; under torch.autocast the dtype that torch's operator has there.",
+        "residual_out: x's shape, in residual's dtype; the residual of the next block.",
+        "mask: only with return_mask: x's shape, bool, True where an element was kept.",
+    ),
+    raises=(
+        "ShapeError: residual has another shape than x, or a vector is not (N,).",
+        *_PLAIN_RAISES,
+        f"{_NUMBERS}; or dropout_p is outside [0, 1).",
+        f"{_OTHERS[:-1]}; also for a dropout of DTensors.",
+    ),
+    call="add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))",
+)
 
 _MODULATED_FUNCTIONS = FunctionalFunctions(
     _functions(
@@ -319,14 +558,14 @@ _MODULATED_FUNCTIONS = FunctionalFunctions(
             "one rounding (Peebles and Xie, 2022). scale, shift and gate are usually chunks of one (B, 6 * N) tensor, "
             "which the kernel reads in place.",
             "Differentiable in every tensor. The backward pass saves s as it is stored (x, or residual_out), a gated "
-            f"x, the small operands, and {'a mean and rstd' if norm.centres else 'an rstd'} per row. {_SUMS} Torch's "
+            f"x, the small operands, and {_statistics(norm)} per row. {_SUMS} Torch's "
             "operators compute a gradient of the gradient, and the gradients of fewer than eight rows per modulation.",
             "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. Under "
             "torch.autocast y has the dtype of the norm alone there.",
         )
         for norm in MODULATED.functions
     },
-    returns="y: x's shape and dtype. With a residual, y and residual_out: s, in residual's dtype.",
+    returns=("y: x's shape and dtype. With a residual, y and residual_out: s, in residual's dtype.",),
     raises=_raises("", "there is a gate and no residual;"),
 )
 
@@ -345,7 +584,6 @@ _GATED_FUNCTIONS = FunctionalFunctions(
     ),
     module="gated",
     output="torch.Tensor",
-    overloads=(),
     summary={
         Norm.LAYER: "Compute LayerNorm over the last dimension, times an activated gate.",
         Norm.RMS: "Compute RMSNorm over the last dimension, times an activated gate, as RMSNormGated of Mamba2 does.",
@@ -357,15 +595,16 @@ _GATED_FUNCTIONS = FunctionalFunctions(
             "2024). All steps are in fp32, with one rounding. The gate is usually a slice of a wider projection, which "
             "the kernel reads in place.",
             "Differentiable in every tensor. The backward pass saves the tensors themselves, and "
-            f"{'a mean and rstd' if norm.centres else 'an rstd'} per row. {_SUMS} Torch's operators compute a gradient "
+            f"{_statistics(norm)} per row. {_SUMS} Torch's operators compute a gradient "
             "of the gradient.",
             "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors "
             "each rank normalises its rows. Under torch.autocast y has the dtype of the norm alone there.",
         )
         for norm in GATED.functions
     },
-    returns="y: x's shape and dtype.",
+    returns=("y: x's shape and dtype.",),
     raises=_raises(", or group_size does not divide N", "activation is no such word; norm_before_gate is no flag;"),
 )
 
+PLAIN = (_PLAIN_FUNCTIONS, _L2_FUNCTIONS, _ADD_FUNCTIONS)
 FUNCTIONAL = (_MODULATED_FUNCTIONS, _GATED_FUNCTIONS)

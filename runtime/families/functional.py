@@ -87,7 +87,7 @@ def modulated_layer_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(
-        modulated_layer_norm, "layer", x, scale, shift, gate, residual, weight, bias, eps, 0.0
+        "layer", x, scale, shift, gate, residual, weight, bias, eps, 0.0
     )
     return found
 
@@ -167,7 +167,7 @@ def modulated_rms_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(
-        modulated_rms_norm, "rms", x, scale, shift, gate, residual, weight, None, eps, weight_offset
+        "rms", x, scale, shift, gate, residual, weight, None, eps, weight_offset
     )
     return found
 
@@ -218,9 +218,7 @@ def gated_layer_norm(
         ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor = gated.normalise(
-        gated_layer_norm, "layer", x, gate, weight, bias, activation, norm_before_gate, group_size, eps
-    )
+    found: torch.Tensor = gated.normalise("layer", x, gate, weight, bias, activation, norm_before_gate, group_size, eps)
     return found
 
 
@@ -268,7 +266,5 @@ def gated_rms_norm(
         ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor = gated.normalise(
-        gated_rms_norm, "rms", x, gate, weight, None, activation, norm_before_gate, group_size, eps
-    )
+    found: torch.Tensor = gated.normalise("rms", x, gate, weight, None, activation, norm_before_gate, group_size, eps)
     return found

@@ -15,7 +15,7 @@ from ..codegen.values import Cast
 from ..dtypes import word
 from ..errors import ConflictError
 from .operands import Operands, Options
-from .plain_functions import add_normalise, normalise, normalise_cast_before_weight, normalise_first
+from .plain_calls import add_normalise, normalise, normalise_cast_before_weight, normalise_first
 from .replaced import Replacing
 
 

@@ -24,7 +24,7 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
-from normforge.families import plain_functions
+from normforge.families import plain_calls
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
@@ -165,7 +165,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     ),
     "fp32 gradient": (
         lambda: torch.autograd.grad(
-            plain_functions.normalise(
+            plain_calls.normalise(
                 (x := rows(requires_grad=True), None, None, None, None),
                 (N,),
                 ("rms", 1e-6, 0.0, torch.float32, "after_weight"),

@@ -31,7 +31,7 @@ from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
 from normforge.calls.known import all_plans
 from normforge.calls.plan import Plan, Sized
-from normforge.families import plain_functions, public
+from normforge.families import plain_calls, public
 from normforge.selection import dispatch
 
 from ..thorough import THOROUGH
@@ -256,7 +256,7 @@ def test_a_function_finds_what_is_named_instead() -> None:
         return x
 
     calls = SimpleNamespace(recorded=SimpleNamespace(normalise=normalise))
-    alone = without(plain_functions.normalise, native=SimpleNamespace(calls=calls))
+    alone = without(plain_calls.normalise, native=SimpleNamespace(calls=calls))
     operands = (x, None, None, residual, None)
     assert alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight")) is x
     assert given[0][0] is operands

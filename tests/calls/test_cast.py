@@ -11,7 +11,7 @@ import torch
 import normforge
 from normforge import errors, reference
 from normforge.codegen.values import Cast
-from normforge.families import plain_functions
+from normforge.families import plain_calls
 
 from ..nn import models
 from ..nn.oracle import FUNCTIONS, backward, each_device, each_function, each_norm
@@ -164,7 +164,7 @@ def test_a_patched_norm_is_known_from_its_second_call_on(
         for recorded in (True, False):
             with torch.set_grad_enabled(recorded):
                 first = module(x)
-                patch.setattr(plain_functions, "normalise_first", lambda *_, **__: pytest.fail("it was checked again"))
+                patch.setattr(plain_calls, "normalise_first", lambda *_, **__: pytest.fail("it was checked again"))
                 assert torch.equal(module(x), first)
                 assert first.dtype is weight_dtype
                 patch.undo()

@@ -37,7 +37,7 @@ _RUNTIME = (
     "kernels/obtain",
     "kernels/strides",
     "kernels/pipelines",
-    "families/plain_functions",
+    "families/plain_calls",
     "operators/gradients",
     "operators/registered",
     "patching/swap",

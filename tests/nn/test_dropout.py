@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.calls import check as checking
-from normforge.families import eager, plain_functions
+from normforge.families import eager, plain_calls
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
 
@@ -397,7 +397,7 @@ def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest
         checked.append("checked")
         return honest(*arguments, **keywords)
 
-    monkeypatch.setattr(plain_functions, "check_normalised", counted)
+    monkeypatch.setattr(plain_calls, "check_normalised", counted)
     again = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
     assert checked == []
     weights = torch.ones_like(first[0]), torch.ones_like(first[0])

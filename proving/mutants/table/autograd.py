@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "a-first-call-of-rms-norm-has-another-eps",
         "rms_norm without eps adds 1e-5 where no call like it is known",
-        "runtime/families/plain_functions.py",
+        "runtime/families/plain_calls.py",
         "(norm, DEFAULT_EPS if eps is None else options[1], *options[2:])",
         "(norm, 1e-5 if eps is None else options[1], *options[2:])",
         (f"{_FUNCTIONAL}::test_torchs_own_call_and_defaults",),

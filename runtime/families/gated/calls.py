@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +13,11 @@ from ...calls.record import records
 from ...calls.traced import is_dynamo_compiling
 from ...upstream.torch_internals import is_sharded
 from ..operands import GatedOperands, GatedOptions
-from ..plain_functions import by_parts, handed_on, is_handed_on, normalise_family
+from ..plain_calls import by_parts, handed_on, is_handed_on, normalise_family
 from . import row
-
-# The public function that was called, for `__torch_function__`.
-Function = Callable[..., Any]
 
 
 def normalise(
-    function: Function,
     norm: str,
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -33,42 +28,42 @@ def normalise(
     group_size: int | None,
     eps: float,
 ) -> Any:
-    """Run a call of a public function, whose arguments follow the function and the norm's word."""
+    """Run a call of a public function, whose arguments follow the norm's word."""
     operands = (x, gate, weight, bias)
     options = (norm, *row.words(activation, norm_before_gate), eps, 0.0, "none", None, records(operands))
-    return _run(function, operands, options, group_size)
+    return _run(operands, options, group_size)
 
 
-def _run(function: Function, operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     if group_size is None:
         found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
-        return _first(function, operands, options, None) if found is None else found
-    return _first(function, operands, options, group_size)
+        return _first(operands, options, None) if found is None else found
+    return _first(operands, options, group_size)
 
 
-def _first(function: Function, operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """Run a call that no look-up knows, or a call with groups."""
     if is_handed_on(operands):
-        return _handed_on(function, operands, options, group_size)
+        return _handed_on(operands, options, group_size)
     if is_sharded(*operands):
-        return _by_parts(function, operands, options, group_size)
+        return _by_parts(operands, options, group_size)
     if group_size is None:
         return normalise_family(row.CALLS, operands, options)
-    return _run(function, row.in_groups(operands, group_size), options, None).flatten(-2)
+    return _run(row.in_groups(operands, group_size), options, None).flatten(-2)
 
 
-def _by_parts(function: Function, operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, *_ = operands
     name, given = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
     # Parts may fit on one rank and not on another: the first would wait for the second.
     check_normalised(name, given, x.shape[-1:], kernel=backend(x) == "kernel")
-    return by_parts(name, row.CALLS.rows, operands, lambda parts: _run(function, parts, options, group_size))
+    return by_parts(name, row.CALLS.rows, operands, lambda parts: _run(parts, options, group_size))
 
 
-def _handed_on(function: Function, operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """Return the result of an operand's `__torch_function__`, as torch.fx's proxies have one."""
     given = road.named(row.CALLS, operands, options)
     given["norm_before_gate"] = given["gating"] == row.GATING[True]
     given["group_size"] = group_size
-    return handed_on(function, operands, given, positional=2)
+    return handed_on(row.CALLS.functions[options[0]], operands, given, positional=2)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...calls import road
 from ...calls.record import records
 from ...calls.traced import is_dynamo_compiling
 from ..operands import ModulatedOperands, ModulatedOptions
-from ..plain_functions import handed_on, is_handed_on, normalise_family
+from ..plain_calls import handed_on, is_handed_on, normalise_family
 from . import row
 
 
-def normalise(function: Callable[..., Any], norm: str, *arguments: Any) -> Any:
-    """Run a call of a public function, whose arguments follow the function and the norm's word."""
+def normalise(norm: str, *arguments: Any) -> Any:
+    """Run a call of a public function, whose arguments follow the norm's word."""
     operands: Any = arguments[:7]
     options: Any = (norm, *arguments[7:], "none", None, records(operands))
     found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
-    return _first(function, operands, options) if found is None else found
+    return _first(operands, options) if found is None else found
 
 
-def _first(function: Callable[..., Any], operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """Run a call that no look-up knows."""
     if is_handed_on(operands):
-        return handed_on(function, operands, road.named(row.CALLS, operands, options), positional=3)
+        given = road.named(row.CALLS, operands, options)
+        return handed_on(row.CALLS.functions[options[0]], operands, given, positional=3)
     row.check_gate(operands)
     return normalise_family(row.CALLS, operands, options)

@@ -1,0 +1,310 @@
+"""Calls of the differentiable functions of norms alone, and of modules: known, handed on, or checked."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..calls import native, road
+from ..calls.argument_checks import check_dtype, check_number, check_tensor
+from ..calls.backend import backend, is_served, left_to_torch
+from ..calls.check import check_normalised
+from ..calls.known import PLAIN
+from ..calls.randomness import settled
+from ..calls.road import FamilyCalls
+from ..calls.sharded import Frame
+from ..calls.traced import becomes_operator, is_dynamo_compiling, left_in_traces, result_dtype, unrecorded
+from ..codegen.families import Kind, Parameter
+from ..codegen.parameters import FORWARD
+from ..compiled.rules import is_left_to_inductor
+from ..dtypes import FLOATS
+from ..errors import ConflictError
+from ..random_mask import dropout_mask
+from ..upstream.torch_internals import is_sharded
+from . import dropout, eager
+from . import plain as recorded
+from .eager import Dropout
+from .operands import DEFAULT_EPS, Operands, Options
+from .plain import FORWARD_OF, OPERANDS, named
+from .plainly import is_plain
+from .replaced import Replacing
+
+
+def add_normalise(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
+) -> Any:
+    """Add and normalise over all of normalized_shape; None is x's last dimension. See `dropped_add_normalise`."""
+    dropout_p, dropout_rng, returns_mask = asked
+    if dropout_p != 0.0 or dropout_rng is not None or returns_mask:
+        return dropped_add_normalise(operands, normalized_shape, options, asked)
+    both = None
+    if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
+        both = native.calls.recorded.normalise(operands, options, normalized_shape)
+    return normalise_first(operands, normalized_shape, options, adds=True) if both is None else both
+
+
+def dropped_add_normalise(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
+) -> Any:
+    """Run `add_normalise` with a dropout of x; `asked` is dropout_p, dropout_rng and return_mask."""
+    if not (is_dynamo_compiling() or asked[2]):
+        found = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
+        if found is not None:
+            return found
+    if is_handed_on(operands):
+        return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
+    x, _ = (check_tensor(name, operands[at]) for name, at in (("x", 0), ("residual", 3)))
+    if normalized_shape is None:
+        normalized_shape = x.shape[-1:]
+    if options[0] == "layer" and options[2] != 0.0:
+        operands, options = _offset(operands, options)
+    kernel, left = backend(x) == "kernel", left_to_torch(operands)
+    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
+    norm, eps, *others = options = _as_floats(options)
+    # Drawn once nothing else can be refused.
+    dropout_p, rng = settled(*asked[:2], x)
+    if rng is None:
+        found = normalise(operands, normalized_shape, options)
+        return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
+    said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
+    if not kernel or left:
+        y_dtype = result_dtype(norm, x) if kernel else None
+        found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
+    elif becomes_operator(*operands):
+        found = dropout.normalise_traced(operands, len(shape), said, dropout_p, rng)
+    else:
+        found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
+    if not asked[2]:
+        return found
+    rows = (*x.shape[: -len(shape)], math.prod(shape))
+    return (*found, dropout_mask(rows, dropout_p, rng).view(x.shape))
+
+
+def normalise_last(operands: Operands, options: Options) -> Any:
+    """Run `normalise` over the last dimension of x."""
+    x, *_ = operands
+    with unrecorded():
+        shape = x.shape[-1:] if isinstance(x, torch.Tensor) else ()
+    return normalise(operands, shape, options)
+
+
+def normalise(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, module: Replacing | None = None
+) -> Any:
+    """Run any norm of the functional API: y, or y and residual_out if there is a residual.
+
+    Args:
+        operands: the tensors.
+        normalized_shape: the dimensions of x that are normalised together; None is refused.
+        options: the norm's word and the other arguments. out_dtype is y's; None is as `layer_norm` says.
+        module: the module that is called; None for a function.
+    """
+    found = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
+    return normalise_first(operands, normalized_shape, options, module) if found is None else found
+
+
+def normalise_cast_before_weight(
+    operands: Operands, normalized_shape: Sequence[int], options: Options, module: Replacing | None = None
+) -> Any:
+    """Run `normalise` with a cast before the weight, as Hugging Face's models do.
+
+    y has out_dtype, and if that has 16 bits it is what rows are rounded to; else they are rounded to x's. None is what
+    a product of x's dtype and weight's has.
+    """
+    x, weight, *_ = operands
+    if x.__class__ not in PLAIN and is_handed_on(operands):
+        if module is not None and not is_served(operands) and (before := module.forward_before(x)) is not None:
+            return before(module, x)
+        return handle_torch_function(normalise_cast_before_weight, operands, operands, normalized_shape, options)
+    norm, eps, weight_offset, y_dtype, cast = options
+    if y_dtype is None and weight is not None:
+        y_dtype = x.dtype if x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast), module)
+
+
+def normalise_first(
+    operands: Operands,
+    normalized_shape: Any,
+    options: Options,
+    module: Replacing | None = None,
+    *,
+    adds: bool = False,
+) -> Any:
+    """Run `normalise` for a call that `native.calls` does not know; where it `adds`, there has to be a residual."""
+    if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
+        return _traced(operands, normalized_shape, options, module)
+    x = operands[0]
+    if module is not None and not is_served(operands, options[1]) and (before := module.forward_before(x)) is not None:
+        return before(module, x)
+    if is_handed_on(operands):
+        return _handed_on(operands, normalized_shape, options)
+    if adds:
+        check_tensor("x", operands[0])
+        check_tensor("residual", operands[3])
+        if normalized_shape is None:
+            with unrecorded():
+                normalized_shape = operands[0].shape[-1:]
+    norm, eps, *others = options
+    if norm == "layer" and others[0] != 0.0:
+        operands, options = _offset(operands, options)
+        return normalise(operands, normalized_shape, options)
+    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
+    left = left_to_torch(operands)
+    if kernel and not left and is_sharded(*operands):
+        return _by_parts(operands, normalized_shape, options)
+    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
+    options = _as_floats(options)
+    if not kernel:
+        return eager.plain(operands, shape, options)
+    if left or becomes_operator(*operands):
+        return _seen(operands, shape, options, left)
+    said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
+    return recorded.normalise(operands, shape, said)
+
+
+def _checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
+    """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
+    norm, eps, *_ = options
+    with unrecorded():
+        given = named(operands, options)
+        if eps is None and norm == "rms":
+            del given["eps"]
+        return check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel)
+
+
+def _as_floats(options: Options) -> Options:
+    """Return options whose numbers, which were checked, are floats."""
+    norm, eps, weight_offset, out_dtype, cast = options
+    return norm, None if eps is None else float(eps), float(weight_offset or 0.0), out_dtype, cast
+
+
+def _traced(operands: Operands, normalized_shape: Any, options: Options, module: Replacing | None) -> Any:
+    """Run `normalise_first` for a call that TorchDynamo traces and `is_plain` accepts."""
+    shape = tuple(normalized_shape)
+    kernel, left = backend(operands[0]) == "kernel", left_in_traces()
+    # The condition of `is_served`, inlined because tracing the function costs a dozen guards.
+    if (left or not kernel) and module is not None and (before := module.forward_before(operands[0])) is not None:
+        return before(module, operands[0])
+    if not kernel:
+        return eager.plain(operands, shape, options)
+    return _seen(operands, shape, options, left)
+
+
+def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bool) -> Any:
+    """Run a call as an operator: normforge's, or torch's where Inductor is to fuse the norm or `left` is set."""
+    x, weight, *_ = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    eps = DEFAULT_EPS if eps is None else float(eps)
+    if left or is_left_to_inductor(norm, x, shape, scaled=weight is not None):
+        said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
+        return eager.plain(operands, shape, said)
+    return recorded.normalise_traced(operands, len(shape), (norm, eps, weight_offset, out_dtype, cast))
+
+
+def by_parts(
+    function: str, rows: Sequence[Parameter], operands: Any, run: Callable[[Any], Any], dimensions: int = 1
+) -> Any:
+    """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors.
+
+    Args:
+        function: the function's name.
+        rows: of the operands.
+        operands: the tensors.
+        run: makes the call of plain tensors.
+        dimensions: how many are normalised together.
+    """
+    frame = Frame(function, {row.name: operand for row, operand in zip(rows, operands, strict=True)}, dimensions)
+    made = run(tuple([frame.part(row.kind, operand) for row, operand in zip(rows, operands, strict=True)]))
+    if isinstance(made, tuple):
+        return tuple([frame.whole(Kind.ROWS, each) for each in made])
+    return frame.whole(Kind.ROWS, made)
+
+
+def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
+    """Check and run a call of modulated or gated norms that no look-up knows, and return its outputs.
+
+    Args:
+        calls: the family's row.
+        operands: the tensors.
+        options: the norm's word and the other arguments, numbers as they were passed.
+    """
+    x = operands[0]
+    check_tensor("x", x)
+    kernel = backend(x) == "kernel"
+    left = left_to_torch(operands)
+    with unrecorded():
+        given = road.named(calls, operands, options)
+        check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
+    numbers = ("eps", "weight_offset")
+    told = zip(calls.options, options[1:], strict=True)
+    said = (options[0], *[float(value) if name in numbers else value for name, value in told])
+    if not kernel or left:
+        *others, out_dtype, saves = said
+        return calls.eager(operands, (*others, out_dtype or result_dtype(options[0], x), saves))
+    if is_sharded(*operands):
+        function = calls.functions[options[0]]
+        return by_parts(function, calls.rows, operands, lambda parts: normalise_family(calls, parts, said))
+    traced = becomes_operator(*operands)
+    # The key of a known call holds the arguments as passed, and the surrounding state.
+    return (road.normalise_traced if traced else road.normalise)(calls, operands, said)
+
+
+def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """Run `normalise` on DTensors: each rank normalises its rows, in a call of plain tensors."""
+    x, _, _, residual, _ = operands
+    if residual is not None and residual.shape != x.shape:
+        # Parts may fit on one rank and not on another: the first would wait for the second.
+        check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
+    rows, dimensions = [FORWARD[name] for name, _ in OPERANDS], len(normalized_shape or ())
+    call = partial(normalise, normalized_shape=normalized_shape, options=options)
+    return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
+
+
+def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
+    """Add weight_offset to the weight of a LayerNorm, whose kernels add nothing to weights."""
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    weight_offset = check_number("weight_offset", weight_offset, least=-math.inf)
+    if weight is None:
+        raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
+    check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
+    return (x, weight, bias, residual, x_bias), (norm, eps, 0.0, out_dtype, cast)
+
+
+def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if the class of an operand is to be asked for the result of a call, as torch.fx's proxies are."""
+    strange = any(type(operand) not in PLAIN for operand in operands if operand is not None)
+    return strange and has_torch_function(operands)
+
+
+def handed_on(name: str, operands: tuple[Any, ...], given: dict[str, Any], positional: int) -> Any:
+    """Return the result of an operand's `__torch_function__` for a call.
+
+    Args:
+        name: the name of the public function that was called.
+        operands: its tensors.
+        given: its arguments by name; those that it lacks have their defaults.
+        positional: how many of them are handed on without.
+    """
+    # Public functions stand on this module, which cannot import them.
+    function = getattr(sys.modules[__name__.partition(".")[0]], name)
+    names = [name for name in inspect.signature(function).parameters if name in given]
+    first = [given[name] for name in names[:positional]]
+    return handle_torch_function(function, operands, *first, **{name: given[name] for name in names[positional:]})
+
+
+def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """Call `handed_on` for the public function of a call, or for `normalise` if none takes all arguments."""
+    said = {**named(operands, options), "normalized_shape": normalized_shape}
+    adds = said["residual"] is not None
+    if normalized_shape is not None and (adds or said["out_dtype"] is not None):
+        return handle_torch_function(normalise, operands, operands, normalized_shape, options)
+    return handed_on(f"{'add_' if adds else ''}{options[0]}_norm", operands, said, positional=2)
