@@ -10,10 +10,11 @@ from pathlib import Path
 
 from . import emit
 from .errors import FolderError
-from .families import Family, Kind, Parameter
+from .families import Family, Parameter
 from .locking import replace_file
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
-from .public import FUNCTIONAL, PLAIN, PUBLIC
+from .public import FUNCTIONAL, PLAIN, PUBLIC, FunctionalFunctions, PublicFunctions
+from .values import Norm
 
 # Templates by the paths of the modules, from the repository's root.
 TEMPLATES = {
@@ -126,15 +127,17 @@ def _paragraph(text: str, indent: int, hanging: int = 4) -> str:
     )
 
 
-def _absent(row: Parameter) -> str:
-    """Return the argument of a call whose norm lacks the parameter."""
-    return "0.0" if row.kind is Kind.NUMBER else "None"
+def _told(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, tensors: bool) -> str:
+    """Return the operands or the options of a norm's function, in the order of rows.
 
-
-def _arguments(rows: Sequence[Parameter], function: Sequence[Parameter]) -> str:
-    """Return a call's values of rows: the arguments of a function, and the defaults of what the function lacks."""
-    names = [row.name for row in function]
-    return ", ".join(row.name if row.name in names else next(iter(row.default.values()), "None") for row in rows)
+    A row that the function has no argument for has its default; a norm that lacks it computes what that does.
+    """
+    names = [row.name for row in functions.family.of(norm)]
+    rows = [row for row in functions.rows.parameters if row.functional and row.kind.is_tensor == tensors]
+    defaults = [next(iter(row.default.values()), "None") for row in rows]
+    told = [functions.told.get(row.name, row.name) for row in rows]
+    items = [name if name in names else default for name, default in zip(told, defaults, strict=True)]
+    return ", ".join(items if tensors else [f'"{norm.value}"', *items])
 
 
 def _fitted(before: str, items: str, after: str, indent: int) -> str:
@@ -175,8 +178,7 @@ def _block(text: str) -> str:
 _HELPERS = {
     "block": _block,
     "names": _names,
-    "absent": _absent,
-    "arguments": _arguments,
+    "told": _told,
     "filled": _filled,
     "paragraph": _paragraph,
     "fitted": _fitted,

@@ -7,7 +7,7 @@ family's rows from them. Rows of `parameters` are reused where both agree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
@@ -21,19 +21,23 @@ class PublicFunctions:
 
     Attributes:
         family: the functions' names by norm, with the parameters of their signatures.
-        module: the module of `runtime/families/` whose `forward` they call.
+        rows: the family whose calls they make, with operands and options in the order of its rows.
         output: the class of their result.
+        call: the expression that they return.
         summary: the docstring's first line by norm.
         details: the docstring's paragraph about all of them.
         returns: the docstring's entry about the result.
+        told: the arguments that stand for rows of another name.
     """
 
     family: Family
-    module: str
+    rows: Family
     output: str
+    call: str
     summary: Mapping[Norm, str]
     details: str
     returns: str
+    told: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def _as(row: Parameter, meaning: str, **changed: Any) -> Parameter:
@@ -106,8 +110,9 @@ _MODULATED = PublicFunctions(
         ),
         _RESIDUAL_OUT,
     ),
-    module="modulated",
+    rows=MODULATED,
     output="LayerNormOutput",
+    call="modulated.forward(operands, options, (out, residual_out))",
     summary=_forward_of(MODULATED),
     details="Quantisation takes the modulated y in fp32, and one y_scale per row. Not differentiable.",
     returns=f"`LayerNormOutput`, {_EVERY_OUTPUT} residual_out is residual + x * gate, in residual's dtype.",
@@ -141,8 +146,10 @@ _GATED = PublicFunctions(
         _OUT_DTYPE,
         _SAVE_MV,
     ),
-    module="gated",
+    rows=GATED,
     output="LayerNormOutput",
+    call="gated.forward(operands, options, group_size)",
+    told={"gating": "norm_before_gate"},
     summary=_forward_of(GATED),
     details=(
         "Quantisation takes the gated y in fp32, and one y_scale per row, or per group of a row with group_size. Not "
@@ -227,8 +234,9 @@ _QUANTISED = PublicFunctions(
         _as(FORWARD["out"], "a contiguous tensor that y is written to, in y's shape, or None for a new tensor."),
         _RESIDUAL_OUT,
     ),
-    module="quantised",
+    rows=QUANTISED,
     output="QuantisedOutput",
+    call="quantised.forward(operands, options, (out, residual_out, y_scale))",
     summary={
         norm: f"Compute {norm.row.title} of x + x_bias + residual, quantised with scales per row, per group, or static."
         for norm in QUANTISED.functions
@@ -252,26 +260,27 @@ class FunctionalFunctions:
 
     Attributes:
         family: the functions' names by norm, with the parameters of their signatures.
+        rows: the family whose calls they make, with operands and options in the order of its rows.
         output: the type of their result.
+        call: the expression that they return, behind a look-up if the function takes a normalized_shape.
         summary: the docstring's first line by norm.
         details: the docstring's paragraphs by norm.
         returns: the docstring's entries about the results.
         raises: the docstring's entries about errors.
-        module: the module of `runtime/families/` whose `normalise` they call with all arguments in order; "" for norms
-            alone, whose operands and options `call` takes.
-        call: the call of `plain_calls` by norms alone, behind a look-up if the function takes a normalized_shape.
+        told: the arguments that stand for rows of another name.
         overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
             of the arguments that have no default then.
     """
 
     family: Family
+    rows: Family
     output: str
+    call: str
     summary: Mapping[Norm, str]
     details: Mapping[Norm, tuple[str, ...]]
     returns: tuple[str, ...]
     raises: tuple[str, ...]
-    module: str = ""
-    call: str = ""
+    told: Mapping[str, str] = field(default_factory=dict, hash=False)
     overloads: tuple[tuple[str, Mapping[str, str], tuple[str, ...]], ...] = ()
 
 
@@ -434,6 +443,7 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
         f"{_NUMBERS}.",
         _OTHERS,
     ),
+    rows=FORWARD,
     call="normalise_first(operands, normalized_shape, options)",
 )
 
@@ -466,6 +476,7 @@ _L2_FUNCTIONS = FunctionalFunctions(
         "ConflictError: eps is no number of at least 0.",
         _OTHERS,
     ),
+    rows=FORWARD,
     call="normalise_last(operands, options)",
 )
 
@@ -529,6 +540,7 @@ _ADD_FUNCTIONS = FunctionalFunctions(
         f"{_NUMBERS}; or dropout_p is outside [0, 1).",
         f"{_OTHERS[:-1]}; also for a dropout of DTensors.",
     ),
+    rows=FORWARD,
     call="add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))",
 )
 
@@ -542,7 +554,8 @@ _MODULATED_FUNCTIONS = FunctionalFunctions(
         _EPS,
         _OFFSET,
     ),
-    module="modulated",
+    rows=MODULATED,
+    call="modulated.normalise(operands, options)",
     output="torch.Tensor | tuple[torch.Tensor, torch.Tensor]",
     overloads=(
         ("torch.Tensor", {"residual": "None"}, ()),
@@ -582,8 +595,10 @@ _GATED_FUNCTIONS = FunctionalFunctions(
         *(_GATED.family[name] for name in ("activation", "norm_before_gate", "group_size")),
         _EPS,
     ),
-    module="gated",
+    rows=GATED,
     output="torch.Tensor",
+    call="gated.normalise(operands, options, group_size)",
+    told={"gating": "norm_before_gate"},
     summary={
         Norm.LAYER: "Compute LayerNorm over the last dimension, times an activated gate.",
         Norm.RMS: "Compute RMSNorm over the last dimension, times an activated gate, as RMSNormGated of Mamba2 does.",

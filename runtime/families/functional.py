@@ -86,9 +86,9 @@ def modulated_layer_norm(
         ConflictError: there is a gate and no residual; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(
-        "layer", x, scale, shift, gate, residual, weight, bias, eps, 0.0
-    )
+    operands = (x, scale, shift, gate, residual, weight, bias)
+    options = ("layer", eps, 0.0, "none", None, False)
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
     return found
 
 
@@ -166,9 +166,9 @@ def modulated_rms_norm(
         ConflictError: there is a gate and no residual; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(
-        "rms", x, scale, shift, gate, residual, weight, None, eps, weight_offset
-    )
+    operands = (x, scale, shift, gate, residual, weight, None)
+    options = ("rms", eps, weight_offset, "none", None, False)
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
     return found
 
 
@@ -218,7 +218,9 @@ def gated_layer_norm(
         ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor = gated.normalise("layer", x, gate, weight, bias, activation, norm_before_gate, group_size, eps)
+    operands = (x, gate, weight, bias)
+    options = ("layer", norm_before_gate, activation, eps, 0.0, "none", None, False)
+    found: torch.Tensor = gated.normalise(operands, options, group_size)
     return found
 
 
@@ -266,5 +268,7 @@ def gated_rms_norm(
         ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    found: torch.Tensor = gated.normalise("rms", x, gate, weight, None, activation, norm_before_gate, group_size, eps)
+    operands = (x, gate, weight, None)
+    options = ("rms", norm_before_gate, activation, eps, 0.0, "none", None, False)
+    found: torch.Tensor = gated.normalise(operands, options, group_size)
     return found

@@ -73,7 +73,8 @@ def layer_norm(
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    operands, options = (x, weight, bias, None, x_bias), ("layer", eps, weight_offset, None, cast)
+    operands = (x, weight, bias, None, x_bias)
+    options = ("layer", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -134,7 +135,8 @@ def rms_norm(
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    operands, options = (x, weight, None, None, x_bias), ("rms", eps, weight_offset, None, cast)
+    operands = (x, weight, None, None, x_bias)
+    options = ("rms", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -178,7 +180,8 @@ def l2_norm(
         ConflictError: eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    operands, options = (x, weight, None, None, None), ("l2", eps, 0.0, None, "after_weight")
+    operands = (x, weight, None, None, None)
+    options = ("l2", eps, 0.0, None, "after_weight")
     found: torch.Tensor = normalise_last(operands, options)
     return found
 
@@ -284,7 +287,8 @@ def add_layer_norm(
             dropout_p is outside [0, 1).
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists; also for a dropout of DTensors.
     """
-    operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
+    operands = (x, weight, bias, residual, x_bias)
+    options = ("layer", eps, weight_offset, None, cast)
     found: tuple[torch.Tensor, torch.Tensor] = add_normalise(
         operands, None, options, (dropout_p, dropout_rng, return_mask)
     )
@@ -387,7 +391,8 @@ def add_rms_norm(
             dropout_p is outside [0, 1).
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists; also for a dropout of DTensors.
     """
-    operands, options = (x, weight, None, residual, x_bias), ("rms", eps, weight_offset, None, cast)
+    operands = (x, weight, None, residual, x_bias)
+    options = ("rms", eps, weight_offset, None, cast)
     found: tuple[torch.Tensor, torch.Tensor] = add_normalise(
         operands, None, options, (dropout_p, dropout_rng, return_mask)
     )

@@ -483,9 +483,9 @@ def modulated_layernorm2d_fwd(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return modulated.forward(
-        "layer", x, scale, shift, gate, residual, weight, bias, eps, 0.0, fquant, out_dtype, save_mv, out, residual_out
-    )
+    operands = (x, scale, shift, gate, residual, weight, bias)
+    options = ("layer", eps, 0.0, fquant, out_dtype, save_mv)
+    return modulated.forward(operands, options, (out, residual_out))
 
 
 def modulated_rmsnorm2d_fwd(
@@ -535,10 +535,9 @@ def modulated_rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return modulated.forward(
-        "rms", x, scale, shift, gate, residual, weight, None, eps, weight_offset, fquant, out_dtype, save_mv, out,
-        residual_out,
-    )  # fmt: skip
+    operands = (x, scale, shift, gate, residual, weight, None)
+    options = ("rms", eps, weight_offset, fquant, out_dtype, save_mv)
+    return modulated.forward(operands, options, (out, residual_out))
 
 
 def gated_layernorm2d_fwd(
@@ -583,9 +582,9 @@ def gated_layernorm2d_fwd(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return gated.forward(
-        "layer", x, gate, weight, bias, eps, activation, norm_before_gate, group_size, fquant, out_dtype, save_mv
-    )
+    operands = (x, gate, weight, bias)
+    options = ("layer", norm_before_gate, activation, eps, 0.0, fquant, out_dtype, save_mv)
+    return gated.forward(operands, options, group_size)
 
 
 def gated_rmsnorm2d_fwd(
@@ -628,9 +627,9 @@ def gated_rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return gated.forward(
-        "rms", x, gate, weight, None, eps, activation, norm_before_gate, group_size, fquant, out_dtype, save_mv
-    )
+    operands = (x, gate, weight, None)
+    options = ("rms", norm_before_gate, activation, eps, 0.0, fquant, out_dtype, save_mv)
+    return gated.forward(operands, options, group_size)
 
 
 def quantised_layer_norm(
@@ -711,10 +710,12 @@ def quantised_layer_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return quantised.forward(
-        "layer", x, weight, bias, eps, 0.0, residual, x_bias, smooth_scale, fquant, out_dtype, cast, group_size,
-        scale_format, scale_layout, global_scale, scale_ub, quantise_rounded, save_unquant, y_scale, out, residual_out,
+    operands = (x, weight, bias, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
+    options = (
+        "layer", eps, 0.0, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
+        save_unquant,
     )  # fmt: skip
+    return quantised.forward(operands, options, (out, residual_out, y_scale))
 
 
 def quantised_rms_norm(
@@ -795,10 +796,12 @@ def quantised_rms_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    return quantised.forward(
-        "rms", x, weight, None, eps, weight_offset, residual, x_bias, smooth_scale, fquant, out_dtype, cast, group_size,
-        scale_format, scale_layout, global_scale, scale_ub, quantise_rounded, save_unquant, y_scale, out, residual_out,
+    operands = (x, weight, None, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
+    options = (
+        "rms", eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
+        save_unquant,
     )  # fmt: skip
+    return quantised.forward(operands, options, (out, residual_out, y_scale))
 
 
 # The rows of the families that `forward` serves, by name.

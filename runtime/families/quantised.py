@@ -22,46 +22,22 @@ from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
 from ..upstream.dynamo_guards import Empty, contiguous_strides
-from .operands import QuantisedOperands, QuantisedOptions
 
 # The functions that return y unquantised.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
-def forward(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    residual: torch.Tensor | None,
-    x_bias: torch.Tensor | None,
-    smooth_scale: torch.Tensor | None,
-    fquant: Any,
-    out_dtype: torch.dtype | None,
-    cast: Any,
-    group_size: Any,
-    scale_format: Any,
-    scale_layout: Any,
-    global_scale: torch.Tensor | None,
-    scale_ub: torch.Tensor | None,
-    quantise_rounded: bool,
-    save_unquant: bool,
-    y_scale: torch.Tensor | None,
-    *places: torch.Tensor | None,
-) -> QuantisedOutput:
-    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`, whose arguments come in order."""
+def forward(operands: Any, options: Options, places: Places) -> QuantisedOutput:
+    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the places."""
+    norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales = options
     quantisation = word(FusedQuant, "fquant", fquant)
-    given: tuple[Any, Any] = (None, None)
     if quantisation.is_static:
-        quantisation, given = _given_scale(x, y_scale)
-        y_scale = None
-    operands: QuantisedOperands = (x, weight, bias, residual, x_bias, smooth_scale, *given, global_scale, scale_ub)
+        quantisation, static = _given_scale(operands[0], places[2])
+        operands = (*operands[:_STATIC], *static, *operands[_STATIC + 2 :])
+        places = (*places[:2], None)
     group = ScaleGroup.NONE.value if group_size is None else group_size
-    of_scales = (group, scale_format, scale_layout, quantise_rounded, save_unquant)
-    options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, *of_scales)
-    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, (*places, y_scale))
+    options = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales)
+    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
     return found
 
 
@@ -229,5 +205,5 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
 
 
 CALLS = calls_of(QUANTISED, output=QuantisedOutput, check=_check, launch=_launch)
-# The place of the layout among the options, behind the norm.
-_LAYOUT = 1 + CALLS.options.index("scale_layout")
+# The place of the layout among the options, behind the norm, and of the first static scale among the operands.
+_LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

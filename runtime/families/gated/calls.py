@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...calls import road
 from ...calls.backend import backend
 from ...calls.check import check_normalised
@@ -17,32 +15,17 @@ from ..plain_calls import by_parts, handed_on, is_handed_on, normalise_family
 from . import row
 
 
-def normalise(
-    norm: str,
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: Any,
-    norm_before_gate: Any,
-    group_size: int | None,
-    eps: float,
-) -> Any:
-    """Run a call of a public function, whose arguments follow the norm's word."""
-    operands = (x, gate, weight, bias)
-    options = (norm, *row.words(activation, norm_before_gate), eps, 0.0, "none", None, records(operands))
-    return _run(operands, options, group_size)
+def normalise(operands: GatedOperands, options: Any, group_size: int | None) -> Any:
+    """Run a call of a public function, whose options begin with norm_before_gate; the last option is set here."""
+    return _run(operands, (*row.with_words(options)[:-1], records(operands)), group_size)
 
 
 def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    if group_size is None:
-        found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
-        return _first(operands, options, None) if found is None else found
-    return _first(operands, options, group_size)
-
-
-def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    """Run a call that no look-up knows, or a call with groups."""
+    found = None
+    if group_size is None and not is_dynamo_compiling():
+        found = road.normalise_known(row.CALLS, operands, options)
+    if found is not None:
+        return found
     if is_handed_on(operands):
         return _handed_on(operands, options, group_size)
     if is_sharded(*operands):

@@ -63,12 +63,14 @@ CALLS = calls_of(
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
 
 
-def words(activation: Any, norm_before_gate: Any) -> tuple[str, str]:
-    """Return the row's words for a caller's arguments: gating, and the activation, which is checked later."""
+def with_words(options: Options) -> Any:
+    """Return options whose norm_before_gate, and the activation, which is checked later, are words of the rows."""
+    norm, norm_before_gate, activation, *others = options
     if norm_before_gate.__class__ is not bool:
         norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
     # An enum's member is no word of a schema.
-    return GATING[norm_before_gate], activation.value if isinstance(activation, GateActivation) else activation
+    activation = activation.value if isinstance(activation, GateActivation) else activation
+    return norm, GATING[norm_before_gate], activation, *others
 
 
 def divides(group_size: object, n: int) -> bool:
@@ -103,21 +105,9 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
     return grouped
 
 
-def forward(
-    norm: str,
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    activation: Any,
-    norm_before_gate: Any,
-    group_size: int | None,
-    *others: Any,
-) -> LayerNormOutput:
-    """Run a call of `gated_layernorm2d_fwd` or `gated_rmsnorm2d_fwd`, whose arguments come in order."""
-    operands = (x, gate, weight, bias)
-    options = road.options_2d(operands, (norm, *words(activation, norm_before_gate), eps, 0.0, *others))
+def forward(operands: GatedOperands, options: Options, group_size: int | None) -> LayerNormOutput:
+    """Run a call of `gated_layernorm2d_fwd` or `gated_rmsnorm2d_fwd`, whose options begin with norm_before_gate."""
+    options = road.options_2d(operands, with_words(options))
     if group_size is not None:
         operands = in_groups(operands, group_size)
     found: LayerNormOutput = road.launched_2d(CALLS, operands, options)

@@ -12,10 +12,9 @@ from ..plain_calls import handed_on, is_handed_on, normalise_family
 from . import row
 
 
-def normalise(norm: str, *arguments: Any) -> Any:
-    """Run a call of a public function, whose arguments follow the norm's word."""
-    operands: Any = arguments[:7]
-    options: Any = (norm, *arguments[7:], "none", None, records(operands))
+def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    """Run a call of a public function; the last option is set here."""
+    options = (*options[:-1], records(operands))
     found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
     return _first(operands, options) if found is None else found
 

@@ -16,7 +16,7 @@ from ...calls import road, row_gradients
 from ...calls.known_backward import Gradients, Learnt
 from ...calls.outputs import LayerNormOutput, dtype_of_all, unpacked_of
 from ...calls.record import Recording
-from ...calls.road import Options, calls_of, launch_recorded
+from ...calls.road import Options, Places, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
 from ...codegen.model import Mode
@@ -26,7 +26,7 @@ from ...dtypes import DTYPES
 from ...errors import ConflictError
 from .. import eager
 from ..eager import ModulatedArgs, ModulatedSaved
-from ..operands import ModulatedOperands
+from ..operands import ModulatedOperands, ModulatedOptions
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -78,12 +78,10 @@ def check_gate(operands: ModulatedOperands) -> None:
         raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
 
 
-def forward(norm: str, *arguments: Any) -> LayerNormOutput:
-    """Run a call of `modulated_layernorm2d_fwd` or `modulated_rmsnorm2d_fwd`, whose arguments come in order."""
-    operands: Any = arguments[:7]
+def forward(operands: ModulatedOperands, options: ModulatedOptions, places: Places) -> LayerNormOutput:
+    """Run a call of `modulated_layernorm2d_fwd` or `modulated_rmsnorm2d_fwd`."""
     check_gate(operands)
-    options = road.options_2d(operands, (norm, *arguments[7:-2]))
-    found: LayerNormOutput = road.launched_2d(CALLS, operands, options, arguments[-2:])
+    found: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), places)
     return found
 
 
