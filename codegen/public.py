@@ -27,7 +27,7 @@ class PublicFunctions:
         summary: the docstring's first line by norm.
         details: the docstring's paragraph about all of them.
         returns: the docstring's entry about the result.
-        told: the arguments that stand for rows of another name.
+        told: the names of arguments by the rows whose values they are, where the names differ.
     """
 
     family: Family
@@ -267,7 +267,7 @@ class FunctionalFunctions:
         details: the docstring's paragraphs by norm.
         returns: the docstring's entries about the results.
         raises: the docstring's entries about errors.
-        told: the arguments that stand for rows of another name.
+        told: the names of arguments by the rows whose values they are, where the names differ.
         overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
             of the arguments that have no default then.
     """
