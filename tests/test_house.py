@@ -37,10 +37,10 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_344,
+    "all by hand": 14_343,
     "C": 800,
     "emitted": 605,
-    "ahead_of_time": 742,
+    "ahead_of_time": 741,
     "calls": 2_571,
     "families": 2_297,
     "compiled": 662,

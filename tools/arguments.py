@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ahead_of_time.modes_and_sizes import GroupShape, pairs_of, pairs_served
+from ..ahead_of_time.modes_and_sizes import ROW_ARGUMENTS, GroupShape, pairs_of, pairs_served
 from ..call_kinds import ROWS, USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.command import Parser, options_given
@@ -374,7 +374,7 @@ def _strides(text: str) -> tuple[Asked, ...]:
 
 def _steps_by_name(text: str) -> dict[str, Steps]:
     named = [part.partition("=") for part in text.split("+")]
-    return {name.strip(): _steps(steps) for name, _, steps in named}
+    return {_word(ROW_ARGUMENTS, name.strip()): _steps(steps) for name, _, steps in named}
 
 
 def _steps(text: str) -> Steps:
@@ -386,11 +386,13 @@ def _steps(text: str) -> Steps:
 
 
 def _words(known: Sequence[str], text: str) -> tuple[str, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if part not in known:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-    return tuple(dict.fromkeys(parts))
+    return tuple(dict.fromkeys(_word(known, part.strip()) for part in text.split(",")))
+
+
+def _word(known: Sequence[str], text: str) -> str:
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    return text
 
 
 def _jobs(text: str) -> int:

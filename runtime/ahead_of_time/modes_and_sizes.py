@@ -10,17 +10,27 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
 from ..call_kinds import FEW, MANY, MOST, ROWS, SOME
 from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
-from ..codegen.legal import legal_modes
 from ..codegen.model import Mode
+from ..codegen.parameters import FAMILIES
 from ..errors import ConflictError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..selection import dispatch
 from ..selection.table import Entry
+
+# The arguments that have rows.
+ROW_ARGUMENTS = tuple(
+    dict.fromkeys(
+        row.name
+        for family in FAMILIES
+        for row in family.parameters
+        if row.kind.has_row_stride and not row.kind.is_shared
+    )
+)
 
 _WRITTEN = re.compile(r"(\*|[1-9]\d*)((?:x[1-9]\d*)+)/([1-9]\d*)")
 
@@ -190,7 +200,7 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
         try:
             named: list[AnyMode] = [mode_named(name) for name in _matching(mode)] if isinstance(mode, str) else [mode]
         except IllegalCombinationError as error:
-            near = difflib.get_close_matches(str(mode), _legal(), n=3, cutoff=0.0)
+            near = difflib.get_close_matches(str(mode), chain(*_known()), n=3, cutoff=0.0)
             raise MissingInstanceError(
                 f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
                 f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
@@ -210,13 +220,13 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
 
 def _matching(name: str) -> list[str]:
     """Return the modes that match a name or a glob: modes of the table in use, or else of GroupNorm."""
-    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
-    for names in (present, [mode.name for mode in group_modes()]):
+    for names in _known():
         if found := [each for each in names if fnmatchcase(each, name)]:
             return found
     # A mode that the table lacks is generated on demand, or refused, as for a call.
     return [name]
 
 
-def _legal() -> list[str]:
-    return [*(mode.name for mode in legal_modes()), *(mode.name for mode in group_modes())]
+def _known() -> tuple[list[str], list[str]]:
+    """Return the modes of the table in use, and the modes of GroupNorm."""
+    return list(dict.fromkeys(entry.mode for entry in dispatch.loaded())), [mode.name for mode in group_modes()]

@@ -26,7 +26,7 @@ from ..errors import ConflictError, ShapeError
 from ..families.group.row import call_in_memory, slots_of
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
-from .modes_and_sizes import GroupShape
+from .modes_and_sizes import ROW_ARGUMENTS, GroupShape
 
 # The words of `compile_keys` for a tensor's type: a dtype, "same" for x's (`Mode.operand_dtype`), or None for an
 # optional tensor that is left out.
@@ -37,16 +37,6 @@ Kind = torch.dtype | str | None
 Steps = int | tuple[int, ...]
 # The strides of x, or of arguments by name; None if all rows adjoin.
 Asked = Steps | Mapping[str, Steps] | None
-
-# The arguments that have rows.
-NAMES = tuple(
-    dict.fromkeys(
-        row.name
-        for family in FAMILIES
-        for row in family.parameters
-        if row.kind.has_row_stride and not row.kind.is_shared
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -109,8 +99,8 @@ def _checked(name: str, asked: object) -> tuple[int, ...]:
             f"row_strides has {asked!r}; it takes a stride, or up to {MOST_STRIDES} with the rows between them, "
             "(6144, 32, 128) say, or a mapping from arguments to such"
         )
-    if name not in NAMES:
-        raise ConflictError(f"row_strides has {name!r}; it takes names of arguments: {', '.join(NAMES)}")
+    if name not in ROW_ARGUMENTS:
+        raise ConflictError(f"row_strides has {name!r}; it takes names of arguments: {', '.join(ROW_ARGUMENTS)}")
     return step
 
 

@@ -735,6 +735,7 @@ REFUSED = [
     ["warmup"],
     ["warmup", "--n", "abc"],
     ["warmup", "--n", "64", "--row-stride", "80y2"],
+    ["warmup", "--n", "64", "--row-stride", "weight=80"],
     ["aot", "--n", "64", "--out", "kernels"],
     ["aot", "--n", "64", "--arch", "sm_90", "--out", "kernels", "--weight", "fp61"],
     ["list", "nonsense"],
@@ -783,7 +784,9 @@ sys.exit(main({argv!r}))
         *([verb, "-h"] for verb in VERBS),
         ["list", "nonsense"],
         [*AOT, "nonsense", "--n", "64"],
+        [*AOT, "sm_90", "--n", "64", "nonsense"],
         ["warmup", "--n", "abc"],
+        ["warmup", "--n", "64", "--row-stride", "weight=80"],
     ],
     ids=str,
 )
