@@ -135,7 +135,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
-        call=lambda: GatedGradients(*gated.gradients(kept, forward.told, dy, forward.due)),
+        call=lambda: GatedGradients(*gated.IN_PARTS.gradients(kept, forward.told, (dy, None), forward.due)),
         validate=validate,
         operands=(dy, *kept),
     )
@@ -150,7 +150,8 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
     taken = modulated.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
-        return ModulatedGradients(*modulated.gradients(kept, forward.told, dy, dresidual_out, forward.due))
+        found = modulated.IN_PARTS.gradients(kept, forward.told, (dy, dresidual_out), forward.due)
+        return ModulatedGradients(*found)
 
     def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
         expected = modulation_reference.gradients(dy, **kept._asdict(), dresidual_out=dresidual_out)

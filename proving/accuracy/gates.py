@@ -73,7 +73,7 @@ def backward(
     told = gated.CALLS.args(options, dtypes_of(operands))
     kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
-    found = gated.gradients(kept, told, dy, due)
+    found = gated.IN_PARTS.gradients(kept, told, (dy, None), due)
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))
 
 

@@ -310,7 +310,7 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
 
 
 def gated_gradients(
-    saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: Sequence[bool]
+    saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, dsum: None, due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a gated call's operands that are due, differentiable; `gated` has the kernels.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.families.gated import row as gated
+from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
 from .looked import Looked
@@ -21,7 +21,7 @@ ROWS, N = (3, 5), 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, gated, "gradients")
+    return Looked(monkeypatch, InParts, "gradients")
 
 
 def operands(

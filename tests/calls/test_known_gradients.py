@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.families.modulated import row as modulated
+from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
 from .looked import Looked
@@ -23,7 +23,7 @@ SAMPLES, ROWS, N = 2, 9, 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, modulated, "gradients")
+    return Looked(monkeypatch, InParts, "gradients")
 
 
 def operands(

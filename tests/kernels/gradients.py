@@ -187,8 +187,8 @@ def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType]
     types = (of_x, scale.dtype, shift.dtype, gate.dtype, x.dtype, weight.dtype, None if bias is None else bias.dtype)
     due = (True, True, True, gates, True, True, bias is not None)
     told = ModulatedArgs(mode.norm.value, 0.0, types)
-    assert modulated.takes(kept, dy, dsum)
-    found = modulated.gradients(kept, told, dy, dsum, due)
+    assert modulated.IN_PARTS.takes(kept, dy, dsum)
+    found = modulated.IN_PARTS.gradients(kept, told, (dy, dsum), due)
     exact_kept = ModulatedSaved(*[None if tensor is None else tensor.double() for tensor in kept])  # type: ignore[arg-type] # tensors
     exact_told = told._replace(dtypes=(torch.float64,) * len(types))
     wanted = exactly(exact_kept, exact_told, dy.double(), None if dsum is None else dsum.double())
@@ -226,8 +226,8 @@ def check_gated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], de
     leaves = [tensor for tensor in (x, gate, weight, bias) if tensor is not None]
     types = tuple([None if tensor is None else tensor.dtype for tensor in (x, gate, weight, bias)])
     told = GatedArgs(mode.norm.value, mode.gating, mode.gate_activation, 0.0, types)
-    assert gated.takes(kept, dy)
-    found = gated.gradients(kept, told, dy, (True, True, True, bias is not None))
+    assert gated.IN_PARTS.takes(kept, dy)
+    found = gated.IN_PARTS.gradients(kept, told, (dy, None), (True, True, True, bias is not None))
 
     exact = [tensor.double().requires_grad_() for tensor in leaves]
     factor = act(exact[1])

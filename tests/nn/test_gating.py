@@ -13,7 +13,7 @@ import torch
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
-from normforge.families.gated import row as gated
+from normforge.families.in_parts import InParts
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
 
@@ -270,13 +270,13 @@ def test_a_gradient_that_arrives_may_lie_anyhow(
     lies: str, group_size: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_kernels: list[bool] = []
-    takes = gated.takes
+    takes = InParts.takes
 
     def told(*given: Any) -> bool:
         by_kernels.append(takes(*given))
         return by_kernels[-1]
 
-    monkeypatch.setattr(gated, "takes", told)
+    monkeypatch.setattr(InParts, "takes", told)
     shape = (2, 8, 40)
     arrived = {
         "transposed": torch.randn(8, 2, 40, device=device).transpose(0, 1),

@@ -13,7 +13,7 @@ from torch.nn import functional
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError
-from normforge.families.modulated import row as modulated
+from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
@@ -224,13 +224,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What is added to at each backward pass that is like none before: whether kernels computed it."""
     monkeypatch.setattr(dispatch, "plans", {})
     found: list[bool] = []
-    takes = modulated.takes
+    takes = InParts.takes
 
     def told(*given: Any) -> bool:
         found.append(takes(*given))
         return found[-1]
 
-    monkeypatch.setattr(modulated, "takes", told)
+    monkeypatch.setattr(InParts, "takes", told)
     return found
 
 

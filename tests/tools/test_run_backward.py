@@ -10,7 +10,7 @@ import torch
 
 from normforge import reference
 from normforge.codegen.values import Norm
-from normforge.families.modulated import row as modulated
+from normforge.families.in_parts import InParts
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
 from normforge.tools.compare import ModulatedGradients
@@ -91,7 +91,7 @@ def test_every_gradient_of_modulated_rows_is_checked(
 def test_a_wrong_gradient_of_modulated_rows_is_a_failure(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest, place = modulated.gradients, ModulatedGradients._fields.index(name)
+    honest, place = InParts.gradients, ModulatedGradients._fields.index(name)
 
     def spoilt(*given: Any) -> list[torch.Tensor | None]:
         found = list(honest(*given))
@@ -100,7 +100,7 @@ def test_a_wrong_gradient_of_modulated_rows_is_a_failure(
         found[place] = gradient.index_fill(-1, torch.tensor([5]), 0.0)
         return found
 
-    monkeypatch.setattr(modulated, "gradients", spoilt)
+    monkeypatch.setattr(InParts, "gradients", spoilt)
     assert cli.main([*MODULATED, "-fadd=1", "-xgate=1"]) == 1
     assert f"no: {name} differ from the reference" in capsys.readouterr().out
 

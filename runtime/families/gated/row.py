@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from ...calls import road, row_gradients
+from ...calls import road
 from ...calls.argument_checks import check_flag, check_tensor
-from ...calls.known_backward import Gradients, Learnt
-from ...calls.outputs import LayerNormOutput, unpacked_of
+from ...calls.outputs import LayerNormOutput
 from ...calls.record import Recording
 from ...calls.road import Operands, Options, calls_of, launch_recorded
-from ...calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import walkable
 from ...calls.traced import unrecorded
 from ...codegen.model import Mode
@@ -23,6 +22,7 @@ from ...dtypes import DTYPES, word
 from ...errors import ShapeError
 from .. import eager
 from ..eager import GatedArgs, GatedSaved
+from ..in_parts import InParts
 from ..operands import GatedOperands
 
 
@@ -34,30 +34,6 @@ def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], _: Any = Non
     norm, gating, activation, _, weight_offset, *_ = options
     return GatedArgs(norm, gating, activation, weight_offset, dtypes)
 
-
-def _gradients(
-    saved: Sequence[Any],
-    args: GatedArgs,
-    dy: torch.Tensor,
-    _: None,
-    due: tuple[bool, ...],
-    by_formula: bool,
-    learnt: Learnt | None,
-) -> Sequence[torch.Tensor | None]:
-    *operands, statistics = saved
-    unpacked = GatedSaved(*[*operands, *unpacked_of(operands[0], statistics)])
-    if by_formula or not takes(unpacked, dy):
-        return eager.gated_gradients(unpacked, args, dy, due)
-    return gradients(unpacked, args, dy, due, learnt)
-
-
-CALLS = calls_of(
-    GATED,
-    eager=eager.gated,
-    saved=_saved,
-    args=_args,
-    recording=Recording(launch_recorded, _gradients, "gated_gradients"),
-)
 
 # By norm_before_gate.
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
@@ -132,11 +108,6 @@ def mode_of(told: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
     )
 
 
-def takes(kept: GatedSaved, dy: torch.Tensor) -> bool:
-    """Return True if kernels can compute the gradients of a call: all tensors are in memory, and not empty."""
-    return in_memory((*kept, dy)) and kept.x.numel() > 0 and _groups(kept) <= _MOST_GROUPS
-
-
 def _groups(kept: GatedSaved) -> int:
     """Return how many groups of columns have a weight or bias of their own; 0 if all groups share one."""
     return max(
@@ -144,11 +115,8 @@ def _groups(kept: GatedSaved) -> int:
     )
 
 
-def gradients(
-    kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, due: Sequence[bool], learnt: Learnt | None = None
-) -> Gradients:
-    """Return what `eager.gated_gradients` does, computed by kernels, where `takes` has passed the arguments."""
-    return row_gradients.gradients(_BACKWARD, kept, told, (dy, None), due, learnt)
+def _serves(kept: GatedSaved) -> bool:
+    return _groups(kept) <= _MOST_GROUPS
 
 
 def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
@@ -205,3 +173,11 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
 
 # The fields of `GatedSaved` without the statistics.
 _BACKWARD = Backward.of(GATED_BWD, ("x", "gate", "weight", "bias"), _laid_out, _problem, _of_results)
+IN_PARTS = InParts(_BACKWARD, GatedSaved, _serves, eager.gated_gradients)
+CALLS = calls_of(
+    GATED,
+    eager=eager.gated,
+    saved=_saved,
+    args=_args,
+    recording=Recording(launch_recorded, IN_PARTS.recorded, "gated_gradients"),
+)

@@ -7,17 +7,15 @@ gradients of scale, shift, weight and bias are made of, by operations on a row a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
-from ...calls import road, row_gradients
-from ...calls.known_backward import Gradients, Learnt
-from ...calls.outputs import LayerNormOutput, dtype_of_all, unpacked_of
+from ...calls import road
+from ...calls.outputs import LayerNormOutput, dtype_of_all
 from ...calls.record import Recording
 from ...calls.road import Options, Places, calls_of, launch_recorded
-from ...calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
 from ...codegen.model import Mode
 from ...codegen.parameters import MODULATED, MODULATED_BWD
@@ -26,6 +24,7 @@ from ...dtypes import DTYPES
 from ...errors import ConflictError
 from .. import eager
 from ..eager import ModulatedArgs, ModulatedSaved
+from ..in_parts import InParts
 from ..operands import ModulatedOperands, ModulatedOptions
 
 
@@ -39,32 +38,6 @@ def _args(
     options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype | None = None
 ) -> ModulatedArgs:
     return ModulatedArgs(options[0], options[2], dtypes)
-
-
-def _gradients(
-    saved: Sequence[Any],
-    args: ModulatedArgs,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: tuple[bool, ...],
-    by_formula: bool,
-    learnt: Learnt | None,
-) -> Sequence[torch.Tensor | None]:
-    *tensors, statistics = saved
-    unpacked = ModulatedSaved(*[*tensors, *unpacked_of(tensors[0], statistics)])
-    if dy is None or by_formula or not takes(unpacked, dy, dresidual_out):
-        return eager.modulated_gradients(unpacked, args, dy, dresidual_out, due)
-    return gradients(unpacked, args, dy, dresidual_out, due, learnt)
-
-
-CALLS = calls_of(
-    MODULATED,
-    eager=eager.modulated,
-    saved=_saved,
-    args=_args,
-    # x, gate and residual make the sum.
-    recording=Recording(launch_recorded, _gradients, "modulated_gradients", sums=(0, 3, 4)),
-)
 
 
 def check_gate(operands: ModulatedOperands) -> None:
@@ -103,24 +76,10 @@ def rows_a_sample(kept: ModulatedSaved) -> int:
     return least
 
 
-def takes(kept: ModulatedSaved, *arrived: torch.Tensor | None) -> bool:
-    """Return True if kernels can compute the gradients of a call: tensors in memory, and several rows per sample."""
-    if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
-        return False
+def _serves(kept: ModulatedSaved) -> bool:
+    """Return True if there are several rows per sample, and not too many samples."""
     each = rows_a_sample(kept)
     return each >= LEAST_ROWS_OF_SAMPLE and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
-
-
-def gradients(
-    kept: ModulatedSaved,
-    told: ModulatedArgs,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: Sequence[bool],
-    learnt: Learnt | None = None,
-) -> Gradients:
-    """Return what `eager.modulated_gradients` does, computed by kernels, where `takes` has passed the arguments."""
-    return row_gradients.gradients(_BACKWARD, kept, told, (dy, dresidual_out), due, learnt)
 
 
 def _problem(
@@ -219,4 +178,13 @@ _BACKWARD = Backward.of(
     _on_one_stride,
     _problem,
     _of_results,
+)
+IN_PARTS = InParts(_BACKWARD, ModulatedSaved, _serves, eager.modulated_gradients)
+CALLS = calls_of(
+    MODULATED,
+    eager=eager.modulated,
+    saved=_saved,
+    args=_args,
+    # x, gate and residual make the sum.
+    recording=Recording(launch_recorded, IN_PARTS.recorded, "modulated_gradients", sums=(0, 3, 4)),
 )
