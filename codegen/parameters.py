@@ -407,10 +407,11 @@ BACKWARD = Family(
 
 
 def _dropped(family: Family, *also: str) -> Family:
-    """Return the family of functional calls with dropout, which have the rows `also` too."""
-    rows = [replace(row, functional=row.functional or row.name in also) for row in family.parameters]
-    # save_mv is the last option of every family.
-    return replace(family, name="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
+    """Return the family of functional calls with dropout, which have the rows `also` too, behind the others."""
+    others = [row for row in family.parameters if row.name not in also]
+    return replace(
+        family, name="dropped", parameters=(*others, *(replace(family[name], functional=True) for name in also))
+    )
 
 
 DROPPED = _dropped(FORWARD, "fadd", "dropout_p", "dropout_rng", "save_mv")

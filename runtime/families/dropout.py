@@ -10,19 +10,18 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
-from ..calls.first import resolved
 from ..calls.known import PLAIN
 from ..calls.lookup import is_last
-from ..calls.outputs import NormGradients, unflattened, unpacked_of
+from ..calls.outputs import NormGradients, unpacked_of
 from ..calls.randomness import settled
 from ..calls.record import Gradients, Recording, records
-from ..calls.road import calls_of, launch_recorded, operate
+from ..calls.road import calls_of, launch_recorded
 from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
 from . import eager
 from .eager import Dropout, rounded
 from .operands import Operands, Options
-from .plain import as_operands, gradients_first
+from .plain import Dropping, gradients_first, told_of
 
 _BACKWARD = calls_of(DROPPED_BWD, name="dropped_gradients")
 
@@ -34,7 +33,7 @@ def _saved(operands: road.Operands, total: torch.Tensor | None) -> tuple[torch.T
 
 
 def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
-    norm, _, weight_offset, _, p, _, cast, _ = options
+    norm, _, weight_offset, _, cast, _, p, _ = options
     # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
     return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, p, dtypes
 
@@ -55,7 +54,7 @@ def _gradients(
     nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if due[4] else None
     operands = (dy, total, weight, statistics, nothing, dresidual_out, rng)
     wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
-    options = (norm, weight_offset, p, cast, residual_dtype, bias_dtype, x_dtype, wants)
+    options = (norm, weight_offset, cast, residual_dtype, bias_dtype, wants, p, x_dtype)
     key, found = None, None
     if dy is None:
         found = _of_the_sum(dresidual_out, p, rng, nothing)
@@ -80,12 +79,10 @@ CALLS = calls_of(
 
 def _by_formula(operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     dy, total, weight, statistics, x_bias, dresidual_out, rng = operands
-    norm, weight_offset, p, cast, dx_dtype, bias_dtype, dropped_dtype, wants = options
+    *told, p, dropped_dtype = options
     mean, rstd = unpacked_of(total, statistics)
-    told = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
-    return eager.plain_gradients(
-        (dy, total, weight, rstd, x_bias, dresidual_out), mean, told, Dropout(p, rng, dropped_dtype)
-    )
+    dropout = Dropout(p, rng, dropped_dtype)
+    return eager.plain_gradients((dy, total, weight, rstd, x_bias, dresidual_out), mean, tuple(told), dropout)
 
 
 def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
@@ -94,15 +91,10 @@ def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.T
     return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)
 
 
-def _told(options: Options, p: float, saves: bool) -> road.Options:
-    norm, eps, weight_offset, out_dtype, cast = options
-    return norm, eps, weight_offset, "pre_add_store", p, out_dtype, cast, saves
-
-
 def normalise_known(
     operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any]
 ) -> Any:
-    """Return what `normalise` returns of a known call, or None; `asked` is dropout_p and dropout_rng as passed.
+    """Return what `plain.normalise` returns of a known call, or None; `asked` is dropout_p and dropout_rng as passed.
 
     Nothing is drawn for a call that is not known, because it may be refused.
     """
@@ -116,7 +108,7 @@ def normalise_known(
         or (isinstance(rng, torch.Tensor) and type(rng) not in PLAIN)
     ):
         return None
-    told = _told(options, p, records(operands))
+    told = told_of(operands, options, records(operands), p)
     _, _, found = native.calls.dropped.find(operands, told)
     if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
@@ -124,28 +116,6 @@ def normalise_known(
     return road.normalise_found(CALLS, (*operands, rng), told, road.with_rng(found, rng))
 
 
-def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
-    """Return what `plain.normalise` returns where a dropout comes before the residual; arguments were checked.
-
-    Args:
-        operands: x and residual are (..., *shape), the others shape.
-        shape: the dimensions that are normalised together.
-        options: see `operands.Options`.
-        dropout: what is dropped.
-
-    Returns:
-        y and residual_out, of x's shape.
-    """
-    rows = as_operands(tuple(map(resolved, operands)), len(shape))
-    both = road.normalise(CALLS, (*rows, dropout.rng), _told(options, dropout.p, records(rows)))
-    return tuple([unflattened(each, shape) for each in both])
-
-
-def normalise_traced(operands: Operands, dimensions: int, options: Options, p: float, rng: torch.Tensor) -> Any:
-    """Run `normalise` as one operator, behind the views and copies that the operator needs."""
-    rows = as_operands(operands, dimensions)
-    saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
-    norm, eps, weight_offset, out_dtype, cast = options
-    told = (norm, eps, weight_offset, "pre_add_store", p, out_dtype, cast, saves)
-    shape = operands[0].shape
-    return tuple([each.view(shape) for each in operate(CALLS, (*rows, rng), told)[:2] if each is not None])
+def dropping(p: float, rng: torch.Tensor) -> Dropping:
+    """Return the dropout of a call of `plain.normalise`."""
+    return CALLS, (p,), (rng,)

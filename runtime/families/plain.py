@@ -33,6 +33,8 @@ from .operands import BackwardOptions, Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 
+# A dropout of x: the row of its family, its probability, and its seed and offset.
+Dropping = tuple[FamilyCalls, tuple[float], tuple[torch.Tensor]]
 # A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
 Recording = tuple[Options, "Recorded | None"]
 
@@ -71,36 +73,39 @@ def as_operands(operands: Operands, dimensions: int) -> Operands:
 
 
 @eager_only
-def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
+def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drops: Dropping | None = None) -> Any:
     """Run the kernel that serves arguments which `check_normalised` has passed, recording it where a gradient is due.
 
     Args:
         operands: x and residual are (..., *shape), the others shape.
         shape: the dimensions that are normalised together.
         options: out_dtype is y's; None is x's, or fp32 where autocast makes it so.
+        drops: the dropout of x; None for none.
 
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
-    made = road.normalise(CALLS, rows, told_of(rows, options, records(rows)))
+    calls, p, rng = drops or (CALLS, (), ())
+    made = road.normalise(calls, (*rows, *rng), told_of(rows, options, records(rows), *p))
     if not isinstance(made, tuple):
         return unflattened(made, shape)
     return tuple([unflattened(each, shape) for each in made])
 
 
-def told_of(operands: Operands, options: Options, saves: bool) -> road.Options:
-    """Return the options of a call as its family's row has them."""
-    return (*options, "none" if operands[3] is None else "pre_add_store", saves)
+def told_of(operands: Operands, options: Options, saves: bool, *p: float) -> road.Options:
+    """Return the options of a call as its family's row has them; p is the probability of a dropout, if there is one."""
+    return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)
 
 
-def normalise_traced(operands: Operands, dimensions: int, options: Options) -> Any:
+def normalise_traced(operands: Operands, dimensions: int, options: Options, drops: Dropping | None = None) -> Any:
     """Run `normalise` as one operator, behind the views and copies that the operator needs."""
     rows = as_operands(operands, dimensions)
     # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     fadd = "none" if operands[3] is None else "pre_add_store"
-    y, total, _ = operate(CALLS, rows, (*options, fadd, saves))
+    calls, p, rng = drops or (CALLS, (), ())
+    y, total, _ = operate(calls, (*rows, *rng), (*options, fadd, *p, saves))
     shape = operands[0].shape
     return y.view(shape) if total is None else (y.view(shape), total.view(shape))
 

@@ -78,9 +78,9 @@ def dropped_add_normalise(
         y_dtype = result_dtype(norm, x) if kernel else None
         found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
     elif becomes_operator(*operands):
-        found = dropout.normalise_traced(operands, len(shape), said, dropout_p, rng)
+        found = recorded.normalise_traced(operands, len(shape), said, dropout.dropping(dropout_p, rng))
     else:
-        found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
+        found = recorded.normalise(operands, shape, said, dropout.dropping(dropout_p, rng))
     if not asked[2]:
         return found
     rows = (*x.shape[: -len(shape)], math.prod(shape))

@@ -120,8 +120,8 @@ MUTANTS = (
         "gradients-off-record-all-the-same",
         "statistics are computed and x is kept where no gradient is due",
         _AUTOGRAD,
-        "told_of(rows, options, records(rows))",
-        "told_of(rows, options, True)",
+        "told_of(rows, options, records(rows), *p)",
+        "told_of(rows, options, True, *p)",
         ("tests/calls/test_memory.py::test_statistics_are_not_computed_where_no_gradient_is_due",),
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS = (
         "a-first-call-stores-no-sum",
         "add_layer_norm returns no sum where no call like it is known",
         "runtime/families/plain.py",
-        'return (*options, "none" if operands[3] is None else "pre_add_store", saves)',
-        'return (*options, "none" if operands[3] is None else "pre_add", saves)',
+        'return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)',
+        'return (*options, "none" if operands[3] is None else "pre_add", *p, saves)',
         (f"{_FUNCTIONAL}::test_gradients_through_either_output_or_both",),
     ),
     Mutant(
