@@ -150,9 +150,10 @@ def _compute(
             types = [dtypes[name] for name in needed if gradients[name] == result.name]
             given[result.told] = dtype_of_all(types) if types else None
     given["wants"] = wants
-    if shares_no_row(backward, given):
-        made = by_formula(backward, given)
+    said = {**dict(takes.defaults), **given}
+    if shares_no_row(backward, said):
+        made = by_formula(backward, said)
     else:
-        made = operator(backward)(*[{**dict(takes.defaults), **given}[name] for name in takes.passed])
+        made = operator(backward)(*[said[name] for name in takes.passed])
     found = dict(zip(wants, [each for each in made if each is not None], strict=True))
     return {name: found[gradients[name]].to(dtypes[name]) for name in needed}
