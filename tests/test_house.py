@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_324,
+    "all by hand": 14_323,
     "C": 800,
     "emitted": 605,
     "ahead_of_time": 741,
@@ -48,7 +48,7 @@ MOST_CODE_LINES = {
     "jax": 681,
     "kernels": 1_116,
     "normforge": 530,
-    "operators": 544,
+    "operators": 543,
     "override": 222,
     "parallel": 212,
     "patching": 1_382,

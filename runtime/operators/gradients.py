@@ -138,16 +138,15 @@ def _compute(
     for operand, gradient in (("dropout_rng", "ddropped"), ("gated", "dgated")):
         if given.get(operand) is not None:
             gradients["x"] = gradient
-    x = given["x"]
     if "residual" in dtypes and "x_bias" in needed:
         # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
-        given["x_bias"] = x.new_zeros(x.shape[-1:], dtype=dtypes["x_bias"])
-    wanted = {gradients[name] for name in needed}
-    wants = [result.name for result in takes.results if result.name in wanted]
+        given["x_bias"] = given["x"].new_zeros(given["x"].shape[-1:], dtype=dtypes["x_bias"])
+    due = {name: gradients[name] for name in needed}
+    wants = [result.name for result in takes.results if result.name in due.values()]
     for result in takes.results:
         if result.told:
             # One rounding each.
-            types = [dtypes[name] for name in needed if gradients[name] == result.name]
+            types = [dtypes[name] for name, gradient in due.items() if gradient == result.name]
             given[result.told] = dtype_of_all(types) if types else None
     given["wants"] = wants
     said = {**dict(takes.defaults), **given}
@@ -156,4 +155,4 @@ def _compute(
     else:
         made = operator(backward)(*[said[name] for name in takes.passed])
     found = dict(zip(wants, [each for each in made if each is not None], strict=True))
-    return {name: found[gradients[name]].to(dtypes[name]) for name in needed}
+    return {name: found[gradient].to(dtypes[name]) for name, gradient in due.items()}

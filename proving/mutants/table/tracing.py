@@ -39,8 +39,8 @@ MUTANTS = (
         "operator-adds-the-bias-of-a-stored-sum-again",
         "gradients of a traced fused add are of rows that x_bias was added to twice",
         "runtime/operators/gradients.py",
-        """given["x_bias"] = x.new_zeros(""",
-        """given["x_bias"] = x.new_ones(""",
+        """given["x_bias"] = given["x"].new_zeros(""",
+        """given["x_bias"] = given["x"].new_ones(""",
         (f"{_OPTIONS}::test_a_traced_call_is_the_same",),
     ),
     Mutant(
