@@ -18,7 +18,7 @@ from ..families.group import row as group
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import choose
 from ..reference import grouped as group_reference
-from ..reference.grouped import GroupGradients
+from ..reference.gradients import ReferenceGradients
 from ..reference.norms import ReferenceOutput
 from ..selection import dispatch
 from .checked_run import REFERENCE_ELEMENTS
@@ -117,17 +117,9 @@ def _slices(problem: GroupProblem) -> Iterator[slice]:
         yield slice(first, first + some)
 
 
-def _together(parts: Iterable[GroupGradients]) -> GroupGradients:
+def _together(parts: Iterable[ReferenceGradients]) -> ReferenceGradients:
     """Join the gradients of slices of samples; gradients per channel are summed."""
-    first, *others = parts
-    magnitudes = dict(first.magnitudes)
-    dx, of_dx = [first.dx], [first.magnitudes["dx"]]
-    sums = {"dweight": first.dweight, "dbias": first.dbias}
-    for part in others:
-        dx.append(part.dx)
-        of_dx.append(part.magnitudes["dx"])
-        for name, so_far in sums.items():
-            more = getattr(part, name)
-            assert so_far is not None
-            sums[name], magnitudes[name] = so_far + more, magnitudes[name] + part.magnitudes[name]
-    return GroupGradients(torch.cat(dx), sums["dweight"], sums["dbias"], magnitudes | {"dx": torch.cat(of_dx)})
+    dx, dweight, dbias, sizes = zip(*(part[:4] for part in parts), strict=True)
+    magnitudes = {name: torch.stack([each[name] for each in sizes]).sum(0) for name in ("dweight", "dbias")}
+    magnitudes["dx"] = torch.cat([each["dx"] for each in sizes])
+    return ReferenceGradients(torch.cat(dx), torch.stack(dweight).sum(0), torch.stack(dbias).sum(0), magnitudes)

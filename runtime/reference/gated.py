@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..codegen.values import FusedQuant, GateActivation, Gating
 from ..dtypes import word
+from .gradients import ReferenceGradients
 from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 
 
@@ -51,17 +52,6 @@ def _gated(
     return rows._replace(y=(rows.z * factor).to(out_dtype), z=rows.z * factor)
 
 
-class ReferenceGatedGradients(NamedTuple):
-    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradients.ReferenceGradients`."""
-
-    dx: torch.Tensor
-    dgate: torch.Tensor
-    dweight: torch.Tensor
-    dbias: torch.Tensor | None
-    magnitudes: dict[str, torch.Tensor]
-    open: torch.Tensor | None = None
-
-
 def gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -72,7 +62,7 @@ def gradients(
     gating: str | Gating = "after_norm",
     activation: str | GateActivation = "silu",
     eps: float,
-) -> ReferenceGatedGradients:
+) -> ReferenceGradients:
     """Every gradient of a gated norm, LayerNorm's where there is a bias, by autograd in fp64."""
     rows = [tensor.double().requires_grad_() for tensor in (x, gate)]
     vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
@@ -90,4 +80,4 @@ def gradients(
     with torch.no_grad():
         whole = norm(rows[0], rows[1], **ones, **said).z.abs() + 1
     magnitudes |= {f"d{name}": (d.abs() * whole).sum_to_size(vector.shape) for name, vector in given.items()}
-    return ReferenceGatedGradients(dx, dgate, sums[0], sums[1] if bias is not None else None, magnitudes)
+    return ReferenceGradients(dx, sums[0], sums[1] if bias is not None else None, magnitudes, dgate=dgate)

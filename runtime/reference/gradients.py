@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import Cast
-from ..dtypes import HALVES, word
+from ..dtypes import rounded_to, word
 from ..random_mask import dropout_mask, kept_factor
 
 # How far a row that was normalised in fp32 may be off, beside 1 and beside its values.
@@ -15,27 +15,37 @@ _NORMALISED = 1e-5
 
 
 class ReferenceGradients(NamedTuple):
-    """Gradients in the arithmetic dtype, and for each the magnitudes it is a sum of.
+    """Gradients in the arithmetic dtype, in the shapes of their operands, each with the magnitudes of its terms.
+
+    A gradient of an operand that the norm lacks is None.
 
     Attributes:
-        dx: x's shape.
-        dweight: (N,).
-        dbias: (N,); None for RMSNorm.
-        dx_bias: (N,): dx summed over rows, or ddropped.
-        magnitudes: gradient name to a tensor of its shape: what its terms add up to without their signs, which is
-            what the rounding errors of fp32 sums are proportional to.
+        dx: the gradient of x.
+        dweight: the gradient of the weight, also if there is no weight, which is then 1.
+        dbias: the gradient of the bias, also if there is no bias; None for RMSNorm.
+        magnitudes: by the name of a gradient, the sum of the gradient's terms without their signs: the rounding errors
+            of fp32 sums are proportional to these sums.
         open: with cast "before_weight", how far off dweight may be because fp32 leaves open which way some of h is
             rounded; else None.
-        ddropped: x's shape, of what a dropout was applied to; None where there was none.
+        dx_bias: dx or, after a dropout, ddropped, summed over rows.
+        ddropped: the gradient of the rows that a dropout was applied to.
+        dgate: the gradient of a gate.
+        dscale: the gradient of a modulation's scale.
+        dshift: the gradient of a modulation's shift.
+        dresidual: the gradient of the sum that a modulated norm normalises.
     """
 
     dx: torch.Tensor
     dweight: torch.Tensor
     dbias: torch.Tensor | None
-    dx_bias: torch.Tensor
     magnitudes: dict[str, torch.Tensor]
     open: torch.Tensor | None = None
+    dx_bias: torch.Tensor | None = None
     ddropped: torch.Tensor | None = None
+    dgate: torch.Tensor | None = None
+    dscale: torch.Tensor | None = None
+    dshift: torch.Tensor | None = None
+    dresidual: torch.Tensor | None = None
 
 
 def layernorm2d_bwd(
@@ -138,12 +148,12 @@ def rounded_first(
     Returns:
         The row, and how far off it may be where fp32 leaves open which way it is rounded: None if it is not rounded.
     """
-    halves = [dtype for dtype in (y_dtype, x_dtype) if dtype in HALVES]
-    if not cast.comes_first or not halves:
+    half = rounded_to(cast, y_dtype, x_dtype)
+    if half is None:
         return h, None
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
-        return values.to(halves[0]).to(h.dtype)
+        return values.to(half).to(h.dtype)
 
     exact = h.detach()
     nearest, error = rounded(exact), _NORMALISED * (1 + exact.abs())

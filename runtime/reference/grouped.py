@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from .gradients import ReferenceGradients
+
 
 class GroupOutput(NamedTuple):
     """The results of a forward call, and its statistics, (samples, groups)."""
@@ -13,16 +15,6 @@ class GroupOutput(NamedTuple):
     y: torch.Tensor
     mean: torch.Tensor
     rstd: torch.Tensor
-
-
-class GroupGradients(NamedTuple):
-    """The results of a backward call, None without such an operand; magnitudes are those of `ReferenceGradients`."""
-
-    dx: torch.Tensor
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
-    magnitudes: dict[str, torch.Tensor]
-    open: torch.Tensor | None = None
 
 
 def group_norm(
@@ -50,7 +42,7 @@ def group_norm_bwd(
     eps: float = 1e-5,
     *,
     activation: str | None = None,
-) -> GroupGradients:
+) -> ReferenceGradients:
     """Compute in fp64 what its gradients should be, unrounded."""
     h, _, rstd = _normalised(x, num_groups, eps)
     dz = dy.double()
@@ -67,10 +59,10 @@ def group_norm_bwd(
     size = rows.abs()
     of_dx = (of_g + size * (of_g * size).mean(-1, keepdim=True) + of_g.mean(-1, keepdim=True)) * rstd
     others = [dim for dim in range(x.dim()) if dim != 1]
-    return GroupGradients(
+    return ReferenceGradients(
         dx.reshape(x.shape),
-        None if weight is None else (dz * h).sum(others),
-        None if bias is None else dz.sum(others),
+        (dz * h).sum(others),
+        dz.sum(others),
         {
             "dx": of_dx.reshape(x.shape),
             "dweight": (terms * h.abs()).sum(others),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..codegen.values import FusedQuant
 from ..dtypes import word
-from .gradients import layernorm2d_bwd, rmsnorm2d_bwd
+from .gradients import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
 from .norms import ReferenceOutput, layernorm2d_fwd, quantised_rows, rmsnorm2d_fwd
 
 
@@ -67,32 +67,6 @@ def _modulated(
     return rows._replace(y=y, residual_out=residual_out, y_scale=y_scale, z=z, sums=sums, terms=terms)
 
 
-class ReferenceModulatedGradients(NamedTuple):
-    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradients.ReferenceGradients`.
-
-    Attributes:
-        dx: x's shape.
-        dscale: scale's shape.
-        dshift: shift's.
-        dgate: gate's; None without one.
-        dresidual: x's shape, of the sum: dx, where there is no gate.
-        dweight: (N,).
-        dbias: (N,); None for RMSNorm.
-        magnitudes: as there.
-        open: None; nothing is rounded before the weight.
-    """
-
-    dx: torch.Tensor
-    dscale: torch.Tensor
-    dshift: torch.Tensor
-    dgate: torch.Tensor | None
-    dresidual: torch.Tensor
-    dweight: torch.Tensor
-    dbias: torch.Tensor | None
-    magnitudes: dict[str, torch.Tensor]
-    open: torch.Tensor | None = None
-
-
 def gradients(
     dy: torch.Tensor,
     rows: torch.Tensor,
@@ -106,7 +80,7 @@ def gradients(
     mean: torch.Tensor | None = None,
     rstd: torch.Tensor,
     dresidual_out: torch.Tensor | None = None,
-) -> ReferenceModulatedGradients:
+) -> ReferenceGradients:
     """Compute every gradient of a modulated norm, LayerNorm's where there is a mean, from what its call returned.
 
     The norm's are those of `layernorm2d_bwd` and `rmsnorm2d_bwd`, with dy * (1 + scale) in dy's place.
@@ -144,16 +118,8 @@ def gradients(
         sums["dgate"] = (ds * x, of_ds * x.abs(), gate)
     found = {name: _shared(each, operand) for name, (each, _, operand) in sums.items()}
     magnitudes = {name: _shared(each, operand) for name, (_, each, operand) in sums.items()}
-    return ReferenceModulatedGradients(
-        dx,
-        found["dscale"],
-        found["dshift"],
-        found.get("dgate"),
-        ds,
-        norm.dweight,
-        norm.dbias,
-        norm.magnitudes | magnitudes | {"dx": of_dx, "dresidual": of_ds},
-    )
+    magnitudes |= {"dx": of_dx, "dresidual": of_ds}
+    return norm._replace(dx=dx, dresidual=ds, magnitudes=norm.magnitudes | magnitudes, **found)
 
 
 def _shared(rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:

@@ -215,19 +215,28 @@ def quantised_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row quantised by its largest value, and the scales that the rows are divided by."""
     out = DTYPES[out_dtype]
-    y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
-    # A row of zeros, or a scale that fp32 cannot invert, gets scale 1.
-    y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
+    y_scale = stored_scale(z.abs().amax(-1, keepdim=True), out.qmax, scale_dtype)
     return quantise(z / y_scale.to(z.dtype), out, rounding), y_scale.squeeze(-1)
 
 
-def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a scale to its stored dtype: to nearest, and upwards where fp16 is subnormal, so that no value is cut."""
+def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return scales as they are stored.
+
+    Scales are rounded to nearest, and upwards where fp16 is subnormal, so that no value is cut. Values of zero, and
+    values with a scale that fp32 cannot invert, get scale 1.
+
+    Args:
+        amax: the largest magnitudes of the values that share a scale.
+        qmax: the largest value of the quantised type.
+        dtype: the dtype of stored scales.
+    """
+    scale = amax / qmax
     if dtype is torch.float16:
         fp16 = torch.finfo(dtype)
         step = fp16.smallest_normal * fp16.eps
         scale = torch.where(scale < fp16.smallest_normal, (scale / step).ceil() * step, scale)
-    return scale.to(dtype)
+    scale = scale.to(dtype)
+    return torch.where(scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, scale)
 
 
 def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAREST) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup
 from ..dtypes import DTYPES, word
-from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
+from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd, stored_scale
 
 
 class ReferenceQuantised(NamedTuple):
@@ -134,9 +134,7 @@ def scale_of(
     if global_scale is not None:
         stored = (amax / qmax * global_scale.double()).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
         return under(global_scale, torch.where(amax.isfinite(), stored.double(), torch.nan))
-    scale = (amax / qmax).float()
-    # A group of zeros, or a scale that fp32 cannot invert, gets scale 1.
-    scale = torch.where(scale < torch.finfo(torch.float32).smallest_normal, 1.0, scale).double()
+    scale = stored_scale(amax, qmax).double()
     return next_power_of_two(scale) if kind.rounds_up else scale
 
 

@@ -11,7 +11,8 @@ import torch
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.values import DType
 from normforge.reference import grouped as group_reference
-from normforge.reference.grouped import GroupGradients, GroupOutput
+from normforge.reference.gradients import ReferenceGradients
+from normforge.reference.grouped import GroupOutput
 from normforge.tools import group_run, measured_run
 from normforge.tools.cli import main
 from normforge.tools.group_problem import GroupProblem
@@ -81,7 +82,7 @@ def test_a_wrong_output_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: py
         found = forward(*operands, **options)
         return found._replace(y=found.y * 1.01)
 
-    def spoilt_gradients(*operands: Any, **options: Any) -> GroupGradients:
+    def spoilt_gradients(*operands: Any, **options: Any) -> ReferenceGradients:
         found = backward(*operands, **options)
         assert found.dbias is not None
         return found._replace(dbias=found.dbias * 1.01)
