@@ -229,8 +229,8 @@ MUTANTS = (
         "groups-of-some-samples-are-checked",
         "normforge run -norm group: gradients are held against those of the first samples",
         "tools/group_run.py",
-        "sums[name], magnitudes[name] = so_far + more,",
-        "sums[name], magnitudes[name] = so_far,",
+        "torch.stack(dweight).sum(0),",
+        "dweight[0],",
         ("tests/tools/test_run_groups.py::test_checks_reach_every_sample",),
     ),
 )
