@@ -61,7 +61,7 @@ def split_layer_norm(
         ConflictError: eps is no number of at least 0.
         GradientError: the gradient is differentiated; raised by that backward pass.
     """
-    return _split(x, weight, bias, check_number("eps", eps, least=0.0), True, group)
+    return _split(_Options(check_number("eps", eps, least=0.0), True, group), x, weight, bias)
 
 
 def split_rms_norm(
@@ -89,10 +89,10 @@ def split_rms_norm(
         NormforgeError: one of those that `split_layer_norm` lists.
     """
     added = torch.finfo(torch.float32).eps if eps is None else check_number("eps", eps, least=0.0)
-    return _split(x, weight, None, added, False, group)
+    return _split(_Options(added, False, group), x, weight)
 
 
-class _Told(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of a call that are not tensors."""
 
     eps: float
@@ -101,12 +101,7 @@ class _Told(NamedTuple):
 
 
 def _split(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centres: bool,
-    group: ProcessGroup | None,
+    options: _Options, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     vectors = {"weight": weight, "bias": bias}
     given = {"x": x, **vectors}
@@ -120,7 +115,7 @@ def _split(
         if tensor is not None and tuple(tensor.shape) != tuple(x.shape[-1:]):
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(x.shape[-1:])}, x's last")
     if not sharded:
-        return _normalise(_Told(eps, centres, group), x, weight, bias)
+        return _normalise(options, x, weight, bias)
     meshes = []
     for name, tensor in given.items():
         if tensor is not None and not isinstance(tensor, DTensor):
@@ -129,10 +124,10 @@ def _split(
             meshes.append(tensor.device_mesh)
             if meshes[-1] != meshes[0]:
                 raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
-    return _of_dtensors(x, vectors, eps, centres)
+    return _of_dtensors(options, x, weight, bias)
 
 
-def _of_dtensors(x: Any, vectors: dict[str, Any], eps: float, centres: bool) -> torch.Tensor:
+def _of_dtensors(options: _Options, x: Any, *vectors: Any) -> torch.Tensor:
     last = x.dim() - 1
     over = [at for at, placement in enumerate(x.placements) if placement == Shard(last)]
     if len(over) != 1 or any(placement.is_partial() for placement in x.placements):
@@ -145,14 +140,14 @@ def _of_dtensors(x: Any, vectors: dict[str, Any], eps: float, centres: bool) -> 
     of_sums: list[Placement] = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
     as_columns[over[0]] = of_sums[over[0]] = Shard(0)
     parts = []
-    for vector in vectors.values():
+    for vector in vectors:
         # Redistributing to the same placements would redistribute the gradient too.
         if vector is not None and vector.placements != tuple(as_columns):
             vector = vector.redistribute(placements=as_columns)
         parts.append(None if vector is None else vector.to_local(grad_placements=of_sums))
-    told = _Told(eps, centres, x.device_mesh.get_group(over[0]))
+    options = options._replace(group=x.device_mesh.get_group(over[0]))
     part = x.to_local(grad_placements=x.placements)
-    return assembled(_normalise(told, part, *parts), x, x.shape, x.placements)
+    return assembled(_normalise(options, part, *parts), x, x.shape, x.placements)
 
 
 class _Normalise(torch.autograd.Function):
@@ -160,14 +155,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+        ctx: Any, options: _Options, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
         refuse_torch(f"a norm of rows of {x.dtype} split over ranks")
         wide = _wide(x)
-        mean, rstd, count = _merged(wide, told)
+        mean, rstd, count = _merged(wide, options)
         h = _normalised(wide, mean, rstd)
         y = h if weight is None else h * weight.to(h.dtype)
-        ctx.told, ctx.bias_dtype = told, None if bias is None else bias.dtype
+        ctx.group, ctx.bias_dtype = options.group, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, mean, rstd, count)
         y = y if bias is None else y + bias.to(h.dtype)
         # TorchDynamo of torch 2.11 has no gradient pass a conversion that converts nothing at a function's end.
@@ -175,11 +170,9 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        due = tuple(ctx.needs_input_grad[1:])
-        told = (ctx.told, ctx.bias_dtype, due)
         # Recorded only where a second derivative could be requested.
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        return None, *compute(told, dy, *ctx.saved_tensors)
+        return None, *compute(ctx.group, ctx.bias_dtype, ctx.needs_input_grad[1:], dy, *ctx.saved_tensors)
 
 
 # Torch declares no types for apply.
@@ -190,8 +183,8 @@ class _Gradients(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
 
     @staticmethod
-    def forward(ctx: Any, told: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(told, *tensors)
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -202,7 +195,9 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradients(
-    told: tuple[Any, ...],
+    group: ProcessGroup | None,
+    bias_dtype: torch.dtype,
+    due: tuple[bool, ...],
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -210,8 +205,7 @@ def _gradients(
     rstd: torch.Tensor,
     count: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    (_, centres, group), bias_dtype, (for_x, for_weight, for_bias) = told
-    wide = _wide(x)
+    (for_x, for_weight, for_bias), wide, centres = due, _wide(x), mean is not None
     h, dy = _normalised(wide, mean, rstd), dy.to(wide.dtype)
     rows = tuple(range(x.dim() - 1))
     dx = None
@@ -231,14 +225,14 @@ def _gradients(
     )
 
 
-def _merged(x: torch.Tensor, told: _Told) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+def _merged(x: torch.Tensor, options: _Options) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return the mean (fp64; None for RMSNorm) and rstd of whole rows, both (..., 1), and the length of a row."""
     rows, n = x.shape[:-1], x.shape[-1]
-    if not told.centres:
+    if not options.centres:
         packed = torch.cat([x.square().sum(-1).flatten(), x.new_full((1,), n)])
-        dist.all_reduce(packed, group=told.group)
+        dist.all_reduce(packed, group=options.group)
         mean_square = packed[:-1] / packed[-1]
-        return None, (mean_square + told.eps).rsqrt().view(*rows, 1), packed[-1]
+        return None, (mean_square + options.eps).rsqrt().view(*rows, 1), packed[-1]
     # Two passes, the second corrected by what the mean lost when it was rounded (the same paper's (1.7)).
     near = x.mean(-1) if n else x.new_zeros(rows)
     off = x - near.unsqueeze(-1)
@@ -246,15 +240,15 @@ def _merged(x: torch.Tensor, told: _Told) -> tuple[torch.Tensor | None, torch.Te
     m2 = off.square().sum(-1) - n * lost.square()
     mine = torch.cat([near.flatten(), lost.flatten(), m2.flatten(), x.new_full((1,), n)])
     # Each rank fills one row; the other ranks add zeros to that row.
-    parts = mine.new_zeros(dist.get_world_size(told.group), mine.numel())
-    parts[dist.get_rank(told.group)] = mine
-    dist.all_reduce(parts, group=told.group)
+    parts = mine.new_zeros(dist.get_world_size(options.group), mine.numel())
+    parts[dist.get_rank(options.group)] = mine
+    dist.all_reduce(parts, group=options.group)
     parts = parts.double()
     counts, (nears, losses, m2s) = parts[:, -1:], parts[:, :-1].view(len(parts), 3, near.numel()).unbind(1)
     count, means = counts.sum(), nears + losses
     mean = (counts * means).sum(0) / count
     variance = (m2s + counts * (means - mean).square()).sum(0) / count
-    rstd = (variance + told.eps).rsqrt().to(x.dtype)
+    rstd = (variance + options.eps).rsqrt().to(x.dtype)
     return mean.view(*rows, 1), rstd.view(*rows, 1), count
 
 
