@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +70,8 @@ class _Report:
         self.ask("ahead of time", self._ahead_of_time)
         self.ask("C launcher", self._launcher)
         self.ask("cache", self._cache)
+        if has_triton:
+            self.ask("Triton's cache", self._triton_cache)
 
     def _triton(self) -> str:
         try:
@@ -96,9 +100,11 @@ class _Report:
             return
         self.facts["GPU"] = "none"
         if not interpreted:
+            built = torch.version.cuda or torch.version.hip
             self.problems.append(
-                "no GPU was found and the interpreter is off, so torch's operators run; use a machine with a GPU, or "
-                "set TRITON_INTERPRET=1 to run kernels on the CPU, slowly"
+                f"no GPU was found{'' if built else ' by this torch, which was built for CPUs alone,'} and the "
+                "interpreter is off, so torch's operators run; use a machine with a GPU, or set TRITON_INTERPRET=1 to "
+                "run kernels on the CPU, slowly"
             )
 
     def _ahead_of_time(self) -> str:
@@ -113,19 +119,47 @@ class _Report:
         except NormforgeError:
             raise
         except Exception as error:
-            return f"not built ({type(error).__name__}: {error}); launches take the slower way through Python"
+            why = f"{type(error).__name__}: {error}"
+            if torch.cuda.is_available():
+                self.problems.append(
+                    f"the C launcher was not built ({why}), and Triton builds what launches its kernels in the same "
+                    "way; install gcc or clang, or name a compiler in CC"
+                )
+            return (
+                f"not built ({why}); launches take more host time without it. It needs gcc or clang, and Triton's cache"
+            )
         return "built" if found else "not built, and NORMFORGE_FROZEN=1 forbids building"
 
     def _cache(self) -> str:
         folder = cache_folder()
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        why = None if there.is_dir() and os.access(there, os.W_OK) else f"{there} cannot be written"
-        why = why or (why_open(folder, owned=2) if folder.exists() else None)
+        why = _why_unwritable(folder) or (why_open(folder, owned=2) if folder.exists() else None)
         if why is not None:
             self.problems.append(
                 f"{why}, and kernels are generated into {folder}; set NORMFORGE_CACHE to another folder"
             )
         return f"{folder} ({'writable' if why is None else 'not usable'})"
+
+    def _triton_cache(self) -> str:
+        import triton
+
+        folder = Path(triton.knobs.cache.dir)
+        if (why := _why_unwritable(folder)) is not None:
+            self.problems.append(
+                f"{why}, and Triton keeps compiled kernels and launchers in {folder}; set TRITON_CACHE_DIR to another "
+                "folder"
+            )
+        return f"{folder} ({'writable' if why is None else 'not usable'})"
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Return why no file can be made in a folder, or in the nearest folder above that exists; None if one can."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        # A full disk and /proc let os.access pass.
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return f"{there} cannot be written ({error.strerror})"
 
 
 def _tiles(arch: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     asked = _Asked()
     with dispatch.observed(asked):
         result = f(*args, **kwargs)
-    tensors = list(_tensors((f, args, kwargs)))
+    tensors = list(_tensors((f, args, kwargs, _closure(f))))
     if not asked.kinds:
         return Explanation("torch", (), _reason(tensors), result)
     target = target_of(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
@@ -152,7 +153,7 @@ def _use(kind: CallKind, entry: Entry, launcher: Launcher, target: Target) -> Ke
 def _reason(tensors: list[torch.Tensor]) -> str:
     """Say why no kernel was launched for a call of some tensors."""
     if not tensors:
-        return "the call has no tensors"
+        return "neither the arguments nor the variables of the function are tensors or modules"
     for tensor in tensors:
         where = f"a tensor of shape {tuple(tensor.shape)}"
         if tensor.dtype is torch.float64:
@@ -170,6 +171,14 @@ def _reason(tensors: list[torch.Tensor]) -> str:
         "the call reached no norm of normforge's that kernels serve: a model that is not patched, a transform of "
         "torch.func, a tangent of forward-mode AD or torch.jit.trace keeps torch's operators"
     )
+
+
+def _closure(f: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the variables of a function's surroundings that the function uses: a lambda often takes no arguments."""
+    if not inspect.isfunction(f):
+        return ()
+    found = inspect.getclosurevars(f)
+    return (*found.nonlocals.values(), *found.globals.values())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

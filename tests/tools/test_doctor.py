@@ -76,6 +76,42 @@ def test_a_cache_that_is_no_folder_is_a_problem(
     assert any("cannot be written" in each for each in found["problems"])
 
 
+def test_a_cache_that_takes_no_files_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write anywhere by its permissions, and no file can be made in /proc."""
+    monkeypatch.setenv("NORMFORGE_CACHE", "/proc/normforge")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/triton")
+    status, found = report(capsys)
+    assert status == 1
+    assert any(
+        each.startswith("/proc cannot be written") and "set NORMFORGE_CACHE" in each for each in found["problems"]
+    )
+    assert any(
+        each.startswith("/proc cannot be written") and "set TRITON_CACHE_DIR" in each for each in found["problems"]
+    )
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_without_a_compiler_the_report_asks_for_one(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton needs the compiler too, on a GPU alone."""
+    from normforge.tools import doctor
+
+    def load(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(doctor.native_launcher, "load", load)
+    monkeypatch.setattr(doctor._Report, "_gpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    status, found = report(capsys)
+    assert "Failed to find C compiler." in found["facts"]["C launcher"]
+    assert "needs gcc or clang" in found["facts"]["C launcher"]
+    assert status == has_gpu
+    assert all("name a compiler in CC" in each for each in found["problems"])
+
+
 def test_without_gpu_and_interpreter_the_report_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,13 @@ def test_without_the_interpreter_a_cpu_has_no_kernels(monkeypatch: pytest.Monkey
     assert "set TRITON_INTERPRET=1" in found.reason
 
 
+def test_the_tensors_of_a_lambda_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    x = torch.ones(2, 8)
+    assert "set TRITON_INTERPRET=1" in normforge.explain(lambda: normforge.layer_norm(x, (8,)).sum()).reason
+    assert "are tensors or modules" in normforge.explain(lambda: 8).reason
+
+
 def test_what_is_not_patched_has_no_kernels() -> None:
     assert "is not patched" in normforge.explain(torch.nn.LayerNorm(8), torch.ones(2, 8)).reason
 
