@@ -12,6 +12,7 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Parameter
 from .locking import replace_file
+from .modules import MODULES
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .public import FUNCTIONAL, PLAIN, PUBLIC, FunctionalFunctions, PublicFunctions
 from .values import Norm
@@ -21,6 +22,7 @@ TEMPLATES = {
     "runtime/families/functional.py": "functional.py.j2",
     "runtime/families/operands.py": "operands.py.j2",
     "runtime/families/plain_functions.py": "functional.py.j2",
+    "runtime/families/plain_modules.py": "modules.py.j2",
     "runtime/families/public.py": "calls.py.j2",
 }
 
@@ -98,7 +100,8 @@ def render_calls(path: str) -> str:
     }
     # One template writes the differentiable functions of norms alone, and those of the other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
-    return emit.render(TEMPLATES[path], **families, public=PUBLIC, functional=functional, **_HELPERS)
+    rows = {**families, "public": PUBLIC, "functional": functional, "modules": MODULES}
+    return emit.render(TEMPLATES[path], **rows, **_HELPERS)
 
 
 def _filled(text: str) -> str:

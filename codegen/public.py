@@ -307,7 +307,7 @@ def _floats(row: Parameter) -> Parameter:
 
 _TWO, _THREE = (f"tuple[{', '.join(['torch.Tensor'] * many)}]" for many in (2, 3))
 _COPIED = "An x that kernels cannot walk is copied once."
-_CAST = _as(
+CAST = _as(
     FORWARD["cast"],
     '"after_weight" (rows are rounded once, to y\'s dtype) or "before_weight" (rows are also rounded to y\'s dtype '
     "before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the rounded "
@@ -417,7 +417,7 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
         ),
         *_vectors("normalized_shape"),
         *_EPS_OF_TORCH,
-        _CAST,
+        CAST,
         _OFFSET_OF_ANY,
         _x_bias("normalized_shape"),
         norms=_FORMULAS,
@@ -493,7 +493,7 @@ _ADD_FUNCTIONS = FunctionalFunctions(
         ),
         *_vectors("(N,)"),
         *_EPS_OF_TORCH,
-        _CAST,
+        CAST,
         _OFFSET_OF_ANY,
         _x_bias("(N,)", " The stored sum includes x_bias."),
         _as(

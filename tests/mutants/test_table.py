@@ -54,7 +54,12 @@ _RUNTIME = (
 )
 _CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
 # Docstrings, types and signatures alone.
-_TEMPLATES_WITHOUT_CODE = {"templates/package.py.j2", "templates/operands.py.j2", "templates/functional.py.j2"}
+_TEMPLATES_WITHOUT_CODE = {
+    "templates/package.py.j2",
+    "templates/operands.py.j2",
+    "templates/functional.py.j2",
+    "templates/modules.py.j2",
+}
 
 # They hold text against a copy of it, or build a distribution: any edit would be noticed, whatever it breaks.
 _NOT_CHOSEN = ("tests/golden/", "tests/mutants/", "tests/test_wheel.py")

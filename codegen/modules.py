@@ -1,0 +1,144 @@
+"""The modules of norms alone: their constructors, and the words of their docstrings.
+
+Base classes in `runtime/families/plain_bases.py` hold what modules do. Rows of `public` are reused where both agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .public import CAST
+from .values import Norm
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a module's constructor.
+
+    Attributes:
+        name: the name that callers write.
+        annotation: the type, as the signature writes it.
+        default: the default, as the signature writes it; "" for none.
+        meaning: the docstring's line.
+        positional: whether it may be passed without its name.
+    """
+
+    name: str
+    annotation: str
+    default: str
+    meaning: str
+    positional: bool = True
+
+
+@dataclass(frozen=True)
+class Module:
+    """A public module.
+
+    Attributes:
+        name: the name of the class.
+        base: the class of `plain_bases` that it is derived from.
+        summary: the docstring's first line.
+        details: the docstring's second paragraph.
+        arguments: of the constructor; torch's constructor takes those that are positional.
+        taken: the statement that keeps the argument that `_take` does not; "" if `_take` keeps all.
+        raises: the docstring's entry about errors.
+    """
+
+    name: str
+    base: str
+    summary: str
+    details: str
+    arguments: tuple[Argument, ...]
+    taken: str
+    raises: str
+
+    @property
+    def of_torch(self) -> tuple[Argument, ...]:
+        """Return the arguments of torch's constructor."""
+        return tuple(argument for argument in self.arguments if argument.positional)
+
+
+_SHAPE = Argument("normalized_shape", "int | Sequence[int]", "", "the input's last dimensions, or the last one.")
+_EPS = {
+    Norm.LAYER: Argument("eps", "float", "1e-5", "added to the variance."),
+    Norm.RMS: Argument(
+        "eps", "float | None", "None", "added to the mean square; None is torch.finfo(torch.float32).eps."
+    ),
+}
+_AFFINE = Argument("elementwise_affine", "bool", "True", "True adds a weight.")
+_BIAS = Argument("bias", "bool", "True", "True adds a bias, if there is a weight.")
+_STORED = (
+    Argument("device", "Any", "None", "the device of the parameters."),
+    Argument("dtype", "torch.dtype | None", "None", "the dtype of the parameters."),
+)
+_CAST = Argument("cast", CAST.annotation, CAST.default[Norm.LAYER], CAST.meaning[Norm.LAYER], positional=False)
+_OFFSET = {
+    Norm.LAYER: "added to every weight, in fp32; the weight starts as 1 - weight_offset.",
+    Norm.RMS: "added to every weight, in fp32 and in the kernel; the weight starts as 1 - weight_offset.",
+}
+_X_BIAS = Argument(
+    "x_bias",
+    "bool",
+    "False",
+    "True adds a parameter x_bias of shape normalized_shape, zeros at first, which is added to the input before "
+    "anything else: the bias of the preceding linear layer, if that layer has no bias.",
+    positional=False,
+)
+_CAST_BEFORE_WEIGHT = Argument(
+    "cast_before_weight",
+    "bool",
+    "False",
+    "round to the input's dtype before the multiplication with the weight, as Hugging Face's `LlamaRMSNorm` does; the "
+    "result has the wider of the two dtypes. By default the row is rounded once, after the multiplication.",
+    positional=False,
+)
+_DROPOUT_P = Argument(
+    "dropout_p",
+    "float",
+    "0.0",
+    "the probability that an element of x is dropped in training, by torch's default generator.",
+    positional=False,
+)
+_RAISES = "ConflictError: cast is no such word, or there is a weight_offset and no weight"
+
+
+def _arguments(norm: Norm, *own: Argument) -> tuple[Argument, ...]:
+    """Return the arguments of a norm's module, behind which its `own` stand."""
+    return (
+        *(_SHAPE, _EPS[norm], _AFFINE, *([_BIAS] if norm.centres else []), *_STORED, _CAST),
+        Argument("weight_offset", "float", "0.0", _OFFSET[norm], positional=False),
+        *(_X_BIAS, *own),
+    )
+
+
+def _plain(norm: Norm, taken: str, *own: Argument) -> Module:
+    title = norm.row.title
+    return Module(
+        name=title,
+        base=f"Plain{title}",
+        summary=f"`torch.nn.{title}` with its forward and backward passes in generated kernels; see "
+        f"`{norm.row.function}`.",
+        details="The constructor, parameters and state_dict are torch's, but for options that are off by default.",
+        arguments=_arguments(norm, *own),
+        taken=taken,
+        raises=f"{_RAISES}.",
+    )
+
+
+def _adding(norm: Norm) -> Module:
+    title = norm.row.title
+    return replace(
+        _plain(norm, "self._drop(dropout_p)", _DROPOUT_P),
+        name=f"Add{title}",
+        base=f"Adding{title}",
+        summary=f"A residual add and {title} in one kernel: `add_{norm.row.function}` with parameters as `{title}`'s.",
+        raises=f"{_RAISES}; or dropout_p is outside [0, 1).",
+    )
+
+
+MODULES = (
+    _plain(Norm.LAYER, ""),
+    _plain(Norm.RMS, "self.cast_before_weight = cast_before_weight", _CAST_BEFORE_WEIGHT),
+    _adding(Norm.LAYER),
+    _adding(Norm.RMS),
+)
