@@ -15,17 +15,17 @@ import torch
 from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
 from .probing import mixed_in
-from .report import Fused
-from .rewriting import MODULATE, SUMS, Forward, UnreadableError, read, rewritten
+from .report import Fused, LeftAloneError, Unfused
+from .rewriting import MODULATE, SUMS, Forward, read, rewritten
 from .sums import Sums, may_follow, rounds_once
-from .text import Modulation, dotted, norm_of
+from .text import Modulation, dotted
 
 
 class FusedBlock(Derived):
     """The base class of every class that `fuse` makes.
 
-    A class's recipe has the class that it was made of, the additions and modulations that are replaced, and the names
-    of the norms whose sums are fused.
+    A class's recipe has the class that it was made of, the modulations that are replaced, and the names of the norms
+    whose sums are fused.
     """
 
     # The norms that are computed together with the sum before them, with their modulation, and with the gradient of
@@ -56,18 +56,19 @@ class FusedBlock(Derived):
 
 
 def _new(
-    cls: Any,
-    chosen: tuple[int, ...],
-    modulated: tuple[int, ...] = (),
-    norms: tuple[str, ...] = (),
+    cls: Any, added: tuple[int, ...], modulated: tuple[int, ...] = (), norms: tuple[str, ...] = ()
 ) -> torch.nn.Module:
-    """Make a module that was pickled with a class of `fuse`; releases without modulations pickled two arguments."""
+    """Make a module that was pickled with a class of `fuse`.
+
+    Earlier releases pickled the additions that are replaced, and some of them neither modulations nor norms.
+    """
     try:
-        made: type[torch.nn.Module] = _made(cls, chosen, modulated, norms)
-    except UnreadableError:
+        made = _made(cls, modulated, norms)
+    except LeftAloneError:
         # The text changed or is missing: the module adds as before.
         made = cls
-    return made.__new__(made)
+    module: torch.nn.Module = made.__new__(made)
+    return module
 
 
 def _is_norms(module: torch.nn.Module) -> bool:
@@ -84,19 +85,28 @@ def _may_add(module: torch.nn.Module) -> bool:
     return not any(isinstance(each, Replacing) for each in listed) and not all(map(_is_norms, children))
 
 
-def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
+def fuse(path: str, module: torch.nn.Module) -> Fused | Unfused | None:
     """Fuse a module if it is a block; return why it is left alone, or None if it has nothing to fuse.
 
     The module is not called, and no hook runs.
     """
+    cls: Any = type(module)
+    try:
+        found = _fuse(path, module)
+    except LeftAloneError as left:
+        found = str(left)
+    return Unfused(path, cls, found) if isinstance(found, str) else found
+
+
+def _fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
     cls: Any = type(module)
     if isinstance(module, FusedBlock) or not any(map(_is_norms, module.children())):
         return None
     adds, followers = _may_add(module), _followers(module)
     try:
         forward = read(cls)
-    except UnreadableError as unreadable:
-        return str(unreadable) if adds and followers else None
+    except LeftAloneError as left:
+        return str(left) if adds and followers else None
     modulated = tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
     if not modulated and not (adds and followers and forward.sums):
         return _why_unfused(module, forward) if adds else None
@@ -104,22 +114,14 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
         return "its forward is overridden on the instance"
     if mixed := mixed_in(cls):
         return f"{cls.__name__} is also a {mixed}; patch before it is made one"
-    spent = {addition for which in modulated for addition in forward.modulations[which].spent}
-    names = _modulated_by(forward, modulated)
     # Fusing a norm with its modulation saves more than fusing it with the sum before it.
+    names = {forward.modulations[which].norm for which in modulated}
     norms = tuple(name for name in followers if name not in names)
-    chosen = tuple(
-        which
-        for which, each in enumerate(forward.sums)
-        if each.node not in spent and any(_norms_at(forward, (which,), norms))
-    )
-    if not chosen and not modulated:
+    fuses = _fused_by(forward, modulated, norms)
+    if not any(fuses):
         return _why_unfused(module, forward)
-    try:
-        module.__class__ = made = _made(cls, chosen, modulated, norms)
-    except UnreadableError as unreadable:
-        return str(unreadable)
-    return Fused(path, cls, *made._normforge_fuses)
+    module.__class__ = _made(cls, modulated, norms)
+    return Fused(path, cls, *fuses)
 
 
 def _followers(module: torch.nn.Module) -> tuple[str, ...]:
@@ -133,7 +135,7 @@ def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
     if followers and not forward.sums:
         adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
         return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adders else None
-    beside = {norm_of(call) for each in forward.sums for call in (each.behind, *each.inputs) if call is not None}
+    beside = {name for each in forward.sums for name in (each.behind, *each.inputs)}
     for name, child in module._modules.items():
         if child is None or name not in beside or name in followers or not _is_norms(child):
             continue
@@ -146,19 +148,13 @@ def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
     return "no norm is called directly behind a sum, or with what is added later" if followers else None
 
 
-def _norms_at(
-    forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the norms directly behind some additions, and of those whose input is an operand of one."""
-    sums = [forward.sums[which] for which in chosen]
-    behind = dict.fromkeys(norm_of(each.behind) for each in sums if each.behind is not None)
-    inputs = {norm_of(call) for each in sums for call in each.inputs}
-    return tuple(name for name in behind if name in norms), tuple(name for name in norms if name in inputs)
-
-
-def _modulated_by(forward: Forward, modulated: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the names of the norms that some modulations scale and shift."""
-    return tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
+def _fused_by(forward: Forward, modulated: tuple[int, ...], norms: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the norms that are fused, as in `Fused`: with sums, with modulations, and with gradients."""
+    sums = forward.sums_with(norms, modulated)
+    behind = dict.fromkeys(each.behind for each in sums if each.behind in norms)
+    inputs = {name for each in sums for name in each.inputs}
+    names = dict.fromkeys(forward.modulations[which].norm for which in modulated)
+    return tuple(behind), tuple(names), tuple(name for name in norms if name in inputs)
 
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
@@ -186,15 +182,12 @@ def _function(forward: Forward, dotted: str) -> Any:
 
 
 @cache
-def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
-    """Return the class whose forward fuses some additions and modulations, cached by arguments."""
-    recipe = (cls, chosen, modulated, norms)
-    forward = read(cls)
-    behind, inputs = _norms_at(forward, chosen, norms)
+def _made(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
+    """Return the class whose forward fuses some modulations, and the sums of some norms, cached by arguments."""
     namespace = {
-        "forward": rewritten(*recipe),
+        "forward": rewritten(cls, norms, modulated),
         SUMS: Sums,
         MODULATE: modulate,
-        "_normforge_fuses": (behind, _modulated_by(forward, modulated), inputs),
+        "_normforge_fuses": _fused_by(read(cls), modulated, norms),
     }
-    return derived(FusedBlock, cls, (_new, recipe), **namespace)
+    return derived(FusedBlock, cls, (_new, (cls, (), modulated, norms)), **namespace)

@@ -25,10 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .huggingface import CastOrder
-
-
-class UnlikeError(Exception):
-    """A module that our module cannot replace; the text says why."""
+from .report import LeftAloneError
 
 
 @dataclass(frozen=True)
@@ -180,17 +177,17 @@ def formula_of(module: torch.nn.Module) -> Formula:
     caller's default device, autocast, gradient mode and random numbers have no effect.
 
     Raises:
-        UnlikeError: the forward computes another formula, or has side effects.
+        LeftAloneError: the forward computes another formula, or has side effects.
     """
     names = _epsilon_names(module)
     _check_class(type(module))
     try:
         with apart():
             return _try(_Trial(module, _input_of(module)), names)
-    except UnlikeError:
+    except LeftAloneError:
         raise
     except Exception as error:  # A model's forward may raise anything.
-        raise UnlikeError(
+        raise LeftAloneError(
             f"its forward could not be tried on a CPU tensor ({type(error).__name__}: {error})"
         ) from error
 
@@ -200,14 +197,14 @@ def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
     if weight is not None and torch.nn.parameter.is_lazy(weight):
-        raise UnlikeError("its weight has no shape yet; patch once the model has run")
+        raise LeftAloneError("its weight has no shape yet; patch once the model has run")
     names = tuple(name for name in EPSILON_NAMES if _is_number(vars(module).get(name)))
     is_vector = weight is None or weight.dim() == 1
     if not is_vector or parameters or getattr(module, "bias", None) is not None or not names:
-        raise UnlikeError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
+        raise LeftAloneError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
     for what, held in (("buffers", module.named_buffers()), ("modules", module.named_children())):
         if found := [name for name, _ in held]:
-            raise UnlikeError(f"it holds {what} ({', '.join(found)}), which ours would neither read nor change")
+            raise LeftAloneError(f"it holds {what} ({', '.join(found)}), which ours would neither read nor change")
     return names
 
 
@@ -218,13 +215,12 @@ def _is_number(value: object) -> bool:
     )
 
 
-def refused_epsilon(module: torch.nn.Module) -> str | None:
-    """Return why kernels do not take a module's epsilon; None if they do, or the module has none."""
+def check_epsilon(module: torch.nn.Module) -> None:
+    """Refuse a module whose epsilon kernels do not take."""
     for name in EPSILON_NAMES:
         value: Any = vars(module).get(name)
         if isinstance(value, bool) or (_is_number(value) and not bool(0 <= value < float("inf"))):
-            return f"its {name} is {value}, and kernels take a finite number of at least 0"
-    return None
+            raise LeftAloneError(f"its {name} is {value}, and kernels take a finite number of at least 0")
 
 
 # Attributes of torch.nn.Module that a class may override and still be replaced.
@@ -235,9 +231,9 @@ _SPECIAL = {name for name, value in vars(torch.nn.Module).items() if callable(va
 def _check_class(cls: type[torch.nn.Module]) -> None:
     """Refuse a class that overrides more than its forward: a wrapper for FSDP, say, or a class with a __call__."""
     if mixed := mixed_in(cls):
-        raise UnlikeError(f"{cls.__name__} is also a {mixed}, which ours would not be")
+        raise LeftAloneError(f"{cls.__name__} is also a {mixed}, which ours would not be")
     if special := sorted(_SPECIAL.intersection(name for base in _own(cls) for name in vars(base))):
-        raise UnlikeError(f"{cls.__name__} has its own {', '.join(special)}, which ours would not have")
+        raise LeftAloneError(f"{cls.__name__} has its own {', '.join(special)}, which ours would not have")
 
 
 def _own(cls: type[torch.nn.Module]) -> tuple[type, ...]:
@@ -255,7 +251,7 @@ def _input_of(module: torch.nn.Module) -> inspect.Parameter:
     parameters = list(inspect.signature(module.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(parameters) != 1 or parameters[0].kind not in named:
-        raise UnlikeError(f"its forward takes ({', '.join(map(str, parameters))}), and ours one tensor")
+        raise LeftAloneError(f"its forward takes ({', '.join(map(str, parameters))}), and ours one tensor")
     return parameters[0]
 
 
@@ -298,9 +294,9 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
     training, evaluation = (trial.orders(among, probes, set(eps.values()), mode) for mode in _MODES)
     if not (training and evaluation):
         only = " in evaluation" if training else " in training" if evaluation else ""
-        raise UnlikeError(f"its forward computes something else than {_FORMULA}{only}")
+        raise LeftAloneError(f"its forward computes something else than {_FORMULA}{only}")
     if not (matching := training & evaluation):
-        raise UnlikeError("its forward rounds elsewhere in training than in evaluation")
+        raise LeftAloneError("its forward rounds elsewhere in training than in evaluation")
     for name in names:
         followed = matching
         for mode in _MODES:
@@ -310,7 +306,7 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
             _check_extremes(trial, order, eps[name])
             _check_reads(trial, name)
             return Formula(order, name, trial.input.name)
-    raise UnlikeError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
+    raise LeftAloneError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
 
 
 # The length of rows for a norm without a weight, which takes any.
@@ -339,7 +335,7 @@ class _Trial:
         """Return the forward's result for x with another weight, in the mode and with the other attributes given.
 
         Raises:
-            UnlikeError: forward changes x or the module.
+            LeftAloneError: forward changes x or the module.
         """
         twin = _twin(self.module, {"weight": weight} if self.has_weight else {}, attributes)
         before, versions = dict(vars(twin)), (x._version, weight._version)
@@ -349,13 +345,13 @@ class _Trial:
             forward = partial(type(twin).forward, twin)
             y = forward(**{self.input.name: x}) if by_name else forward(x)
         if (x._version, weight._version) != versions:
-            raise UnlikeError("its forward writes to its input or its weight")
+            raise LeftAloneError("its forward writes to its input or its weight")
         for name in before.keys() | vars(twin).keys():
             after = vars(twin).get(name)
             if after is not before.get(name) or (isinstance(after, torch.Tensor) and after._version):
-                raise UnlikeError(f"its forward changes its attribute {name}")
+                raise LeftAloneError(f"its forward changes its attribute {name}")
         if not isinstance(y, torch.Tensor):
-            raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
+            raise LeftAloneError(f"its forward returns a {type(y).__name__}, and ours a tensor")
         return y
 
     def orders(
@@ -409,7 +405,7 @@ _MAGNITUDES = (1e5, 1e18, 1e30, 1e-7, 1e-40, 0.0)
 def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
     """Refuse a forward that clips, or replaces what is not finite."""
     if not all(trial.orders({order}, trial.extremes(), {eps}, mode) for mode in _MODES):
-        raise UnlikeError(
+        raise LeftAloneError(
             f"its forward computes something else than {_FORMULA} of very large or small numbers, infinities or "
             "NaN: it may clip them"
         )
@@ -444,7 +440,7 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
         if not any(_agree(_outcome(trial, weight, mode | {name: changed}), each) for each in allowed):
             read.add(name)
     if read:
-        raise UnlikeError(f"its forward reads {', '.join(sorted(read))}, and ours would not see that change")
+        raise LeftAloneError(f"its forward reads {', '.join(sorted(read))}, and ours would not see that change")
 
 
 def _outcome(trial: _Trial, weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
@@ -469,7 +465,7 @@ def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
     terms = (rstd * (dy * trial.weight).norm(dim=-1), gradients[1][-1].norm())
     for got, wanted, size in zip(*gradients, terms, strict=False):
         if not bool(((got - wanted).norm(dim=-1) <= 1e-3 * size).all()):
-            raise UnlikeError(f"the gradient of its forward is not that of {_FORMULA}")
+            raise LeftAloneError(f"the gradient of its forward is not that of {_FORMULA}")
 
 
 def _expected(order: CastOrder, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -10,6 +10,10 @@ import torch
 from ..families.replaced import name_of
 
 
+class LeftAloneError(Exception):
+    """A module that `patch` leaves as it is; the text says why."""
+
+
 class Swapped(NamedTuple):
     """A module whose class was changed.
 

@@ -17,7 +17,8 @@ from operator import or_
 from typing import Any
 
 from .function_state import content_of
-from .text import Modulation, Sum, modulations_of, norm_of, sums_of
+from .report import LeftAloneError
+from .text import SCOPES, Modulation, Sum, call_of_norm, modulations_of, norm_of, sums_of
 
 # The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
 # `sums.Sums`, by whose methods the forward adds and calls norms.
@@ -26,10 +27,6 @@ SUMS = "_normforge_sums"
 # The attribute that a rewritten forward calls to modulate a norm's result. Its arguments: the function, or None for a
 # written-out expression; the norm; the norm's input; the function's other arguments.
 MODULATE = "_normforge_modulate"
-
-
-class UnreadableError(Exception):
-    """A forward that cannot be rewritten; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,20 @@ class Forward:
     sums: tuple[Sum, ...]
     modulations: tuple[Modulation, ...]
 
+    def sums_with(self, norms: Collection[str], modulated: Iterable[int]) -> list[Sum]:
+        """Return the sums that are computed together with norms, and are part of no modulation that is replaced."""
+        spent = {addition for which in modulated for addition in self.modulations[which].spent}
+        return [
+            each for each in self.sums if each.node not in spent and not {each.behind, *each.inputs}.isdisjoint(norms)
+        ]
+
 
 @cache
 def read(cls: Any) -> Forward:
     """Read the forward of a class.
 
     Raises:
-        UnreadableError: its text is missing, or differs from the code that runs.
+        LeftAloneError: its text is missing, or differs from the code that runs.
     """
     forward, _, _ = _read(cls)
     return forward
@@ -62,40 +66,36 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
     """Return the forward of a class, the tree of its file, and its definition in the tree."""
     function = inspect.unwrap(cls.forward)
     if not isinstance(function, types.FunctionType):
-        raise UnreadableError("its forward is no function of Python's")
+        raise LeftAloneError("its forward is no function of Python's")
     try:
         # The whole file is parsed: how a method is called depends on whether its module was imported there.
         tree = ast.parse("".join(inspect.findsource(function)[0]))
         definition = _definition_in(tree, function)
     except (OSError, TypeError, SyntaxError) as error:
-        raise UnreadableError(f"the text of its forward cannot be read ({type(error).__name__}: {error})") from None
+        raise LeftAloneError(f"the text of its forward cannot be read ({type(error).__name__}: {error})") from None
     if _compiled(tree, function) != function.__code__:
-        raise UnreadableError("the text of its forward is not what it runs")
+        raise LeftAloneError("the text of its forward is not what it runs")
     first = definition.args.args[0].arg if definition.args.args else None
     if first is None or any(isinstance(node, ast.Name) and _assigns(node, first) for node in ast.walk(definition)):
-        raise UnreadableError("its forward has no first parameter that stays what it is")
+        raise LeftAloneError("its forward has no first parameter that stays what it is")
     return Forward(function, sums_of(definition), modulations_of(definition)), tree, definition
 
 
-def rewritten(
-    cls: Any, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
-) -> Callable[..., Any]:
+def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Callable[..., Any]:
     """Return a class's forward, decorated as before, with some of its operations replaced by calls of ours.
 
     Args:
         cls: the class.
-        added: the additions to replace.
+        norms: the names of the norms whose calls are replaced, with the sums that they are called with.
         modulated: the modulations to replace.
-        norms: the names of the norms whose calls are replaced, where they are called with a sum, or their input is
-            added again.
 
     Raises:
-        UnreadableError: the forward cannot be read, or a decorator holds the function in an unknown way.
+        LeftAloneError: the forward cannot be read, or a decorator holds the function in an unknown way.
     """
     # Read anew, because nodes are replaced in the tree.
     forward, tree, definition = _read(cls)
     modulations = [forward.modulations[which] for which in modulated]
-    _Replacing(definition, [forward.sums[which] for which in added], modulations, norms)
+    _Replacing(definition, forward.sums_with(norms, modulated), modulations, norms)
     old = forward.function
     return _decorated(cls.forward, old, _like(_compiled(tree, old), old, old.__closure__))
 
@@ -108,10 +108,8 @@ class _Replacing(ast.NodeTransformer):
     ) -> None:
         self._first = definition.args.args[0].arg
         self._sums = {each.node: each.behind for each in sums}
-        behind = {call for call in self._sums.values() if call is not None and norm_of(call) in norms}
-        again = {call for each in sums for call in each.inputs if norm_of(call) in norms}
-        # The replaced calls of norms; True for a call directly behind a sum.
-        self._norms = {call: call in behind for call in behind | again}
+        called = {name for each in sums for name in (each.behind, *each.inputs)}
+        self._norms = called.intersection(norms)
         self._branches = {branch for each in sums for branch in each.branches}
         self._modulations = {each.node: each for each in modulations}
         self._dropped = {each.before for each in modulations}
@@ -121,6 +119,8 @@ class _Replacing(ast.NodeTransformer):
             definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], made))
 
     def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, SCOPES):
+            return node
         if node in self._dropped:
             return None
         if node in self._modulations:
@@ -129,12 +129,11 @@ class _Replacing(ast.NodeTransformer):
         if isinstance(node, ast.If) and node in self._branches:
             node.body.insert(0, ast.Expr(_called(SUMS, "forget", [])))
         elif isinstance(node, ast.BinOp) and node in self._sums:
-            call = self._sums[node]
-            norm = norm_of(call) if call in self._norms else None
-            return ast.copy_location(_called(SUMS, "add", [ast.Constant(norm), node.left, node.right]), node)
-        elif isinstance(node, ast.Call) and node in self._norms:
-            given = [node.func, node.args[0], ast.Constant(self._norms[node])]
-            return ast.copy_location(_called(SUMS, "normalise", given), node)
+            behind = self._sums[node]
+            norm = ast.Constant(behind if behind in self._norms else None)
+            return ast.copy_location(_called(SUMS, "add", [norm, node.left, node.right]), node)
+        elif (call := call_of_norm(node, self._first)) is not None and norm_of(call) in self._norms:
+            return ast.copy_location(_called(SUMS, "normalise", [call.func, *call.args]), node)
         return node
 
     def _modulated(self, modulation: Modulation) -> ast.Call:
@@ -153,7 +152,7 @@ def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.Functi
     at = (function.__name__, function.__code__.co_firstlineno)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and (node.name, _line(node)) == at]
     if len(found) != 1:
-        raise UnreadableError("the text of its forward is not where it was")
+        raise LeftAloneError("the text of its forward is not where it was")
     return found[0]
 
 
@@ -178,7 +177,7 @@ def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
         if (code.co_name, code.co_firstlineno) == (old.co_name, old.co_firstlineno):
             return code
         waiting += [held for held in code.co_consts if isinstance(held, types.CodeType)]
-    raise UnreadableError("the text of its forward is not where it was")
+    raise LeftAloneError("the text of its forward is not where it was")
 
 
 _FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
@@ -191,9 +190,7 @@ def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> 
     inner = getattr(outer, "__wrapped__", None)
     cells = (getattr(outer, "__closure__", None) or ()) if isinstance(outer, types.FunctionType) else ()
     if [content_of(cell) is inner for cell in cells].count(True) != 1:
-        raise UnreadableError(
-            f"its forward is decorated by {getattr(outer, '__qualname__', outer)}, which is not known"
-        )
+        raise LeftAloneError(f"its forward is decorated by {getattr(outer, '__qualname__', outer)}, which is not known")
     within, itself = _decorated(inner, old, new), types.CellType()
     replaced = {id(inner): types.CellType(within), id(outer): itself}
     closure = tuple(replaced.get(id(content_of(cell)), cell) for cell in cells)

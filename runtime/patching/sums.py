@@ -74,16 +74,15 @@ class Sums:
         self._joined = None if name is None or not self._is_large(a, b) else self._join(name, a, b)
         return a + b if self._joined is None else self._joined.total
 
-    def normalise(self, norm: Any, x: Any, behind: bool) -> Any:
+    def normalise(self, norm: Any, x: Any) -> Any:
         """Return norm(x).
 
         Args:
             norm: the norm, or whatever else the forward calls by its name.
             x: its input.
-            behind: whether x is the sum that `add` returned just before.
         """
         joined, self._joined = self._joined, None
-        if behind and joined is not None and joined.total is x and joined.norm is norm:
+        if joined is not None and joined.total is x and joined.norm is norm:
             y, statistics = joined.ahead
             if statistics is None:
                 return y

@@ -22,8 +22,8 @@ from ..settings import fuse_from
 from .blocks import FusedBlock
 from .blocks import fuse as fuse_block
 from .huggingface import ANY_LENGTH, EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
-from .probing import UnlikeError, calls_only, formula_of, ignores_scale, refused_epsilon
-from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
+from .probing import calls_only, check_epsilon, formula_of, ignores_scale
+from .report import Bypassed, Fused, LeftAloneError, Patch, Skipped, Swapped, Unfused
 
 __all__ = ["patch", "unpatch"]
 
@@ -118,43 +118,34 @@ def patch(
         A report of the modules that were swapped, skipped and fused, and of those that may bypass their norms; `print`
         shows the report as a table.
     """
+    rows: list[Any] = []
     with _lock:
-        swapped, skipped, bypassed = [], [], []
-        fused: list[Fused] = []
-        unfused: list[Unfused] = []
-        for path, module in model.named_modules():
-            old = type(module)
-            original: _Original | None = vars(module).get(ORIGINAL)
-            if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
-                reason = f"it was patched with cast_before_weight={original.asked} before; unpatch it first"
-                skipped.append(Skipped(path, old, reason))
-            if not _looks_like_a_norm(module):
-                continue
-            with warnings.catch_warnings():
-                # A trial's inputs may make a forward warn, and fail where warnings are errors.
-                warnings.simplefilter("ignore")
-                replacement = _replacement(module, cast_before_weight)
-            if isinstance(replacement, str):
-                skipped.append(Skipped(path, old, replacement))
-            else:
-                swapped.append(_swap(path, module, replacement, cast_before_weight))
+        with warnings.catch_warnings():
+            # A trial's inputs may make a forward warn, and fail where warnings are errors.
+            warnings.simplefilter("ignore")
+            for path, module in model.named_modules():
+                try:
+                    if (replacement := _replacement(module, cast_before_weight)) is not None:
+                        rows.append(_swap(path, module, replacement, cast_before_weight))
+                except LeftAloneError as left:
+                    rows.append(Skipped(path, type(module), str(left)))
         if fuse:
             fuse_from()  # Refuses what it cannot be.
         for path, module in model.named_modules():
-            if fuse:
-                # Its very class, whose forward is known.
-                if type(module) is torch.nn.Sequential and "forward" not in vars(module) and has_activated_norm(module):
-                    swapped.append(_swap(path, module, (GroupNormSequential, {}), cast_before_weight))
-                found = fuse_block(path, module)
-                if isinstance(found, str):
-                    unfused.append(Unfused(path, type(module), found))
-                elif found is not None:
-                    fused.append(found)
+            # Its very class, whose forward is known.
+            is_sequential = type(module) is torch.nn.Sequential and "forward" not in vars(module)
+            if fuse and is_sequential and has_activated_norm(module):
+                rows.append(_swap(path, module, (GroupNormSequential, {}), cast_before_weight))
+            if fuse and (found := fuse_block(path, module)) is not None:
+                rows.append(found)
             if _bypasses(module):
-                bypassed.append(Bypassed(path, _unfused(type(module)), _FAST_PATH))
-        if compile_passes and swapped:
-            switch.compile_passes()
-        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed), tuple(fused), tuple(unfused))
+                rows.append(Bypassed(path, _unfused(type(module)), _FAST_PATH))
+    groups: list[tuple[Any, ...]] = [
+        tuple(row for row in rows if type(row) is kind) for kind in (Swapped, Skipped, Bypassed, Fused, Unfused)
+    ]
+    if compile_passes and groups[0]:
+        switch.compile_passes()
+    return Patch(*groups)
 
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -301,28 +292,35 @@ def _bypasses(module: torch.nn.Module) -> bool:
     )
 
 
-def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacement | str:
-    """Return the replacement of a module, or the reason there is none."""
+def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacement | None:
+    """Return the replacement of a module, or None if the module is no norm.
+
+    Raises:
+        LeftAloneError: the module is a norm that is left as it is.
+    """
     cls = type(module)
+    original: _Original | None = vars(module).get(ORIGINAL)
+    if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
+        raise LeftAloneError(f"it was patched with cast_before_weight={original.asked} before; unpatch it first")
+    if not _looks_like_a_norm(module):
+        return None
     if "forward" in vars(module):
-        return "its forward is overridden on the instance"
+        raise LeftAloneError("its forward is overridden on the instance")
     dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
     if not dtypes <= set(FLOATS):
-        return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
-    if (refused := refused_epsilon(module)) is not None:
-        return refused
+        raise LeftAloneError(
+            f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
+        )
+    check_epsilon(module)
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if cls is not base and not calls_only(module, base):
-                return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
+                raise LeftAloneError(f"{cls.__name__} is a subclass of torch's, and its forward may be its own")
             names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
             if base is torch.nn.LayerNorm and not {"to", "type_as"}.isdisjoint(names):
                 replacement = UpcastLayerNorm
             return replacement, _options_of(replacement)
-    try:
-        formula = formula_of(module)
-    except UnlikeError as unlike:
-        return str(unlike)
+    formula = formula_of(module)
     weight = module._parameters.get("weight")
     attributes = {
         **_options_of(RMSNorm),

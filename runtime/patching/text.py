@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 # Nodes that begin a scope of their own.
-_SCOPES = (
+SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
     *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
 )
@@ -28,14 +28,14 @@ def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, _SCOPES):
+        if not isinstance(node, SCOPES):
             waiting += reversed(list(ast.iter_child_nodes(node)))
 
 
-def _call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
+def call_of_norm(node: ast.AST, first: str) -> ast.Call | None:
     """Return a node that is `self.norm(x)`, with one argument, or else None."""
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner)), args=[argument], keywords=[]):
+        case ast.Call(ast.Attribute(ast.Name(owner)), [argument], []):
             return node if owner == first and not isinstance(argument, ast.Starred) else None
     return None
 
@@ -55,15 +55,15 @@ class Sum:
 
     Attributes:
         node: the addition.
-        behind: the call of a norm directly behind it.
-        inputs: the calls of norms before it whose input is one of its operands.
+        behind: the name of the norm that is called directly behind it.
+        inputs: the names of the norms called before it with one of its operands.
         branches: the branches between it and the norm. The norm is directly behind the sum only if the forward takes
             none of them.
     """
 
     node: ast.BinOp
-    behind: ast.Call | None = None
-    inputs: list[ast.Call] = field(default_factory=list)
+    behind: str | None = None
+    inputs: set[str] = field(default_factory=set)
     branches: list[ast.If] = field(default_factory=list)
 
 
@@ -92,7 +92,8 @@ class _Run:
         self._sums = sums
         # The value of each variable: an expression's node, or an object for a value from elsewhere.
         self._values: dict[str, object] = {}
-        self._calls: list[tuple[ast.Call, object]] = []
+        # The norms that were called, each with its input.
+        self._calls: list[tuple[str, object]] = []
         # The sum that ran last, while nothing else ran since, and the branches since.
         self._last: Sum | None = None
         self._passed: list[ast.If] = []
@@ -103,7 +104,7 @@ class _Run:
             self._visit(node)
 
     def _visit(self, node: ast.AST) -> None:
-        if isinstance(node, _SCOPES) or (isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE)):
+        if isinstance(node, SCOPES) or (isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE)):
             self._last = None
         if isinstance(node, ast.If):
             self._visit_branches(node)
@@ -113,7 +114,7 @@ class _Run:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             self._visit_all(targets)
             self._values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-        elif not isinstance(node, _SCOPES):
+        elif not isinstance(node, SCOPES):
             self._visit_all(ast.iter_child_nodes(node))
             self._run(node)
 
@@ -125,14 +126,14 @@ class _Run:
         elif isinstance(node, ast.BinOp) and node in self._sums:
             operands = [self._value(node.left), self._value(node.right)]
             self._last, self._passed = self._sums[node], []
-            self._last.inputs = [call for call, value in self._calls if any(value is each for each in operands)]
+            self._last.inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
         elif not _is_idle(node) or (isinstance(node, ast.Attribute) and stored):
             self._last = None
-        if isinstance(node, ast.Call) and _call_of_norm(node, self._first) is not None:
-            value = self._value(node.args[0])
-            self._calls.append((node, value))
+        if isinstance(node, ast.Call) and call_of_norm(node, self._first) is not None:
+            norm, value = norm_of(node), self._value(node.args[0])
+            self._calls.append((norm, value))
             if last is not None and value is last.node:
-                last.behind, last.branches = node, self._passed
+                last.behind, last.branches = norm, self._passed
 
     def _visit_branches(self, node: ast.If) -> None:
         self._visit(node.test)
@@ -201,9 +202,9 @@ def modulations_of(definition: ast.FunctionDef) -> tuple[Modulation, ...]:
     found: list[Modulation] = []
     for node in (definition, *nodes_of(definition)):
         if isinstance(node, ast.expr):
-            found += _matched(node, lambda rows: _call_of_norm(rows, first))
+            found += _matched(node, lambda rows: call_of_norm(rows, first))
         # The statements of an inner scope are not this function's.
-        if node is definition or not isinstance(node, _SCOPES):
+        if node is definition or not isinstance(node, SCOPES):
             for _, statements in ast.iter_fields(node):
                 found += _named_first(statements, first) if isinstance(statements, list) else ()
     return tuple(found)
@@ -211,19 +212,14 @@ def modulations_of(definition: ast.FunctionDef) -> tuple[Modulation, ...]:
 
 def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Modulation]:
     """Yield the places where a statement names the norm's result and the next statement modulates the name."""
-    for both in pairwise(statements):
-        match both:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=rows) as before,
-                ast.Assign(targets=[ast.Name(id=again)], value=value),
-            ) if name == again:
-                call = _call_of_norm(rows, first)
+    for before, after in pairwise(statements):
+        match before, after:
+            case (ast.Assign([ast.Name(name)], rows), ast.Assign([ast.Name(again)], value)) if name == again:
+                call = call_of_norm(rows, first)
                 loads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
-                if call is None or len(loads) != 1:
-                    continue
-                calls: dict[ast.expr, ast.Call] = {loads[0]: call}
-                for modulation in _matched(value, calls.get):
-                    yield replace(modulation, before=before)
+                if call is not None and len(loads) == 1:
+                    calls: dict[ast.expr, ast.Call] = {loads[0]: call}
+                    yield from (replace(each, before=before) for each in _matched(value, calls.get))
 
 
 def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> Iterator[Modulation]:
@@ -255,13 +251,12 @@ def _terms(node: ast.expr, operator: type[ast.operator]) -> Iterator[tuple[ast.e
 
 def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.expr] | None:
     """Return the scale of a factor 1 + scale, and the addition; `(1 + scale)[:, None]` gives `scale[:, None]`."""
-    for one, scale in _terms(factor, ast.Add):
-        if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
-            return scale, factor
     match factor:
-        case ast.Subscript(value=inner, slice=at) if within := _less_one(inner):
+        case ast.BinOp(ast.Constant(1), ast.Add(), scale) | ast.BinOp(scale, ast.Add(), ast.Constant(1)):
+            return scale, factor
+        case ast.Subscript(inner, at) if within := _less_one(inner):
             return ast.Subscript(within[0], at, ast.Load()), within[1]
-        case ast.Call(func=ast.Attribute(value=inner, attr="unsqueeze" as name)) if within := _less_one(inner):
+        case ast.Call(ast.Attribute(inner, "unsqueeze" as name)) if within := _less_one(inner):
             return ast.Call(ast.Attribute(within[0], name, ast.Load()), factor.args, factor.keywords), within[1]
     return None
 

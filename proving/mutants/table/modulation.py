@@ -150,8 +150,8 @@ MUTANTS = (
         "modulation-of-a-name-that-goes-on",
         "patch: a norm's result that is used beside its modulation is thought to be used in it alone",
         "runtime/patching/text.py",
-        "if call is None or len(loads) != 1:",
-        "if call is None:",
+        "if call is not None and len(loads) == 1:",
+        "if call is not None:",
         (f"{_PATCHED}::test_what_is_not_a_modulation_runs_as_it_did[UsedTwice]",),
     ),
     Mutant(
