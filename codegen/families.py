@@ -186,6 +186,11 @@ class Parameter:
         return KINDS[self.kind].schema + ("?" if self.is_optional else "")
 
     @property
+    def operator_argument(self) -> str:
+        """Return the operators' name for the parameter; statistics that are passed as one tensor share a name."""
+        return self.argument if self.argument and self.kind is Kind.PER_ROW else self.name
+
+    @property
     def slot(self) -> str:
         """Return the kernels' name for the parameter; for a place, the name of the result written there."""
         return f"{self.result or self.name}_ptr" if self.kind.is_tensor else self.name

@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_189,
+    "all by hand": 14_173,
     "C": 800,
     "emitted": 682,
     "ahead_of_time": 741,
@@ -48,7 +48,7 @@ MOST_CODE_LINES = {
     "jax": 681,
     "kernels": 1_116,
     "normforge": 530,
-    "operators": 543,
+    "operators": 527,
     "override": 222,
     "parallel": 206,
     "patching": 1_363,
@@ -57,9 +57,9 @@ MOST_CODE_LINES = {
     "upstream": 722,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_567, ("benchmarks",): 8_526}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_575, ("benchmarks",): 8_526}
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 61
+MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (11, 4), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (14, 6)}

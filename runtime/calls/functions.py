@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple, get_type_hints
 
@@ -95,12 +95,12 @@ def _function(family: Family, norm: Norm) -> Function:
         direction=family.direction,
         family_name=family.name,
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
-        passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
+        passed=tuple(dict.fromkeys(row.operator_argument for row in rows if row.kind is not Kind.PLACE)),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),
         numbers=tuple((row.name, row.least, row.most) for row in rows if row.kind is Kind.NUMBER),
         flags=tuple((row.name, row.axis) for row in rows if row.kind is Kind.FLAG),
         dtypes=tuple((row.name, row.axis, row.is_optional) for row in rows if row.kind is Kind.DTYPE),
-        tensors=tuple((row.name, row.kind, row.is_optional) for row in read),
+        tensors=tuple(dict.fromkeys((row.operator_argument, row.kind, row.is_optional) for row in read)),
         arguments={row.name: row.argument for row in read if row.argument},
         by_dtype=tuple((row.name, row.axis) for row, kind in deciding if kind is DType),
         by_presence=tuple(
@@ -138,14 +138,16 @@ def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
     return without, there
 
 
-# The families of functions, and those of operators alone, which compute gradients.
-_CALLED = dict.fromkeys((*FAMILIES, *GRADIENTS.values()))
-# By their names.
-FUNCTIONS = {name: _function(family, norm) for family in _CALLED for norm, name in family.functions.items()}
+def _functions(families: Iterable[Family]) -> dict[str, Function]:
+    return {name: _function(family, norm) for family in families for norm, name in family.functions.items()}
+
+
+# The functions, and those of operators alone, which compute gradients, by their names.
+FUNCTIONS = _functions(dict.fromkeys((*FAMILIES, *GRADIENTS.values())))
 # The functions whose operands are checked elsewhere, by their names.
-UNCHECKED = {
-    name: _function(family, norm) for family in (*IN_PARTS, GROUP, GROUP_BWD) for norm, name in family.functions.items()
-}
+UNCHECKED = _functions((*IN_PARTS, GROUP, GROUP_BWD))
+# The functions that have operators, by their names.
+OPERATORS = FUNCTIONS | _functions((GROUP, GROUP_BWD))
 
 
 @constant_in_traces

@@ -10,7 +10,7 @@ import torch
 from ..calls import road
 from ..calls.check import check
 from ..calls.first import launched, launched_backward, refuse_foreign
-from ..calls.functions import FUNCTIONS
+from ..calls.functions import OPERATORS
 from ..calls.outputs import dtypes_of
 from ..calls.traced import intercepted, operated_as, operator
 from ..codegen.families import Kind
@@ -21,12 +21,11 @@ from ..families.public import CALLS
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
 from . import grouped
-from .table import OPERATORS
 
 Results = Sequence["torch.Tensor | None"]
 
 # The functions that take the arguments of their operators.
-PUBLIC = {name: getattr(public, name) for name, takes in FUNCTIONS.items() if not takes.family_name}
+PUBLIC = {name: getattr(public, name) for name, takes in OPERATORS.items() if not takes.family_name}
 
 
 def run(function: str, given: Mapping[str, Any]) -> Results:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..calls.check import FP8_HAS_NO_GRADIENT
+from ..calls.functions import OPERATORS
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
@@ -15,7 +16,6 @@ from ..codegen.families import Kind
 from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
 from .kernels import register_autograd
-from .table import OPERATORS
 
 # The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")

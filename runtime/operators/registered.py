@@ -25,16 +25,16 @@ from torch.autograd.graph import increment_version
 
 from ..calls import native
 from ..calls.check import check, refuse_gradient
-from ..calls.functions import Function
+from ..calls.functions import OPERATORS, Function
 from ..calls.outputs import results_of
 from ..codegen.groups import GROUP
+from ..codegen.parameters import GRADIENTS, GROUP_BWD
 from ..codegen.values import Direction
 from ..upstream.imports import when_imported
 from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import eager_only
 from . import gradients
 from .kernels import Recording, at_once, both, of_plain_tensors
-from .table import GRADIENTS, OPERATORS, argument_of
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -66,7 +66,7 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
 
 def _schema(takes: Function, into: bool, defined: str) -> str:
     """Return the schema of a function's operator, or of its operator that writes to places, under a name."""
-    types = {argument_of(row): row.schema for row in takes.family.parameters}
+    types = {row.operator_argument: row.schema for row in takes.family.parameters}
     declared = [f"{types[name]} {name}" for name in takes.passed]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
@@ -159,7 +159,8 @@ def _register_gradients(name: str, takes: Function) -> None:
     if takes.direction is Direction.BACKWARD:
         gradients.register_second(_recording, _NAMESPACE, name)
     elif takes.gradients:
-        gradients.register(_recording, _NAMESPACE, name, GRADIENTS[takes.family_name].functions[takes.norm])
+        backward = GROUP_BWD if takes.family_name == GROUP else GRADIENTS[takes.family_name]
+        gradients.register(_recording, _NAMESPACE, name, backward.functions[takes.norm])
 
 
 for _name, _takes in OPERATORS.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..calls.functions import Function
+from ..calls.functions import OPERATORS, Function
 from ..calls.outputs import group_strides
 from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
@@ -26,7 +26,6 @@ from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
 from .kernels import both
-from .table import OPERATORS
 
 
 def register(library: torch.library.Library, namespace: str) -> None:
