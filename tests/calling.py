@@ -31,6 +31,9 @@ ORACLE: dict[str, Callable[..., reference.ReferenceOutput]] = {
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+each_device = pytest.mark.parametrize("device", DEVICES)
 each_norm = pytest.mark.parametrize("norm", FORWARD)
 each_pipeline = pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)

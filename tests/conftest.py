@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from . import covering, in_parts, thorough
 from .properties import seed
 
 _COMPILED = ("compile", "gpu")
+_KEPT_BYTES = 1 << 30
 # What a file with tests that are compiled has in it.
 _COMPILED_TEXT = "pytest.mark.compile"
 
@@ -30,10 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled = bool(asked)
     if compiled and os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError(f"-m {selected!r} needs Triton's compiler; unset TRITON_INTERPRET")
+    # Tensors on a CPU are small: a second thread only waits, and takes a core from another worker.
+    torch.set_num_threads(1)
     if not compiled:
         os.environ["TRITON_INTERPRET"] = "1"
-        # The oracle's tensors are small here: a second thread only waits, and takes a core from another worker.
-        torch.set_num_threads(1)
         _hurry_the_interpreter()
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
@@ -119,6 +121,14 @@ def repository() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _released_gpu_memory() -> Iterator[None]:
+    """Give memory of a large test back to the card, which other workers share."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("NORMFORGE_INSTANCES", "NORMFORGE_ON_MISS"):
         monkeypatch.delenv(variable, raising=False)
@@ -132,6 +142,22 @@ def fresh_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setattr(dispatch, "_generated", {})
     monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatcher that knows no call of an earlier test."""
+    from normforge.selection import dispatch
+
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No graph of an earlier test, and none left for a later one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from normforge import errors, reference
 from normforge.codegen.values import Cast
 from normforge.families import plain_calls
 
+from ..calling import each_device
 from ..nn import models
-from ..nn.oracle import FUNCTIONS, backward, each_device, each_function, each_norm
+from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm
 
 M, N = 8, 300
 

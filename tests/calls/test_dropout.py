@@ -26,8 +26,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
 from .. import philox
-from ..calling import FORWARD, check, each_norm, same_bits
-from ..nn.oracle import each_device
+from ..calling import FORWARD, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH
 
 BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}

@@ -20,6 +20,8 @@ from normforge.selection import dispatch
 
 from ..calling import FORWARD, each_norm, same_bits
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 M, N = 3, 64
 
 
@@ -67,11 +69,6 @@ STANDING_FOR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 each_stand_in = pytest.mark.parametrize(
     "stand_in", STANDING_FOR.values(), ids=[name.replace(" ", "_") for name in STANDING_FOR]
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,10 +12,8 @@ from normforge import errors
 from normforge.calls import check as checking
 from normforge.calls import first
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.selection import dispatch
 
-from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_norm, same_bits
-from ..nn.oracle import each_device
+from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH, first_of_each
 
 M = 5
@@ -39,11 +37,6 @@ def scale_of(x: torch.Tensor, form: str) -> torch.Tensor:
         "number": (),
     }
     return torch.rand(shapes[form], device=x.device) + 0.1
-
-
-@pytest.fixture
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 def kinds(n: int) -> dict[str, dict[str, Any]]:
@@ -136,7 +129,7 @@ def test_what_x_stands_for_is_normalised_on_a_card(norm: str, n: int) -> None:
             agree(FORWARD[norm](x, weight, **given), ORACLE[norm](x, weight, **given))
 
 
-@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("form", SCALES)
 def test_a_call_like_one_before_is_known_whatever_m_is(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
@@ -159,7 +152,7 @@ def test_a_call_like_one_before_is_known_whatever_m_is(form: str, monkeypatch: p
     assert len(checked) == 1
 
 
-@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.usefixtures("nothing_known")
 def test_calls_that_differ_in_the_scale_alone_are_told_apart() -> None:
     x = rows(FORMATS[0], M, 64)
     bf16 = x.bfloat16()
@@ -175,7 +168,7 @@ def test_calls_that_differ_in_the_scale_alone_are_told_apart() -> None:
         check("layer", x, x_scale=torch.rand(1), **given)
 
 
-@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.usefixtures("nothing_known")
 def test_rows_in_several_dimensions_have_scales_in_as_many() -> None:
     x = rows(FORMATS[0], 2, 3, 64)
     for _ in range(2):
@@ -205,7 +198,7 @@ def test_y_may_take_the_place_of_x() -> None:
         assert same_bits(found.y_scale, expected.y_scale)
 
 
-@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.usefixtures("nothing_known")
 def test_outputs_may_not_lie_where_scales_do() -> None:
     x = rows(FORMATS[0], 4, 64)
     memory = torch.rand(4 * 64 + 4)
@@ -295,7 +288,7 @@ def test_refused(norm: str, case: str, known: bool) -> None:
         FORWARD[norm](**given)
 
 
-@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.usefixtures("nothing_known")
 def test_a_scale_without_memory_is_refused_by_a_call_that_is_known_too() -> None:
     x_scale = torch.rand(3)
     normforge.rmsnorm2d_fwd(X, x_scale=x_scale, **BF16)

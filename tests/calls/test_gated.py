@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,31 +13,13 @@ from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.families.gated import row as gated
-from normforge.selection import dispatch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
+from ..calling import each_device
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 
 N = 48
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """What is added to at each call that is checked."""
-    found: list[None] = []
-    check: Callable[..., object] = vars(road)["check"]
-
-    def counted(*arguments: object) -> object:
-        found.append(None)
-        return check(*arguments)
-
-    monkeypatch.setattr(road, "check", counted)
-    return found
 
 
 def exact(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None, group: int = N) -> torch.Tensor:

@@ -17,10 +17,7 @@ from normforge.reference import gated as gating_reference
 from normforge.selection import dispatch
 from normforge.tools.compare import compare
 
-from ..calling import QUANTISED
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
+from ..calling import QUANTISED, each_device
 
 FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
     "layer": normforge.gated_layernorm2d_fwd,

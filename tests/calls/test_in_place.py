@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,10 @@ from ..calling import FORWARD, each_norm, same_bits
 from ..nn.oracle import backward
 from ..operators import registered
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 M, N = 3, 64
 MODIFIED = "has been modified by an inplace operation"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def added_into(norm: str, x: torch.Tensor, residual: torch.Tensor, residual_out: torch.Tensor) -> None:

@@ -26,14 +26,11 @@ from normforge.tools.compare import compare_gradients
 
 from ..calling import FORWARD, ORACLE, agree, each_norm
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 M, N = 3, 64
 # Bytes from a multiple of 16 to where a misaligned tensor starts, a multiple of every element's size.
 SHIFT = 8
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 @pytest.fixture

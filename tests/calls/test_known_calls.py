@@ -25,12 +25,7 @@ from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
 from ..thorough import THOROUGH, first_of_each
 from .test_bad_arguments import STORE, TABLES, N, X
 
-pytestmark = pytest.mark.usefixtures("_nothing_known")
-
-
-@pytest.fixture
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 @pytest.fixture

@@ -11,10 +11,8 @@ import normforge
 from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
+from ..calling import each_device
 from .looked import Looked
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 ROWS, N = (3, 5), 48
 

@@ -13,10 +13,8 @@ import normforge
 from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
+from ..calling import each_device
 from .looked import Looked
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 SAMPLES, ROWS, N = 2, 9, 48
 

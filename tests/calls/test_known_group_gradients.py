@@ -10,10 +10,8 @@ import torch
 import normforge
 from normforge.families.group import row as group
 
+from ..calling import each_device
 from .looked import Looked
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 SAMPLES, CHANNELS, SPACE, GROUPS = 3, 12, (3, 4), 4
 

@@ -12,16 +12,14 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls.known import all_plans
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels import obtain as obtaining
-from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
 from .test_bad_arguments import TABLES, Case
-from .test_known_calls import GOOD
+from .test_known_calls import GOOD, launchers, refusal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 
@@ -56,12 +54,6 @@ def on_card(value: object) -> Any:
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def refusal(function: Callable[[], object]) -> tuple[type[Exception], str]:
-    with pytest.raises(errors.NormforgeError) as raised:
-        function()
-    return type(raised.value), str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("norm", "case"),
     [
@@ -83,12 +75,6 @@ def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> Non
 
 def new_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call] # as torch ships it
-
-
-def launchers() -> list[Launcher]:
-    """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
-    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
 @each_norm

@@ -13,9 +13,10 @@ import normforge
 from normforge.calls.known import all_plans
 from normforge.selection import dispatch
 
+from ..calling import each_device, each_float
 from ..nn import models
 from ..nn.models import WIDTH
-from ..nn.oracle import Operands, backward, call, each_device, each_float, each_function, each_norm, operands
+from ..nn.oracle import Operands, backward, call, each_function, each_norm, operands
 
 M, N = 6, 640
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import normforge
-from normforge.calls import known, road
+from normforge.calls import known
 from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
-from normforge.selection import dispatch
 
-from ..calling import same_bits
+from ..calling import each_device, same_bits
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 
 N = 48
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 def exact(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -34,23 +26,9 @@ def exact(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Te
     return h * (1 + scale) + shift
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """What is added to at each call that is checked."""
-    checked: list[None] = []
-    check: Callable[..., object] = vars(road)["check"]
-
-    def counted(*arguments: object) -> object:
-        checked.append(None)
-        return check(*arguments)
-
-    monkeypatch.setattr(road, "check", counted)
-    return checked
-
-
 @each_device
-def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, checked: list[None]) -> None:
     """Rows a sample are part of a plan; how many samples there are is not."""
-    checked = calls(monkeypatch)
     for samples, rows in ((2, 3), (5, 3), (2, 3), (2, 4), (1, 3), (1, 6), (3, 2), (6, 1), (2, 3)):
         x = torch.randn(samples, rows, N, device=device)
         shift, scale = torch.randn(samples, 2 * N, device=device).chunk(2, -1)
@@ -62,8 +40,7 @@ def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, mon
 
 
 @each_device
-def test_a_known_kind_has_the_same_way_of_sharing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = calls(monkeypatch)
+def test_a_known_kind_has_the_same_way_of_sharing(device: str, checked: list[None]) -> None:
     x = torch.randn(4, 4, N, device=device)
     shapes = ((4, N), (4, 4, N), (N,))
     for first in shapes:

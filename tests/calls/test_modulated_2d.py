@@ -24,10 +24,7 @@ from normforge.reference import modulated as modulation_reference
 from normforge.selection import dispatch
 from normforge.tools.compare import compare
 
-from ..calling import QUANTISED, same_bits
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
+from ..calling import QUANTISED, each_device, same_bits
 
 FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
     "layer": normforge.modulated_layernorm2d_fwd,

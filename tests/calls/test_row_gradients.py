@@ -14,17 +14,13 @@ import normforge
 from normforge.calls import known
 from normforge.calls.plan import Plan
 from normforge.kernels.pipelines import programs_a_part
-from normforge.selection import dispatch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-each_device = pytest.mark.parametrize("device", DEVICES)
+from ..calling import each_device
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 
 N = 48
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from normforge.codegen.tiling import is_ragged, narrowed
 from normforge.codegen.values import Pipeline
 from normforge.selection import dispatch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from ..calling import each_device
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_what_is_ragged_depends_on_how_many_lanes_are_idle(
     assert found == ragged
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("n", [64, 40])
 def test_many_rows_are_taken_by_such_tiles(n: int, call: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

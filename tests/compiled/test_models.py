@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge.compiled import rules
 
-from ..conformance.devices import on_each_device
+from ..calling import each_device
 from ..thorough import THOROUGH
 from .graphs import ADD, Compiled
 from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, Stack, T5LayerNorm, gradients
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def rows(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -206,7 +200,7 @@ def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monke
 
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, Olmo2RMSNorm, GemmaRMSNorm, T5LayerNorm])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=THOROUGH)], ids=str)
-@on_each_device
+@each_device
 def test_what_a_model_wrote_out_is_left_as_it_wrote_it(
     device: str, cls: type[LlamaRMSNorm], weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

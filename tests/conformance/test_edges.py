@@ -13,7 +13,7 @@ import normforge
 from normforge.codegen.tiling import SOME_M
 from proving.conformance.suites import TUTORIAL_SHAPE
 
-from .devices import on_each_device
+from ..calling import each_device
 
 each_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
 
@@ -21,7 +21,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_no
 TORCH: dict[str, Callable[..., torch.Tensor]] = {"layer": functional.layer_norm, "rms": functional.rms_norm}
 
 
-@on_each_device
+@each_device
 @each_norm
 def test_the_gradient_of_a_sum(norm: str, device: str) -> None:
     """`sum` gives a gradient whose strides are all 0, which is no tensor of rows; QuACK's shape is (2, 1024, 256)."""

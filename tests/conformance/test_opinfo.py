@@ -17,7 +17,7 @@ import normforge
 from normforge.errors import ConflictError, NormforgeError
 from proving.conformance.case import BF16, FP16, FP32
 
-from .devices import on_each_device
+from ..calling import each_device
 
 OURS: dict[str, Callable[..., torch.Tensor]] = {
     "nn.functional.layer_norm": normforge.layer_norm,
@@ -78,7 +78,7 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Non
     torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance * max(largest, 1.0))
 
 
-@on_each_device
+@each_device
 @each_float
 @each_operator
 def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def in_fp64(value: Any) -> Any:
     return value.detach().double().requires_grad_(value.requires_grad)
 
 
-@on_each_device
+@each_device
 @each_operator
 def test_samples_with_an_eps_below_0_are_refused(name: str, device: str, op_infos: dict[str, Any]) -> None:
     """A variance of less than -eps has no root: torch returns NaN for it, and here eps is at least 0."""
@@ -128,7 +128,7 @@ def _error_inputs(name: str, op_infos: dict[str, Any], device: str) -> list[tupl
     return inputs
 
 
-@on_each_device
+@each_device
 @each_operator
 def test_error_inputs(name: str, device: str, op_infos: dict[str, Any]) -> None:
     inputs = _error_inputs(name, op_infos, device)

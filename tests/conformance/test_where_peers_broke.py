@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,13 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge import LayerNormOutput
 from normforge.errors import NormforgeError
 from proving.conformance import tolerances
 from proving.conformance.case import BF16, E4M3FN, FP16, FP32, INT8, Case, Norm, Y
 from proving.conformance.run import run
 from proving.conformance.suites import QUACK_INPUTS
 
-from .devices import on_each_device
-
-FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
-    "layer": normforge.layernorm2d_fwd,
-    "rms": normforge.rmsnorm2d_fwd,
-}
-each_norm = pytest.mark.parametrize("norm", FORWARD)
+from ..calling import FORWARD, each_device, each_norm
 
 
 def _passes(case: Case, device: str) -> None:
@@ -37,7 +29,7 @@ def _case(norm: Norm, shape: tuple[int, ...], x: torch.dtype, **fields: Any) -> 
     return Case("peers", norm, shape, x, QUACK_INPUTS, tolerances.quack(x, shape[0], x), weight=x, **fields)
 
 
-@on_each_device
+@each_device
 @each_norm
 @pytest.mark.parametrize("out_dtype", [BF16, INT8, E4M3FN], ids=str)
 def test_a_row_of_769_does_not_corrupt_what_follows(norm: str, out_dtype: torch.dtype, device: str) -> None:
@@ -53,7 +45,7 @@ def test_a_row_of_769_does_not_corrupt_what_follows(norm: str, out_dtype: torch.
     assert torch.equal(memory[:, 769:].view(torch.uint8), before[:, 769:].view(torch.uint8))
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("n", [4097, 5000, 6143, 6144])
 @pytest.mark.parametrize("arriving", [(), (Y,)], ids=["forward", "backward"])
 def test_rows_of_4097_to_6144(n: int, arriving: tuple[str, ...], device: str) -> None:
@@ -102,7 +94,7 @@ def test_a_row_stride_times_a_row_past_int32(norm: str, n: int) -> None:
         torch.testing.assert_close(got.double(), of, rtol=1e-3, atol=1e-3)
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("out_dtype", [INT8, E4M3FN], ids=str)
 @pytest.mark.parametrize("n", [1, 100, 1024, 5000])
 @each_norm
@@ -117,7 +109,7 @@ def test_a_row_of_zeros_is_not_divided_by_zero(norm: str, n: int, out_dtype: tor
     assert output.y.float().isfinite().all()
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("rounding", ["nearest", "truncate"])
 @pytest.mark.parametrize(
     ("scale_dtype", "weight", "past"),
@@ -140,7 +132,7 @@ def test_int8_saturates(scale_dtype: torch.dtype, weight: float, past: float, ro
     assert output.y.min() >= -127
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @each_norm
 def test_statistics_are_not_kept_in_16_bits(norm: str, dtype: torch.dtype, device: str) -> None:
@@ -157,7 +149,7 @@ def test_statistics_are_not_kept_in_16_bits(norm: str, dtype: torch.dtype, devic
     assert output.rstd is not None
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("n", [100, 1024, 5000])
 @each_norm
 def test_the_callers_dy_is_not_written_to(norm: str, n: int, device: str) -> None:
@@ -170,7 +162,7 @@ def test_the_callers_dy_is_not_written_to(norm: str, n: int, device: str) -> Non
     assert torch.equal(dy, before)
 
 
-@on_each_device
+@each_device
 @each_norm
 def test_the_callers_outputs_are_used(norm: str, device: str) -> None:
     """A caller's residual_out was ignored."""
@@ -184,7 +176,7 @@ def test_the_callers_outputs_are_used(norm: str, device: str) -> None:
     assert torch.equal(residual_out, (x.float() + residual.float()).to(BF16))
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("offset", [1, 3, 8])
 @pytest.mark.parametrize("arriving", [(), (Y,)], ids=["forward", "backward"])
 def test_rows_of_3584_that_start_anywhere(offset: int, arriving: tuple[str, ...], device: str) -> None:
@@ -222,7 +214,7 @@ _REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@on_each_device
+@each_device
 @pytest.mark.parametrize("arguments", [of for _, of in _REFUSED], ids=[name for name, _ in _REFUSED])
 @each_norm
 def test_what_cannot_be_computed_is_refused_and_not_left_unwritten(

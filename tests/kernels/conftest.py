@@ -1,4 +1,4 @@
-"""A folder for kernels, and what keeps workers that share a card from holding on to each other's memory."""
+"""A folder for kernels."""
 
 from __future__ import annotations
 
@@ -7,19 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from normforge.codegen import emit
-
-_KEPT_BYTES = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def released_gpu_memory() -> Iterator[None]:
-    """Give what a large test took back to the card."""
-    yield
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > _KEPT_BYTES:
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..calling import each_device
+
 # Untyped, as everything generated.
 primitives = import_module("normforge.generated.primitives")
 
 DECODERS = {torch.float8_e4m3fn: primitives.from_fp8_e4m3fn, torch.float8_e5m2: primitives.from_fp8_e5m2}
 each_format = pytest.mark.parametrize("dtype", DECODERS, ids=str)
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def _decode(codes_ptr, values_ptr, DECODE: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's compiler takes no Any

@@ -16,6 +16,7 @@ from normforge.codegen.values import DType, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 
+from ..calling import each_device
 from ..folders import distinct_tiles
 from ..thorough import first_of_each
 from .gradients import GradientProblem
@@ -23,7 +24,6 @@ from .problems import Problem, mixed_dtypes
 
 # A table grows while tests run: what they call that it lacks is added.
 mode_of = cache(Mode.from_name)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # A bucket without a cap is tried at a prime that is no multiple of anything.
 LONG_PRIME = 140009
@@ -111,7 +111,7 @@ def shares(*, backward: bool) -> list[Any]:
     return first_of_each(both, lambda share: share.kind, lambda share: share.name)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("share", shares(backward=False))
 def test_instance(share: Share, device: str) -> None:
     for index, tile in share.turns(device):
@@ -121,7 +121,7 @@ def test_instance(share: Share, device: str) -> None:
             problem.check(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("share", shares(backward=True))
 def test_gradient_instance(share: Share, device: str) -> None:
     for index, tile in share.turns(device):

@@ -1,4 +1,4 @@
-"""Makes each test of this folder run on one core."""
+"""A group of one process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    # Tensors here are small: a second thread only waits, and takes a core from the other workers while it does.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -11,9 +11,6 @@ from torch.nn import functional
 
 import normforge
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "layer": normforge.layer_norm,
     "rms": normforge.rms_norm,
@@ -21,8 +18,6 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "add_rms": normforge.add_rms_norm,
 }
 
-each_device = pytest.mark.parametrize("device", DEVICES)
-each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 each_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
 each_add = pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
 each_function = pytest.mark.parametrize("norm", FUNCTIONS)

@@ -26,11 +26,12 @@ from normforge.errors import SettingError
 from normforge.families.plain_sum import add_ahead, norm_of_summand
 from normforge.patching import sums
 
+from ..calling import each_device
 from ..thorough import THOROUGH
 from . import models
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
 from .models import WIDTH, LlamaRMSNorm
-from .oracle import backward, each_device
+from .oracle import backward
 
 # Interpreted kernels take a tenth of a second each.
 each_family = pytest.mark.parametrize(

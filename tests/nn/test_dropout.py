@@ -18,9 +18,8 @@ from normforge.families import eager, plain_calls
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
 
-from ..calling import same_bits
+from ..calling import each_device, same_bits
 from ..thorough import THOROUGH
-from .oracle import each_device
 
 N = 96
 P = 0.3

@@ -13,19 +13,8 @@ from torch.nn import functional
 import normforge
 from normforge.selection import dispatch
 
-from .oracle import (
-    FLOATS,
-    Operands,
-    backward,
-    call,
-    check,
-    each_add,
-    each_device,
-    each_float,
-    each_function,
-    each_norm,
-    operands,
-)
+from ..calling import FLOATS, each_device, each_float
+from .oracle import Operands, backward, call, check, each_add, each_function, each_norm, operands
 
 # Every pipeline's lengths but the longest, ragged and not.
 SHAPES = [(5, 1), (3, 13), (2, 2, 100), (7, 1024), (3, 1500), (2, 4099)]

@@ -15,7 +15,8 @@ from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
 from normforge.families.in_parts import InParts
 
-from .oracle import backward, close, coarser, each_device, each_float, each_norm
+from ..calling import each_device, each_float
+from .oracle import backward, close, coarser, each_norm
 
 EPS = 1e-5
 # One rounding of y, and of each gradient.

@@ -16,7 +16,8 @@ from normforge.errors import ConflictError, DTypeError, ShapeError
 from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
-from .oracle import backward, close, coarser, each_device, each_float, each_norm
+from ..calling import each_device, each_float
+from .oracle import backward, close, coarser, each_norm
 
 EPS = 1e-5
 # One rounding of y, and of each gradient.

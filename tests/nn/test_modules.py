@@ -15,9 +15,9 @@ import torch
 import normforge
 from normforge.families import replaced
 
-from ..calling import printed
+from ..calling import each_device, printed
 from ..thorough import THOROUGH
-from .oracle import backward, each_device
+from .oracle import backward
 
 PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: normforge.LayerNorm,

@@ -16,8 +16,9 @@ from normforge import errors
 from normforge.calls.row_layout import walkable
 from normforge.families.plain import as_operands
 
+from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import FUNCTIONS, close, coarser, each_device
+from .oracle import FUNCTIONS, close, coarser
 
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 

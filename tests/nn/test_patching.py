@@ -22,10 +22,11 @@ from torch.nn.utils import parametrize
 
 import normforge
 
+from ..calling import each_device
 from ..thorough import THOROUGH
 from . import models
 from .models import WIDTH, Transformer
-from .oracle import backward, each_device
+from .oracle import backward
 
 HUGGING_FACE = (
     *(models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm),

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 
-from .oracle import EPS, close, each_device, each_function, each_norm
+from ..calling import each_device
+from .oracle import EPS, close, each_function, each_norm
 from .test_options import TOLERANCES, call, exact, tensors
 
 

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 
+from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import EPS, each_device
+from .oracle import EPS
 
 M, N = 3, 16
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 
-from ..calling import printed, python, same_bits
+from ..calling import each_device, printed, python, same_bits
 from ..thorough import THOROUGH
-from .oracle import EPS, each_device, each_function
+from .oracle import EPS, each_function
 
 M, N = 3, 64
 

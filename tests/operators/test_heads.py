@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,9 @@ import normforge
 from ..calling import same_bits
 from ..thorough import THOROUGH
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 N, HEADS, ALL_HEADS = 40, 2, 4
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def heads(qkv: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Under batch invariance what is compiled stays invariant, whoever runs it, and nothing is left to Inductor."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +12,13 @@ from normforge.calls.traced import INVARIANT
 from normforge.compiled import rules
 from normforge.errors import InvarianceError
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 N = 131
 
 
 def rows(m: int) -> torch.Tensor:
     return torch.randn(m, N, generator=torch.Generator().manual_seed(7)) + 100.0
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs(made: list[torch.fx.GraphModule]) -> Callable[..., Any]:

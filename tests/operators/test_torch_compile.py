@@ -30,13 +30,6 @@ N = 64
 BACKEND = "aot_eager"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(function: Any, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
     """A function that is compiled whole, and what counts its compilations."""
     counter = CompileCounterWithBackend(options.pop("backend", BACKEND))
@@ -423,6 +416,8 @@ def test_a_gradient_of_a_quantised_output_is_refused() -> None:
 def test_a_cpu_without_the_interpreter_traces_torchs_operators() -> None:
     code = """
 import json, torch, normforge
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8))
 normforge.patch(model)
 graphs = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from normforge.override import served
 from normforge.override.switch import Switch, TorchOverride
@@ -16,12 +15,6 @@ from ..counting import counted
 _SWITCHES = {"cpu": Switch("CPU"), "cuda": Switch("CUDA")}
 
 KERNELS = ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    # As in tests/nn: a second thread only waits.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..calling import each_device
 from ..conformance.test_opinfo import TOLERANCE, import_invocations, in_fp64
-from ..nn.oracle import each_device
 from ..thorough import THOROUGH
 from .conftest import override
 

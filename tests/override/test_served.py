@@ -19,7 +19,8 @@ from normforge.errors import FrozenError
 from normforge.kernels import obtain
 from normforge.override import served
 
-from ..nn.oracle import EPS, each_device
+from ..calling import each_device
+from ..nn.oracle import EPS
 from ..thorough import THOROUGH
 from .conftest import override
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +20,10 @@ from torch.distributed.tensor.parallel import (
 import normforge
 from normforge.parallel import split_layer_norm, split_rms_norm
 
-from .ranks import DEVICE
+from .ranks import DEVICE, Cases
 from .sharded import N, communicates, mesh, placed, same
 
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    """List a case."""
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
 
 
 class LlamaRMSNorm(torch.nn.Module):
@@ -129,7 +122,7 @@ def agree(model: torch.nn.Module, twin: torch.nn.Module) -> None:
         torch.testing.assert_close(gradient.full_tensor(), whole.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@case
+@CASES.case
 def a_patched_llama_under_tensor_parallelism() -> None:
     """Its norms add no communication to what the linear layers ask for."""
     model, twin = models()
@@ -144,7 +137,7 @@ def a_patched_llama_under_tensor_parallelism() -> None:
     agree(model, twin)
 
 
-@case
+@CASES.case
 def a_patched_llama_under_fsdp_and_tensor_parallelism() -> None:
     """On a mesh of two dimensions, each rank of the first with rows of its own."""
     world = dist.get_world_size()
@@ -172,7 +165,7 @@ def a_patched_llama_under_fsdp_and_tensor_parallelism() -> None:
             optimizer.step()
 
 
-@case
+@CASES.case
 def compiled_norms() -> None:
     """In one graph, with the gradients and the placements of eager calls."""
     for backend in ("aot_eager", "inductor"):
@@ -199,7 +192,7 @@ def _several(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
-@case
+@CASES.case
 def compiled_operators() -> None:
     """The functions that run every mode are operators of DTensors in a graph."""
 
@@ -213,7 +206,7 @@ def compiled_operators() -> None:
         same(one, other, Shard(1))
 
 
-@case
+@CASES.case
 def compiled_norms_of_rows_that_are_split() -> None:
     for norm in (split_layer_norm, split_rms_norm):
         torch._dynamo.reset()

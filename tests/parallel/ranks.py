@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +25,15 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 # Of a rank that waits for another, which failed.
 WAIT = datetime.timedelta(seconds=60)
+
+
+class Cases(dict[str, Callable[[], None]]):
+    """The cases of a module, by name."""
+
+    def case(self, function: Callable[[], None]) -> Callable[[], None]:
+        """List a case."""
+        self[function.__name__] = function
+        return function
 
 
 def run(

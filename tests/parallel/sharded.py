@@ -23,9 +23,9 @@ from normforge.calls.functions import FUNCTIONS
 from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 
-from .ranks import DEVICE, THOROUGHLY
+from .ranks import DEVICE, THOROUGHLY, Cases
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
 N = 32
 
 # Rows that no two ranks share evenly.
@@ -34,12 +34,6 @@ SHAPE = (2, 5, N)
 # How they lie; the first of them leaves ranks of a large group without any.
 ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if THOROUGHLY else (Shard(1),)
 DTYPES = (torch.float32, torch.bfloat16) if THOROUGHLY else (torch.bfloat16,)
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    """List a case."""
-    CASES[function.__name__] = function
-    return function
 
 
 def mesh() -> DeviceMesh:
@@ -142,7 +136,7 @@ def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]
         yield given, kinds
 
 
-@case
+@CASES.case
 def each_operator_with_each_tensor() -> None:
     """Whatever is passed and returned, with no communication."""
     seen = set()
@@ -174,7 +168,7 @@ def each_operator_with_each_tensor() -> None:
     assert seen == of_tables, f"no case has {of_tables - seen}"
 
 
-@case
+@CASES.case
 def modulated_norms_are_of_each_ranks_rows() -> None:
     """With no communication: samples are sharded with their rows, or rows of a sample and not its modulation."""
     shapes = (SHAPE, (SHAPE[0], N), (SHAPE[0], N), (SHAPE[0], N), SHAPE)
@@ -197,7 +191,7 @@ def modulated_norms_are_of_each_ranks_rows() -> None:
             same(one, other, placement)
 
 
-@case
+@CASES.case
 def gated_norms_are_of_each_ranks_rows() -> None:
     """With no communication; groups are within rows, whose gate lies as they do."""
     whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
@@ -237,7 +231,7 @@ SAMPLES: dict[tuple[int, ...], dict[Placement, Placement]] = {
 }
 
 
-@case
+@CASES.case
 def modulated_operators_are_of_each_ranks_rows() -> None:
     """With no communication, be a modulation of samples that are sharded, of samples whose rows are, or of rows."""
     rows = {"x": torch.randn(SHAPE), "residual": torch.randn(SHAPE)}
@@ -274,7 +268,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 )
 
 
-@case
+@CASES.case
 def quantised_norms_are_of_each_ranks_rows() -> None:
     """With no communication; scales lie with their rows, in the layout that each part would have by itself."""
     shape = (2, 5, _WIDE)
@@ -303,7 +297,7 @@ def quantised_norms_are_of_each_ranks_rows() -> None:
                         assert one.to_local().stride() == alone.stride()
 
 
-@case
+@CASES.case
 def quantised_outputs_go_where_they_are_told() -> None:
     """Rows, their sum and their scales, each on its rank."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
@@ -327,7 +321,7 @@ def quantised_outputs_go_where_they_are_told() -> None:
         same(found.y_scale, expected.y_scale.view(*SHAPE[:-1], 1), Shard(1))
 
 
-@case
+@CASES.case
 def quantised_norms_are_traced_with_dtensors() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
@@ -340,7 +334,7 @@ def quantised_norms_are_traced_with_dtensors() -> None:
         same(found.y_scale, expected.y_scale, rows)
 
 
-@case
+@CASES.case
 def pairs_of_fp4_are_half_as_many() -> None:
     x, ones = torch.randn(2, 5, _WIDE), torch.ones(1)
     options: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2}
@@ -357,7 +351,7 @@ def pairs_of_fp4_are_half_as_many() -> None:
         same(found.y_scale, expected.y_scale, rows)
 
 
-@case
+@CASES.case
 def scales_in_tiles_are_of_rows_that_are_whole() -> None:
     """A tile has 128 rows, and is of no rank's rows alone."""
     x = torch.randn(2, 5, N)
@@ -371,7 +365,7 @@ def scales_in_tiles_are_of_rows_that_are_whole() -> None:
     refused("to_local()", lambda: normforge.quantised_rms_norm(placed(x, Shard(1)), **options), errors.LayoutError)
 
 
-@case
+@CASES.case
 def operators_have_gradients_of_dtensors() -> None:
     """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
     tensors = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,), "x_bias": (N,)}
@@ -389,7 +383,7 @@ def operators_have_gradients_of_dtensors() -> None:
         same(one, other, Shard(1) if other.dim() > 1 else Partial())
 
 
-@case
+@CASES.case
 def outputs_that_are_written_to() -> None:
     """Parts are written in place, and nothing is moved to them."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
@@ -466,7 +460,7 @@ def agree_with_whole(
         torch.testing.assert_close(one.full_tensor(), other, rtol=2e-2, atol=2e-2)
 
 
-@case
+@CASES.case
 def functions_and_their_gradients() -> None:
     for name in NORMS:
         for rows in ROWS:
@@ -474,7 +468,7 @@ def functions_and_their_gradients() -> None:
                 agree_with_whole(name, rows, rows, Replicate(), dtype)
 
 
-@case
+@CASES.case
 def what_lies_otherwise_is_redistributed() -> None:
     """Rows that are no whole ones become replicated, as with torch's norms, and so do vectors."""
     agree_with_whole("add_layer_norm", Shard(2), Replicate(), Replicate(), torch.float32, all_gather_into_tensor=2)
@@ -487,7 +481,7 @@ def what_lies_otherwise_is_redistributed() -> None:
     same(normforge.rms_norm(part, (N,), placed(weight, Replicate())), normforge.rms_norm(x, (N,), weight), Replicate())
 
 
-@case
+@CASES.case
 def a_gradient_that_lies_otherwise() -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     expected = torch.autograd.grad(normforge.rms_norm(x, (N,)).sum(), x)[0]
@@ -496,7 +490,7 @@ def a_gradient_that_lies_otherwise() -> None:
     same(torch.autograd.grad(y, sharded, placed(torch.ones(SHAPE), Replicate()))[0], expected, Shard(1))
 
 
-@case
+@CASES.case
 def several_dimensions_are_normalised_together() -> None:
     x, weight = torch.randn(4, 3, 2, 16), torch.randn(2, 16)
     expected = normforge.rms_norm(x, (2, 16), weight)
@@ -505,7 +499,7 @@ def several_dimensions_are_normalised_together() -> None:
     same(normforge.rms_norm(placed(x, Shard(2)), (2, 16), placed(weight, Replicate())), expected, Replicate())
 
 
-@case
+@CASES.case
 def parts_of_any_strides() -> None:
     """What was cut out of a tensor, or transposed, is copied where kernels cannot walk it."""
     base = torch.randn(5, 4, N)
@@ -521,7 +515,7 @@ def parts_of_any_strides() -> None:
     same(normforge.rmsnorm2d_fwd(odd, eps=torch.finfo(torch.float32).eps).y, expected, Shard(0))
 
 
-@case
+@CASES.case
 def mixtures_are_refused() -> None:
     x, weight = torch.randn(SHAPE), torch.randn(N)
     refused(
@@ -537,7 +531,7 @@ def mixtures_are_refused() -> None:
     )
 
 
-@case
+@CASES.case
 def a_dropout_is_refused() -> None:
     """No rank knows which rows of the whole it has, which is what a mask follows from."""
     rows, residual = placed(torch.randn(SHAPE), Shard(0)), placed(torch.randn(SHAPE), Shard(0))
@@ -554,7 +548,7 @@ def a_dropout_is_refused() -> None:
     normforge.add_rms_norm(rows.to_local(), residual.to_local(), dropout_p=0.5, dropout_rng=(1, mesh().get_rank()))
 
 
-@case
+@CASES.case
 def checkpointed() -> None:
     """Its hooks on saved tensors see the same tensors at both times."""
     x, weight = torch.randn(SHAPE, requires_grad=True), torch.randn(N, requires_grad=True)
@@ -597,7 +591,7 @@ def parallel_block(local: bool = False) -> tuple[Block, torch.nn.Module]:
     return block, parallelize_module(twin, mesh(), plan)
 
 
-@case
+@CASES.case
 def a_block_under_sequence_parallel() -> None:
     """Two inputs and two outputs; the norms themselves communicate nothing."""
     for local in (False, True):
@@ -625,7 +619,7 @@ def a_block_under_sequence_parallel() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)
 
 
-@case
+@CASES.case
 def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> None:
     norm = normforge.AddRMSNorm(N)
     torch.nn.init.constant_(norm.weight, 1.0 + dist.get_rank())
@@ -642,7 +636,7 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
         same(found, whole, Shard(1))
 
 
-@case
+@CASES.case
 def torchs_own_style_of_one_input() -> None:
     from torch.distributed.tensor.parallel import SequenceParallel
 
@@ -659,7 +653,7 @@ def torchs_own_style_of_one_input() -> None:
         assert norm.weight.grad.placements == (Partial(),)
 
 
-@case
+@CASES.case
 def operators_of_group_norm_are_of_each_ranks_samples() -> None:
     """With no communication, statistics and gradients too, and positions or channels innermost."""
     for shape, memory in (((4, 8, 3), torch.contiguous_format), ((4, 8, 3, 2), torch.channels_last)):
@@ -681,7 +675,7 @@ def operators_of_group_norm_are_of_each_ranks_samples() -> None:
                 same(one, other, lies)
 
 
-@case
+@CASES.case
 def samples_of_group_norm_are_sharded() -> None:
     """Each rank normalises its samples; what lies otherwise becomes whole."""
     whole = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 3), (8,), (8,))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,11 @@ import normforge
 from normforge import errors
 from normforge.parallel import split_layer_norm, split_rms_norm
 
-from .ranks import DEVICE
+from .ranks import DEVICE, Cases
 from .sharded import communicates, mesh, placed, refused, same
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
 M, N = 5, 48
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    """List a case."""
-    CASES[function.__name__] = function
-    return function
 
 
 def whole(layer: bool, x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
@@ -55,7 +48,7 @@ def uneven() -> list[int]:
     return [*sizes, N - sum(sizes)]
 
 
-@case
+@CASES.case
 def parts_forward_and_backward() -> None:
     """One all-reduce each, whatever the dtype, of parts of several lengths."""
     for layer in (True, False):
@@ -75,7 +68,7 @@ def parts_forward_and_backward() -> None:
                 torch.testing.assert_close(one.double(), parts_of(other, uneven()), rtol=tolerance, atol=tolerance)
 
 
-@case
+@CASES.case
 def only_what_is_due_is_communicated() -> None:
     x, weight = parts_of(torch.randn(M, N), uneven()), parts_of(torch.randn(N), uneven()).requires_grad_()
     with communicates(allreduce=1):
@@ -84,7 +77,7 @@ def only_what_is_due_is_communicated() -> None:
         split_layer_norm(x)
 
 
-@case
+@CASES.case
 def rows_far_from_zero_keep_their_accuracy() -> None:
     """No worse than a kernel's of whole rows, of means that the ranks' parts have in common and that they have not."""
     world = dist.get_world_size()
@@ -99,7 +92,7 @@ def rows_far_from_zero_keep_their_accuracy() -> None:
         assert error <= 1.5 * theirs + 1e-6, (mean, noise, step, error, theirs)
 
 
-@case
+@CASES.case
 def rows_without_variance_and_with_infinities() -> None:
     x = torch.full((3, N), 123.456)
     x[1, 0] = float("nan")
@@ -113,7 +106,7 @@ def rows_without_variance_and_with_infinities() -> None:
     assert none.shape == (0, uneven()[dist.get_rank()])
 
 
-@case
+@CASES.case
 def dtensors_lie_as_they_did() -> None:
     """A sharded weight has a sharded gradient, with nothing sent for it."""
     x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, M, N), (N,), (N,)))
@@ -136,7 +129,7 @@ def dtensors_lie_as_they_did() -> None:
     same(found, whole(False, x, weight, None, torch.finfo(torch.float32).eps).float(), Shard(2))
 
 
-@case
+@CASES.case
 def rows_that_are_sharded_and_split() -> None:
     """On two dimensions of a mesh: weights have partial gradients of each rank's rows."""
     world = dist.get_world_size()
@@ -153,7 +146,7 @@ def rows_that_are_sharded_and_split() -> None:
     same(dweight, gradients[1].float(), Partial(), Shard(0))
 
 
-@case
+@CASES.case
 def what_cannot_be_split_is_refused() -> None:
     x, weight = torch.randn(M, N), torch.randn(N)
     refused("Shard(1)", lambda: split_rms_norm(placed(x, Shard(0))), errors.LayoutError)

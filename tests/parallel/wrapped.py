@@ -13,15 +13,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import normforge
 
 from .models import Layer, Llama, models
+from .ranks import Cases
 from .sharded import N, mesh
 
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    """List a case."""
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
 
 
 def trained(model: torch.nn.Module, rows: slice) -> torch.Tensor:
@@ -53,13 +48,13 @@ def agree(wrap: Callable[[Llama], torch.nn.Module]) -> None:
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@case
+@CASES.case
 def a_patched_llama_under_ddp() -> None:
     """Gradients are averaged in buckets, as of any model."""
     agree(torch.nn.parallel.DistributedDataParallel)
 
 
-@case
+@CASES.case
 def a_llama_patched_within_ddp() -> None:
     """A wrapper that is there already keeps its buckets: parameters stay the objects that they are."""
 
@@ -82,19 +77,19 @@ def fsdp1(model: Llama, *, keeps_parameters: bool) -> torch.nn.Module:
     )
 
 
-@case
+@CASES.case
 def a_patched_llama_under_fsdp1() -> None:
     """Weights are views of one flat parameter."""
     agree(lambda model: fsdp1(model, keeps_parameters=False))
 
 
-@case
+@CASES.case
 def a_patched_llama_under_fsdp1_with_its_parameters() -> None:
     """Parameters keep their names, and are views while a layer runs."""
     agree(lambda model: fsdp1(model, keeps_parameters=True))
 
 
-@case
+@CASES.case
 def a_patched_llama_under_fsdp2() -> None:
     """Each parameter is a DTensor outside of its layer's forward."""
 

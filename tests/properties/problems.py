@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-import normforge
 from normforge import LayerNormOutput
 
+from ..calling import FORWARD
 from . import oracle
 from .memory import Memory, row_strides
 
@@ -22,11 +22,6 @@ T = TypeVar("T")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED = tuple(oracle.QMAX)
-
-FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
-    "layer": normforge.layernorm2d_fwd,
-    "rms": normforge.rmsnorm2d_fwd,
-}
 
 
 class Choose(Protocol):
