@@ -15,17 +15,7 @@ from ..dtypes import word
 from ..errors import ConflictError
 from .operands import Operands, Options
 from .plain_calls import add_normalise, normalise, normalise_cast_before_weight, normalise_first
-from .replaced import Replacing
-
-
-def own(module: torch.nn.Module, name: str) -> Any:
-    """Return a parameter from torch.nn.Module's own dict, which saves 0.3 us of attribute look-up.
-
-    What parametrisations and FSDP put in its place is an attribute. Of attributes TorchDynamo knows which are
-    parameters, so that forwards it traces read those.
-    """
-    kept = module._parameters
-    return kept[name] if name in kept else getattr(module, name)
+from .replaced import Replacing, own
 
 
 class _Norm(Replacing):

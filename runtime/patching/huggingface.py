@@ -12,11 +12,10 @@ from torch.compiler import is_dynamo_compiling
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
-from ..families.plain_bases import own
 from ..families.plain_calls import normalise, normalise_cast_before_weight
 from ..families.plain_modules import RMSNorm
 from ..families.plainly import is_plain
-from ..families.replaced import ORIGINAL
+from ..families.replaced import ORIGINAL, own
 
 
 class CastOrder(Enum):
