@@ -12,7 +12,7 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Parameter
 from .locking import replace_file
-from .modules import MODULES
+from .modules import GATED_MODULES, MODULES
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .public import FUNCTIONAL, PLAIN, PUBLIC, FunctionalFunctions, PublicFunctions
 from .values import Norm
@@ -20,6 +20,7 @@ from .values import Norm
 # Templates by the paths of the modules, from the repository's root.
 TEMPLATES = {
     "runtime/families/functional.py": "functional.py.j2",
+    "runtime/families/gated/functions.py": "modules.py.j2",
     "runtime/families/operands.py": "operands.py.j2",
     "runtime/families/plain_functions.py": "functional.py.j2",
     "runtime/families/plain_modules.py": "modules.py.j2",
@@ -98,9 +99,10 @@ def render_calls(path: str) -> str:
         "gated": GATED,
         "quantised": QUANTISED,
     }
-    # One template writes the differentiable functions of norms alone, and those of the other families.
+    # One template writes the differentiable functions, or the modules, of norms alone, and those of other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
-    rows = {**families, "public": PUBLIC, "functional": functional, "modules": MODULES}
+    modules = MODULES if path.endswith("plain_modules.py") else GATED_MODULES
+    rows = {**families, "public": PUBLIC, "functional": functional, "modules": modules}
     return emit.render(TEMPLATES[path], **rows, **_HELPERS)
 
 

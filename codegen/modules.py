@@ -1,13 +1,14 @@
-"""The modules of norms alone: their constructors, and the words of their docstrings.
+"""The modules of norms alone and of gated norms: their constructors, and the words of their docstrings.
 
-Base classes in `runtime/families/plain_bases.py` hold what modules do. Rows of `public` are reused where both agree.
+Base classes in `runtime/families/` hold what modules do. Rows of `public` are reused where both agree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .public import CAST
+from .parameters import GATED
+from .public import CAST, GROUP_SIZE, NORM_BEFORE_GATE
 from .values import Norm
 
 
@@ -36,26 +37,21 @@ class Module:
 
     Attributes:
         name: the name of the class.
-        base: the class of `plain_bases` that it is derived from.
+        base: the class that it is derived from.
         summary: the docstring's first line.
-        details: the docstring's second paragraph.
-        arguments: of the constructor; torch's constructor takes those that are positional.
-        taken: the statement that keeps the argument that `_take` does not; "" if `_take` keeps all.
-        raises: the docstring's entry about errors.
+        arguments: of the constructor.
+        body: the statements of the constructor.
+        raises: the docstring's entries about errors.
+        details: the docstring's second paragraph; "" for none.
     """
 
     name: str
     base: str
     summary: str
-    details: str
     arguments: tuple[Argument, ...]
-    taken: str
-    raises: str
-
-    @property
-    def of_torch(self) -> tuple[Argument, ...]:
-        """Return the arguments of torch's constructor."""
-        return tuple(argument for argument in self.arguments if argument.positional)
+    body: tuple[str, ...]
+    raises: tuple[str, ...]
+    details: str = ""
 
 
 _SHAPE = Argument("normalized_shape", "int | Sequence[int]", "", "the input's last dimensions, or the last one.")
@@ -111,34 +107,85 @@ def _arguments(norm: Norm, *own: Argument) -> tuple[Argument, ...]:
     )
 
 
-def _plain(norm: Norm, taken: str, *own: Argument) -> Module:
-    title = norm.row.title
+def _plain(norm: Norm, taken: tuple[str, ...], *own: Argument) -> Module:
+    """Return the module of a norm alone; `taken` are the statements that keep its `own` arguments."""
+    title, arguments = norm.row.title, _arguments(norm, *own)
+    of_torch = ", ".join(argument.name for argument in arguments if argument.positional)
     return Module(
         name=title,
         base=f"Plain{title}",
         summary=f"`torch.nn.{title}` with its forward and backward passes in generated kernels; see "
         f"`{norm.row.function}`.",
         details="The constructor, parameters and state_dict are torch's, but for options that are off by default.",
-        arguments=_arguments(norm, *own),
-        taken=taken,
-        raises=f"{_RAISES}.",
+        arguments=arguments,
+        body=(f"super().__init__({of_torch})", "self._take(cast, weight_offset, x_bias, device, dtype)", *taken),
+        raises=(f"{_RAISES}.",),
     )
 
 
 def _adding(norm: Norm) -> Module:
     title = norm.row.title
     return replace(
-        _plain(norm, "self._drop(dropout_p)", _DROPOUT_P),
+        _plain(norm, ("self._drop(dropout_p)",), _DROPOUT_P),
         name=f"Add{title}",
         base=f"Adding{title}",
         summary=f"A residual add and {title} in one kernel: `add_{norm.row.function}` with parameters as `{title}`'s.",
-        raises=f"{_RAISES}; or dropout_p is outside [0, 1).",
+        raises=(f"{_RAISES}; or dropout_p is outside [0, 1).",),
     )
 
 
 MODULES = (
-    _plain(Norm.LAYER, ""),
-    _plain(Norm.RMS, "self.cast_before_weight = cast_before_weight", _CAST_BEFORE_WEIGHT),
+    _plain(Norm.LAYER, ()),
+    _plain(Norm.RMS, ("self.cast_before_weight = cast_before_weight",), _CAST_BEFORE_WEIGHT),
     _adding(Norm.LAYER),
     _adding(Norm.RMS),
+)
+
+
+def _gated(norm: Norm, summary: str, eps: str, gating: str, *own: Argument) -> Module:
+    """Return the module of a gated norm; `own` is the argument that decides about a bias."""
+    title, activation = f"Gated{norm.row.title}", GATED["activation"]
+    kept = "hidden_size, eps, group_size, norm_before_gate, activation, device, dtype"
+    stored = [replace(each, positional=False) for each in _STORED]
+    return Module(
+        name=title,
+        base=f"Plain{title}",
+        summary=summary,
+        arguments=(
+            Argument("hidden_size", "int", "", "N."),
+            Argument("eps", "float", norm.row.eps, f"{GATED.meaning(GATED['eps'], norm)[:-1]}{eps}"),
+            Argument("group_size", "int | None", "None", GROUP_SIZE),
+            Argument("norm_before_gate", "bool", "True", f"{NORM_BEFORE_GATE}{gating}"),
+            *own,
+            Argument(
+                activation.name,
+                activation.annotation,
+                activation.default[norm],
+                GATED.meaning(activation, norm),
+                positional=False,
+            ),
+            *stored,
+        ),
+        body=(f"super().__init__({', '.join([kept, *(each.name for each in own)])})",),
+        raises=(
+            "ShapeError: group_size does not divide hidden_size.",
+            "ConflictError: activation is no such word, or norm_before_gate no flag.",
+        ),
+    )
+
+
+GATED_MODULES = (
+    _gated(
+        Norm.RMS,
+        "`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it loads.",
+        "; Mamba2 has 1e-5.",
+        " Mamba2 has False.",
+    ),
+    _gated(
+        Norm.LAYER,
+        "`gated_layer_norm` with a weight and, unless it is left out, a bias.",
+        ".",
+        "",
+        Argument("bias", "bool", "True", "True adds a bias.", positional=False),
+    ),
 )

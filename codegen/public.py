@@ -69,6 +69,14 @@ _RESIDUAL_OUT = _as(
     "a contiguous tensor in residual's dtype that the sum is written to, or None for a new tensor; may be residual or "
     "x itself.",
 )
+NORM_BEFORE_GATE = (
+    "True multiplies the normalised rows by the activated gate; False multiplies x by the activated gate, and "
+    "normalises the product."
+)
+GROUP_SIZE = (
+    "the number of adjacent columns that are normalised together, each such group of a row by itself; a divisor of N. "
+    "None is N."
+)
 _EVERY_OUTPUT = "with None for outputs that were not asked for."
 
 
@@ -132,15 +140,13 @@ _GATED = PublicFunctions(
             "norm_before_gate",
             Kind.FLAG,
             "True",
-            "True multiplies the normalised rows by the activated gate; False multiplies x by the activated gate, and "
-            "normalises the product.",
+            NORM_BEFORE_GATE,
         ),
         _row(
             "group_size",
             Kind.COUNT,
             "None",
-            "the number of adjacent columns that are normalised together, each such group of a row by itself; a "
-            "divisor of N. None is N.",
+            GROUP_SIZE,
         ),
         _FQUANT,
         _OUT_DTYPE,
