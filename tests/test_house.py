@@ -37,12 +37,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_148,
+    "all by hand": 14_101,
     "C": 800,
     "emitted": 716,
     "ahead_of_time": 741,
-    "calls": 2_571,
-    "families": 2_169,
+    "calls": 2_533,
+    "families": 2_160,
     "compiled": 662,
     "integrations": 380,
     "jax": 681,
@@ -57,12 +57,12 @@ MOST_CODE_LINES = {
     "upstream": 722,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_454, ("benchmarks",): 8_526}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_447, ("benchmarks",): 8_526}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
-MOST_STOPS = {"layer_norm": (11, 4), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (14, 6)}
+MOST_STOPS = {"layer_norm": (10, 3), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (13, 6)}
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 

@@ -1,28 +1,23 @@
-"""Allocates what a call returns, and launches its kernels.
-
-There is a function for each form of what is returned, written out: backward calls took 0.2 us more where one function
-launched whatever a plan has, forward and backward.
-"""
+"""Allocates what a call returns, and launches its kernels: in Python, what `upstream/known.c` does in C."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..kernels.launcher import new_exchange
 from .check import Call
-from .known import addresses_of
-from .outputs import LayerNormOutput, NormGradients, results_of, unpacked
-from .plan import Layout, Plan, make_of
+from .known import Tensors, addresses_of
+from .outputs import LayerNormOutput, NormGradients, results_of
+from .plan import Layout, Plan, Sized, make_of
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
-
-Tensors = tuple["torch.Tensor | None", ...]
 
 
 def run(
@@ -54,49 +49,11 @@ def run(
         residual_out: where the stored sum goes, or None for a new tensor.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
-    empty = plan.empty
-    layout, _, makes, recorded = plan.at(shape)
-    asked: Any = recorded if packed else makes
-    of_y, of_total, of_scale, of_mean, of_rstd = asked
-    if out is None:
-        y = empty(*of_y)
-    else:
-        y = out
-        # A tensor that autograd saved has changed: autograd finds out by the version.
-        increment_version(y)
-    total = y_scale = mean = rstd = None
-    total_at = y_scale_at = mean_at = rstd_at = 0
-    if of_total is not None:
-        if residual_out is None:
-            total = empty(*of_total)
-        else:
-            total = residual_out
-            increment_version(total)
-        total_at = total.data_ptr()
-    if of_scale is not None:
-        y_scale = empty(*of_scale)
-        y_scale_at = y_scale.data_ptr()
-    if of_rstd is not None:
-        rstd = empty(*of_rstd)
-        rstd_at = rstd.data_ptr()
-    if of_mean is not None:
-        mean = empty(*of_mean)
-        mean_at = mean.data_ptr()
-    elif packed and layout.to_rstd:
-        mean_at, rstd_at = rstd_at, rstd_at + layout.to_rstd
-    outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
-    if m == 0:
-        return outputs
-    written = y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at
-    numbers = (m, eps, weight_offset, dropout_p) if dropout_p else (m, eps, weight_offset)
-    if layout.in_c:
-        ((launch, grid),) = layout.steps
-        launch(grid, (*addresses, *written, 0, *numbers))
-    elif layout.by_address:
-        run_layout(plan, layout, addresses, written, numbers)
-    else:
-        run_layout(plan, layout, *_as_tensors(plan, m, tensors, outputs), numbers)
-    return outputs
+    numbers = (eps, weight_offset, dropout_p) if dropout_p else (eps, weight_offset)
+    places = (out, residual_out)
+    return make_output(
+        LayerNormOutput, run_sized(plan, plan.at(shape), addresses, tensors, numbers, places, packed=packed)
+    )
 
 
 # Launches a call that autograd records: rstd is one tensor with the means.
@@ -126,52 +83,108 @@ def run_backward(
 
     rstd may be in one tensor with the means, if there are any, and mean None; the addresses are each one's own.
     """
-    layout, numbers, makes, _ = plan.at(shape)
-    empty = plan.empty
-    made = [None if make is None else empty(*make) for make in makes]
-    of_dropped = make_of(shape, plan.dtypes[-1]) if dropout_p else None
-    gradients = make_output(NormGradients, (*made, None if of_dropped is None else empty(*of_dropped)))
-    given: Sequence[Any] = addresses
-    written: Sequence[Any] = gradients
-    if layout.by_address:
-        written = addresses_of(gradients)
-    else:
-        given, written = _as_tensors(plan, m, tensors, gradients)
-    dropped = (dropout_p, written[-1]) if dropout_p else ()
-    run_layout(plan, layout, given, written[:-1], (*numbers, weight_offset, *dropped))
-    return gradients
+    sized, ddropped = plan.at(shape), None
+    numbers: tuple[Any, ...] = (weight_offset,)
+    if dropout_p:
+        of_dropped = make_of(shape, plan.dtypes[-1])
+        ddropped = None if of_dropped is None else plan.empty(*of_dropped)
+        (given,) = addresses_of((ddropped,)) if sized.layout.by_address else (ddropped,)
+        numbers = (weight_offset, dropout_p, given)
+    return make_output(NormGradients, (*run_sized(plan, sized, addresses, tensors, numbers), ddropped))
 
 
-def run_layout(
-    plan: Plan, layout: Layout, values: Sequence[Any], made: Sequence[Any], numbers: Sequence[float]
-) -> None:
-    """Launch the kernels of a layout.
+class Ready(NamedTuple):
+    """The launches of backward calls whose tensors are like those of one that was checked, all but where they lie.
+
+    Attributes:
+        plan: the kernels.
+        inputs: picks what launches bring from what arrived, the means and rstd.
+        order: picks the gradients of a call's operands from the results, behind which None stands.
+        at: from the shape of what was normalised to how calls are launched; None if there are no rows.
+    """
+
+    plan: Plan
+    inputs: Callable[[Any], tuple[Any, ...]]
+    order: Callable[[Any], Sequence[torch.Tensor | None]]
+    at: Callable[[torch.Size], Sized | None]
+
+    def run(self, arrived: Tensors, addresses: Sequence[int]) -> Sequence[torch.Tensor | None] | None:
+        """Launch a call and return the gradients of its operands; None if there are no rows."""
+        x = arrived[2]
+        assert x is not None
+        sized = self.at(x.shape)
+        if sized is None:
+            return None
+        given = self.inputs(with_statistics(addresses, sized.layout.to_rstd))
+        tensors = self.inputs((*arrived, None, arrived[-1]))
+        return self.order((*run_sized(self.plan, sized, given, tensors), None))
+
+
+def with_statistics(addresses: Sequence[int], to_rstd: int) -> tuple[int, ...]:
+    """Return the addresses of what arrived, of the means and of rstd; the last tensor holds both statistics."""
+    at = addresses[-1]
+    return *addresses, at if to_rstd else 0, at + to_rstd
+
+
+def run_sized(
+    plan: Plan,
+    sized: Sized,
+    addresses: Sequence[int],
+    tensors: Tensors,
+    numbers: tuple[Any, ...] = (),
+    places: Tensors = (),
+    *,
+    packed: bool = False,
+) -> list[Any]:
+    """Allocate the results of a call that have no place, and launch the kernels, unless there are no rows.
 
     Args:
-        plan: their plan.
-        layout: how the kernels are launched.
-        values: what launches bring before the results, as addresses or as tensors, as the layout takes them.
-        made: what kernels write, in the same form, the family's sums last.
-        numbers: what launches bring behind all pointers.
+        plan: the call's.
+        sized: how calls of the shape are launched.
+        addresses: of the tensors that are read, in the family's order; 0 where there is none.
+        tensors: these themselves; rstd may hold the means too, and mean be None.
+        numbers: what launches bring behind the numbers of `sized`.
+        places: where the first results go, None for new tensors.
+        packed: see `run`.
     """
-    work = None if layout.memory is None else plan.empty(*layout.memory)
-    exchange = new_exchange(plan.empty, layout.exchange) if layout.exchange else None
+    layout, own, makes, recorded = sized
+    empty = plan.empty
+    results: list[torch.Tensor | None] = []
+    for make, place in zip_longest(recorded if packed else makes, places):
+        if make is None:
+            results.append(None)
+        elif place is None:
+            results.append(empty(*make))
+        else:
+            # A tensor that autograd saved has changed: autograd finds out by the version.
+            increment_version(place)
+            results.append(place)
+    if not layout.steps:
+        return results
+    work = None if layout.memory is None else empty(*layout.memory)
+    exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
+    read: Sequence[Any]
+    written: list[Any]
     pieces: list[Any]
-    absent = 0 if layout.by_address else None
     if layout.by_address:
-        base = 0 if work is None else work.data_ptr()
-        pieces = [base + offset for offset in layout.offsets]
-        pieces.append(0 if exchange is None else exchange.data_ptr())
+        read, written = addresses, addresses_of(results)
+        if packed:
+            at = written[-1]
+            written[-2:] = at if layout.to_rstd else 0, at + layout.to_rstd
+        base, behind = addresses_of((work, exchange))
+        pieces, absent = [*[base + offset for offset in layout.offsets], behind], 0
     else:
+        read, written = _as_tensors(plan, layout, tensors, results)
         pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
-        pieces.append(exchange)
-    rows = len(made) - layout.sums
-    given = (*values, *made[:rows], *pieces, *numbers)
+        pieces, absent = [*pieces, exchange], None
+    rows = len(written) - layout.sums
+    given = (*read, *written[:rows], *pieces, *own, *numbers)
     for launch, grid in layout.steps:
         launch(grid, given)
     if layout.finish is not None:
         launch, grid = layout.finish
-        launch(grid, layout.adds((layout.programs, absent, *made[rows:], *pieces)))
+        launch(grid, layout.adds((layout.programs, absent, *written[rows:], *pieces)))
+    return results
 
 
 def of_no_rows(call: Call) -> NormGradients:
@@ -179,15 +192,18 @@ def of_no_rows(call: Call) -> NormGradients:
     return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 
 
-def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:
+def _as_tensors(
+    plan: Plan, layout: Layout, tensors: Sequence[Any], results: Sequence[Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
     """Return the tensors that are read and the results, as kernels that take tensors need them."""
-    by_name = {row.name: tensor for row, tensor in zip(plan.family.inputs, tensors, strict=True)}
-    by_name |= {row.name: tensor for row, tensor in zip(plan.family.results, results, strict=True)}
-    rstd = by_name["rstd"]
-    if by_name["mean"] is None and rstd is not None:
-        by_name["mean"], by_name["rstd"] = unpacked(rstd, m)
+    names = [*[row.name for row in plan.family.inputs], *[row.name for row in plan.family.results[: len(results)]]]
+    by_name = dict(zip(names, (*tensors, *results), strict=True))
+    packed = by_name["rstd"]
+    if by_name["mean"] is None and packed is not None and layout.to_rstd:
+        packed = packed.view(-1)
+        by_name["mean"], by_name["rstd"] = packed, packed[layout.to_rstd // packed.itemsize :]
     for name in plan.as_bytes:
         tensor = by_name[name]
         by_name[name] = None if tensor is None else tensor.view(torch.uint8)
     found = tuple(by_name.values())
-    return found[: len(tensors)], found[len(tensors) :]
+    return found[: len(tensors)], list(found[len(tensors) :])

@@ -16,12 +16,17 @@ from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied, applied_at_once, has_tangent
 from . import native
-from .known import PLAIN, Tensors
+from .known import PLAIN, Key, Tensors
 from .traced import dispatch_modes, is_dynamo_compiling
 
 T = TypeVar("T")
 
 Gradients = Sequence["torch.Tensor | None"]
+# dy, the gradient of the sum, what was normalised and the other operands that a forward pass kept, and its statistics
+# in one tensor; None for what is not there.
+Arrived = Tensors
+# The key that a backward call was looked up by, and its tensors.
+Learnt = tuple[Key, Arrived]
 # y, the stored sum or None, the tensors to save, args for the backward pass, and whether the call is batch invariant.
 Launched = tuple[torch.Tensor, "torch.Tensor | None", Sequence[Any], Any, bool]
 

@@ -20,13 +20,14 @@ from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch
 from ..upstream.torch_internals import eager_only, has_tangent
+from . import native
 from .canonical import in_place_of
 from .check import Call
 from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, addresses_of, remember
-from .known_backward import Arrived, Gradients, Learnt, Ready, looked_up_again, with_statistics
-from .launch import run_layout
+from .launch import Ready, run_sized, with_statistics
 from .plan import Plan, Sized, plan_of
+from .record import Arrived, Gradients, Learnt
 
 
 class Problem(NamedTuple):
@@ -118,6 +119,28 @@ def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mappin
     return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **told})
 
 
+def looked_up_again(
+    family: str, learnt: Learnt | None, told: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
+) -> tuple[Learnt | None, Gradients | None]:
+    """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
+
+    Args:
+        family: the name of the look-up among `native.calls`.
+        learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
+        told: what else a backward pass has to know; it says which operands are there.
+        due: which operands have a gradient that is asked for.
+        *laid_out: dy and the gradient of the sum as kernels can walk them.
+
+    Returns:
+        The key and tensors of the last look-up, and the gradients if the call is known.
+    """
+    if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
+        return learnt, None
+    arrived = (*laid_out, *learnt[1][2:])
+    key, known = getattr(native.calls, family).known_gradients(arrived, told, tuple(due))
+    return (key, arrived), known
+
+
 @eager_only
 def gradients(
     backward: Backward,
@@ -168,21 +191,16 @@ def launched(
     m = shape.numel() // n
     inputs = in_place_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])
     read = tuple([inputs.get(row.name) for row in rows])
-    misaligned = [row.slot for row, at in zip(rows, addresses_of(read), strict=True) if at & MISALIGNED]
+    at = addresses_of(read)
+    misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]
     plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
     of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in backward.family.results]
-    results = tuple([None if make is None else plan.empty(*make) for make in plan.makes(shape, of_sums)])
-    layout = plan.layout(m, parts)
-    own = read if learnt is None else backward.inputs(with_statistics(learnt[1], m))
+    numbers = m, backward.number(m, parts), weight_offset
+    sized = Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
+    own = at if learnt is None else backward.inputs(with_statistics(addresses_of(learnt[1]), sized.layout.to_rstd))
     # Kernels are not given what their mode does not read.
-    reads_own = all(
-        at == its or not row.is_wanted(mode)
-        for row, at, its in zip(rows, addresses_of(read), addresses_of(own), strict=True)
-    )
-    given = own if reads_own else read
-    values, made = map(addresses_of, (given, results)) if layout.by_address else (given, results)
-    run_layout(plan, layout, values, made, (m, backward.number(m, parts), weight_offset))
-    return Launched(backward, plan, parts, reads_own, results)
+    reads_own = all(each == its or not row.is_wanted(mode) for row, each, its in zip(rows, at, own, strict=True))
+    return Launched(backward, plan, parts, reads_own, tuple(run_sized(plan, sized, at, read)))
 
 
 def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[int]:

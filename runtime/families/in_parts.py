@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calls import row_gradients
-from ..calls.known_backward import Gradients, Learnt
 from ..calls.outputs import unpacked_of
+from ..calls.record import Gradients, Learnt
 from ..calls.row_gradients import Backward, in_memory
 
 # dy and the gradient of the sum; None for one that did not arrive.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from normforge.calls import known_backward, native, record
+from normforge.calls import native, record, row_gradients
 from normforge.selection import dispatch
 
 
@@ -25,7 +25,7 @@ class Looked:
 
         dispatch.forget()
         monkeypatch.setattr(holder, name, counted)
-        for module in (record, known_backward):
+        for module in (record, row_gradients):
             monkeypatch.setattr(module, "native", SimpleNamespace(calls=_Counted(self)))
 
     def counts(self) -> tuple[int, int]:

@@ -331,8 +331,8 @@ MUTANTS = (
         "offset-is-not-launched-backward",
         "gradients are launched without weight_offset",
         "runtime/calls/launch.py",
-        "(*numbers, weight_offset, *dropped)",
-        "(*numbers, 0.0, *dropped)",
+        "numbers: tuple[Any, ...] = (weight_offset,)",
+        "numbers: tuple[Any, ...] = (0.0,)",
         (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
     ),
     Mutant(

@@ -166,7 +166,7 @@ MUTANTS = (
         "gradients-known-of-copies",
         "a known backward pass reads what arrives where the one that was checked read a copy",
         "runtime/calls/row_gradients.py",
-        "at == its or not row.is_wanted(mode)",
+        "each == its or not row.is_wanted(mode)",
         "True",
         (
             "tests/calls/test_known_gradients.py::"

@@ -14,11 +14,10 @@ from ...call_kinds import GROUP_SIZES
 from ...calls import native
 from ...calls.check import Call
 from ...calls.known import PLAIN, Key, addresses_of, remember
-from ...calls.known_backward import Learnt, Ready, looked_up_again
-from ...calls.launch import run_layout
+from ...calls.launch import Ready, run_sized
 from ...calls.plan import Plan, Sized, make_of, plan_of
-from ...calls.record import Launched, Recording, arrived_in_memory, record, record_at_once, records
-from ...calls.row_gradients import call_of
+from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, record, record_at_once, records
+from ...calls.row_gradients import call_of, looked_up_again
 from ...calls.traced import intercepted, operator
 from ...codegen.groups import Activation, GroupMode
 from ...codegen.parameters import GROUP, GROUP_BWD
@@ -144,23 +143,13 @@ def _run(found: _Found, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate and launch; see `launched`."""
     plan, addresses, operands, *_ = found
     x, groups = operands[0], plan.sizes["groups"]
-    m = x.shape[0] * groups
-    layout, statistics = plan.layout(m), None
-    y = plan.empty(tuple(x.shape), x.stride(), plan.dtypes[0])
-    if plan.saves_mean:
-        statistics = plan.empty((2, x.shape[0], groups), (m, groups, 1), torch.float32)
-    if layout.by_address:
-        both = (0, 0) if statistics is None else _addresses_of_both(statistics.data_ptr(), m)
-        values = (*addresses, y.data_ptr(), *both)
-    else:
-        values = (*operands, y, *((None, None) if statistics is None else statistics))
-    run_layout(plan, layout, values, (), (eps,))
+    m, saves = x.shape[0] * groups, plan.saves_mean
+    # One tensor holds the means of all groups, and rstd right behind them.
+    of_both = ((2, x.shape[0], groups), (m, groups, 1), torch.float32) if saves else None
+    layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize if saves else 0)
+    sized = Sized(layout, (), (), ((tuple(x.shape), x.stride(), plan.dtypes[0]), None, of_both))
+    y, _, statistics = run_sized(plan, sized, addresses, operands, (eps,), packed=True)
     return y, statistics
-
-
-def _addresses_of_both(statistics: int, m: int) -> tuple[int, int]:
-    """Return where the means of m groups are, and where their rstd is."""
-    return statistics, statistics + m * torch.float32.itemsize
 
 
 # From what arrived for a backward pass, the means and rstd to what launches bring.
