@@ -83,13 +83,7 @@ def _backward_fits(dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *oth
         and _readable(dy)
         and any(due)
         and all(like is not None for like in compress((x, *parameters), due))
-        and all(
-            statistic.dtype in (torch.float32, x.dtype)
-            and statistic.shape == one_a_row
-            and statistic.is_contiguous()
-            and _readable(statistic)
-            for statistic in kept
-        )
+        and all(_is_vector(statistic, (torch.float32, x.dtype), one_a_row) for statistic in kept)
     )
 
 
@@ -109,16 +103,13 @@ def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | Non
         return False
     # On a GPU torch takes only parameters of x's dtype; on a CPU it also takes fp32, if all parameters are fp32.
     mixes = not x.is_cuda and not _any_of_type(x.dtype, parameters)
-    return all(
-        parameter is None
-        or (
-            (parameter.dtype is x.dtype or (mixes and parameter.dtype is torch.float32))
-            and parameter.shape == normalised
-            and parameter.is_contiguous()
-            and _readable(parameter)
-        )
-        for parameter in parameters
-    )
+    dtypes = (x.dtype, torch.float32) if mixes else (x.dtype,)
+    return all(parameter is None or _is_vector(parameter, dtypes, normalised) for parameter in parameters)
+
+
+def _is_vector(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> bool:
+    """Return True if a kernel can read a tensor in place that is to have a shape and one of some dtypes."""
+    return tensor.dtype in dtypes and tensor.shape == shape and tensor.is_contiguous() and _readable(tensor)
 
 
 def _any_of_type(dtype: torch.dtype, parameters: Iterable[torch.Tensor | None]) -> bool:

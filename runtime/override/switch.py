@@ -47,7 +47,7 @@ class Switch:
     def __init__(self, key: str) -> None:
         self.key = key
         self._lock = fork_safe(threading.Lock())
-        self._wishes: list[TorchOverride] = []
+        self._wishes: set[TorchOverride] = set()
         self._replacement: Replacement | None = None
 
     def enter(self, wish: TorchOverride) -> None:
@@ -59,12 +59,12 @@ class Switch:
                 # Fall back to torch's plain kernels, not to torch's own overrides of them.
                 kernels = {name: serving(name, kernel) for name, kernel in torchs.items() if kernel is not None}
                 self._replacement = Replacement(kernels, self.key)
-            self._wishes.append(wish)
+            self._wishes.add(wish)
 
     def leave(self, wish: TorchOverride | None) -> None:
         """Withdraw a request; None withdraws all."""
         with self._lock:
-            self._wishes = [] if wish is None else [other for other in self._wishes if other is not wish]
+            self._wishes = set() if wish is None else self._wishes - {wish}
             if not self._wishes and self._replacement is not None:
                 with without_torchs_own_overrides(OPERATORS):
                     self._replacement.remove()
@@ -72,8 +72,7 @@ class Switch:
 
     def holds(self, wish: TorchOverride) -> bool:
         """Return True if a request was not withdrawn."""
-        with self._lock:
-            return any(other is wish for other in self._wishes)
+        return wish in self._wishes
 
 
 @cache
