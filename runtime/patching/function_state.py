@@ -44,9 +44,9 @@ class State:
         self._read = list(_reached(function, set()))
         for value in self._read:
             if isinstance(value, FunctionType):
-                if vars(value) and not _is_trusted(value.__module__):
+                if vars(value) and not _is_trusted(value):
                     raise ValueError(f"{value.__name__} has attributes")
-            elif not (value is _ABSENT or isinstance(value, (*_CONSTANTS, *_CALLED)) or _is_known(value)):
+            elif not (value is _ABSENT or isinstance(value, (*_CONSTANTS, *_CALLED)) or _is_trusted(value)):
                 raise ValueError(f"it reads a {type(value).__name__}")
 
     def still(self) -> bool:
@@ -62,7 +62,7 @@ def _reached(value: Any, seen: set[FunctionType]) -> Iterator[Any]:
     """Yield a value that a function reads, and all values that are read through it."""
     yield value
     within: tuple[Any, ...] = value if isinstance(value, tuple) else ()
-    if isinstance(value, FunctionType) and value not in seen and not _is_trusted(value.__module__):
+    if isinstance(value, FunctionType) and value not in seen and not _is_trusted(value):
         seen.add(value)
         read = (value.__globals__.get(name, _ABSENT) for name in _globals_of(value.__code__))
         cells = (content_of(cell, _ABSENT) for cell in value.__closure__ or ())
@@ -71,13 +71,11 @@ def _reached(value: Any, seen: set[FunctionType]) -> Iterator[Any]:
         yield from _reached(each, seen)
 
 
-def _is_known(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return _is_trusted(value.__name__)
-    return isinstance(value, type) and _is_trusted(value.__module__)
-
-
-def _is_trusted(module: str | None) -> bool:
+def _is_trusted(value: Any) -> bool:
+    """Return True if a value is a module, class or function that is assumed not to change."""
+    if not isinstance(value, (ModuleType, type, FunctionType)):
+        return False
+    module = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return module is not None and module.partition(".")[0] in _TRUSTED
 
 

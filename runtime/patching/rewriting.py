@@ -76,7 +76,8 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
     if _compiled(tree, function) != function.__code__:
         raise LeftAloneError("the text of its forward is not what it runs")
     first = definition.args.args[0].arg if definition.args.args else None
-    if first is None or any(isinstance(node, ast.Name) and _assigns(node, first) for node in ast.walk(definition)):
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == first]
+    if first is None or any(not isinstance(name.ctx, ast.Load) for name in names):
         raise LeftAloneError("its forward has no first parameter that stays what it is")
     return Forward(function, sums_of(definition), modulations_of(definition)), tree, definition
 
@@ -149,20 +150,12 @@ def _called(owner: str, name: str, given: list[ast.expr], named: Iterable[ast.ke
 
 def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
     """Return the definition of a function in the tree of its file."""
-    at = (function.__name__, function.__code__.co_firstlineno)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and (node.name, _line(node)) == at]
-    if len(found) != 1:
+    named = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == function.__name__]
+    # A function's code begins with its decorators.
+    lines = [min([each.lineno, *(decorator.lineno for decorator in each.decorator_list)]) for each in named]
+    if lines.count(function.__code__.co_firstlineno) != 1:
         raise LeftAloneError("the text of its forward is not where it was")
-    return found[0]
-
-
-def _line(definition: ast.FunctionDef) -> int:
-    """Return the first line of a function, its decorators included."""
-    return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
-
-
-def _assigns(node: ast.Name, name: str) -> bool:
-    return node.id == name and not isinstance(node.ctx, ast.Load)
+    return named[lines.index(function.__code__.co_firstlineno)]
 
 
 def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:

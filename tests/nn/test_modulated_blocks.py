@@ -593,6 +593,23 @@ def test_a_pickle_of_a_release_without_modulations() -> None:
     assert type(blocks._new(ByFunction, ())) is not ByFunction
 
 
+class InBranches(Modulated):
+    """Two branches modulate the result of one norm."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        if self.training:
+            return self.last(modulate(self.norm(x), shift, scale))
+        return self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
+
+
+def test_a_norm_that_two_branches_modulate_is_printed_once() -> None:
+    model = InBranches()
+    (fused,) = normforge.patch(model).fused
+    assert fused.modulated == ("norm",)
+    assert repr(model).count("norm -> its modulation") == 1
+
+
 class Summed(Modulated):
     """Adds before its modulated norm, and before one that is not modulated."""
 
