@@ -211,7 +211,7 @@ def test_a_forward_function_within_a_function_of_ones_own(traced: bool) -> None:
 def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
     def call(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         fused: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "residual_out": residual}
-        return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", **fused)
+        return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", x_bias=x.new_ones(N), **fused)
 
     function, _ = compiled(call, backend=backend)
     x, residual, out = torch.randn(5, N), torch.randn(5, N), torch.empty(5, N, dtype=torch.int8)

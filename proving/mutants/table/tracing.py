@@ -61,11 +61,11 @@ MUTANTS = (
     ),
     Mutant(
         "operator-forgets-x-bias",
-        "a traced call with x_bias ignores it",
+        "a traced call with x_bias and out ignores x_bias",
         "runtime/operators/computing.py",
         "            results = PUBLIC[function](**given)\n",
         '            results = PUBLIC[function](**{**given, "x_bias": None})\n',
-        (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
+        ("tests/operators/test_torch_compile.py::test_outputs_are_written_where_the_caller_says",),
     ),
     Mutant(
         "gradients-of-an-operator-are-what-it-was-given",
