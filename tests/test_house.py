@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_084,
+    "all by hand": 14_073,
     "C": 800,
     "emitted": 716,
     "ahead_of_time": 741,
@@ -46,14 +46,14 @@ MOST_CODE_LINES = {
     "compiled": 662,
     "integrations": 380,
     "jax": 681,
-    "kernels": 1_116,
+    "kernels": 1_115,
     "normforge": 530,
     "operators": 527,
     "override": 209,
     "parallel": 206,
     "patching": 1_358,
     "reference": 636,
-    "selection": 823,
+    "selection": 813,
     "upstream": 722,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

@@ -21,7 +21,6 @@ from .. import settings
 from ..codegen.locking import replace_file
 from ..errors import AotError
 from ..locks import fork_safe
-from ..settings import contents, named
 from .gpu import Target
 from .key import KernelKey
 
@@ -182,7 +181,7 @@ class Folder:
     def _verify(self, name: str, digest: str) -> bytes:
         """Return the bytes of a file, and raise if the digest differs."""
         try:
-            data = contents(self.path / name)
+            data = settings.contents(self.path / name)
             found = hashlib.sha256(data).hexdigest()
         except OSError as error:
             raise AotError(f"{self.path / name} cannot be read ({error.strerror}); {self._again}") from error
@@ -211,7 +210,7 @@ def load_aot(folder: str | os.PathLike[str]) -> None:
             changed.
     """
     global _folder
-    read_folder = checked(read(named(folder, AotError)))
+    read_folder = checked(read(settings.named(folder, AotError)))
     with _lock:
         _folder = read_folder
 
@@ -245,7 +244,7 @@ def read(path: Path) -> Folder:
     """
     make = "make one: normforge aot --arch ARCH --n N --out DIR"
     try:
-        document = json.loads(contents(path / INDEX))
+        document = json.loads(settings.contents(path / INDEX))
     except OSError as error:
         within = sorted(index.parent.name for index in path.glob(f"*/{INDEX}"))
         if within:

@@ -15,7 +15,6 @@ from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..errors import TableError
 from ..locks import fork_safe
-from ..settings import named
 from . import invariance
 from .table import Entry, Table, load_folder, table_of
 
@@ -74,7 +73,7 @@ def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
         TableError: the folder holds no table that this version reads. The table in use stays in use.
     """
     global _loaded, _generated
-    table = _own() if folder is None else load_folder(named(folder, TableError))
+    table = _own() if folder is None else load_folder(settings.named(folder, TableError))
     with _lock:
         _loaded, _generated = table, {}
         _take(({}, {}))

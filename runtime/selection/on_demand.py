@@ -20,7 +20,6 @@ from ..codegen.instance import Instance
 from ..codegen.locking import replace_file
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
-from ..settings import why_open
 from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
@@ -92,7 +91,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
 
 def _refuse_open(folder: Path) -> None:
     """Raise if a user other than this user and root could have put code into a folder of the cache."""
-    why = why_open(folder, owned=2)
+    why = settings.why_open(folder, owned=2)
     if why is not None:
         raise CacheError(
             f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no other "

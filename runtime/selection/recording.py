@@ -19,11 +19,9 @@ from ..codegen.instance import Bucket
 from ..codegen.locking import locked, replace_file
 from ..errors import RecordError
 from ..locks import fork_safe
-from ..settings import contents, named
 from . import dispatch
 from .missing import bucket_of
-from .recorded import MARKER as _MARKER
-from .recorded import Recorded, manifest_of, read
+from .recorded import MARKER, Recorded, manifest_of, read
 from .table import Table
 
 logger = logging.getLogger("normforge")
@@ -55,7 +53,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
             Raised on entry; if the file becomes unusable later, by the call that asks for another kernel; and at the
             end, if the file is still unusable.
     """
-    recording = _Recording(named(path, RecordError))
+    recording = _Recording(settings.named(path, RecordError))
     with dispatch.observed(recording):
         try:
             yield
@@ -71,7 +69,7 @@ def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
     Raises:
         RecordError: see `record`.
     """
-    recording = _Recording(named(path, RecordError))
+    recording = _Recording(settings.named(path, RecordError))
     return recording.add(recorded)
 
 
@@ -117,15 +115,10 @@ class _Recording:
         self._found = Recorded()
         self._is_saved = True
         self._lock = fork_safe(threading.Lock())
-        try:
+        with self._writing():
             self._look()
             # Creating a file is the best test that the folder is writable.
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except RecordError:
-            raise
-        except OSError as error:
-            raise self._unwritable(error) from error
+            tempfile.TemporaryFile(dir=path.parent).close()
 
     def note(self, mode: AnyMode, n: int, table: Table) -> None:
         """Add the instance for rows of n elements, and write the file if the instance is new."""
@@ -169,49 +162,47 @@ class _Recording:
 
     def _save(self) -> None:
         """Add what was asked for to the file, which others may add to at the same time."""
-        try:
-            with locked(self._path.with_name(f".{self._path.name}.lock")):
-                self._look()
-                asked = self._found | self._asked
-                text = manifest_of(asked.instances, asked.calls).encode()
-                if text != self._text:
-                    replace_file(self._path, text)
-                self._text, self._found, self._is_saved = text, asked, True
-        except RecordError:
-            raise
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing(), locked(self._path.with_name(f".{self._path.name}.lock")):
+            self._look()
+            asked = self._found | self._asked
+            text = manifest_of(asked.instances, asked.calls).encode()
+            if text != self._text:
+                replace_file(self._path, text)
+            self._text, self._found, self._is_saved = text, asked, True
 
     def _look(self) -> None:
         """Read and parse the file, if the file has changed."""
         try:
-            text = contents(self._path) if self._path.is_file() else b""
+            text = settings.contents(self._path) if self._path.is_file() else b""
         except FileNotFoundError:
             text = b""
-        if not (text.startswith(_MARKER.encode()) if text else self._is_free()):
+        is_free = self._path.is_file() or not os.path.lexists(self._path)
+        if not (text.startswith(MARKER.encode()) if text else is_free):
             raise RecordError(
                 f"{self._path} is there already and was not written by a recording (it is no file that starts with "
-                f"{_MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
+                f"{MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
                 "normforge.record(FILE)"
             )
         if text == self._text:
             return
-        self._text, self._found = text, self._read(text) if text else Recorded()
-
-    def _is_free(self) -> bool:
-        return self._path.is_file() or not os.path.lexists(self._path)
-
-    def _read(self, text: bytes) -> Recorded:
         try:
-            return read(self._path, text)
+            self._text, self._found = text, read(self._path, text) if text else Recorded()
         except ValueError as error:
             raise RecordError(
                 f"{self._path} is there already and cannot be added to: {error}; remove it, or name another file: "
                 "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
             ) from error
 
-    def _unwritable(self, error: OSError) -> RecordError:
-        return RecordError(
-            f"the instances that are asked for cannot be recorded to {self._path} ({error.strerror}); make its folder "
-            "and see that it can be written, or name another file: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise a RecordError if the file cannot be read or written within."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except OSError as error:
+            raise RecordError(
+                f"the instances that are asked for cannot be recorded to {self._path} ({error.strerror}); make its "
+                "folder and see that it can be written, or name another file: NORMFORGE_RECORD=FILE, or "
+                "normforge.record(FILE)"
+            ) from error
