@@ -21,8 +21,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x with what the convolutions add."""
-        y = self.conv1(self.act(self.norm1(x)))
-        return x + torch.as_tensor(self.conv2(self.act(self.norm2(y))))
+        y: torch.Tensor = self.conv1(self.act(self.norm1(x)))
+        y = self.conv2(self.act(self.norm2(y)))
+        return x + y
 
 
 class UNet(nn.Module):
@@ -37,7 +38,8 @@ class UNet(nn.Module):
         """Return an image of x's shape."""
         wide = self.down(self.enter(x))
         low = self.middle(nn.functional.avg_pool2d(wide, 2))
-        return torch.as_tensor(self.leave(self.up(wide + nn.functional.interpolate(low, scale_factor=2))))
+        image: torch.Tensor = self.leave(self.up(wide + nn.functional.interpolate(low, scale_factor=2)))
+        return image
 
 
 def main() -> float:
