@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from benchmarks.errors import USAGE, UsageError
+
 WHAT = {
     "accuracy": "errors of every kernel against fp64, beside torch's",
     "cold_warm": "calls with the caches that other calls left, against calls without caches",
@@ -33,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", metavar="WHAT", choices=WHAT, help="a proof; WHAT -h lists its options")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the proof")
     asked = parser.parse_args(arguments)
-    status = import_module(f".{asked.what}.command", __package__).main(asked.options)
+    try:
+        status = import_module(f".{asked.what}.command", __package__).main(asked.options)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return USAGE
     assert isinstance(status, int)
     return status
 

@@ -38,14 +38,15 @@ class Table:
         return f"Run on {', '.join(f'{name} {value}' for name, value in self.header.items())}."
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add --record to a command."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --record and --revision to a command."""
     parser.add_argument(
         "--record",
         type=Path,
         metavar="FOLDER",
         help=f"a checkout, '.' say: write the table to its {TABLES}/ and the summary into its page of docs/",
     )
+    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
 
 
 def record(folder: Path, what: str, table: Table, summary: Callable[[Table], str], page: Path = EVIDENCE) -> None:

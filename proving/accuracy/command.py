@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
-from ..evidence import add_option, record
+from .. import parts
+from ..evidence import add_options, record
 from .cases import cases, matching
 from .report import summary, table, text
 from .rows import KINDS
-from .run import run
+from .run import outcome_of, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,15 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
-    outcome = run(chosen, machine, options.seed, options.jobs)
-    print(text(outcome))
-    if options.record is not None:
-        # Late, because it imports Triton, which has to find the interpreter turned on or off.
-        from benchmarks.environment import describe
+    # Late, because it imports Triton, which has to find the interpreter turned on or off.
+    from benchmarks.environment import describe
 
-        header = describe(machine, (), options.revision) | {"seed": str(options.seed)}
-        record(options.record, "accuracy", table(outcome, header), summary)
-    return 0 if outcome.ok else 1
+    header = describe(machine, (), options.revision) | {"seed": str(options.seed)}
+    found = parts.run(
+        {case.name: case for case in chosen},
+        lambda due: run(due, machine, options.seed, options.jobs),
+        options,
+        header,
+    )
+    made = outcome_of(found.results)
+    print(text(made))
+    if options.record is not None and not found.left:
+        record(options.record, "accuracy", table(made, header), summary)
+    return 0 if made.ok and not found.left else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the GPU (default 1)")
-    add_option(parser)
-    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
+    add_options(parser)
+    parts.add_options(parser)
     return parser

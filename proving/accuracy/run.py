@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
@@ -16,39 +16,46 @@ from .cases import AnyCase
 from .measure import Cell, measure
 from .report import Outcome
 
+# The cells of a case, or why it did not run.
+Result = list[Cell] | str
 
-def run(chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int) -> Outcome:
-    """Measure cases, in as many processes."""
-    cells: dict[AnyCase, list[Cell]] = {}
-    broken: dict[AnyCase, str] = {}
-    for case, found in tqdm(_each(chosen, machine, seed, jobs), total=len(chosen), unit=" cases", file=sys.stderr):
-        if isinstance(found, str):
-            broken[case] = f"{case.name}: {found}"
-        else:
-            cells[case] = found
-    # In the order of the cases, whichever process was first.
+
+def outcome_of(found: Mapping[str, Result]) -> Outcome:
+    """Return the outcome of the results of cases, by name."""
     return Outcome(
-        [cell for case in chosen for cell in cells.get(case, ())], [broken[case] for case in chosen if case in broken]
+        [cell for result in found.values() if not isinstance(result, str) for cell in result],
+        [f"{name}: {result}" for name, result in found.items() if isinstance(result, str)],
     )
+
+
+def run(chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int) -> Generator[tuple[str, Result], None, None]:
+    """Measure cases in as many processes, and yield the name and the result of each."""
+    with tqdm(total=len(chosen), unit=" cases", file=sys.stderr) as progress:
+        for found in _each(chosen, machine, seed, jobs):
+            progress.update()
+            yield found
 
 
 def _each(
     chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int
-) -> Iterator[tuple[AnyCase, list[Cell] | str]]:
+) -> Generator[tuple[str, Result], None, None]:
     if jobs == 1:
         for case in chosen:
-            yield case, attempt(case, machine.device, seed)
+            yield case.name, attempt(case, machine.device, seed)
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         pending = {pool.submit(attempt, case, machine.device, seed): case for case in chosen}
-        for done in as_completed(pending):
-            problem = done.exception()
-            # A process that was killed takes the others' cases with it: each is told.
-            yield pending[done], done.result() if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            for done in as_completed(pending):
+                problem = done.exception()
+                # A process that was killed takes the others' cases with it, and each says so.
+                yield pending[done].name, done.result() if problem is None else f"{type(problem).__name__}: {problem}"
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def attempt(case: AnyCase, device: torch.device, seed: int) -> list[Cell] | str:
-    """A case's cells, or why it did not run."""
+def attempt(case: AnyCase, device: torch.device, seed: int) -> Result:
+    """Return the cells of a case, or why it did not run."""
     try:
         return measure(case, device, seed)
     except Exception as problem:

@@ -4,74 +4,62 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
+
+import torch
 
 from benchmarks.environment import describe
 from benchmarks.progress import progress_to
 from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
-from ..evidence import add_option, record
+from .. import parts
+from ..evidence import add_options, record
 from . import report
 from .case import Case
+from .outcome import Outcome
 from .pool import run_in_processes
 from .report import Report
-from .table import SUITES, cases, groups, interpreted, share
+from .table import SUITES, cases, groups, interpreted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked; 0 if every case passed, 1 if one failed, 2 if the question was wrong."""
+    """Run what was asked; 0 if every case passed, 1 if one failed or is left, 2 if the question was wrong."""
     parser = _parser()
     asked = parser.parse_args(arguments)
-    try:
-        found = report.merge([report.read(path) for path in asked.merge]) if asked.merge else _run(asked, parser)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    print(found.details(), found.summary(), sep="\n\n", end="\n\n")
-    for failure in found.failures:
-        print(failure)
-    print(found.totals())
-    if asked.results:
-        found.write(asked.results)
-    if asked.record:
-        record(asked.record, "conformance", found.table(), report.summary)
-    return 1 if found.failures else 0
-
-
-def _run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> Report:
     try:
         machine = find_machine()
     except DeviceError as error:
         parser.error(str(error))
-    chosen = [case for case in (interpreted() if machine.interpreted else cases()) if _is_chosen(case, asked)]
+    every = interpreted() if machine.interpreted else cases()
+    chosen = {case.id: case for case in every if _is_chosen(case, asked)}
     if not chosen:
         parser.error("--suite and --only leave no case; leave one of them out")
-    part, parts = asked.slice
-    selected = share(groups(chosen), part, parts)
     header = describe(machine, (), asked.revision) | {"seed": str(asked.seed)}
-    found = Report(header, parts=[(part, parts)])
-    started = time.monotonic()
-    with progress_to(sum(map(len, selected)), what="conformance", unit="case") as progress:
-        for outcome in run_in_processes(selected, machine.device, asked.seed, asked.jobs):
-            found.count(outcome)
+    done = parts.run(chosen, lambda due: _run(due, machine.device, asked), asked, header)
+    found = Report.of(header, done.results.values(), done.seconds)
+    print(found.details(), found.summary(), sep="\n\n", end="\n\n")
+    for failure in found.failures:
+        print(failure)
+    print(found.totals())
+    if asked.record and not done.left:
+        record(asked.record, "conformance", found.table(), report.summary)
+    return 1 if found.failures or done.left else 0
+
+
+def _run(
+    due: Sequence[Case], device: torch.device, asked: argparse.Namespace
+) -> Generator[tuple[str, Outcome], None, None]:
+    with progress_to(len(due), what="conformance", unit="case") as progress:
+        for outcome in run_in_processes(groups(due), device, asked.seed, asked.jobs):
             progress.update()
             if not outcome.ok:
                 progress.write(str(outcome))
-    found.seconds = time.monotonic() - started
-    return report.merge([found])
+            yield outcome.case, outcome
 
 
 def _is_chosen(case: Case, asked: argparse.Namespace) -> bool:
     return case.suite in asked.suite and asked.only in case.id
-
-
-def _slice(text: str) -> tuple[int, int]:
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; say 1/3 for the first of three")
-    return int(part), int(parts)
 
 
 def _positive(text: str) -> int:
@@ -85,11 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), help="these suites alone")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
-    parser.add_argument("--slice", type=_slice, default=(1, 1), metavar="K/N", help="the K-th of N equal parts")
     parser.add_argument("--jobs", type=_positive, default=min(16, cores), help="processes that share the GPU")
     parser.add_argument("--seed", type=int, default=0, help="of every input")
-    parser.add_argument("--revision", help="what the header says, where git does not know")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="write a file for --merge")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing; add up these results")
-    add_option(parser)
+    add_options(parser)
+    parts.add_options(parser)
     return parser

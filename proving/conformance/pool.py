@@ -58,6 +58,16 @@ def run_in_processes(
     """Run groups of cases in `jobs` processes; outcomes come as they are there, one for each case."""
     queue = _Queue(groups)
     workers: dict[Connection, _Worker] = {}
+    try:
+        yield from _outcomes(queue, workers, device, seed, jobs)
+    finally:
+        for worker in workers.values():
+            worker.process.terminate()
+
+
+def _outcomes(
+    queue: _Queue, workers: dict[Connection, _Worker], device: torch.device, seed: int, jobs: int
+) -> Iterator[Outcome]:
     while True:
         while len(workers) < jobs and (group := queue.take(workers.values())):
             worker = _Worker(device, seed)

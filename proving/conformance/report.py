@@ -1,13 +1,10 @@
-"""The results of a run: as a file that runs can be merged from, as text, as CSV, and as a summary."""
+"""The results of a run: as text, as CSV, and as a summary."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
@@ -70,15 +67,22 @@ class Report:
         header: device, versions, revision and seed.
         lines: by suite and mode, in the order of the table.
         failures: a sentence for each case that failed.
-        parts: which parts of the table were run: (part, parts).
         seconds: how long it took, all parts together.
     """
 
     header: dict[str, str]
     lines: dict[tuple[str, Mode], Line] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    parts: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
+
+    @classmethod
+    def of(cls, header: Mapping[str, str], outcomes: Iterable[Outcome], seconds: float) -> Report:
+        """Return the report of some outcomes, lines in the order of the table of suites."""
+        found = cls(dict(header), seconds=seconds)
+        for outcome in outcomes:
+            found.count(outcome)
+        found.lines = {key: found.lines[key] for key in _in_order(found.lines)}
+        return found
 
     def count(self, outcome: Outcome) -> None:
         """Add a case."""
@@ -86,16 +90,6 @@ class Report:
         self.lines.setdefault(key, Line(*key)).count(outcome)
         if not outcome.ok:
             self.failures.append(str(outcome))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every part of the table was run."""
-        return {part for part, _ in self.parts} == set(range(1, self.parts[0][1] + 1)) if self.parts else False
-
-    def write(self, path: Path) -> None:
-        """Write a file for `read`."""
-        content = vars(self) | {"lines": [asdict(line) for line in self.lines.values()]}
-        path.write_text(json.dumps(content, indent=1) + "\n")
 
     def summary(self) -> str:
         """A line a suite."""
@@ -114,18 +108,16 @@ class Report:
         """One sentence."""
         passed = sum(line.passed for line in self.lines.values())
         failed = sum(line.failed for line in self.lines.values())
-        part = "" if self.complete else f" of part {', '.join(f'{part}/{parts}' for part, parts in self.parts)}"
-        return f"{passed} of {passed + failed} cases{part} pass, in {self.seconds:.0f} s."
+        return f"{passed} of {passed + failed} cases pass, in {self.seconds:.0f} s."
 
     def table(self) -> Table:
         """Return the full table: a row per suite and mode."""
         seconds = {"seconds": f"{self.seconds:.0f}"}
-        parts = {} if self.complete else {"parts": ", ".join(f"{part}/{parts}" for part, parts in self.parts)}
         rows = [
             dict(zip(_COLUMNS, map(str, (line.suite, *asdict(line.mode).values(), *_counts(line))), strict=True))
             for line in self.lines.values()
         ]
-        return Table({**self.header, **parts, **seconds}, _COLUMNS, rows)
+        return Table({**self.header, **seconds}, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:
@@ -152,45 +144,6 @@ def summary(table: Table) -> str:
 _ALL = Mode("-", "-", "-", "-", "-")
 _COUNTS = ["passed", "failed", "largest error", "of", "own", "of "]
 _COLUMNS = ("suite", *asdict(_ALL), "passed", "failed", "error", "output", "own", "own output")
-
-
-def read(path: Path) -> Report:
-    """A report that `Report.write` wrote."""
-    content: Mapping[str, Any] = json.loads(path.read_text())
-    lines = [Line(**line | {"mode": Mode(**line["mode"])}) for line in content["lines"]]
-    return Report(
-        dict(content["header"]),
-        {(line.suite, line.mode): line for line in lines},
-        list(content["failures"]),
-        [(part, parts) for part, parts in content["parts"]],
-        float(content["seconds"]),
-    )
-
-
-def merge(reports: Sequence[Report]) -> Report:
-    """One report of several parts of the table.
-
-    Raises:
-        ValueError: they are not parts of one run: their headers differ, or a part is there twice.
-    """
-    whole = Report(reports[0].header)
-    for report in reports:
-        differing = [name for name in whole.header if report.header.get(name) != whole.header[name]]
-        if differing:
-            raise ValueError(f"{', '.join(differing)} of the parts differ; run them alike, or merge others")
-        if set(report.parts) & set(whole.parts) or len({parts for _, parts in whole.parts + report.parts}) > 1:
-            raise ValueError(f"parts {whole.parts} and {report.parts} overlap; merge each part of one slicing once")
-        _add(whole, report)
-    whole.lines = {key: whole.lines[key] for key in _in_order(whole.lines)}
-    return whole
-
-
-def _add(whole: Report, report: Report) -> None:
-    for key, line in report.lines.items():
-        whole.lines.setdefault(key, Line(*key)).merge(line)
-    whole.failures += report.failures
-    whole.parts += report.parts
-    whole.seconds += report.seconds
 
 
 def _in_order(keys: Iterable[tuple[str, Mode]]) -> list[tuple[str, Mode]]:

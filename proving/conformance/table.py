@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -69,8 +69,3 @@ def groups(chosen: Iterable[Case]) -> list[tuple[Case, ...]]:
     for case in chosen:
         found.setdefault(case.kernels, []).append(case)
     return sorted(map(tuple, found.values()), key=lambda group: -group[0].n)
-
-
-def share(listed: Sequence[tuple[Case, ...]], part: int, parts: int) -> list[tuple[Case, ...]]:
-    """The part-th of so many parts, from 1, which all have groups of all sizes."""
-    return list(listed[part - 1 :: parts])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..evidence import Table, add_option, markdown, record
-from .cells import ALL, FEW, ROOT, CellError, Seen, run
+from .. import parts
+from ..evidence import Table, add_options, markdown, record
+from .cells import ALL, FEW, ROOT, Cell, CellError, Seen, run
+
+# The two suites of a cell, or why it could not be run.
+Result = list[Seen] | str
 
 # Of each file: all of both suites takes one core more than half an hour in each cell.
 _EVERY = 64
@@ -28,7 +32,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", type=int, metavar="K", help=f"every K-th test of each file (default: {_EVERY})")
     parser.add_argument("--only", metavar="GLOB", help="cells of all that match, '3.13x*' say")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: %(default)s)")
-    add_option(parser)
+    add_options(parser)
+    parts.add_options(parser)
     arguments = parser.parse_args(argv)
     every = arguments.every or (1 if arguments.full else _EVERY)
     if every < 1 or arguments.jobs < 1:
@@ -37,33 +42,42 @@ def main(argv: list[str]) -> int:
     cells = [cell for cell in usual if fnmatchcase(str(cell), arguments.only or "*")]
     if not cells:
         parser.error(f"--only {arguments.only!r} matches no cell; they are {', '.join(map(str, ALL))}")
-    seen: list[Seen] = []
-    broken: list[str] = []
-    for cell in cells:
+    header = {
+        "tests": "all" if every == 1 else f"every {every}th of each file",
+        "revision": arguments.revision or _revision(),
+    }
+    found = parts.run(
+        {str(cell): cell for cell in cells}, lambda due: _seen(due, every, arguments.jobs), arguments, header
+    )
+    whole = table(found.results.values(), header)
+    if arguments.record and not found.left:
+        record(arguments.record, "versions", whole, summary, _PAGE)
+    print(summary(whole))
+    failed = any(isinstance(result, str) or any(each.failed for each in result) for result in found.results.values())
+    return 1 if failed or found.left else 0
+
+
+def _seen(due: Sequence[Cell], every: int, jobs: int) -> Generator[tuple[str, Result], None, None]:
+    for cell in due:
         print(f"{cell}: every {every} of each file's tests", flush=True)
         try:
-            for found in run(cell, every, arguments.jobs):
-                seen.append(found)
-                if arguments.record:
-                    record(arguments.record, "versions", table(seen, every, broken), summary, _PAGE)
+            yield str(cell), [*run(cell, every, jobs)]
         except CellError as error:
-            broken.append(str(error))
-    found_all = table(seen, every, broken)
-    if arguments.record:
-        record(arguments.record, "versions", found_all, summary, _PAGE)
-    print(summary(found_all))
-    return 1 if broken or any(found.failed for found in seen) else 0
+            yield str(cell), str(error)
 
 
-def table(seen: Sequence[Seen], every: int, broken: Sequence[str]) -> Table:
+def _revision() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def table(results: Iterable[Result], header: Mapping[str, str]) -> Table:
     """Return the table, a row per suite and environment; what was not run is in the header."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-    header = {"tests": "all" if every == 1 else f"every {every}th of each file", "revision": revision}
-    header |= {f"not run, {number}": " ".join(why.split()) for number, why in enumerate(broken, 1)}
+    results = [*results]
+    broken = [result for result in results if isinstance(result, str)]
+    header = {**header, **{f"not run, {number}": " ".join(why.split()) for number, why in enumerate(broken, 1)}}
     rows = []
-    for found in seen:
+    for found in (seen for result in results if not isinstance(result, str) for seen in result):
         counts = (found.suite, found.passed, found.failed, found.skipped, f"{found.seconds:.0f}")
         values = (*(found.versions[name] for name in _COLUMNS[:4]), *map(str, counts))
         rows.append(dict(zip(_COLUMNS, values, strict=True)))

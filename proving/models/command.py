@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.environment import revision_of
 
-from ..evidence import add_option, record
+from ..evidence import add_options, record
 from .survey import NORM, summary, survey, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m proving models",
         description="Which norm classes of Hugging Face's transformers, which has to be installed, patch takes.",
     )
-    add_option(parser)
-    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
+    add_options(parser)
     options = parser.parse_args(arguments)
     try:
         transformers = import_module("transformers")

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from ..evidence import add_option, record
+from .. import parts
+from ..evidence import add_options, record
 from .mutant import Mutant, Suite
-from .report import revision, summary, table
+from .report import header, summary, table
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
 
 T = TypeVar("T")
+
+
+class Submit(Protocol):
+    """Has the next idle runner run something."""
+
+    def __call__(self, use: Callable[[Runner], T], /) -> Future[T]:
+        """Return what will come of it."""
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +38,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
-    add_option(parser)
+    add_options(parser)
+    parts.add_options(parser)
     parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
@@ -46,23 +54,27 @@ def main(argv: list[str]) -> int:
         for mutant in chosen:
             print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
         return 0
-    started, tried = time.monotonic(), revision()
-    outcomes = _tried(chosen, arguments.jobs)
-    seconds = time.monotonic() - started
-    if arguments.record:
-        record(arguments.record, "mutants", table(outcomes, tried, seconds), summary)
-    missed = [found for found in outcomes if not found.caught]
-    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {seconds:.0f} s")
-    for found in missed:
-        print(f"{found.verdict.value}: {found.mutant.name} ({found.mutant.breaks}): {found.said}")
-    return 1 if missed else 0
+    stated = header(arguments.revision)
+    with _runners(arguments.jobs) as submit:
+        cases = {mutant.name: mutant for mutant in chosen}
+        found = parts.run(cases, lambda due: _tried(due, submit), arguments, stated)
+        outcomes = [*found.results.values()]
+        if not found.left:
+            outcomes = _judged(outcomes, submit, arguments.jobs)
+    if arguments.record and not found.left:
+        record(arguments.record, "mutants", table(outcomes, stated, found.seconds), summary)
+    missed = [each for each in outcomes if not each.caught]
+    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {found.seconds:.0f} s")
+    for each in missed:
+        print(f"{each.verdict.value}: {each.mutant.name} ({each.mutant.breaks}): {each.said}")
+    return 1 if missed or found.left else 0
 
 
-def _tried(chosen: list[Mutant], jobs: int) -> list[Outcome]:
-    """Try mutants, and then, in the same copy of the tree, whether the tests that caught them pass without an edit."""
+@contextmanager
+def _runners(jobs: int) -> Iterator[Submit]:
+    """Runners of tests in copies of the tree as it is now, whatever is done to the tree meanwhile."""
     files = present_files()
     with ExitStack() as stack:
-        # What is tried is the tree as it is now, whatever is done to it meanwhile.
         snapshot = stack.enter_context(copied(ROOT, files))
         idle: SimpleQueue[Runner] = SimpleQueue()
         for _ in range(jobs):
@@ -79,17 +91,29 @@ def _tried(chosen: list[Mutant], jobs: int) -> list[Outcome]:
 
             return pool.submit(run)
 
-        outcomes = []
-        for trial in [with_a_runner(partial(Runner.outcome, mutant=mutant)) for mutant in chosen]:
+        yield with_a_runner
+
+
+def _tried(due: Sequence[Mutant], submit: Submit) -> Generator[tuple[str, Outcome], None, None]:
+    trials = [submit(partial(Runner.outcome, mutant=mutant)) for mutant in due]
+    try:
+        for trial in trials:
             found = trial.result()
-            outcomes.append(found)
             print(f"{found.verdict.value:9} {found.mutant.name:45} {found.seconds:5.1f} s  {found.said}", flush=True)
-        unmutated = []
-        for suite in Suite:
-            tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
-            for part in _parts(tests, jobs):
-                unmutated.append(with_a_runner(partial(Runner.failing_unmutated, suite=suite, tests=part)))
-        unfit = {test for run in unmutated for test in run.result()}
+            yield found.mutant.name, found
+    finally:
+        for trial in trials:
+            trial.cancel()
+
+
+def _judged(outcomes: Sequence[Outcome], submit: Submit, jobs: int) -> list[Outcome]:
+    """Return outcomes, unfit where the test that caught a mutant fails in a copy of the tree without an edit, too."""
+    unmutated = []
+    for suite in Suite:
+        tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
+        for part in _parts(tests, jobs):
+            unmutated.append(submit(partial(Runner.failing_unmutated, suite=suite, tests=part)))
+    unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")
     return [

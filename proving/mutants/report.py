@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from ..evidence import Table, markdown
@@ -26,20 +26,20 @@ def revision() -> str:
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
-def table(outcomes: Sequence[Outcome], tried: str, seconds: float) -> Table:
-    """Return the full table, a row per mutant; `tried` is the revision."""
-    header = {
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "triton")},
-        "revision": tried,
-        "seconds": f"{seconds:.0f}",
-    }
+def header(given: str | None) -> dict[str, str]:
+    """Return what the table states: versions and the revision, git's unless one is given."""
+    versions = {package: version(package) for package in ("torch", "triton")}
+    return {"python": platform.python_version(), **versions, "revision": given or revision()}
+
+
+def table(outcomes: Sequence[Outcome], stated: Mapping[str, str], seconds: float) -> Table:
+    """Return the full table, a row per mutant, under a header and the seconds that it took."""
     rows = []
     for outcome in outcomes:
         mutant = outcome.mutant
         values = (mutant.file, mutant.breaks, outcome.verdict.value, outcome.said, mutant.suite.value)
         rows.append(dict(zip(_COLUMNS, (" ".join(value.split()) for value in values), strict=True)))
-    return Table(header, _COLUMNS, rows)
+    return Table({**stated, "seconds": f"{seconds:.0f}"}, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from ..evidence import Table, add_option, markdown, record
+from .. import parts
+from ..evidence import Table, add_options, markdown, record
 from .cells import every
 from .log import Log, read
 
@@ -101,19 +102,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems or not all(log.ended for log in plain):
         print("\n".join(("without a tool, calls fail or a process ends early:", *problems)), file=sys.stderr)
         return 1
-    outcomes = []
-    for tool in options.tool or TOOLS:
-        print(f"{tool} looks for {TOOLS[tool]}", file=sys.stderr)
-        began = time.monotonic()
-        logs = runs.all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"))
-        outcomes.append(Outcome(tool, logs, time.monotonic() - began))
+    header = _header(sanitizer, options.revision)
+
+    def watched(due: Sequence[str]) -> Generator[tuple[str, Outcome], None, None]:
+        for tool in due:
+            print(f"{tool} looks for {TOOLS[tool]}", file=sys.stderr)
+            began = time.monotonic()
+            logs = runs.all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"))
+            yield tool, Outcome(tool, logs, time.monotonic() - began)
+
+    found = parts.run({tool: tool for tool in options.tool or TOOLS}, watched, options, header)
+    outcomes = [*found.results.values()]
     print(_table(outcomes))
     for outcome in outcomes:
         for line in outcome.found:
             print(f"{outcome.tool}: {line}")
-    if options.record is not None:
-        record(options.record, "sanitizer", table(outcomes, _header(sanitizer, options.revision)), summary)
-    return 0 if all(outcome.clean for outcome in outcomes) else 1
+    if options.record is not None and not found.left:
+        record(options.record, "sanitizer", table(outcomes, header), summary)
+    return 0 if all(outcome.clean for outcome in outcomes) and not found.left else 1
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be given again")
     parser.add_argument("--jobs", type=int, default=8, help="processes, which share the GPU (default 8)")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
-    add_option(parser)
-    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
+    add_options(parser)
+    parts.add_options(parser)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     return parser

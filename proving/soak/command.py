@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..evidence import add_option, record
+from ..evidence import add_options, record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, compilation aside (default: 10)")
     parser.add_argument("--seed", type=int, help="of kinds and calls (default: of the clock; it is printed)")
     parser.add_argument("--device", help="cuda:0, say (default: the current GPU, or the interpreter without one)")
-    add_option(parser)
-    parser.add_argument("--revision", help="what the tables state; default: git's")
+    add_options(parser)
     options = parser.parse_args(argv)
 
     import torch

@@ -40,7 +40,7 @@ from proving.accuracy.layouts import Layout
 from proving.accuracy.measure import Cell, measure
 from proving.accuracy.report import summary
 from proving.accuracy.rows import KINDS
-from proving.accuracy.run import attempt, run
+from proving.accuracy.run import attempt, outcome_of, run
 from proving.accuracy.units import MOST
 from proving.evidence import EVIDENCE, load
 from tests.norms import FULL
@@ -151,7 +151,7 @@ def test_most_errors_are_at_most_torchs() -> None:
 @pytest.mark.gpu
 def test_the_whole_table_on_a_card() -> None:
     machine = find_machine()
-    outcome = run(cases(machine.device), machine, SEED, jobs=min(16, os.cpu_count() or 1))
+    outcome = outcome_of(dict(run(cases(machine.device), machine, SEED, jobs=min(16, os.cpu_count() or 1))))
     assert outcome.ok, f"{outcome.verdict}\n{told(outcome.failing)}\n" + "\n".join(outcome.broken)
 
 

@@ -16,8 +16,8 @@ from proving.conformance.case import FP32, Case, Mode
 from proving.conformance.command import main
 from proving.conformance.outcome import Finding, Outcome
 from proving.conformance.report import Report
-from proving.conformance.table import cases, groups, share
-from proving.evidence import EVIDENCE, load
+from proving.conformance.table import cases, groups
+from proving.evidence import EVIDENCE, load, record
 
 from ..thorough import THOROUGH
 
@@ -30,38 +30,32 @@ def _outcome(units: float, own: float = 0.5, error: str = "") -> Outcome:
     return Outcome("a-case", "ck_tile", MODE, findings, error)
 
 
-def _report(part: int, *outcomes: Outcome) -> Report:
-    found = Report(dict(HEADER), parts=[(part, 2)], seconds=1.0)
-    for outcome in outcomes:
-        found.count(outcome)
-    return found
+def _report(*outcomes: Outcome) -> Report:
+    return Report.of(HEADER, outcomes, 2.0)
 
 
 def test_a_line_counts_cases_and_keeps_the_largest_error() -> None:
-    found = _report(1, _outcome(0.25), _outcome(0.75, own=1.5), _outcome(0.5))
+    found = _report(_outcome(0.25), _outcome(0.75, own=1.5), _outcome(0.5))
     (line,) = found.lines.values()
     assert (line.passed, line.failed, line.units, line.output, line.own) == (2, 1, 0.75, "y", 1.5)
     assert found.failures == ["a-case: y 0.75 (own 1.5)"]
 
 
 def test_what_raised_is_infinitely_wrong() -> None:
-    found = _report(1, _outcome(0.0, error="ValueError: no"))
+    found = _report(_outcome(0.0, error="ValueError: no"))
     (line,) = found.lines.values()
     assert (line.failed, line.units, line.output) == (1, math.inf, "error")
     assert found.failures == ["a-case: ValueError: no"]
 
 
-def test_parts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part, outcome in enumerate((_outcome(0.25), _outcome(math.inf)), start=1):
-        _report(part, outcome).write(tmp_path / f"{part}.json")
+def test_the_page_is_a_summary_of_the_table(tmp_path: Path) -> None:
     page = tmp_path / EVIDENCE
     page.parent.mkdir(parents=True)
     page.write_text("\n".join(markers("conformance")))
-    status = main(["--merge", str(tmp_path / "1.json"), str(tmp_path / "2.json"), "--record", str(tmp_path)])
-    assert status == 1
-    printed = capsys.readouterr().out
-    assert "1 of 2 cases pass, in 2 s." in printed
-    assert "a-case: y inf (own 0.5)" in printed
+    found = _report(_outcome(0.25), _outcome(math.inf))
+    assert found.totals() == "1 of 2 cases pass, in 2 s."
+    assert found.failures == ["a-case: y inf (own 0.5)"]
+    record(tmp_path, "conformance", found.table(), report.summary)
     table, text = load(tmp_path, "conformance"), section(page, "conformance")
     assert text == report.summary(table)
     assert "device a GPU, seed 0, seconds 2." in text
@@ -72,31 +66,10 @@ def test_parts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (row["passed"], row["failed"], row["error"], row["output"]) == ("1", "1", "inf", "y")
 
 
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [(_report(1), "overlap"), (replace(_report(2), header={"device": "another", "seed": "0"}), "device of the parts")],
-)
-def test_what_is_no_other_part_of_the_run_is_not_added(other: Report, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        report.merge([_report(1), other])
-
-
-def test_a_part_says_that_it_is_one() -> None:
-    assert "of part 2/2" in _report(2, _outcome(0.5)).totals()
-
-
-def test_parts_hold_every_case_once() -> None:
-    listed = groups(cases())
-    parts = [case for part in (1, 2, 3) for group in share(listed, part, 3) for case in group]
-    assert sorted(case.id for case in parts) == sorted(case.id for case in cases())
-
-
-@pytest.mark.parametrize(("text", "ok"), [("1/3", True), ("0/3", False), ("4/3", False), ("half", False)])
-def test_slices(text: str, ok: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--slice", text, "--only", "no such case"]
+def test_words_that_name_no_case_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(arguments)
-    assert ("leave no case" if ok else f"'{text}' is no part") in capsys.readouterr().err
+        main(["--only", "no such case"])
+    assert "leave no case" in capsys.readouterr().err
 
 
 def _short_cases() -> tuple[Case, ...]:

@@ -32,7 +32,7 @@ def runner() -> Iterator[Runner]:
 def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
     found = runner.outcome(mutant("return bits", _TEST))
     assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides0-16]")
-    written = table([found], "abc", 1.0)
+    written = table([found], {"revision": "abc"}, 1.0)
     (row,) = written.rows
     assert [*row.values()][:4] == ["runtime/kernels/strides.py", "row alignment", "caught", f"{_TEST}[strides0-16]"]
     assert "revision abc" in summary(written)
@@ -43,7 +43,7 @@ def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
 def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
     found = runner.outcome(mutant("return bits", _OTHER))
     assert (found.verdict, found.said) == (Verdict.SURVIVED, "1 tests passed")
-    text = summary(table([found], "abc", 1.0))
+    text = summary(table([found], {"revision": "abc"}, 1.0))
     assert "**0 of 1 are caught.**" in text
     assert "- SURVIVED: `runtime/kernels/strides.py`, row alignment: 1 tests passed" in text
 

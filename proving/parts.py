@@ -1,0 +1,116 @@
+"""Run a long list of cases in parts: `--minutes N` limits a part, and `--resume FILE` keeps results for later parts.
+
+FILE begins with the header that its results hold for. A part with another header is refused, so that one file is the
+evidence for one revision and one machine. Imports nothing beyond Python, as `proving.evidence` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from benchmarks.errors import UsageError
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Found(Generic[R]):
+    """The results of this part and of earlier ones.
+
+    Attributes:
+        results: by the name of a case, in the order of the cases.
+        left: the number of cases without a result.
+        seconds: the time of all parts together.
+    """
+
+    results: Mapping[str, R]
+    left: int
+    seconds: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --minutes and --resume to a command."""
+    parser.add_argument("--minutes", type=float, metavar="N", help="begin no case after this time")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="leave out cases with a result in FILE, and add results to FILE"
+    )
+
+
+def run(
+    cases: Mapping[str, C],
+    begin: Callable[[Sequence[C]], Generator[tuple[str, R], None, None]],
+    asked: argparse.Namespace,
+    header: Mapping[str, str],
+) -> Found[R]:
+    """Run the cases that have no result yet, until time is up.
+
+    Args:
+        cases: all cases, by name.
+        begin: yields the name and the result of each case that it takes; closed when time is up.
+        asked: options that `add_options` added.
+        header: the revision, the versions and the machine of this part.
+
+    Raises:
+        UsageError: the file holds results of another run.
+    """
+    started = time.monotonic()
+    found: dict[str, R]
+    found, before = _read(asked.resume, header)
+    due = [case for name, case in cases.items() if name not in found]
+    with closing(begin(due)) as results:
+        for name, result in results:
+            found[name] = result
+            taken = time.monotonic() - started
+            if asked.resume is not None:
+                _append(asked.resume, header, (name, result, before + taken))
+            if asked.minutes is not None and taken > 60 * asked.minutes:
+                break
+    here = {name: found[name] for name in cases if name in found}
+    left = len(cases) - len(here)
+    if left:
+        how = "the same command runs them" if asked.resume else "--resume FILE keeps results for a later part"
+        print(f"time is up: {left} of {len(cases)} cases are left; {how}", file=sys.stderr)
+    return Found(here, left, before + time.monotonic() - started)
+
+
+def _read(file: Path | None, header: Mapping[str, str]) -> tuple[dict[str, R], float]:
+    """Return the results in a file, and the seconds that they took."""
+    found: dict[str, R] = {}
+    seconds = 0.0
+    if file is None or not file.exists():
+        return found, seconds
+    with file.open("r+b") as stream:
+        theirs = pickle.load(stream)
+        if theirs != header:
+            differ = "; ".join(
+                f"{name} {theirs.get(name, 'none')} there, {header.get(name, 'none')} here"
+                for name in {**theirs, **header}
+                if theirs.get(name) != header.get(name)
+            )
+            raise UsageError(f"--resume {file} holds results of another run ({differ}); name a new file, or remove it")
+        whole = stream.tell()
+        # A part that was killed may have left half a result.
+        with suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                name, result, seconds = pickle.load(stream)
+                found[name], whole = result, stream.tell()
+        stream.truncate(whole)
+    return found, seconds
+
+
+def _append(file: Path, header: Mapping[str, str], result: object) -> None:
+    is_new = not file.exists()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as stream:
+        if is_new:
+            pickle.dump(dict(header), stream)
+        pickle.dump(result, stream)

@@ -1,0 +1,82 @@
+"""The command `python -m proving`, and long runs in parts."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.errors import UsageError
+from proving import parts
+from proving.__main__ import WHAT, main
+
+HEADER = {"device": "a GPU", "revision": "abc"}
+CASES = {name: index for index, name in enumerate("abcd")}
+
+
+def run(file: Path, begun: list[int], *options: str, header: dict[str, str] = HEADER) -> parts.Found[int]:
+    parser = argparse.ArgumentParser()
+    parts.add_options(parser)
+
+    def squares(due: Sequence[int]) -> Generator[tuple[str, int], None, None]:
+        for case in due:
+            begun.append(case)
+            yield "abcd"[case], case * case
+
+    return parts.run(CASES, squares, parser.parse_args(["--resume", str(file), *options]), header)
+
+
+def test_parts_leave_out_what_earlier_ones_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun: list[int] = []
+    first = run(tmp_path / "results", begun, "--minutes", "0")
+    assert (first.results, first.left) == ({"a": 0}, 3)
+    assert "3 of 4 cases are left; the same command runs them" in capsys.readouterr().err
+    second = run(tmp_path / "results", begun)
+    assert (second.results, second.left) == ({"a": 0, "b": 1, "c": 4, "d": 9}, 0)
+    assert begun == [0, 1, 2, 3]
+
+
+def test_half_a_result_of_a_part_that_was_killed_is_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "results"
+    begun: list[int] = []
+    run(file, begun)
+    file.write_bytes(file.read_bytes()[:-3])
+    for _ in range(2):
+        assert run(file, begun).results == {"a": 0, "b": 1, "c": 4, "d": 9}
+    assert begun == [0, 1, 2, 3, 3]
+
+
+def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
+    run(tmp_path / "results", [])
+    with pytest.raises(UsageError, match=r"holds results of another run \(revision abc there, xyz here\)"):
+        run(tmp_path / "results", [], header=HEADER | {"revision": "xyz"})
+
+
+def test_every_proof_is_listed(repository: Path) -> None:
+    assert WHAT.keys() == {path.parent.name for path in (repository / "proving").glob("*/command.py")}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_proof_lists_its_options(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([what, "-h"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m proving {what} ")
+
+
+def test_no_proof_of_another_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nonsense"])
+    assert "invalid choice: 'nonsense' (choose from" in capsys.readouterr().err
+
+
+def test_the_matrix_needs_no_environment(repository: Path) -> None:
+    """Imports nothing but what Python brings."""
+    code = f"import sys; sys.path.insert(0, {str(repository)!r}); from proving.__main__ import main; main()"
+    command = [sys.executable, "-I", "-S", "-c", code, "matrix", "-h"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
