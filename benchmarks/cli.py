@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _choose_caches()
     try:
         options = _parser().parse_args(given)
-        return int(options.verb(options, given))
+        # Imported late: a verb that only reads needs neither torch nor a GPU.
+        module, _, function = options.verb.partition(":")
+        verb: Callable[[argparse.Namespace, list[str]], int] = vars(import_module(f".{module}", __package__))[function]
+        return verb(options, given)
     except ModuleNotFoundError as error:
         print(f"error: {error}; the benchmark needs `pip install -e '.[bench]'`", file=sys.stderr)
         return USAGE
@@ -46,13 +50,8 @@ def _choose_caches() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))
 
 
-def _run(options: argparse.Namespace, given: list[str]) -> int:
-    from .run import run
-
-    return run(options, given)
-
-
-def _list(options: argparse.Namespace, _: list[str]) -> int:
+def list_cells(options: argparse.Namespace, _: list[str]) -> int:
+    """Print cells and providers."""
     from .providers import find_providers
     from .suites import SUITES
 
@@ -65,96 +64,6 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     for name, reason in absent.items():
         print(f"  not here: {name} ({reason})")
     return 0
-
-
-def _startup(options: argparse.Namespace, given: list[str]) -> int:
-    from .startup import startup
-
-    return startup(options, given)
-
-
-def _operators(options: argparse.Namespace, given: list[str]) -> int:
-    from .operator_calls import operators
-
-    return operators(options, given)
-
-
-def _parts(options: argparse.Namespace, given: list[str]) -> int:
-    from .parts import parts
-
-    return parts(options, given)
-
-
-def _models(options: argparse.Namespace, given: list[str]) -> int:
-    from .models.command import models
-
-    return models(options, given)
-
-
-def _model_kernels(options: argparse.Namespace, given: list[str]) -> int:
-    from .models.profile import model_kernels
-
-    return model_kernels(options, given)
-
-
-def _model_host(options: argparse.Namespace, given: list[str]) -> int:
-    from .models.host import model_host
-
-    return model_host(options, given)
-
-
-def _profile(options: argparse.Namespace, given: list[str]) -> int:
-    from .profile import profile
-
-    return profile(options, given)
-
-
-def _model_tiles(options: argparse.Namespace, given: list[str]) -> int:
-    from .tile_model.command import model_tiles
-
-    return model_tiles(options, given)
-
-
-def _jax(options: argparse.Namespace, given: list[str]) -> int:
-    from .jax_calls import jax_calls
-
-    return jax_calls(options, given)
-
-
-def _merge(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import join
-
-    return join(options)
-
-
-def _compare(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import hold_against
-
-    return hold_against(options)
-
-
-def _report(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import report
-
-    return report(options)
-
-
-def _overview(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import summarise
-
-    return summarise(options)
-
-
-def _reach(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import reach
-
-    return reach(options)
-
-
-def _short(options: argparse.Namespace, _: list[str]) -> int:
-    from .reading import short
-
-    return short(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,17 +90,17 @@ def _add_measuring(verbs: Verbs) -> None:
     run.add_argument("--fresh", action="store_true", help="begin the results anew instead of going on with them")
     run.add_argument("--retry", action="store_true", help="measure recorded failures again")
     run.add_argument("--revision", help="what the header states; default: git's")
-    run.set_defaults(verb=_run)
+    run.set_defaults(verb="run:run")
 
     show = verbs.add_parser("list", help="print cells and providers")
     _choose(show)
-    show.set_defaults(verb=_list)
+    show.set_defaults(verb="cli:list_cells")
 
     startup = verbs.add_parser("startup", help="time processes from their start to the first result")
     startup.add_argument("--runs", type=int, default=3, help="processes a way; the median counts (%(default)s)")
     startup.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     startup.add_argument("--revision", help="what the header states; default: git's")
-    startup.set_defaults(verb=_startup)
+    startup.set_defaults(verb="startup:startup")
 
     parts = verbs.add_parser("parts", help="time the parts of eager calls on the host")
     parts.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
@@ -199,12 +108,12 @@ def _add_measuring(verbs: Verbs) -> None:
     parts.add_argument("--revision", help="what the header states; default: git's")
     parts.add_argument("--beside", type=Path, metavar="TREE", help="a checkout of another revision, timed in turn")
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
-    parts.set_defaults(verb=_parts)
+    parts.set_defaults(verb="parts:parts")
 
     operators = verbs.add_parser("operators", help="time operators on the host, eager and in compiled graphs")
     operators.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
     operators.add_argument("--revision", help="what is stated; default: git's")
-    operators.set_defaults(verb=_operators)
+    operators.set_defaults(verb="operator_calls:operators")
 
     _add_model_tiles(verbs)
     _add_models(verbs)
@@ -225,12 +134,12 @@ def _add_measuring(verbs: Verbs) -> None:
     )
     profile.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     profile.add_argument("--revision", help="what the header states; default: git's")
-    profile.set_defaults(verb=_profile)
+    profile.set_defaults(verb="profile:profile")
 
     jax = verbs.add_parser("jax", help="time kernels called from JAX, from torch, and XLA's own")
     jax.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     jax.add_argument("--revision", help="what the header states; default: git's")
-    jax.set_defaults(verb=_jax)
+    jax.set_defaults(verb="jax_calls:jax_calls")
 
 
 def _add_model_tiles(verbs: Verbs) -> None:
@@ -246,7 +155,7 @@ def _add_model_tiles(verbs: Verbs) -> None:
         "--summarise", action="store_true", help="write summary.txt of the table that is there, and model nothing"
     )
     tiles.add_argument("--revision", help="what the header states; default: git's")
-    tiles.set_defaults(verb=_model_tiles)
+    tiles.set_defaults(verb="tile_model.command:model_tiles")
 
 
 def _add_models(verbs: Verbs) -> None:
@@ -272,7 +181,7 @@ def _add_models(verbs: Verbs) -> None:
     models.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
     models.add_argument("--retry", action="store_true", help="run again what has no time")
     models.add_argument("--revision", help="what the header states; default: git's")
-    models.set_defaults(verb=_models)
+    models.set_defaults(verb="models.command:models")
 
     kernels = verbs.add_parser(
         "model-kernels",
@@ -288,14 +197,14 @@ def _add_models(verbs: Verbs) -> None:
     kernels.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-models")
     kernels.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
     kernels.add_argument("--revision", help="what the header states; default: git's")
-    kernels.set_defaults(verb=_model_kernels)
+    kernels.set_defaults(verb="models.profile:model_kernels")
 
     host = verbs.add_parser("model-host", help="time what the norms of a model's eager step take of the host")
     host.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or patterns; default: all")
     host.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
     host.add_argument("--steps", nargs="+", choices=STEPS, default=[DECODE], help="default: decode")
     host.add_argument("--revision", help="what is stated; default: git's")
-    host.set_defaults(verb=_model_host)
+    host.set_defaults(verb="models.host:model_host")
 
 
 def _add_reading(verbs: Verbs) -> None:
@@ -303,7 +212,7 @@ def _add_reading(verbs: Verbs) -> None:
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
     merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
     merge.add_argument("--fresh", action="store_true", help="replace the suites that --out holds")
-    merge.set_defaults(verb=_merge)
+    merge.set_defaults(verb="reading:join")
 
     compare = verbs.add_parser("compare", help="hold a rerun's ratios against earlier ones; status 1 if one has moved")
     compare.add_argument("old", type=Path, metavar="OLD", help="folder of the earlier results")
@@ -311,7 +220,7 @@ def _add_reading(verbs: Verbs) -> None:
     compare.add_argument(
         "--within", type=_bound, default=0.03, metavar="SHARE", help="how far a ratio may move (%(default)s)"
     )
-    compare.set_defaults(verb=_compare)
+    compare.set_defaults(verb="reading:hold_against")
 
     report = verbs.add_parser("report", help="print results as Markdown tables")
     report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
@@ -324,7 +233,7 @@ def _add_reading(verbs: Verbs) -> None:
         help="which markers, of several pairs; default: benchmarks, or a models folder's own",
     )
     report.add_argument("--pictures", action="store_true", help="draw the pictures again")
-    report.set_defaults(verb=_report)
+    report.set_defaults(verb="reading:report")
 
     overview = verbs.add_parser("overview", help="print all results of some folders as one table")
     overview.add_argument(
@@ -335,19 +244,19 @@ def _add_reading(verbs: Verbs) -> None:
         help="default: those of an H200",
     )
     overview.add_argument("--into", type=Path, help="put the table between this page's markers instead")
-    overview.set_defaults(verb=_overview)
+    overview.set_defaults(verb="reading:summarise")
 
     reach = verbs.add_parser("reach", help="hold results against the goals; status 1 if one is not reached")
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
-    reach.set_defaults(verb=_reach)
+    reach.set_defaults(verb="reading:reach")
 
     short = verbs.add_parser("short", help="say of the sweep's cells that are short what they take and what was tried")
     short.add_argument(
         "--results", type=Path, default=RESULTS / "h200-sweep", help="folder of the sweep and its profile (%(default)s)"
     )
     short.add_argument("--save", action="store_true", help="also write the list beside the results, as short.txt")
-    short.set_defaults(verb=_short)
+    short.set_defaults(verb="reading:short")
 
 
 def _share(text: str) -> tuple[int, int]:

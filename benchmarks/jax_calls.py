@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,7 @@ from .errors import UsageError
 from .jax_results import CASES, SUITE, Case, Row
 from .profile import MARK, find_gpu, record
 from .progress import progress_over
-from .results import write
+from .results import save_rows
 from .timing import Call, summarise
 
 # torch holds memory too, and kernels in a CUDA graph are not launched one by one.
@@ -58,8 +57,7 @@ def jax_calls(options: argparse.Namespace, _: list[str]) -> int:
     rows: list[Row] = []
     for case in progress_over(CASES, what=SUITE, unit="case"):
         rows += measured(case, ways(case, machine.device), partial(record, calls=_CALLS))
-    records = [asdict(row) for row in rows]
-    write(options.out or RESULTS / folder_name(machine), SUITE, header, list(records[0]), records)
+    save_rows(options.out or RESULTS / folder_name(machine), SUITE, header, Row, rows)
     print(table(rows))
     return 0
 

@@ -12,8 +12,8 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +36,7 @@ from .inputs import Inputs, make_inputs
 from .progress import progress_over
 from .provider import Provider
 from .providers import find_providers
-from .results import OK, make_row, write
+from .results import OK, make_row, save_rows
 from .runner import first_line, prepare, release
 from .suites import SUITES
 from .timing import Call, summarise
@@ -116,7 +116,7 @@ def profile(options: argparse.Namespace, _: list[str]) -> int:
     for suite, cell, provider in progress_over(work, what=SUITE, unit="call"):
         before = flush if SUITES[suite].method is Method.COLD else _nothing
         rows += profile_cell(suite, make_inputs(cell, machine.device), provider, before)
-        save(out, header, rows)
+        save_rows(out, SUITE, header, Row, rows)
         _release(machine.device, cell, provider)
     print(table(rows))
     return 0
@@ -214,12 +214,6 @@ def spilled_bytes(kernel: Kernel, n: int) -> int | None:
             function = getattr(sys.modules[key.kernel.rpartition(":")[0]], key.symbol)
             spilled.add(obtain(key, function, target, device).n_spills * _WORD_BYTES)
     return spilled.pop() if len(spilled) == 1 else None
-
-
-def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write the results as a CSV."""
-    records = [asdict(row) for row in rows]
-    write(folder, SUITE, header, list(records[0]), records)
 
 
 def table(rows: Sequence[Row]) -> str:

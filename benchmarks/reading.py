@@ -30,7 +30,7 @@ from .suites import SUITES
 SHORT_LIST = "short"
 
 
-def join(options: argparse.Namespace) -> int:
+def join(options: argparse.Namespace, _: list[str]) -> int:
     """Join the folders of processes that shared a run, and draw their pictures."""
     for warning in warnings(options.folders):
         print(f"warning: {warning}", file=sys.stderr)
@@ -42,14 +42,14 @@ def join(options: argparse.Namespace) -> int:
     return 0
 
 
-def hold_against(options: argparse.Namespace) -> int:
+def hold_against(options: argparse.Namespace, _: list[str]) -> int:
     """Hold a rerun against earlier results."""
     comparisons = compare_folders(options.old, options.new)
     print(describe(comparisons, options.within))
     return 0 if reproduced(comparisons, options.within) else SHORT
 
 
-def report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace, _: list[str]) -> int:
     """Print a folder's results as tables, or put them into a page.
 
     Raises:
@@ -72,7 +72,7 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(options: argparse.Namespace) -> int:
+def summarise(options: argparse.Namespace, _: list[str]) -> int:
     """Print all results of some folders as one table, or put the table into a page.
 
     Raises:
@@ -113,7 +113,7 @@ def _report_models(
     return 0
 
 
-def reach(options: argparse.Namespace) -> int:
+def reach(options: argparse.Namespace, _: list[str]) -> int:
     """Hold results against the goals."""
     suites = dict.fromkeys(rule.suite for rule in RULES if rule.suite != jax_results.SUITE)
     results = {name: load(options.results, name) for name in suites}
@@ -123,7 +123,7 @@ def reach(options: argparse.Namespace) -> int:
     return 0 if all(one.met for one in checked) else SHORT
 
 
-def short(options: argparse.Namespace) -> int:
+def short(options: argparse.Namespace, _: list[str]) -> int:
     """List the sweep's cells that miss a goal by class, with their kernels and what was tried.
 
     Raises:

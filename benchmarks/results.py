@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from normforge.codegen.locking import replace_file
 
@@ -20,8 +20,8 @@ OK = "ok"
 PROJECT, CEILING = "normforge", "copy"
 # The entry of a header with the seed of a suite's cells.
 SEED = "seed"
-_FLOATS = ("us", "us_p20", "us_p80", "gb_per_s")
-_INTEGERS = ("m", "n", "runs", "bytes", "copy_bytes")
+R = TypeVar("R")
+_TYPES: Mapping[str, type[str] | type[int] | type[float]] = {"str": str, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ class Results:
 
     def save(self, folder: Path) -> None:
         """Write `<suite>.csv`; a reader finds the old file or the new one, never half of one."""
-        records = [_record(row) | {"ratio_to_copy": _rounded(self.ratio_to_copy(row))} for row in self.rows.values()]
-        write(folder, self.suite, self.header, [*_COLUMNS, "ratio_to_copy"], records)
+        records = [asdict(row) | {"ratio_to_copy": _rounded(self.ratio_to_copy(row))} for row in self.rows.values()]
+        write(folder, self.suite, self.header, [*_columns(Row), "ratio_to_copy"], records)
 
 
 def write(
-    folder: Path, suite: str, header: Mapping[str, str], columns: Sequence[str], records: Sequence[Mapping[str, Any]]
+    folder: Path, suite: str, header: Mapping[str, str], columns: Collection[str], records: Iterable[Mapping[str, Any]]
 ) -> None:
     """Write records under a header as `<suite>.csv`, as `Results.save` does."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,18 +146,47 @@ def write(
     replace_file((folder / f"{suite}.csv").resolve(), text.getvalue())
 
 
+def save_rows(folder: Path, suite: str, header: Mapping[str, str], kind: type, rows: Iterable[Any]) -> None:
+    """Write rows of a dataclass, a column per field, as `write` does."""
+    write(folder, suite, header, _columns(kind), [asdict(row) for row in rows])
+
+
+def load_rows(folder: Path, suite: str, kind: type[R]) -> tuple[dict[str, str], list[R]] | None:
+    """Read the header and the rows of a dataclass, each text as its field's type; None where there is no file.
+
+    Raises:
+        UsageError: the file lacks one of the fields.
+    """
+    found = read(folder, suite, _columns(kind))
+    if found is None:
+        return None
+    types = _columns(kind)
+    return found[0], [kind(**{name: _value(types[name], record[name]) for name in types}) for record in found[1]]
+
+
+def _columns(kind: Any) -> dict[str, str]:
+    """Return the types of a dataclass's fields, by name."""
+    return {column.name: str(column.type) for column in fields(kind)}
+
+
+def _value(kind: str, text: str) -> Any:
+    """Return a text of a file as a field's type."""
+    optional = kind.endswith(" | None")
+    return None if optional and not text else _TYPES[kind.removesuffix(" | None")](text)
+
+
 def load(folder: Path, suite: str) -> Results | None:
     """Read a suite's CSV, or None where there is none.
 
     Raises:
         UsageError: the file is not one that `Results.save` wrote.
     """
-    found = read(folder, suite, _COLUMNS)
+    found = load_rows(folder, suite, Row)
     if found is None:
         return None
     results = Results(suite, found[0])
-    for record in found[1]:
-        results.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
+    for row in found[1]:
+        results.add(row)
     return results
 
 
@@ -192,18 +221,5 @@ def require_header(path: Path, found: Mapping[str, str], header: Mapping[str, st
         )
 
 
-_COLUMNS = tuple(column.name for column in fields(Row))
-
-
-def _record(row: Row) -> dict[str, Any]:
-    return {column: getattr(row, column) for column in _COLUMNS}
-
-
 def _rounded(ratio: float | None) -> float | None:
     return None if ratio is None else round(ratio, 4)
-
-
-def _converted(column: str, text: str) -> Any:
-    if column in _FLOATS:
-        return float(text)
-    return int(text) if column in _INTEGERS else text

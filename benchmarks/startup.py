@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +29,7 @@ from .environment import ROOT, describe, folder_name
 from .errors import UsageError
 from .first_result import N
 from .progress import progress_over
-from .results import write
+from .results import save_rows
 
 SUITE = "startup"
 _MODES = ("ln_fwd_bf16_mv", "ln_bwd_bf16")
@@ -104,7 +104,7 @@ def startup(options: argparse.Namespace, _: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="normforge-startup-") as base:
         arch = architecture(machine.device)
         rows = measure(Path(base), options.runs, lambda folder: compile_ahead(folder, arch), start)
-    save(options.out or RESULTS / folder_name(machine), header, rows)
+    save_rows(options.out or RESULTS / folder_name(machine), SUITE, header, Row, rows)
     print(table(rows))
     return 0
 
@@ -155,12 +155,6 @@ def compile_ahead(folder: Path, arch: str) -> None:
     """Compile what the process launches into a folder."""
     argv = ("-m", "normforge", "aot", "--arch", arch, "--n", str(N), "--out", str(folder), *_MODES)
     _output(argv, {"TRITON_CACHE_DIR": str(folder.with_name("build"))})
-
-
-def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
-    """Write the results as a CSV."""
-    records = [asdict(row) for row in rows]
-    write(folder, SUITE, header, list(records[0]), records)
 
 
 def table(rows: Sequence[Row]) -> str:

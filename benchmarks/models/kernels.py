@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tabulate import tabulate
 
 from ..errors import UsageError
-from ..results import read, write
+from ..results import load_rows, save_rows
 from .table import title_of
 
 SUITE = "kernels"
@@ -105,8 +105,6 @@ class Row:
     largest: str
 
 
-_COLUMNS = tuple(column.name for column in fields(Row))
-_NUMBERS: Mapping[str, type[int] | type[float]] = {"launches": int, "ms": float, "gb": float}
 _LONGEST_NAME = 70
 
 
@@ -173,19 +171,12 @@ def summed(about: Sequence[str], launches: Iterable[Launch]) -> list[Row]:
 
 def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
     """Write `kernels.csv`."""
-    write(folder, SUITE, header, _COLUMNS, [asdict(row) for row in rows])
+    save_rows(folder, SUITE, header, Row, rows)
 
 
 def load(folder: Path) -> tuple[dict[str, str], list[Row]] | None:
     """Read what `save` wrote, or None where there is none."""
-    found = read(folder, SUITE, _COLUMNS)
-    if found is None:
-        return None
-    rows = []
-    for record in found[1]:
-        values: dict[str, Any] = {name: _NUMBERS.get(name, str)(record[name]) for name in _COLUMNS}
-        rows.append(Row(**values))
-    return found[0], rows
+    return load_rows(folder, SUITE, Row)
 
 
 def render(rows: Sequence[Row], models: Sequence[str]) -> str:

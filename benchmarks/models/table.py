@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from tabulate import tabulate
 
 from normforge.codegen.locking import locked
 
-from ..results import OK, read, require_header, write
+from ..results import OK, load_rows, require_header, save_rows
 from .names import ABSENT, AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, NOTHING, SUITE, TRAIN, Key
 from .specs import SPECS
 from .variants import TORCH, VARIANTS
@@ -84,10 +83,6 @@ class Row:
         return not self.status.startswith(ABSENT)
 
 
-_COLUMNS = tuple(column.name for column in fields(Row))
-_TEXTS = (*Key._fields, "status", "where", "note")
-
-
 @dataclass
 class Table:
     """Rows under the header they share."""
@@ -105,7 +100,7 @@ class Table:
 
     def save(self, folder: Path) -> None:
         """Write `models.csv`; a reader finds the old file or the new one."""
-        write(folder, SUITE, self.header, _COLUMNS, [asdict(row) for row in self.rows.values()])
+        save_rows(folder, SUITE, self.header, Row, self.rows.values())
 
 
 def extend(folder: Path, header: Mapping[str, str], rows: Iterable[Row]) -> Table:
@@ -132,14 +127,14 @@ def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:
     Raises:
         UsageError: the file is none of these, or its header is not the given one.
     """
-    found = read(folder, SUITE, _COLUMNS)
+    found = load_rows(folder, SUITE, Row)
     if found is None:
         return None
     if header is not None:
         require_header(folder / f"{SUITE}.csv", found[0], header)
     table = Table(found[0])
-    for record in found[1]:
-        table.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
+    for row in found[1]:
+        table.add(row)
     return table
 
 
@@ -205,14 +200,6 @@ def _cell(row: Row | None, figure: Callable[[Row], float | None]) -> str:
         return row.status.partition(":")[0]
     value = figure(row)
     return "–" if value is None else f"{value:.2f}"
-
-
-def _converted(column: str, text: str) -> Any:
-    if column in _TEXTS:
-        return text
-    if not text:
-        return None
-    return int(text) if column == "runs" else float(text)
 
 
 def beside_torch(table: Table, row: Row) -> float | None:

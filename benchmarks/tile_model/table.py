@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tabulate import tabulate
 
 from ..chosen import RESULTS
 from ..errors import UsageError
-from ..results import PROJECT, read, write
+from ..results import PROJECT, load_rows, read, save_rows
 from ..results import load as load_results
 from .devices import DEVICES
 from .model import MANY, MEASURED, RULE, TABLE, TIMED_KINDS, Row
@@ -159,24 +158,12 @@ def outlived(rows: Sequence[Row]) -> list[Known]:
 
 def save(folder: Path, header: Mapping[str, str], rows: Sequence[Row]) -> None:
     """Write `tiles.csv`."""
-    write(folder, NAME, header, _COLUMNS, [asdict(row) for row in rows])
+    save_rows(folder, NAME, header, Row, rows)
 
 
 def load(folder: Path) -> tuple[dict[str, str], list[Row]] | None:
     """Read what `save` wrote; None where there is none."""
-    found = read(folder, NAME, _COLUMNS)
-    if found is None:
-        return None
-    return found[0], [_read(record) for record in found[1]]
-
-
-def _read(record: Mapping[str, str]) -> Row:
-    values: dict[str, Any] = {name: int(text) if name in _NUMBERS else text for name, text in record.items()}
-    return Row(**values)
-
-
-_COLUMNS = tuple(field.name for field in fields(Row))
-_NUMBERS = {field.name for field in fields(Row) if field.type == "int"}
+    return load_rows(folder, NAME, Row)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import cli, startup
 from benchmarks.errors import UsageError
-from benchmarks.startup import WAYS, Environment, Sample, Way, measure, save, start, table
+from benchmarks.results import save_rows
+from benchmarks.startup import SUITE, WAYS, Environment, Row, Sample, Way, measure, start, table
 
 from ..thorough import THOROUGH
 
@@ -62,7 +63,7 @@ def test_the_median_counts(tmp_path: Path) -> None:
 
 def test_results_are_files_and_a_table(tmp_path: Path) -> None:
     rows = measure(tmp_path, 1, lambda folder: None, Processes().run)
-    save(tmp_path / "here", {"device": "a test"}, rows)
+    save_rows(tmp_path / "here", SUITE, {"device": "a test"}, Row, rows)
     lines = (tmp_path / "here" / "startup.csv").read_text().splitlines()
     assert lines[0] == "# device: a test"
     records = list(csv.DictReader(lines[1:]))
