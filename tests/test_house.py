@@ -49,15 +49,15 @@ MOST_CODE_LINES = {
     "kernels": 1_115,
     "normforge": 530,
     "operators": 527,
-    "override": 209,
+    "override": 211,
     "parallel": 206,
-    "patching": 1_358,
+    "patching": 1_356,
     "reference": 636,
     "selection": 813,
     "upstream": 722,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_572, ("benchmarks",): 8_452}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_577, ("benchmarks",): 8_452}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an

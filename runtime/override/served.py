@@ -6,7 +6,8 @@ torch's own kernel, which also raises torch's errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress, product
 from typing import Any
 
@@ -73,8 +74,8 @@ def _forward_fits(x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
     return _fits(x, shape, *parameters) and 0.0 <= _eps_of(eps) <= LARGEST_FP32
 
 
-def _backward_fits(dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
-    kept, parameters, due = _split(others)
+def _backward_fits(statistics: int, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
+    kept, parameters, due = others[:statistics], others[statistics:-1], others[-1]
     one_a_row = (*x.shape[: -len(shape)], *[1] * len(shape))
     return (
         _fits(x, shape, *parameters)
@@ -112,7 +113,7 @@ def _is_vector(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tup
     return tensor.dtype in dtypes and tensor.shape == shape and tensor.is_contiguous() and _readable(tensor)
 
 
-def _any_of_type(dtype: torch.dtype, parameters: Iterable[torch.Tensor | None]) -> bool:
+def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
     """Return True if any parameter has a dtype; None has none."""
     return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
 
@@ -122,41 +123,51 @@ def _readable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
-def _forward(run: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    *vectors, eps = others
+def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:
     dimensions = len(shape)
-    out = run(_rows(x, dimensions), *map(_vector, vectors), eps=_eps_of(eps), save_mv=True)
+    vectors = (_vector(weight), _vector(bias))
+    y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
     dtype = torch.float32
-    if out.mean is not None and not x.is_cuda and not _any_of_type(torch.float32, vectors):
-        # On a CPU torch saves a LayerNorm's statistics in the parameters' dtype, or x's.
+    if not x.is_cuda and not _any_of_type(torch.float32, (weight, bias)):
+        # On a CPU torch saves statistics in the parameters' dtype, or x's.
         dtype = x.dtype
-    statistics = (each for each in (out.mean, out.rstd) if each is not None)
-    return (_like(x, out.y), *(_one_a_row(each, dimensions, dtype) for each in statistics))
+    return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
+
+
+def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> Tensors:
+    dimensions = len(shape)
+    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_eps_of(eps), save_mv=True)
+    return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
 
 
 def _eps_of(eps: float | None) -> float:
     return _DEFAULT_EPS if eps is None else eps
 
 
-def _gradients(
-    run: Callable[..., Any], dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any
+def _layer_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
 ) -> Tensors:
-    kept, parameters, due = _split(others)
     rows = _rows(x, len(shape))
-    named: dict[str, Any] = {
-        name: _of_rows(each, rows) for name, each in zip(("rstd", "mean"), reversed(kept), strict=False)
-    }
-    weight, *biases = parameters
-    if biases:
-        named["bias_dtype"] = None if biases[0] is None else biases[0].dtype
-    found = run(_rows(dy, len(shape)), rows, _vector(weight), **named, wants=_WANTS[tuple(due)])
-    return tuple(map(_like, (x, *parameters), found))
+    found = layernorm2d_bwd(
+        _rows(dy, len(shape)),
+        rows,
+        _vector(weight),
+        mean=_of_rows(mean, rows),
+        rstd=_of_rows(rstd, rows),
+        bias_dtype=None if bias is None else bias.dtype,
+        wants=_WANTS[tuple(due)],
+    )
+    return _like(x, found.dx), _like(weight, found.dweight), _like(bias, found.dbias)
 
 
-def _split(others: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], Tensors, Sequence[bool]]:
-    """Return the statistics, as many parameters, and the mask of requested gradients of a backward operator."""
-    half = len(others) // 2
-    return others[:half], others[half:-1], others[-1]
+def _rms_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
+) -> Tensors:
+    rows = _rows(x, len(shape))
+    found = rmsnorm2d_bwd(
+        _rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=_WANTS[tuple(due)]
+    )
+    return _like(x, found.dx), _like(weight, found.dweight)
 
 
 def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
@@ -183,28 +194,12 @@ def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return statistic.view(rows.shape[:-1]).float()
 
 
-def _layer(x: torch.Tensor, *others: Any) -> Tensors:
-    return _forward(layernorm2d_fwd, x, *others)
-
-
-def _rms(x: torch.Tensor, *others: Any) -> Tensors:
-    return _forward(rmsnorm2d_fwd, x, *others)
-
-
-def _layer_gradients(dy: torch.Tensor, *others: Any) -> Tensors:
-    return _gradients(layernorm2d_bwd, dy, *others)
-
-
-def _rms_gradients(dy: torch.Tensor, *others: Any) -> Tensors:
-    return _gradients(rmsnorm2d_bwd, dy, *others)
-
-
 # The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels. A
-# LayerNorm has two statistics and two parameters, an RMSNorm one of each.
+# LayerNorm has two statistics, an RMSNorm one.
 _SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
     "native_layer_norm": (_forward_fits, _layer),
-    "native_layer_norm_backward": (_backward_fits, _layer_gradients),
+    "native_layer_norm_backward": (partial(_backward_fits, 2), _layer_gradients),
     "_fused_rms_norm": (_forward_fits, _rms),
-    "_fused_rms_norm_backward": (_backward_fits, _rms_gradients),
+    "_fused_rms_norm_backward": (partial(_backward_fits, 1), _rms_gradients),
 }
 OPERATORS = tuple(_SERVED)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
@@ -18,8 +16,8 @@ import torch
 
 # Attributes and functions of these modules are assumed not to change.
 _TRUSTED = frozenset(("torch", "math", "operator", "einops"))
-# Types whose values cannot change in place, or whose contents are looked at.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, tuple, torch.dtype, torch.device, CodeType)
+# Types whose values cannot change in place.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
 _CALLED = (BuiltinFunctionType, MethodDescriptorType)
 
 # Marks a missing global (a builtin, say) and an empty cell.
@@ -32,7 +30,7 @@ _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 class State:
     """A snapshot of a function, and of the functions that it calls."""
 
-    __slots__ = ("_function", "_read")
+    __slots__ = ("_read",)
 
     def __init__(self, function: FunctionType) -> None:
         """Take a snapshot of a function, and of the functions that it calls.
@@ -40,35 +38,30 @@ class State:
         Raises:
             ValueError: the function reads or writes state that may change without a trace.
         """
-        self._function = function
-        self._read = list(_reached(function, set()))
-        for value in self._read:
-            if isinstance(value, FunctionType):
-                if vars(value) and not _is_trusted(value):
+        # The globals that a function reads, and the values of all that the function reads.
+        self._read: dict[FunctionType, tuple[tuple[str, ...], list[Any]]] = {}
+        waiting: list[Any] = [function]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, FunctionType) and not _is_trusted(value):
+                if vars(value):
                     raise ValueError(f"{value.__name__} has attributes")
+                if value not in self._read:
+                    names = tuple(dict.fromkeys(_globals_of(value.__code__)))
+                    self._read[value] = (names, _read_by(value, names))
+                    waiting += self._read[value][1]
+            elif isinstance(value, tuple):
+                waiting += value
             elif not (value is _ABSENT or isinstance(value, (*_CONSTANTS, *_CALLED)) or _is_trusted(value)):
                 raise ValueError(f"it reads a {type(value).__name__}")
 
     def still(self) -> bool:
         """Return True if nothing in the snapshot has changed."""
-        try:
-            now = list(_reached(self._function, set()))
-        except ValueError:
-            return False
-        return len(now) == len(self._read) and all(map(is_, now, self._read))
-
-
-def _reached(value: Any, seen: set[FunctionType]) -> Iterator[Any]:
-    """Yield a value that a function reads, and all values that are read through it."""
-    yield value
-    within: tuple[Any, ...] = value if isinstance(value, tuple) else ()
-    if isinstance(value, FunctionType) and value not in seen and not _is_trusted(value):
-        seen.add(value)
-        read = (value.__globals__.get(name, _ABSENT) for name in _globals_of(value.__code__))
-        cells = (content_of(cell, _ABSENT) for cell in value.__closure__ or ())
-        within = (value.__code__, value.__defaults__, *(value.__kwdefaults__ or {}).values(), *read, *cells)
-    for each in within:
-        yield from _reached(each, seen)
+        for function, (names, read) in self._read.items():
+            now = _read_by(function, names)
+            if len(now) != len(read) or not all(map(is_, now, read)):
+                return False
+        return True
 
 
 def _is_trusted(value: Any) -> bool:
@@ -79,21 +72,27 @@ def _is_trusted(value: Any) -> bool:
     return module is not None and module.partition(".")[0] in _TRUSTED
 
 
-@lru_cache(256)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the globals that code reads, and that functions defined in the code read.
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of the globals that code reads, and that functions defined in the code read.
 
     Raises:
         ValueError: the code writes globals or cells, or imports.
     """
-    names = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in _WRITES:
             raise ValueError(f"it has {instruction.opname}")
         if instruction.opname in _READS:
-            names.append(instruction.argval)
-    inner = (_globals_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return tuple(dict.fromkeys((*names, *chain.from_iterable(inner))))
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+def _read_by(function: FunctionType, names: tuple[str, ...]) -> list[Any]:
+    """Return a function's code, its defaults, and the values that the code reads now."""
+    found: list[Any] = [function.__code__, function.__defaults__, *(function.__kwdefaults__ or {}).values()]
+    found += [function.__globals__.get(name, _ABSENT) for name in names]
+    return [*found, *(content_of(cell, _ABSENT) for cell in function.__closure__ or ())]
 
 
 def content_of(cell: CellType, empty: Any = None) -> Any:
