@@ -8,24 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from .codegen import groups, values
 from .codegen.families import Kind, Parameter
-from .codegen.groups import Activation
 from .codegen.model import Mode
 from .codegen.parameters import family_of
-from .codegen.values import (
-    FP8_INPUT_DTYPES,
-    Cast,
-    DType,
-    FusedAdd,
-    FusedQuant,
-    GateActivation,
-    Gating,
-    Norm,
-    Rounding,
-    ScaleFormat,
-    ScaleGroup,
-    ScaleLayout,
-)
+from .codegen.values import FP8_INPUT_DTYPES, Cast, DType, ScaleFormat
 from .errors import ConflictError
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
@@ -64,24 +51,10 @@ def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
 E = TypeVar("E", bound=Enum)
 
 # Members by accepted argument: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
-_WORDS: dict[type[Enum], dict[str, Enum]] = {
-    kind: {member.value: member for member in kind}
-    for kind in (
-        Norm,
-        FusedAdd,
-        FusedQuant,
-        Rounding,
-        Cast,
-        Activation,
-        Gating,
-        GateActivation,
-        ScaleGroup,
-        ScaleFormat,
-        ScaleLayout,
-    )
-}
+_ENUMS = [each for each in (*vars(values).values(), groups.Activation) if isinstance(each, type(Enum))]
+_WORDS: dict[type[Enum], dict[str, Enum]] = {kind: {member.value: member for member in kind} for kind in _ENUMS}
 _CODES: dict[type[Enum], dict[int, Enum]] = {
-    kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant, ScaleGroup)
+    kind: {member.code: member for member in kind} for kind in _ENUMS if hasattr(kind, "code")
 }
 
 
