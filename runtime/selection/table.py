@@ -274,14 +274,14 @@ def table_of(package: str, where: str) -> Table:
             "generate the folder anew with this version"
         )
     # A table without tiles for some rows has no SOME_M.
-    ladders, small_m, some_m = dispatch.get("TABLE"), dispatch.get("SMALL_M"), dispatch.get("SOME_M", SOME_M)
-    if not isinstance(ladders, dict) or not isinstance(small_m, int) or not isinstance(some_m, int):
-        missing = "TABLE" if not isinstance(ladders, dict) else "SOME_M" if isinstance(small_m, int) else "SMALL_M"
-        raise TableError(f"the dispatch.py of {where} defines no {missing}; generate the folder anew")
-    problem = _why_no_table(ladders)
+    names = {"SOME_M": SOME_M, **dispatch}
+    for name, kind in (("TABLE", dict), ("SMALL_M", int), ("SOME_M", int)):
+        if not isinstance(names.get(name), kind):
+            raise TableError(f"the dispatch.py of {where} defines no {name}; generate the folder anew")
+    problem = _why_no_table(names["TABLE"])
     if problem is not None:
         raise TableError(f"the dispatch.py of {where} is damaged: {problem}; generate the folder anew")
-    return Table(package, ladders, small_m, where, some_m)
+    return Table(package, names["TABLE"], names["SMALL_M"], where, names["SOME_M"])
 
 
 def _why_no_table(ladders: dict[Any, Any]) -> str | None:
