@@ -9,20 +9,15 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import AotError, CacheError, NormforgeError, RecordError, SettingError, TableError
 
-
-def _started_in() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:
-        # The folder is gone; a relative path is then an error where one is used.
-        return None
-
-
-_START = _started_in()
+# None if the folder is gone; a relative path is then an error where one is used.
+_START: Path | None = None
+with suppress(OSError):
+    _START = Path.cwd()
 
 
 def instances() -> Path | None:

@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_046,
+    "all by hand": 14_043,
     "C": 800,
     "emitted": 716,
     "ahead_of_time": 741,
@@ -47,14 +47,14 @@ MOST_CODE_LINES = {
     "integrations": 380,
     "jax": 681,
     "kernels": 1_115,
-    "normforge": 503,
+    "normforge": 501,
     "operators": 527,
     "override": 211,
     "parallel": 206,
     "patching": 1_356,
     "reference": 636,
     "selection": 813,
-    "upstream": 722,
+    "upstream": 721,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
 MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_568, ("benchmarks",): 8_452}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .imports import when_imported
+from .torch_internals import known_to_hold
 
 # The releases whose graphs the passes were tried on.
 KNOWN = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -44,10 +45,10 @@ def reason_against(version: str = torch.__version__) -> str | None:
 @cache
 def _missing() -> str | None:
     """Return an interface that passes need and this torch lacks, or None."""
-    from torch._inductor import config, custom_graph_pass
+    from torch._inductor import custom_graph_pass
     from torch.fx.experimental import symbolic_shapes
 
-    entries: Any = getattr(config, "_config", {})
+    entries = getattr(_settings(), "_config", {})
     wanted = {
         f"{_CONFIG}.{_SETTING}": _SETTING in entries,
         f"the default of {_CONFIG}.{_SETTING}": hasattr(entries.get(_SETTING), "default"),
@@ -70,33 +71,33 @@ def is_tracing_possible() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def installed() -> Any:
-    """Return the passes that run over partitioned graphs, as this thread sees them."""
+def _settings() -> Any:
+    """Import Inductor's settings and return the module, for which torch declares no types."""
     from torch._inductor import config
 
-    return getattr(config, _SETTING)
+    return config
+
+
+def installed() -> Any:
+    """Return the passes that run over partitioned graphs, as this thread sees them."""
+    return getattr(_settings(), _SETTING)
 
 
 def install(custom_pass: Any) -> None:
     """Have a pass run over partitioned graphs in all threads, in place of the passes before."""
-    from torch._inductor import config
-
-    settings: Any = config
-    settings._config[_SETTING].default = custom_pass
+    _settings()._config[_SETTING].default = custom_pass
     if installed() is not custom_pass:
         # A value that was set takes precedence over the default.
-        setattr(settings, _SETTING, custom_pass)
+        setattr(_settings(), _SETTING, custom_pass)
 
 
 def uninstall(custom_pass: Any, before: Any) -> None:
     """Undo `install`, given what ran before."""
-    from torch._inductor import config
-
-    settings: Any = config
-    if settings._config[_SETTING].default is custom_pass:
-        settings._config[_SETTING].default = None
+    setting = _settings()._config[_SETTING]
+    if setting.default is custom_pass:
+        setting.default = None
     if before is not None or installed() is custom_pass:
-        setattr(settings, _SETTING, before)
+        setattr(_settings(), _SETTING, before)
 
 
 def run_pass(custom_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool) -> None:
@@ -112,9 +113,7 @@ def run_pass(custom_pass: Callable[..., None], graph: torch.fx.Graph, is_inferen
 
 def all_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return True if sizes or strides are equal for all values of their symbols."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
+    return len(sizes) == len(others) and all(known_to_hold(a == b) for a, b in zip(sizes, others, strict=True))
 
 
 def without_guards(tensor: torch.Tensor) -> AbstractContextManager[object]:
