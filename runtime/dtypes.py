@@ -51,7 +51,7 @@ def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
 E = TypeVar("E", bound=Enum)
 
 # Members by accepted argument: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
-_ENUMS = [each for each in (*vars(values).values(), groups.Activation) if isinstance(each, type(Enum))]
+_ENUMS: list[Any] = [each for each in (*vars(values).values(), groups.Activation) if isinstance(each, type(Enum))]
 _WORDS: dict[type[Enum], dict[str, Enum]] = {kind: {member.value: member for member in kind} for kind in _ENUMS}
 _CODES: dict[type[Enum], dict[int, Enum]] = {
     kind: {member.code: member for member in kind} for kind in _ENUMS if hasattr(kind, "code")
