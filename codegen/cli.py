@@ -35,9 +35,9 @@ a selection:
   --where takes conditions on axes, all of which must hold: axis=word, axis=word|word or axis!=word. dtype_out=same
   means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
-  Given several times, either option is one list of all its parts. Both may be given. The folder then holds the
-  instances that are left: files of the others are removed from it, and from a checkout's own generated/ only with
-  --prune, for another manifest than instances.yaml too. --tiles and --out may be given once.
+  Both options may be given, each several times. The folder then holds the selected instances, and other files of
+  normforge's are removed from the folder. From generated/ of a checkout they are removed only with --prune; the same
+  holds for another manifest than instances.yaml. --tiles and --out may be given once.
 
 examples:
   {prog} --list --filter 'rms_*_mv_n4096'
@@ -187,9 +187,11 @@ def parser(prog: str) -> Parser:
         type=Path,
         action="append",
         metavar="FILE",
-        help="what to generate (a checkout's instances.yaml); given several times, what any of them asks for",
+        help="the manifest (default: instances.yaml of a checkout); given several times, the union of the manifests",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to (a checkout's generated/)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the folder to write (default: generated/ of a checkout)"
+    )
     parser.add_argument(
         "--tiles",
         type=Path,

@@ -39,10 +39,10 @@ _KINDS = (SAME, *(dtype.value for dtype in INPUT_DTYPES), ABSENT)
 SHELLS = ("bash", "zsh", "tcsh")
 
 _WARMUP = """\
-Compile everything that calls of some modes and sizes come to, for the GPU that is here.
+Compile every kernel that calls of some modes and sizes take, for this machine's GPU.
 
-What is compiled stays in Triton's cache on disk (TRITON_CACHE_DIR), where processes that start later on this machine
-find it: they compile nothing, and under NORMFORGE_FROZEN=1 they would refuse to. For another machine, or without a
+The kernels stay in Triton's cache on disk (TRITON_CACHE_DIR). Processes that start later on this machine load them
+from the cache and compile nothing; under NORMFORGE_FROZEN=1, compiling is an error. For another machine, or without a
 GPU: normforge aot.
 """
 
@@ -57,11 +57,11 @@ examples:
 """
 
 _AOT = """\
-Compile everything that calls of some modes and sizes come to into a folder; no GPU is needed.
+Compile every kernel that calls of some modes and sizes take, into a folder. No GPU is needed.
 
-A process loads it with normforge.load_aot("DIR") or NORMFORGE_AOT=DIR, under the same release of Triton, and launches
-its kernels without Triton's compiler. What the folder lacks is compiled then, or refused under NORMFORGE_FROZEN=1.
-Afterwards it holds exactly what this command asked for; what it held already is not compiled again.
+A process loads the folder with normforge.load_aot("DIR") or NORMFORGE_AOT=DIR, under the same release of Triton, and
+launches the kernels without Triton's compiler. A kernel that the folder lacks is compiled at its first call, or refused
+under NORMFORGE_FROZEN=1. The command keeps kernels that the folder has, and removes those that it does not ask for.
 """
 
 _AOT_EXAMPLES = """\
@@ -74,10 +74,10 @@ examples:
 """
 
 _MERGE = """\
-Add recordings together: those that processes wrote under names of their own, NORMFORGE_RECORD=needed.%p.yaml say.
+Merge recordings, such as those that several processes wrote with NORMFORGE_RECORD=needed.%p.yaml.
 
-What the output holds already it keeps, so that it may be one of the recordings, and a command that is repeated changes
-nothing. Of what several hold one copy is kept.
+The output keeps what it has, so it may be one of the recordings, and repeating the command changes nothing. What
+several recordings have is written once.
 """
 
 _MERGE_EXAMPLES = """\
@@ -88,17 +88,17 @@ examples:
 _HUB = """\
 Write a repository of LayerNorm and RMSNorm layers for Hugging Face's kernels (github.com/huggingface/kernels).
 
-It holds generated kernels and what launches them, and imports nothing but torch and Triton. kernels loads the layers
-from the folder as it is (LocalLayerRepository), or from the Hub once it is uploaded there.
+The repository has generated kernels and the code that launches them, and imports torch and Triton only. The library
+kernels loads the layers from the folder (LocalLayerRepository), or from the Hub after an upload.
 """
 
 _DOCTOR = """\
-Report versions, GPU, tiles, C launcher, cache folder, settings and interpreter, for a user and for a bug report.
-Exit status: 0 kernels run here; 1 the report names a problem.
+Report versions, GPU, tiles, C launcher, cache folders, settings and interpreter, for a user and for a bug report.
+Exit status: 0 kernels run here, 1 the report names a problem.
 """
 
 _COMPLETION = """\
-Print a script that has a shell complete verbs, options, their words and names of files.
+Print a script with which a shell completes verbs, options, their values and file names.
 """
 
 _COMPLETION_EXAMPLES = """\
@@ -113,7 +113,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def demo(prog: str) -> Parser:
     """Return the parser of `normforge demo`, which takes no options."""
     return Parser(
-        prog, "Run a handful of modes and print how far each is from the fp64 reference and, on a GPU, how fast."
+        prog, "Run ten modes, and print the error of each against the fp64 reference and, on a GPU, time and GB/s."
     )
 
 
@@ -138,9 +138,13 @@ def listing(prog: str) -> Parser:
         "Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES.",
         resolve=_check_architecture,
     )
-    parser.add_argument("globs", nargs="*", metavar="GLOB", help="show only instances whose name matches one of these")
     parser.add_argument(
-        "--arch", default=ANY, help="the tiles of this architecture, sm_90 say (default: of those without their own)"
+        "globs", nargs="*", metavar="GLOB", help="print only instances whose names match one of these patterns"
+    )
+    parser.add_argument(
+        "--arch",
+        default=ANY,
+        help="print tiles for this architecture, for example sm_90 (default: for those without tiles of their own)",
     )
     return parser
 
@@ -154,17 +158,22 @@ def _check_architecture(parser: Parser, given: argparse.Namespace) -> argparse.N
 def merge(prog: str) -> Parser:
     """Return the parser of `normforge merge`."""
     parser = Parser(prog, _MERGE, _MERGE_EXAMPLES.format(prog=prog))
-    parser.add_argument("recordings", nargs="+", type=Path, metavar="FILE", help="what NORMFORGE_RECORD wrote")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the recording that they are added to")
+    parser.add_argument(
+        "recordings", nargs="+", type=Path, metavar="FILE", help="a recording that NORMFORGE_RECORD wrote"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the recording to write or to extend")
     return parser
 
 
 def hub(prog: str) -> Parser:
     """Return the parser of `normforge hub`."""
     parser = Parser(prog, _HUB, resolve=_check_owner)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the repository's folder; made if need be")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the repository; created if missing")
     parser.add_argument(
-        "--owner", default="me", metavar="NAME", help="the user or organisation whose it is on the Hub (default: me)"
+        "--owner",
+        default="me",
+        metavar="NAME",
+        help="the user or organisation on the Hub that owns the repository (default: me)",
     )
     return parser
 
@@ -180,9 +189,9 @@ def backendbench(prog: str) -> Parser:
     parser = Parser(
         prog,
         "Write the folders that BackendBench (github.com/meta-pytorch/BackendBench) loads operators from with "
-        "--backend directory: one an operator, with a function that calls normforge.",
+        "--backend directory: one per operator, with a function that calls normforge.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what --ops-directory will be given; made if need be")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder for --ops-directory; created if missing")
     return parser
 
 
@@ -191,7 +200,9 @@ def warmup(prog: str) -> Parser:
     parser = Parser(prog, _WARMUP, _WARMUP_EXAMPLES.format(prog=prog), resolve=_check_warmup)
     _add_compilations(parser)
     parser.add_argument("--list", action="store_true", help="print the compilations, and compile nothing")
-    parser.add_argument("--arch", metavar="ARCH", help="with --list: those of this architecture, sm_90 say")
+    parser.add_argument(
+        "--arch", metavar="ARCH", help="with --list: the compilations for this architecture, for example sm_90"
+    )
     return parser
 
 
@@ -213,24 +224,28 @@ def aot(prog: str) -> Parser:
         required=True,
         action="append",
         metavar="ARCH",
-        help=f"what to compile for: {', '.join(ARCHITECTURES)} and others; may be given several times",
+        help=f"the architecture to compile for: {', '.join(ARCHITECTURES)} and others; may be given several times",
     )
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="the folder; of several --arch each has its own in it"
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the folder to write; with several --arch, each has a folder of its own inside",
     )
     parser.add_argument(
         "--multiprocessors",
         type=int,
         metavar="COUNT",
-        help="of the GPU, if not the usual: tiles whose programs wait for one another are chosen by it",
+        help="the number of the GPU's multiprocessors, if unusual; tiles whose programs wait for one another need it",
     )
     parser.add_argument(
         "--for",
         dest="framework",
         choices=("torch", "jax"),
         default="torch",
-        help="what launches the kernels; for jax they wait for no other kernel, and their PTX is kept beside the "
-        "binaries (default: torch)",
+        help="the framework that launches the kernels; for jax the folder also has PTX, and no kernel waits for "
+        "another (default: torch)",
     )
     return parser
 
@@ -255,7 +270,8 @@ def _add_compilations(parser: argparse.ArgumentParser) -> None:
         "modes",
         nargs="*",
         metavar="MODE",
-        help="names of modes, as instances begin (ln_fwd_bf16), or globs of such; default: every mode that serves N",
+        help="names of modes, with which names of instances begin (ln_fwd_bf16), or patterns; default: every mode "
+        "that serves N",
     )
     parser.add_argument("--n", type=_lengths, default=(), metavar="N[,N]", help="row lengths")
     parser.add_argument(
@@ -263,17 +279,17 @@ def _add_compilations(parser: argparse.ArgumentParser) -> None:
         type=_shapes,
         default=(),
         metavar="SHAPE[,SHAPE]",
-        help="of GroupNorm, x's with how many groups a sample has: 2x320x64x64/32; *x320x64x64/32 for any batch",
+        help="for GroupNorm, the shape of x and the groups per sample: 2x320x64x64/32; *x320x64x64/32 for any batch",
     )
     parser.add_argument(
         "--recorded",
         action="append",
         type=Path,
         metavar="FILE",
-        help="instead of modes, sizes and what calls bring: the kernels of the calls that NORMFORGE_RECORD wrote here; "
-        "may be given several times",
+        help="instead of modes, sizes and properties of calls: a recording that NORMFORGE_RECORD wrote; may be "
+        "given several times",
     )
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes of this manifest instead")
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes from this manifest")
     parser.add_argument(
         "--instances",
         type=Path,
@@ -281,31 +297,31 @@ def _add_compilations(parser: argparse.ArgumentParser) -> None:
         help="the folder of kernels in use at run time (default: NORMFORGE_INSTANCES, or normforge's own)",
     )
     kinds = parser.add_argument_group(
-        "what calls bring", f"dtypes are some of {', '.join(_KINDS)}, separated by commas; {SAME} is x's"
+        "properties of calls", f"DTYPE is one of {', '.join(_KINDS)}; {SAME} is the dtype of x"
     )
     present = tuple(word for word in _KINDS if word != ABSENT)
     add: Callable[..., Any] = partial(kinds.add_argument, metavar="DTYPE[,DTYPE]")
-    add("--weight", type=partial(_words, _KINDS), default=SAME, help=f"weight's, or {ABSENT} (default: {SAME})")
-    add("--bias", type=partial(_words, _KINDS), help=f"bias's, or {ABSENT} (default: weight's)")
-    add("--residual", type=partial(_words, present), default=SAME, help=f"residual's (default: {SAME})")
-    add("--smooth", type=partial(_words, present), default="fp32", help="smooth_scale's (default: fp32)")
-    add("--dy", type=partial(_words, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
-    add("--y", type=partial(_words, present), default=SAME, help=f"GroupNorm's y's (default: {SAME})")
+    add("--weight", type=partial(_words, _KINDS), default=SAME, help=f"dtypes of weight, or {ABSENT} (default: {SAME})")
+    add("--bias", type=partial(_words, _KINDS), help=f"dtypes of bias, or {ABSENT} (default: that of weight)")
+    add("--residual", type=partial(_words, present), default=SAME, help=f"dtypes of residual (default: {SAME})")
+    add("--smooth", type=partial(_words, present), default="fp32", help="dtypes of smooth_scale (default: fp32)")
+    add("--dy", type=partial(_words, present), default=SAME, help=f"dtypes of the incoming gradient (default: {SAME})")
+    add("--y", type=partial(_words, present), default=SAME, help=f"dtypes of y of GroupNorm (default: {SAME})")
     kinds.add_argument(
         "--row-stride",
         type=_strides,
         metavar="STRIDES[,STRIDES]",
-        help="elements from one row of x to the next, besides N (rows that adjoin); 6144x32x128 for groups "
-        "of 32 rows, 128 apart in a group and the groups 6144; of other tensors by name: x=6144x32x128+out=6144x32x128",
+        help="row strides of x in elements, besides N (contiguous rows); 6144x32x128 is groups of 32 rows, with a "
+        "stride of 128 within a group and 6144 between groups; of other tensors by name: x=6144x32x128+out=6144x32x128",
     )
     kinds.add_argument(
         "--rows",
         type=partial(_words, ROWS),
         metavar="CLASS[,CLASS]",
-        help=f"numbers of rows, or of groups: {', '.join(ROWS)}, the last more than an i32 counts "
-        f"(default: {','.join(USUAL_ROWS)}, or those at which calls were recorded)",
+        help=f"classes of the number of rows, or of groups: {', '.join(ROWS)}; the last is more than an i32 counts "
+        f"(default: {','.join(USUAL_ROWS)}, or the classes of the recorded calls)",
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
+    parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one per core, up to 8)")
 
 
 # Options that go with recorded calls: the places of kernels. Recordings hold the properties of calls.

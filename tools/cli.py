@@ -39,29 +39,33 @@ VERBS = {
     "generate": Verb(
         "generate kernels from a manifest", "..codegen.cli:parser", "..codegen.cli:carry_out", makes_calls=False
     ),
-    "tune": Verb("measure which tiles suit this GPU, and write them down", ".tune_options:parser", ".tune:main"),
+    "tune": Verb(
+        "measure which tiles are fastest on this GPU, and write a table", ".tune_options:parser", ".tune:main"
+    ),
     "warmup": Verb(
-        "compile ahead what a deployment touches, for the GPU that is here",
+        "compile the kernels of a deployment ahead, for this machine's GPU",
         ".arguments:warmup",
         ".compile_ahead:warmup",
     ),
-    "aot": Verb("compile it into a folder, for a GPU that need not be here", ".arguments:aot", ".compile_ahead:aot"),
-    "merge": Verb("add up recordings of several processes", ".arguments:merge", ".merge:main", makes_calls=False),
+    "aot": Verb(
+        "compile the kernels of a deployment into a folder, without their GPU", ".arguments:aot", ".compile_ahead:aot"
+    ),
+    "merge": Verb("merge the recordings of several processes", ".arguments:merge", ".merge:main", makes_calls=False),
     "backendbench": Verb(
-        "write torch's norms as operators that BackendBench tests",
+        "write torch's norms as operators for BackendBench",
         ".arguments:backendbench",
         ".backendbench:main",
         makes_calls=False,
     ),
     "hub": Verb(
-        "write norms as a repository for Hugging Face's kernels", ".arguments:hub", ".hub:main", makes_calls=False
+        "write a repository of norm layers for Hugging Face's kernels", ".arguments:hub", ".hub:main", makes_calls=False
     ),
-    "demo": Verb("run a handful of modes and print a table", ".arguments:demo", ".demo:main"),
+    "demo": Verb("run ten modes and print a table", ".arguments:demo", ".demo:main"),
     "doctor": Verb(
         "report versions, GPU, cache, settings and problems", ".arguments:doctor", ".doctor:main", makes_calls=False
     ),
     "completion": Verb(
-        "print a script that has a shell complete these words",
+        "print a script for shell completion",
         ".arguments:completion",
         ".completion:main",
         makes_calls=False,

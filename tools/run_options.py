@@ -29,8 +29,8 @@ Run one problem on random tensors, check it against the fp64 reference and time 
 """
 
 _EPILOG = """\
--m 10 and -m=10 mean the same. GB/s counts every tensor read or written, once. Without a GPU the kernel runs once, in
-Triton's CPU interpreter, and -warmup and -repeat count nothing.
+-m 10 and -m=10 mean the same. GB/s counts every tensor that is read or written once. Without a GPU the kernel runs
+once, in Triton's CPU interpreter, and -warmup and -repeat have no effect.
 Exit status: 0 done, 1 an output differs from the reference, 2 the request cannot be carried out.
 """
 
@@ -97,12 +97,16 @@ OPTIONS = (
         "x is (m / heads, heads, n), the front of a packed tensor; strides are then from token to token",
     ),
     Option(
-        "stride", int, -1, None, "row stride of every tensor, in elements; -1: rows adjoin, heads of x are in a qkv"
+        "stride",
+        int,
+        -1,
+        None,
+        "row stride of every tensor, in elements; -1: contiguous rows, heads of x in a packed qkv",
     ),
-    Option("x_stride", int, -1, None, "row stride of x; -1: what -stride says"),
-    Option("xr_stride", int, -1, None, "row stride of the residual; -1: what -stride says"),
-    Option("y_stride", int, -1, None, "row stride of y; -1: what -stride says"),
-    Option("yr_stride", int, -1, None, "row stride of the stored sum; -1: what -stride says"),
+    Option("x_stride", int, -1, None, "row stride of x; -1: that of -stride"),
+    Option("xr_stride", int, -1, None, "row stride of the residual; -1: that of -stride"),
+    Option("y_stride", int, -1, None, "row stride of y; -1: that of -stride"),
+    Option("yr_stride", int, -1, None, "row stride of the stored sum; -1: that of -stride"),
     Option(
         "e",
         float,
@@ -112,13 +116,14 @@ OPTIONS = (
     ),
     Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
     Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
-    Option("kname", int, 1, tuple(_FLAG), "print the instance's and the kernel's name"),
+    Option("kname", int, 1, tuple(_FLAG), "print the names of the instance and the kernel"),
     Option(
         "prec_i",
         str,
         "fp16",
         tuple(_INPUTS),
-        "dtype of x, weights and residual; fp8 (fp8_e4m3fn): x has a scale a row, and those are as y or bf16",
+        "dtype of x, weights and residual; fp8 (fp8_e4m3fn): x has a scale per row, and weights and residual have the "
+        "dtype of y, or bf16",
     ),
     Option(
         "prec_o",
@@ -130,44 +135,60 @@ OPTIONS = (
     Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32", "prec_sx"),
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
-    Option("dropout", float, 0.0, None, "with -fadd 1 and 2, how likely elements of x are dropped before the add"),
+    Option(
+        "dropout",
+        float,
+        0.0,
+        None,
+        "with -fadd 1 and 2, the probability that an element of x is dropped before the add",
+    ),
     Option(
         "samples",
         int,
         0,
         None,
-        f"rows are scaled and shifted by sample, of so many, with -bwd 1 of {LEAST_ROWS_OF_SAMPLE} rows or more; "
-        "0: they are not",
+        f"scale and shift the rows of each of this many samples, with -bwd 1 of {LEAST_ROWS_OF_SAMPLE} rows or more; "
+        "0: no modulation",
     ),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
-    Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
+    Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, after the norm or before"),
     Option(
         "activation",
         str,
         AUTO,
         tuple(dict.fromkeys((AUTO, *(activation.value for activation in GroupActivation), *_ACTIVATIONS))),
-        "what becomes of the gate first, or with -norm group of y; auto: silu of a gate, none of y",
+        "the activation of the gate, or with -norm group of y; auto: silu for a gate, none for y",
     ),
-    Option("group", int, 0, None, "with -gate, columns that are normalised together, a divisor of n; 0: all"),
+    Option(
+        "group", int, 0, None, "with -gate, the number of columns that are normalised together, a divisor of n; 0: all"
+    ),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
     Option(
         "fquant",
         int,
         0,
         tuple(_FQUANTS),
-        "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation, 3: by a given scale, 4: by one a column",
+        "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation, 3: by a given scale, 4: by one per column",
     ),
-    Option("scale_ub", float, 0.0, None, "with -fquant 1 and 2 to fp8, the most that max|y| counts as; 0: no bound"),
-    Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
-    Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
+    Option("scale_ub", float, 0.0, None, "with -fquant 1 and 2 to fp8, the upper bound of max|y|; 0: no bound"),
+    Option("warmup", int, 5, None, "the number of runs before the timed runs; not milliseconds"),
+    Option("repeat", int, 20, None, "the number of timed runs, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
     Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
-    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group, x's"),
+    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group, the shape of x"),
     Option(
-        "groups", int, group_problem.GROUPS, None, "with -norm group, how many a sample has; they divide the channels"
+        "groups",
+        int,
+        group_problem.GROUPS,
+        None,
+        "with -norm group, the number of groups per sample, a divisor of the channels",
     ),
     Option(
-        "layout", str, next(iter(group_problem.LAYOUTS)), tuple(group_problem.LAYOUTS), "with -norm group, how x lies"
+        "layout",
+        str,
+        next(iter(group_problem.LAYOUTS)),
+        tuple(group_problem.LAYOUTS),
+        "with -norm group, the memory format of x",
     ),
     *(
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
@@ -178,8 +199,8 @@ OPTIONS = (
         for name, words in _SERVED.items()
     ),
     *(Option(name, int, 0, tuple(_FLAG), QUANTISED[name].meaning[Norm.LAYER].rstrip(".")) for name in _SERVED_FLAGS),
-    Option("json", int, 0, tuple(_FLAG), "1, or nothing after it: print one line of JSON and nothing else", bare=1),
-    Option("jsonfile", str, None, None, "a file to add that line to, beside what is printed"),
+    Option("json", int, 0, tuple(_FLAG), "1, or no value: print one line of JSON and nothing else", bare=1),
+    Option("jsonfile", str, None, None, "a file to append the line of JSON to, beside the usual output"),
 )
 
 

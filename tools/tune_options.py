@@ -20,16 +20,18 @@ _ONLY = "fwd_16bit*,bwd_16bit*"
 _MOST_JOBS = 16
 
 _DESCRIPTION = """\
-Measure candidate tiles on this GPU and print which won, beside the tile in use now. Rows are as long as the longest of
-a range, and where they are many or some also a quarter up it, a length that fills no chunk; ragged ones are of that
-length alone. With --out, write the winners into a table, which a generator takes: python generate.py --tiles FILE, or
-by itself from codegen/tiles/ of a checkout. What the table holds of other classes and row lengths stays, and so does
-the comment that it begins with. With --sizes other tiles of its rows stay too, and only rows that it has are measured.
+Measure candidate tiles on this GPU, and print the fastest beside the tile in use now. A range of row lengths is
+measured at its longest row; for many and for some rows also a quarter up the range, at a length that fills no chunk.
+Ragged rows are measured at that length alone.
 
-A row of the table, a class and a range of row lengths, is written when it has been measured, and every time with it in
-a report. A run that is interrupted, or has spent its --minutes, loses no row; the same command with --resume goes on.
-Classes and lengths are measured in the order in which --only and --n name them.
-Exit status: 0 done, 1 for some row no tile runs here or no time was left, 2 the request cannot be carried out.
+With --out, the winners are written into a table for the generator: python generate.py --tiles FILE. The generator
+reads tables in codegen/tiles/ of a checkout without --tiles. Rows of the table for other classes and lengths stay, and
+so does its leading comment. With --sizes, only rows that the table has are measured, and their other tiles stay.
+
+A row of the table is a class and a range of row lengths. Each row is written as soon as it is measured, and all times
+go to a report. A run that is interrupted, or stops after --minutes, loses no row; --resume goes on. Classes and lengths
+are measured in the order of --only and --n.
+Exit status: 0 done, 1 some row has no tile that runs here or no time was left, 2 the request cannot be carried out.
 """
 
 
@@ -125,36 +127,36 @@ def _buckets(parser: argparse.ArgumentParser, lengths: str | None) -> list[Bucke
 def parser(prog: str) -> Parser:
     """Return the parser of `normforge tune`."""
     parser = Parser(prog, _DESCRIPTION, resolve=_resolve)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the table to write, called after the architecture")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the table to write, named after the architecture")
     parser.add_argument(
         "--only", default=_ONLY, metavar="GLOB[,GLOB]", help=f"classes to measure, '*' for all (default: {_ONLY})"
     )
     parser.add_argument(
         "--sizes",
         metavar="SIZE[,SIZE]",
-        help="measure only tiles for these sizes of M, of rows that --out has, and keep the others: "
+        help="measure only tiles for these sizes of M, in rows that --out has, and keep the other tiles: "
         f"{', '.join(size.value for size in Size)}",
     )
-    parser.add_argument("--n", metavar="N[,N]", help="measure only the buckets that serve these row lengths")
+    parser.add_argument("--n", metavar="N[,N]", help="measure only the ranges that hold these row lengths")
     parser.add_argument(
-        "--minutes", type=float, metavar="M", help="stop after so long, compiling included, and say what is left"
+        "--minutes", type=float, metavar="M", help="stop after M minutes, compiling included, and list what is left"
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="leave out what a run with this GPU, these versions and this revision wrote into --out or --report before",
+        help="skip rows that a run with the same GPU, versions and revision wrote into --out or --report",
     )
     parser.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
-        help="where every time goes, a JSON object a row of the table (default: beside --out, ending in .jsonl)",
+        help="the file for all times, one JSON object per row of the table (default: beside --out, ending in .jsonl)",
     )
-    parser.add_argument("--revision", help="what is stated of this tree; default: git's")
+    parser.add_argument("--revision", help="the revision that the table states (default: git's)")
     parser.add_argument(
         "--jobs",
         type=int,
         default=min(os.cpu_count() or 1, _MOST_JOBS),
-        help="processes that compile ahead (default: one a core, up to %(default)s); 0: each kernel in its turn",
+        help="processes that compile ahead (default: one per core, up to %(default)s); 0: compile each when measured",
     )
     return parser
