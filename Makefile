@@ -171,7 +171,7 @@ $(CLIENTS): $(READY)
 	@touch $@
 
 $(DIST): $(RUNTIME)
-	@echo "Installing what builds and checks a distribution: build, twine and check-wheel-contents"
+	@echo "Installing what builds and checks a distribution: build, twine and others"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dist]'
 	@touch $@
 
