@@ -295,7 +295,7 @@ def handed_on(name: str, operands: tuple[Any, ...], given: dict[str, Any], posit
         positional: how many of them are handed on without.
     """
     # Public functions stand on this module, which cannot import them.
-    function = getattr(sys.modules[__name__.partition(".")[0]], name)
+    function = getattr(sys.modules[__name__.rsplit(".", 2)[0]], name)
     names = [name for name in inspect.signature(function).parameters if name in given]
     first = [given[name] for name in names[:positional]]
     return handle_torch_function(function, operands, *first, **{name: given[name] for name in names[positional:]})

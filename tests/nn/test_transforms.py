@@ -7,6 +7,7 @@ so these run. Modes, checkpoints and compiled autograd see normforge's.
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
+from normforge.families import plain_calls
 
 from ..calling import each_device, printed, python, same_bits
 from ..thorough import THOROUGH
@@ -306,6 +308,23 @@ def test_fx_records_a_fused_add_by_its_name(function: Callable[..., Any]) -> Non
 
     traced = torch.fx.symbolic_trace(call)
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [function]
+
+
+@pytest.mark.parametrize(
+    ("function", "vectors"),
+    [(normforge.l2_norm, 1), (normforge.modulated_rms_norm, 2), (normforge.gated_layer_norm, 1)],
+)
+def test_fx_records_a_norm_of_each_family_by_its_name(function: Callable[..., Any], vectors: int) -> None:
+    def call(x: torch.Tensor, others: torch.Tensor) -> Any:
+        return function(x, *[others] * vectors)
+
+    traced = torch.fx.symbolic_trace(call)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [function]
+
+
+@pytest.mark.parametrize("name", ["normalise", "normalise_cast_before_weight", "dropped_add_normalise"])
+def test_saved_graphs_find_what_modules_call(name: str) -> None:
+    assert pickle.loads(f"cnormforge.families.plain_functions\n{name}\n.".encode()) is getattr(plain_calls, name)
 
 
 def test_fx_records_the_norm_that_casts_first() -> None:
