@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.nn import functional
 
 import normforge
+from normforge.families.in_parts import InParts
+from normforge.selection import dispatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "layer": normforge.layer_norm,
@@ -30,16 +36,27 @@ _BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 @dataclass
-class Operands:
+class Tensors:
     """The tensors of one call; those that are there require a gradient unless a test says otherwise."""
 
     x: torch.Tensor
-    residual: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def doubled(self) -> Self:
+        """Leaves of the same values in fp64."""
+        leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in self.present().items()}
+        return type(self)(**leaves)
+
+
+@dataclass
+class Operands(Tensors):
+    """The tensors of a call of the functional API."""
+
+    residual: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def operands(
@@ -83,7 +100,7 @@ def expected(
     norm: str, given: Operands, normalized: int = 1, eps: float = EPS
 ) -> tuple[Operands, torch.Tensor, torch.Tensor | None]:
     """fp64 copies of operands, and what torch makes of them."""
-    exact = Operands(**{name: tensor.detach().double().requires_grad_() for name, tensor in given.present().items()})
+    exact = given.doubled()
     total = exact.x if exact.residual is None else exact.x + exact.residual
     shape = list(total.shape[total.dim() - normalized :])
     if norm.endswith("rms"):
@@ -106,15 +123,35 @@ def check(
 
     Each gradient must have its tensor's shape and dtype, and what does not require one must not get one.
     """
-    outputs = call(norm, given, normalized, eps)
-    exact, *exact_outputs = expected(norm, given, normalized, eps)
-    rounding = given.x.dtype if given.residual is None else coarser(given.x.dtype, given.residual.dtype)
+    outputs, (exact, *wanted) = call(norm, given, normalized, eps), expected(norm, given, normalized, eps)
+    agree(given, outputs, exact, wanted, (dy, dresidual_out))
+
+
+def agree(
+    given: Tensors,
+    outputs: Sequence[torch.Tensor | None],
+    exact: Tensors,
+    wanted: Sequence[torch.Tensor | None],
+    arriving: Sequence[torch.Tensor | None],
+) -> None:
+    """Fail unless outputs and gradients of all that requires one are fp64 autograd's, of the right shapes and types.
+
+    Args:
+        given: the operands of the call.
+        outputs: its outputs, None where it has none.
+        exact: fp64 leaves of the operands.
+        wanted: outputs in fp64.
+        arriving: the gradient of each output, or None.
+    """
+    residual = getattr(given, "residual", None)
+    residual = given.x.dtype if residual is None else residual.dtype
     roots, gradients, exact_roots = [], [], []
-    for output, exact_output, gradient in zip(outputs, exact_outputs, (dy, dresidual_out), strict=True):
+    for output, exact_output, gradient in zip(outputs, wanted, arriving, strict=True):
         if output is None or exact_output is None:
             assert output is exact_output
             continue
-        close("output", output, exact_output, _FORWARD[rounding])
+        assert output.shape == exact_output.shape
+        close("output", output, exact_output, _FORWARD[coarser(output.dtype, residual)])
         if gradient is not None:
             roots.append(output)
             gradients.append(gradient)
@@ -122,13 +159,47 @@ def check(
     torch.autograd.backward(roots, gradients)
     torch.autograd.backward(exact_roots, [gradient.double() for gradient in gradients])
     for name, tensor in given.present().items():
-        wanted = vars(exact)[name].grad
-        if not tensor.requires_grad or wanted is None:
+        its = vars(exact)[name].grad
+        if not tensor.requires_grad or its is None:
             assert tensor.grad is None, f"a gradient of {name} that nothing asked for"
             continue
         assert tensor.grad is not None, f"no gradient of {name}"
         assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
-        close(f"gradient of {name}", tensor.grad, wanted, _BACKWARD[coarser(rounding, tensor.dtype)])
+        close(
+            f"gradient of {name}", tensor.grad, its, _BACKWARD[coarser(coarser(given.x.dtype, residual), tensor.dtype)]
+        )
+
+
+# Gradients as they may arrive: as attention leaves them, as a sum does, in a wider tensor, at no multiple of 16 bytes,
+# and as a negative.
+ARRIVING: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.randn(8, 2, 40).transpose(0, 1),
+    "expanded": lambda: torch.randn(()).expand(2, 8, 40),
+    "wider": lambda: torch.randn(2, 8, 80)[..., :40],
+    "misaligned": lambda: torch.randn(2 * 8 * 40 + 1)[1:].view(2, 8, 40),
+    "negated": lambda: torch.randn(2, 8, 40, dtype=torch.complex64).conj().imag,
+}
+
+
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What is added to at each backward pass of rows in parts that is like none before: whether kernels computed it."""
+    monkeypatch.setattr(dispatch, "plans", {})
+    found: list[bool] = []
+    takes = InParts.takes
+
+    def noted(*given: Any) -> bool:
+        found.append(takes(*given))
+        return found[-1]
+
+    monkeypatch.setattr(InParts, "takes", noted)
+    return found
+
+
+def second_order(outputs: Sequence[torch.Tensor], leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gradients of the squares of gradients."""
+    loss = outputs[0].sin().sum() + sum(output.square().sum() for output in outputs[1:])
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    return torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), leaves)
 
 
 def backward(root: torch.Tensor, gradient: torch.Tensor | None = None) -> None:

@@ -13,15 +13,11 @@ import torch
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
-from normforge.families.in_parts import InParts
 
 from ..calling import each_device, each_float
-from .oracle import backward, close, coarser, each_norm
+from .oracle import ARRIVING, Tensors, agree, backward, close, each_norm, second_order, taken
 
 EPS = 1e-5
-# One rounding of y, and of each gradient.
-_FORWARD = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
-_BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 FUNCTIONS: dict[str, Any] = {"layer": normforge.gated_layer_norm, "rms": normforge.gated_rms_norm}
 
@@ -30,16 +26,12 @@ each_activation = pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 
 
 @dataclass
-class Operands:
+class Operands(Tensors):
     """The tensors of one call."""
 
-    x: torch.Tensor
     gate: torch.Tensor
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-
-    def present(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def operands(
@@ -92,25 +84,11 @@ def composed(
     return y * f if norm_before_gate else y
 
 
-def doubled(given: Operands) -> Operands:
-    return Operands(**{name: tensor.detach().double().requires_grad_() for name, tensor in given.present().items()})
-
-
 def check(norm: str, given: Operands, **options: Any) -> None:
     """Fail unless y and all gradients are fp64 autograd's, of the shapes and types of what they are of."""
-    y, exact = call(norm, given, **options), doubled(given)
-    wanted = composed(norm, exact, **options)
-    dtype = given.x.dtype
-    assert (y.shape, y.dtype) == (given.x.shape, dtype)
-    close("y", y, wanted, _FORWARD[dtype])
-    dy = torch.randn_like(y)
-    backward(y, dy)
-    backward(wanted, dy.double())
-    for name, tensor in given.present().items():
-        gradient, its = tensor.grad, vars(exact)[name].grad
-        assert gradient is not None, f"no gradient of {name}"
-        assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
-        close(f"gradient of {name}", gradient, its, _BACKWARD[coarser(dtype, tensor.dtype)])
+    y, exact = call(norm, given, **options), given.doubled()
+    assert y.dtype is given.x.dtype
+    agree(given, [y], exact, [composed(norm, exact, **options)], [torch.randn_like(y)])
 
 
 @each_device
@@ -186,15 +164,11 @@ def test_groups_are_walked_where_they_are(norm: str, device: str) -> None:
 def test_a_gradient_of_a_gradient(first: bool, device: str) -> None:
     for group_size in (None, 8):
         given = operands("layer", shape=(3, 16), device=device)
-        exact = doubled(given)
+        exact = given.doubled()
         options: dict[str, Any] = {"norm_before_gate": first, "group_size": group_size}
 
-        def second(y: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            found = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
-            return torch.autograd.grad(sum((g.square().sum() for g in found), torch.zeros(())), leaves)
-
-        found = second(call("layer", given, **options), list(given.present().values()))
-        wanted = second(composed("layer", exact, **options), list(exact.present().values()))
+        found = second_order([call("layer", given, **options)], list(given.present().values()))
+        wanted = second_order([composed("layer", exact, **options)], list(exact.present().values()))
         for name, a, b in zip(given.present(), found, wanted, strict=True):
             close(name, a, b, 1e-3)
 
@@ -208,7 +182,7 @@ def test_where_no_kernel_runs_torch_computes_the_same(
 ) -> None:
     options: dict[str, Any] = {"activation": activation, "norm_before_gate": first, "group_size": group_size}
     given = operands(norm, shape=(3, 8))
-    exact = doubled(given)
+    exact = given.doubled()
     y = call(norm, exact, **options)
     assert y.dtype is torch.float64
     close("y", y, composed(norm, exact, **options), 1e-12)
@@ -265,34 +239,18 @@ def test_only_what_asks_for_a_gradient_has_one(device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("lies", ["transposed", "expanded", "wider", "misaligned", "negated"])
+@pytest.mark.parametrize("lies", ARRIVING)
 @pytest.mark.parametrize("group_size", [None, 8])
 def test_a_gradient_that_arrives_may_lie_anyhow(
     lies: str, group_size: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_kernels: list[bool] = []
-    takes = InParts.takes
-
-    def told(*given: Any) -> bool:
-        by_kernels.append(takes(*given))
-        return by_kernels[-1]
-
-    monkeypatch.setattr(InParts, "takes", told)
-    shape = (2, 8, 40)
-    arrived = {
-        "transposed": torch.randn(8, 2, 40, device=device).transpose(0, 1),
-        "expanded": torch.randn((), device=device).expand(shape),
-        "wider": torch.randn(2, 8, 80, device=device)[..., :40],
-        "misaligned": torch.randn(2 * 8 * 40 + 1, device=device)[1:].view(shape),
-        "negated": torch.randn(shape, dtype=torch.complex64, device=device).conj().imag,
-    }[lies]
-    given = operands("layer", shape=shape, device=device)
-    exact = doubled(given)
-    backward(call("layer", given, group_size=group_size), arrived)
-    backward(composed("layer", exact, group_size=group_size), arrived.double())
-    for name, tensor in given.present().items():
-        assert tensor.grad is not None
-        close(f"gradient of {name}", tensor.grad, vars(exact)[name].grad, 1e-4)
+    by_kernels = taken(monkeypatch)
+    with torch.device(device):
+        arrived = ARRIVING[lies]()
+    given = operands("layer", shape=(2, 8, 40), device=device)
+    exact = given.doubled()
+    y, wanted = (made("layer", of, group_size=group_size) for made, of in ((call, given), (composed, exact)))
+    agree(given, [y], exact, [wanted], [arrived])
     assert by_kernels == [lies != "negated"]
 
 
@@ -314,7 +272,7 @@ def test_rows_that_are_hard(first: bool, activation: str, device: str) -> None:
     for norm in FUNCTIONS:
         given = Operands(x.clone(), gate.clone())
         y = call(norm, given, **options)
-        wanted = composed(norm, doubled(given), **options).detach()
+        wanted = composed(norm, given.doubled(), **options).detach()
         assert not y[5:].isfinite().all(-1).any()
         # Of 1e4 fp32 holds no more than the noise beside it to a thousandth.
         for row in range(5):

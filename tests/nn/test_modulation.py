@@ -13,16 +13,11 @@ from torch.nn import functional
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError
-from normforge.families.in_parts import InParts
-from normforge.selection import dispatch
 
 from ..calling import each_device, each_float
-from .oracle import backward, close, coarser, each_norm
+from .oracle import ARRIVING, Tensors, agree, backward, close, each_norm, second_order, taken
 
 EPS = 1e-5
-# One rounding of y, and of each gradient.
-_FORWARD = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
-_BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 # (B, T, N): several rows a sample.
 SHAPE = (3, 9, 40)
@@ -37,19 +32,15 @@ def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass
-class Operands:
+class Operands(Tensors):
     """The tensors of one call."""
 
-    x: torch.Tensor
     scale: torch.Tensor
     shift: torch.Tensor
     gate: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-
-    def present(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def operands(
@@ -90,7 +81,7 @@ def call(norm: str, given: Operands) -> tuple[torch.Tensor, ...]:
 
 def expected(norm: str, given: Operands) -> tuple[Operands, tuple[torch.Tensor, ...]]:
     """fp64 copies of operands, and what torch makes of them."""
-    exact = Operands(**{name: tensor.detach().double().requires_grad_() for name, tensor in given.present().items()})
+    exact = given.doubled()
     x = exact.x
 
     def beside(operand: torch.Tensor) -> torch.Tensor:
@@ -108,21 +99,9 @@ def expected(norm: str, given: Operands) -> tuple[Operands, tuple[torch.Tensor, 
 
 def check(norm: str, given: Operands) -> None:
     """Fail unless outputs and all gradients are fp64 autograd's, of the shapes and types of what they are of."""
-    outputs = call(norm, given)
-    exact, wanted = expected(norm, given)
-    assert len(outputs) == len(wanted)
-    dtype = given.x.dtype
-    assert outputs[0].dtype is dtype
-    for output, its in zip(outputs, wanted, strict=True):
-        close("output", output, its, _FORWARD[output.dtype])
-    arrived = [torch.randn_like(output) for output in outputs]
-    torch.autograd.backward(outputs, arrived)
-    torch.autograd.backward(wanted, [gradient.double() for gradient in arrived])
-    for name, tensor in given.present().items():
-        gradient, its_gradient = tensor.grad, vars(exact)[name].grad
-        assert gradient is not None, f"no gradient of {name}"
-        assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
-        close(f"gradient of {name}", gradient, its_gradient, _BACKWARD[coarser(dtype, tensor.dtype)])
+    outputs, (exact, wanted) = call(norm, given), expected(norm, given)
+    assert outputs[0].dtype is given.x.dtype
+    agree(given, outputs, exact, wanted, [torch.randn_like(output) for output in outputs])
 
 
 @each_device
@@ -222,17 +201,7 @@ def test_only_what_asks_for_a_gradient_has_one(device: str) -> None:
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What is added to at each backward pass that is like none before: whether kernels computed it."""
-    monkeypatch.setattr(dispatch, "plans", {})
-    found: list[bool] = []
-    takes = InParts.takes
-
-    def told(*given: Any) -> bool:
-        found.append(takes(*given))
-        return found[-1]
-
-    monkeypatch.setattr(InParts, "takes", told)
-    return found
+    return taken(monkeypatch)
 
 
 @each_device
@@ -248,25 +217,13 @@ def test_which_backward_passes_are_kernels(
 
 
 @each_device
-@pytest.mark.parametrize("lies", ["transposed", "expanded", "wider", "misaligned", "negated"])
+@pytest.mark.parametrize("lies", ARRIVING)
 def test_a_gradient_that_arrives_may_lie_anyhow(lies: str, device: str, by_kernels: list[bool]) -> None:
-    """As attention leaves it, as a sum does, in a wider one, at no multiple of 16 bytes, or as its negative."""
-    shape = (2, 8, 40)
-    arrived = {
-        "transposed": torch.randn(8, 2, 40, device=device).transpose(0, 1),
-        "expanded": torch.randn((), device=device).expand(shape),
-        "wider": torch.randn(2, 8, 80, device=device)[..., :40],
-        "misaligned": torch.randn(2 * 8 * 40 + 1, device=device)[1:].view(shape),
-        "negated": torch.randn(shape, dtype=torch.complex64, device=device).conj().imag,
-    }[lies]
-    given = operands("layer", ("sample",) * 3, shape=shape, device=device)
+    with torch.device(device):
+        arrived = ARRIVING[lies]()
+    given = operands("layer", ("sample",) * 3, shape=(2, 8, 40), device=device)
     exact, wanted = expected("layer", given)
-    outputs = call("layer", given)
-    torch.autograd.backward(outputs, [arrived, arrived])
-    torch.autograd.backward(wanted, [arrived.double(), arrived.double()])
-    for name, tensor in given.present().items():
-        assert tensor.grad is not None
-        close(f"gradient of {name}", tensor.grad, vars(exact)[name].grad, 1e-4)
+    agree(given, call("layer", given), exact, wanted, [arrived, arrived])
     assert by_kernels == [lies != "negated"]
 
 
@@ -296,13 +253,9 @@ def test_a_gradient_of_a_gradient(norm: str, kind: str) -> None:
     given = operands(norm, (kind,) * 3)
     exact, wanted = expected(norm, given)
 
-    def second(outputs: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        loss = outputs[0].sin().sum() + outputs[1].square().sum()
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        return torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), leaves)
-
-    found = second(call(norm, given), list(given.present().values()))
-    for name, a, b in zip(given.present(), found, second(wanted, list(exact.present().values())), strict=True):
+    found = second_order(call(norm, given), list(given.present().values()))
+    its = second_order(wanted, list(exact.present().values()))
+    for name, a, b in zip(given.present(), found, its, strict=True):
         close(name, a, b, 1e-3)
 
 
