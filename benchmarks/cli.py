@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
@@ -31,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given)
         # Imported late: a verb that only reads needs neither torch nor a GPU.
         module, _, function = options.verb.partition(":")
-        verb: Callable[[argparse.Namespace, list[str]], int] = vars(import_module(f".{module}", __package__))[function]
-        return verb(options, given)
+        return int(vars(import_module(f".{module}", __package__))[function](options, given))
     except ModuleNotFoundError as error:
         print(f"error: {error}; the benchmark needs `pip install -e '.[bench]'`", file=sys.stderr)
         return USAGE
@@ -266,24 +266,18 @@ def _share(text: str) -> tuple[int, int]:
     return int(which), int(shares)
 
 
-def _bound(text: str) -> float:
+def _number(text: str, *, wrong: str) -> float:
     try:
-        bound = float(text)
+        number = float(text)
     except ValueError:
-        bound = math.nan
-    if not 0 <= bound < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bound; give a share of the old ratio, such as 0.03 for 3 %")
-    return bound
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
+    return number
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, such as 20")
-    return seconds
+_bound = partial(_number, wrong="is no bound; give a share of the old ratio, such as 0.03 for 3 %")
+_seconds = partial(_number, wrong="is no time; give seconds, such as 20")
 
 
 def _choose(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from .cells import Cell, Norm, Task
 from .errors import UsageError
-from .results import OK, Results, make_row, read
+from .results import OK, Results, load_rows, make_row
 from .timing import Spread
 
 SUITE = "jax"
@@ -67,17 +67,16 @@ def load(folder: Path) -> Results | None:
     Raises:
         UsageError: the file lacks a column, or has a case that is no longer timed.
     """
-    found = read(folder, SUITE, [column.name for column in fields(Row)])
+    found = load_rows(folder, SUITE, Row)
     if found is None:
         return None
-    header, records = found
+    header, rows = found
     made, cases = Results(SUITE, header), {str(case): case for case in CASES}
-    for record in records:
-        if record["case"] not in cases:
+    for row in rows:
+        if row.case not in cases:
             raise UsageError(
-                f"{folder / SUITE}.csv has a case {record['case']!r}, which is no longer timed; measure it again with "
+                f"{folder / SUITE}.csv has a case {row.case!r}, which is no longer timed; measure it again with "
                 "`python -m benchmarks jax`"
             )
-        us, p20, p80 = (float(record[name]) for name in ("us", "us_p20", "us_p80"))
-        made.add(make_row(cases[record["case"]].cell, record["way"], OK, Spread(us, p20, p80, int(record["runs"]))))
+        made.add(make_row(cases[row.case].cell, row.way, OK, Spread(row.us, row.us_p20, row.us_p80, row.runs)))
     return made

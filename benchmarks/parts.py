@@ -10,7 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from .environment import describe, folder_name, revision_of
 from .errors import UsageError
 from .inputs import make_inputs
 from .progress import progress_over
-from .results import write
+from .results import save_rows
 from .take_apart import nothing
 from .timing import Call, summarise
 
@@ -92,7 +92,7 @@ def parts(options: argparse.Namespace, _: list[str]) -> int:
             header["beside"] = options.beside_revision or revision_of(options.beside)
         found = make_parts(make_inputs(cell, machine.device), interpreted, beside)
         rows = summarised(measure(found, calls, options.seconds, fewest))
-    save(options.out or RESULTS / folder_name(machine), header, rows)
+    save_rows(options.out or RESULTS / folder_name(machine), SUITE, header, Row, rows)
     print(table(rows))
     return 0
 
@@ -140,12 +140,6 @@ def summarised(times: dict[Part, Times]) -> list[Row]:
             rows.append(_row(group, SUM, tuple(map(sum, zip(*members.values(), strict=True))), passes))
             rows.append(_row(group, THE_WHOLE, own[by_name[WHOLE, WHOLE_OF[group]]], passes))
     return rows
-
-
-def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
-    """Write the results as a CSV."""
-    records = [asdict(row) for row in rows]
-    write(folder, SUITE, header, list(records[0]), records)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any, TypeVar
 
 from normforge.codegen.locking import replace_file
 
+from . import tables
 from .cells import Cell
 from .errors import UsageError
 from .timing import Spread
@@ -138,12 +137,7 @@ def write(
 ) -> None:
     """Write records under a header as `<suite>.csv`, as `Results.save` does."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    text.writelines(f"# {key}: {value}\n" for key, value in header.items())
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    replace_file((folder / f"{suite}.csv").resolve(), text.getvalue())
+    replace_file((folder / f"{suite}.csv").resolve(), tables.text(header, columns, records))
 
 
 def save_rows(folder: Path, suite: str, header: Mapping[str, str], kind: type, rows: Iterable[Any]) -> None:
@@ -199,12 +193,10 @@ def read(folder: Path, suite: str, columns: Collection[str]) -> tuple[dict[str, 
     path = folder / f"{suite}.csv"
     if not path.exists():
         return None
-    lines = path.read_text().splitlines()
-    comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
-    if reader.fieldnames is None or not set(columns) <= set(reader.fieldnames):
+    header, names, records = tables.parse(path.read_text())
+    if not set(columns) <= set(names):
         raise UsageError(f"{path} lacks the columns of a results file; move it away, or name another folder with --out")
-    return {key: value for key, _, value in comments}, list(reader)
+    return header, records
 
 
 def require_header(path: Path, found: Mapping[str, str], header: Mapping[str, str]) -> None:

@@ -6,12 +6,11 @@ Imports nothing beyond Python, because `proving matrix` runs before there is an 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import tables
 from benchmarks.pages import put_into
 
 TABLES = Path("benchmarks/results/evidence")
@@ -56,22 +55,13 @@ def record(folder: Path, what: str, table: Table, summary: Callable[[Table], str
         UsageError: the page lacks the markers.
     """
     put_into(folder / page, summary(table), what)
-    text = io.StringIO()
-    text.writelines(f"# {name}: {value}\n" for name, value in table.header.items())
-    writer = csv.DictWriter(text, table.columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table.rows)
     (folder / TABLES).mkdir(parents=True, exist_ok=True)
-    (folder / TABLES / f"{what}.csv").write_text(text.getvalue())
+    (folder / TABLES / f"{what}.csv").write_text(tables.text(table.header, table.columns, table.rows))
 
 
 def load(folder: Path, what: str) -> Table:
     """Read the table that `record` wrote."""
-    lines = (folder / TABLES / f"{what}.csv").read_text().splitlines()
-    header = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
-    rows = list(reader)
-    return Table({name: value for name, _, value in header}, list(reader.fieldnames or ()), rows)
+    return Table(*tables.parse((folder / TABLES / f"{what}.csv").read_text()))
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
