@@ -79,8 +79,7 @@ def rmsnorm2d_bwd(
 
     averages is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
     """
-    how: dict[str, Any] = {"averages": averages, "weight_offset": weight_offset}
-    return _backward(dy, x, weight, mean=None, rstd=rstd, **how, **options)
+    return _backward(dy, x, weight, mean=None, rstd=rstd, averages=averages, weight_offset=weight_offset, **options)
 
 
 def _backward(

@@ -39,12 +39,8 @@ class ReferenceOutput(NamedTuple):
     terms: torch.Tensor | None = None
 
 
-class _Dropout(NamedTuple):
-    """The arguments of a dropout."""
-
-    p: float
-    rng: torch.Tensor
-    first_row: int
+# The elements that a dropout keeps, and the factor of these elements; None without a dropout.
+_Dropout = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def layernorm2d_fwd(
@@ -133,7 +129,10 @@ def _forward(
     cast: str | Cast,
     dtype: torch.dtype,
 ) -> ReferenceOutput:
-    dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
+    dropout = None
+    if dropout_rng is not None:
+        keep = dropout_mask(x.shape, dropout_p, dropout_rng, first_row=first_row)
+        dropout = keep, kept_factor(dropout_p, x.device)
     s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
     mean = s.mean(-1, keepdim=True) if centres else None
     if mean is not None:
@@ -174,7 +173,7 @@ def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
 def _sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    dropout: _Dropout | None,
+    dropout: _Dropout,
     residual: torch.Tensor | None,
     fadd: FusedAdd,
     dtype: torch.dtype,
@@ -195,15 +194,15 @@ def _sum_in(
     dtype: torch.dtype,
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    dropout: _Dropout | None,
+    dropout: _Dropout,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     total = x.to(dtype)
     if x_bias is not None:
         total = total + x_bias.to(dtype)
     if dropout is not None:
-        keep = dropout_mask(x.shape, dropout.p, dropout.rng, first_row=dropout.first_row)
-        total = torch.where(keep, total * kept_factor(dropout.p, x.device).to(dtype), 0.0)
+        keep, factor = dropout
+        total = torch.where(keep, total * factor.to(dtype), 0.0)
     return total if residual is None else total + residual.to(dtype)
 
 
