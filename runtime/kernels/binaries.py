@@ -290,8 +290,7 @@ def checked(folder: Folder) -> Folder:
     if folder.triton != here:
         raise AotError(
             f"{folder.path} was compiled by Triton {folder.triton} and this process has {here}, which may launch "
-            f"kernels otherwise; compile it again: normforge aot --arch {folder.arch} ... --out {folder.path}, or "
-            f"install triton=={folder.triton}"
+            f"kernels otherwise; {folder._again}, or install triton=={folder.triton}"
         )
     return folder
 

@@ -91,13 +91,10 @@ class KernelKey:
         from triton.compiler import ASTSource
 
         signature = {name: _type(value) for name, value in self.arguments}
-        constants = {
-            (at,): value for at, (_, value) in enumerate(self.arguments) if not isinstance(value, (str, tuple))
-        }
-        aligned = [
-            at for at, (_, value) in enumerate(self.arguments) if isinstance(value, str) and value.endswith(_ALIGNED)
-        ]
-        return ASTSource(function, signature, constants, {(at,): [["tt.divisibility", ALIGNMENT]] for at in aligned})
+        values = [((at,), value) for at, (_, value) in enumerate(self.arguments)]
+        constants = {place: value for place, value in values if not isinstance(value, (str, tuple))}
+        aligned = [place for place, value in values if isinstance(value, str) and value.endswith(_ALIGNED)]
+        return ASTSource(function, signature, constants, {at: [["tt.divisibility", ALIGNMENT]] for at in aligned})
 
 
 def _type(value: Word) -> str | tuple[str, ...]:
