@@ -103,10 +103,7 @@ def _backward(
     h = (s if mean is None else s - mean.to(dtype).unsqueeze(-1)) * rstd
     g = d if weight is None else d * (weight.to(dtype) + weight_offset)
     count = x.shape[-1] if averages else 1
-    dx = g - h * (g * h).sum(-1, keepdim=True) / count
-    dx = (dx if mean is None else dx - g.mean(-1, keepdim=True)) * rstd
-    along = (g * h).abs().sum(-1, keepdim=True) / count
-    terms = (g.abs() + h.abs() * along + g.abs().mean(-1, keepdim=True)) * rstd
+    dx, terms = through_statistics(g, g.abs(), h, rstd, count=count, centres=mean is not None)
     if dresidual_out is not None:
         dx = dx + dresidual_out.to(dtype)
         terms = terms + dresidual_out.to(dtype).abs()
@@ -131,6 +128,25 @@ def _backward(
         open=None if either is None else _over_rows(d.abs() * either),
         ddropped=ddropped,
     )
+
+
+def through_statistics(
+    g: torch.Tensor, of_g: torch.Tensor, h: torch.Tensor, rstd: torch.Tensor, *, count: int, centres: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of rows from the gradients of the normalised rows, and the magnitudes of the gradients.
+
+    Args:
+        g: the gradients of the normalised rows.
+        of_g: the magnitudes of g.
+        h: the normalised rows.
+        rstd: the reciprocal standard deviation per row, (..., 1).
+        count: the divisor of the sum of squares.
+        centres: whether the mean was subtracted.
+    """
+    dx = g - h * (g * h).sum(-1, keepdim=True) / count
+    dx = (dx - g.mean(-1, keepdim=True) if centres else dx) * rstd
+    along = (of_g * h.abs()).sum(-1, keepdim=True) / count
+    return dx, (of_g + h.abs() * along + of_g.mean(-1, keepdim=True)) * rstd
 
 
 def rounded_first(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .gradients import ReferenceGradients
+from .gradients import ReferenceGradients, through_statistics
 
 
 class GroupOutput(NamedTuple):
@@ -54,10 +54,7 @@ def group_norm_bwd(
         terms = terms * (sigmoid + z.abs() * sigmoid * (1 - sigmoid))
     g = _affine(dz, weight, None).reshape(x.shape[0], num_groups, -1)
     of_g = _affine(terms, None if weight is None else weight.abs(), None).reshape(g.shape)
-    rows = h.reshape(g.shape)
-    dx = (g - rows * (g * rows).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd
-    size = rows.abs()
-    of_dx = (of_g + size * (of_g * size).mean(-1, keepdim=True) + of_g.mean(-1, keepdim=True)) * rstd
+    dx, of_dx = through_statistics(g, of_g, h.reshape(g.shape), rstd, count=g.shape[-1])
     others = [dim for dim in range(x.dim()) if dim != 1]
     return ReferenceGradients(
         dx.reshape(x.shape),
