@@ -286,10 +286,9 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             return programs_a_part(most, parts, -(-(m // parts) // rows))
         return min(most, -(-m // rows))
 
-    of_parts = mode.modulated or mode.grouped
     return Assembly(
         walkers=walkers,
-        finisher=finisher_of(n, facts.sums, target, of_parts=of_parts) if any(facts.sums.values()) else None,
+        finisher=_finisher(n, facts, of_parts=mode.modulated or mode.grouped),
         programs=programs,
         row_terms=row.row_terms,
         exchange=exchange,
@@ -364,7 +363,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     )
     return Assembly(
         walkers=walkers,
-        finisher=finisher_of(channels, facts.sums, target) if any(facts.sums.values()) else None,
+        finisher=_finisher(channels, facts, of_parts=False),
         programs=programs,
         row_terms=("partials_ptr",),
         exchange=(lambda m: m * cut.parts) if spreads else None,
@@ -372,17 +371,16 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     )
 
 
-def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_parts: bool = False) -> Recipe:
-    """Return the kernel that adds up partial sums of n columns; `sums` is `Facts.sums`.
+def _finisher(n: int, facts: Facts, *, of_parts: bool) -> Recipe | None:
+    """Return the kernel that adds up partial sums of n columns, or None if no sum is wanted.
 
     The grid is the grid of one part. With `of_parts`, several parts are in the third dimension.
     """
+    target, sums = facts.target, facts.sums
+    if not any(sums.values()):
+        return None
     summing = (_SUMMING_OF_PARTS if of_parts else _SUMMING) if target.compiles else _INTERPRETED_SUMMING
     partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}
-
-    def columns(m: int, programs: int = 1) -> Grid:
-        return -(-n // summing.block), len(SUMS), 1
-
     return Recipe(
         part=None,
         types={
@@ -394,5 +392,5 @@ def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_pa
         constants={"N": n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early},
         warps=summing.warps,
         options={},
-        grid=columns,
+        grid=lambda m, programs=1: (-(-n // summing.block), len(SUMS), 1),
     )
