@@ -283,13 +283,12 @@ class BiasedRMSNorm(LlamaRMSNorm):
         self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
 
 
-class NamelessEpsilonRMSNorm(torch.nn.Module):
+class NamelessEpsilonRMSNorm(EpsRMSNorm):
     """Keeps its epsilon under another name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-        self.epsilon = 1e-6
+        self.epsilon = vars(self).pop("eps")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
@@ -420,13 +419,16 @@ class ScaledLayerNorm(torch.nn.LayerNorm):
         return 2 * super().forward(input)
 
 
-class OwnLayerNorm(torch.nn.Module):
-    """A norm of somebody's own, as minimal GPTs have."""
+class RoundingLayerNorm(torch.nn.LayerNorm):
+    """Computes in fp16, and returns the dtype of its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, weight, bias = (each.to(torch.float16) for each in (input, self.weight, self.bias))
+        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+
+
+class OwnLayerNorm(BiasedRMSNorm):
+    """A norm of somebody's own, as minimal GPTs have."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, (WIDTH,), self.weight, self.bias)

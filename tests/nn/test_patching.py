@@ -488,6 +488,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
+    "fp16 within": (lambda: models.RoundingLayerNorm(WIDTH), "RoundingLayerNorm is a subclass of torch's"),
     "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
     "own class": (models.OwnLayerNorm, "it lacks a 1-D weight as its only parameter"),
     "channels first": (lambda: models.ChannelRMS_norm(WIDTH), "it lacks a 1-D weight as its only parameter"),
