@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from numbers import Real
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -420,16 +420,19 @@ _UNREADABLE: Any = type("_Unreadable", (), dict.fromkeys(("__bool__", "__eq__"))
 _RAISED = torch.zeros((), device="cpu")
 
 
+# The types of values that are no numbers, hold none, and do not change in place.
+_FIXED: tuple[Any, ...] = (type(None), str, torch.dtype, torch.device, Callable, ModuleType)
+
+
 def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     """Refuse a forward that reads more than its tensors and epsilon: our module would not see a change of the rest."""
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
     held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
     read = set()
     for name in held.keys() - (_REPLACEABLE - {"forward"}):
-        if isinstance(held[name], FunctionType):
-            outside = inspect.getclosurevars(inspect.unwrap(held[name]))
-            numbers = {**outside.globals, **outside.nonlocals}
-            read |= {name for name, value in numbers.items() if isinstance(value, Real)}
+        if isinstance(function := getattr(held[name], "__func__", held[name]), FunctionType):
+            cells, outside, *_ = inspect.getclosurevars(inspect.unwrap(function))
+            read |= {name for name, value in (outside | cells).items() if not isinstance(value, _FIXED)}
     for (name, value), mode in product((held | vars(trial.module)).items(), _MODES):
         if name in _KEPT | {epsilon_name} or name[:2] == "__" or value is None or hasattr(type(value), "__get__"):
             continue

@@ -364,14 +364,14 @@ def reading(factor: Callable[[Any], Any], **held: object) -> Callable[[], torch.
     return ReadingRMSNorm
 
 
-SCALE = 1.0
+SCALE, SCALES = 1.0, [1.0]
 
 
 class GlobalRMSNorm(LlamaRMSNorm):
-    """Reads a factor from its module."""
+    """Reads two factors from its module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * SCALE
+        return super().forward(x) * SCALE * SCALES[0]
 
 
 class OptionallyWeightedRMSNorm(_Weighted):

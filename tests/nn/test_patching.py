@@ -511,7 +511,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
     "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
     "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
-    "a factor of its module": (models.GlobalRMSNorm, "its forward reads SCALE"),
+    "factors of its module": (models.GlobalRMSNorm, "its forward reads SCALE, SCALES, and"),
     "a flag": (models.reading(lambda m: 2 if m.doubles else 1, doubles=False), "its forward reads doubles"),
     "a size": (models.reading(lambda m: m.size / m.weight.numel(), size=WIDTH), "its forward reads size"),
     "a bound that decides": (models.reading(lambda m: 1 if m.least > 0 else 0, least=1.0), "its forward reads least"),
