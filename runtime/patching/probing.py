@@ -432,7 +432,7 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     for name in held.keys() - (_REPLACEABLE - {"forward"}):
         if isinstance(function := getattr(held[name], "__func__", held[name]), FunctionType):
             cells, outside, *_ = inspect.getclosurevars(inspect.unwrap(function))
-            read |= {name for name, value in (outside | cells).items() if not isinstance(value, _FIXED)}
+            read |= {name for name, value in {**cells, **outside}.items() if not isinstance(value, _FIXED)}
     for (name, value), mode in product((held | vars(trial.module)).items(), _MODES):
         if name in _KEPT | {epsilon_name} or name[:2] == "__" or value is None or hasattr(type(value), "__get__"):
             continue
