@@ -201,7 +201,8 @@ def _as_tensors(
     packed = by_name["rstd"]
     if by_name["mean"] is None and packed is not None and layout.to_rstd:
         packed = packed.view(-1)
-        by_name["mean"], by_name["rstd"] = packed, packed[layout.to_rstd // packed.itemsize :]
+        rstd = packed[layout.to_rstd // packed.itemsize :]
+        by_name["mean"], by_name["rstd"] = packed[: rstd.numel()], rstd
     for name in plan.as_bytes:
         tensor = by_name[name]
         by_name[name] = None if tensor is None else tensor.view(torch.uint8)
