@@ -150,7 +150,7 @@ def launching_nothing() -> Iterator[None]:
 
 def _launching_nothing(plan: Any) -> Any:
     stand_in = SimpleNamespace(**vars(plan))
-    stand_in.at = cache(lambda shape: launching(plan.at(shape), lambda _: nothing, in_c=True))
+    stand_in.at = cache(lambda shape: launching(plan.at(shape), lambda _: nothing, by_address=True, in_c=True))
     return stand_in
 
 

@@ -22,7 +22,7 @@ from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
 from .randomness import settled as settled_mask
-from .traced import backward_traced, forward_traced, is_dynamo_compiling
+from .traced import function_traced, is_dynamo_compiling
 
 Given = Mapping[str, Any]
 
@@ -41,21 +41,20 @@ def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNorm
     Raises:
         NormforgeError: as `layernorm2d_fwd` and `layernorm2d_bwd` list them.
     """
-    is_forward = family is FORWARD
     # An operator may take what no kernel does.
     if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
-        return forward_traced(norm, given) if is_forward else backward_traced(norm, given)
-    return launched(norm, key, given) if is_forward else launched_backward(norm, key, given)
+        return function_traced(family, norm, given)
+    return launched(norm, key, given) if family is FORWARD else launched_backward(norm, key, given)
 
 
 def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
     """Run a forward call that TorchDynamo follows, as an operator."""
-    return forward_traced(norm, _with_mask(given, draws=True))
+    return function_traced(FORWARD, norm, _with_mask(given, draws=True))
 
 
 def traced_backward(norm: str, **given: Any) -> NormGradients:
     """Run a backward call that TorchDynamo follows, as an operator."""
-    return backward_traced(norm, _with_mask(given, draws=False))
+    return function_traced(BACKWARD, norm, _with_mask(given, draws=False))
 
 
 def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:

@@ -66,47 +66,26 @@ def may_write(
         out: where y goes, or None for a new tensor.
         residual_out: where the stored sum goes, or None for a new tensor.
     """
-    y_at = y_end = 0
-    if out is not None:
-        if not _is_writable(out):
+    earlier, earlier_at, earlier_end = None, 0, 0
+    for output, (row, step) in ((out, extents.y), (residual_out, extents.total)):
+        if output is None:
+            continue
+        # A known call's guard knows whether the output requires a gradient.
+        if output.is_inference() and not torch.is_inference_mode_enabled():
             return False
-        y_at = out.data_ptr()
-        row, step = extents.y
-        y_end = y_at + row + step * (m - 1)
-        if not _spares(extents, addresses, tensors, m, out, y_at, y_end):
+        start = output.data_ptr()
+        end = start + row + step * (m - 1)
+        for place, width, stride, replaceable in extents.inputs:
+            at = addresses[place]
+            if at < end and start < at + width + stride * (m - 1):
+                tensor = tensors[place]
+                if tensor is None or (replaceable and tensor is output):
+                    continue
+                if spoils(output, tensor, replaceable):
+                    return False
+        if earlier is not None and earlier_at < end and start < earlier_end and may_overlap(earlier, output):
             return False
-    if residual_out is None:
-        return True
-    if not _is_writable(residual_out):
-        return False
-    sum_at = residual_out.data_ptr()
-    row, step = extents.total
-    sum_end = sum_at + row + step * (m - 1)
-    if out is not None and y_at < sum_end and sum_at < y_end and may_overlap(out, residual_out):
-        return False
-    return _spares(extents, addresses, tensors, m, residual_out, sum_at, sum_end)
-
-
-def _is_writable(output: torch.Tensor) -> bool:
-    # A known call's guard knows whether the output requires a gradient.
-    return not output.is_inference() or torch.is_inference_mode_enabled()
-
-
-def _spares(
-    extents: Extents,
-    addresses: tuple[int, ...],
-    tensors: tuple[torch.Tensor | None, ...],
-    m: int,
-    output: torch.Tensor,
-    start: int,
-    end: int,
-) -> bool:
-    for place, row, step, replaceable in extents.inputs:
-        at = addresses[place]
-        if at < end and start < at + row + step * (m - 1):
-            tensor = tensors[place]
-            if not (replaceable and tensor is output) and tensor is not None and spoils(output, tensor, replaceable):
-                return False
+        earlier, earlier_at, earlier_end = output, start, end
     return True
 
 

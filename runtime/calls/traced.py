@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
 
-from ..codegen.parameters import BACKWARD, FORWARD
-from ..codegen.values import Norm
+from ..codegen.families import Family
+from ..codegen.values import Direction, Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import constant_in_traces, jit_tracing, saved_tensors_hooks
 from ..upstream.torch_internals import dispatch_modes as dispatch_modes
@@ -69,11 +69,16 @@ def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
     return [next(made) if name in call.wants else None for name in fields]
 
 
-def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
-    """Run a forward call as one operator, given its arguments by name. Overlap of outputs is not looked for."""
-    function = FORWARD.functions[Norm(norm)]
+def function_traced(family: Family, norm: str, given: Mapping[str, Any]) -> Any:
+    """Run a call of a function of a norm alone as one operator, given its arguments by name.
+
+    Overlap of outputs is not looked for.
+    """
+    function = family.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
+    if call.function.direction is Direction.BACKWARD:
+        return NormGradients(*operated_as(function, call, NormGradients._fields))
     places = call.function.places
     if all(call.given[name] is None for name, _ in places):
         return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
@@ -87,14 +92,6 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     others = [name for name in LayerNormOutput._fields if name not in results]
     results |= {name: value if name in call.wants else None for name, value in zip(others, made, strict=True)}
     return LayerNormOutput(**results)
-
-
-def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
-    """Run a backward call as one operator, given its arguments by name."""
-    function = BACKWARD.functions[Norm(norm)]
-    call = check(function, given, addressed=False)
-    refuse_gradient(call)
-    return NormGradients(*operated_as(function, call, NormGradients._fields))
 
 
 def said_of(call: Call) -> dict[str, Any]:

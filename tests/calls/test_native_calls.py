@@ -289,7 +289,7 @@ def launching(plan: Plan, shape: torch.Size, launch: Callable[..., None]) -> Siz
     """How a plan's calls of a shape are launched, by address and by another launch."""
     sized = plan._at(shape)
     steps = tuple((launch, grid) for _, grid in sized.layout.steps)
-    return sized._replace(layout=sized.layout._replace(steps=steps, in_c=True))
+    return sized._replace(layout=sized.layout._replace(steps=steps, by_address=True, in_c=True))
 
 
 # Grid and values of each launch, and the plan of which they are.
