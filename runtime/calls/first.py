@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,10 +12,10 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
+from ..kernels.strides import row_alignment, starts_aligned
 from ..selection import dispatch, invariance
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
-from .canonical import settled
 from .check import Call, check, refuse_gradient
 from .known import MISALIGNED, PLAIN, Found, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
@@ -109,6 +109,48 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
 def as_invariant(call: Call) -> Call:
     """Return a call as batch invariance wants its tensors to lie; the very call if its own do, or none is asked for."""
     return settled(call, call.function.family.operands) if invariance.is_on() and call.m else call
+
+
+def settled(call: Call, rows: Iterable[Parameter]) -> Call:
+    """Return a call of tensors that lie as N says: the call itself if its tensors do."""
+    copies: dict[str, torch.Tensor] = {}
+    for row in rows:
+        tensor: torch.Tensor | None = getattr(call, row.name)
+        if tensor is None or not row.is_read_in_vectors:
+            continue
+        if not lies_so(tensor, call.n, of_rows=row.kind.has_row_stride):
+            # The results are copied from there to the place that was passed.
+            empties = row.kind is Kind.PLACE
+            copies[row.name] = _like(tensor) if empties else _like(tensor).copy_(tensor)
+    return call.given_with(**copies) if copies else call
+
+
+def in_place_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Iterable[str]) -> dict[str, Any]:
+    """Return tensors by name, copied where a batch-invariant call needs that; `of_rows` names those that have rows."""
+    found = dict(tensors)
+    if invariance.is_on():
+        for name, tensor in tensors.items():
+            if tensor is not None and not lies_so(tensor, n, of_rows=name in of_rows):
+                found[name] = _like(tensor).copy_(tensor)
+    return found
+
+
+def lies_so(tensor: torch.Tensor, n: int, *, of_rows: bool) -> bool:
+    """Return True if a tensor, of rows of n or a vector, lies as N alone says, so that one kernel serves every row.
+
+    How Triton cuts a row among threads, and so in what order the row is added up, follows from what the address of the
+    row is a multiple of. Of rows that adjoin N says that. Batch-invariant calls copy a tensor that lies otherwise.
+    """
+    if of_rows and not starts_aligned(n):
+        return True
+    if tensor.data_ptr() & MISALIGNED:
+        return False
+    leading = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return not of_rows or all(stride % row_alignment(n) == 0 for size, stride in leading if size > 1)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:

@@ -21,8 +21,8 @@ from ..dtypes import FLOATS
 from ..selection import dispatch
 from ..upstream.torch_internals import eager_only, has_tangent
 from . import native
-from .canonical import in_place_of
 from .check import Call
+from .first import in_place_of
 from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics

@@ -14,9 +14,8 @@ import torch
 
 import normforge
 from normforge.call_kinds import MOST_ROWS_IN_I32
-from normforge.calls.canonical import settled
 from normforge.calls.check import Call, check
-from normforge.calls.first import address_of
+from normforge.calls.first import address_of, settled
 from normforge.calls.known import MISALIGNED
 from normforge.calls.plan import Plan
 from normforge.codegen.families import Family, Kind
