@@ -57,12 +57,12 @@ MOST_CODE_LINES = {
     "upstream": 721,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_554, ("benchmarks",): 8_452}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 55_544, ("benchmarks",): 8_452}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
-MOST_STOPS = {"layer_norm": (10, 3), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (13, 6)}
+MOST_STOPS = {"layer_norm": (10, 3), "rmsnorm2d_fwd": (7, 1), "gradients of layer_norm": (13, 5)}
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 
