@@ -43,18 +43,21 @@ def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNorm
     """
     # An operator may take what no kernel does.
     if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
-        return function_traced(family, norm, given)
+        traced: LayerNormOutput | NormGradients = function_traced(family, norm, given)
+        return traced
     return launched(norm, key, given) if family is FORWARD else launched_backward(norm, key, given)
 
 
 def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
     """Run a forward call that TorchDynamo follows, as an operator."""
-    return function_traced(FORWARD, norm, _with_mask(given, draws=True))
+    outputs: LayerNormOutput = function_traced(FORWARD, norm, _with_mask(given, draws=True))
+    return outputs
 
 
 def traced_backward(norm: str, **given: Any) -> NormGradients:
     """Run a backward call that TorchDynamo follows, as an operator."""
-    return function_traced(BACKWARD, norm, _with_mask(given, draws=False))
+    gradients: NormGradients = function_traced(BACKWARD, norm, _with_mask(given, draws=False))
+    return gradients
 
 
 def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
