@@ -288,7 +288,7 @@ class NamelessEpsilonRMSNorm(EpsRMSNorm):
 
     def __init__(self) -> None:
         super().__init__()
-        self.epsilon = vars(self).pop("eps")
+        self.epsilon: float = vars(self).pop("eps")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
