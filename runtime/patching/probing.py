@@ -429,7 +429,8 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
     held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
     read = set()
-    for name in held.keys() - (_REPLACEABLE - {"forward"}):
+    # Ours is made without the hook of subclasses.
+    for name in held.keys() - (_REPLACEABLE - {"forward"}) - {"__init_subclass__"}:
         if isinstance(function := getattr(held[name], "__func__", held[name]), FunctionType):
             cells, outside, *_ = inspect.getclosurevars(inspect.unwrap(function))
             read |= {name for name, value in {**cells, **outside}.items() if not isinstance(value, _FIXED)}

@@ -364,7 +364,8 @@ def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, 
         shutil.copytree(repository / name, tmp_path / name)
     *_, name = calls.TEMPLATES
     path = tmp_path / name
-    path.parent.mkdir(parents=True)
+    for each in calls.TEMPLATES:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
     few = ("generate.py", "--where", "norm=rms,n=1")
     for told, verb in ((("--dry-run",), "would be written"), ((), "written")):
         said = "".join(f"{name}: {verb}\n" for name in calls.TEMPLATES)

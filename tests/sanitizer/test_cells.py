@@ -66,7 +66,8 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
 
 # Templates that hold no kernel: frames of files, and device functions.
 FRAMES = {
-    f"{name}.py.j2" for name in ("calls", "dispatch", "functional", "module", "operands", "package", "primitives")
+    f"{name}.py.j2"
+    for name in ("calls", "dispatch", "functional", "module", "modules", "operands", "package", "primitives")
 }
 FINALISER = "sum_partials"
 
