@@ -85,7 +85,7 @@ def ln_fwd_bf16_int8_addst_sdq_rows(
         mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         total = s if total is None else total + s
 
@@ -172,7 +172,7 @@ def ln_fwd_bf16_int8_addst_sdq_one_pass(
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
         s += load_chunk(residual_ptr, cols, cols < N)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         head_mean = mean_of_head(s, N, tl.float32)
 
     # Load the row; every chunk of it stays in registers.
@@ -183,7 +183,7 @@ def ln_fwd_bf16_int8_addst_sdq_one_pass(
         mask = cols < N if start + BLOCK > N else None
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         total += s
     weight_row = load_early(weight_ptr, N, BLOCK)
@@ -297,7 +297,7 @@ def ln_fwd_bf16_int8_addst_sdq_two_pass(
     first_mask = cols < N if N < BLOCK else None
     s = load_swept(x_ptr, cols, first_mask, "evict_last")
     s += load_swept(residual_ptr, cols, first_mask, "evict_last")
-    s = as_stored(s, residual_out_ptr)
+    s = as_stored(s, x_ptr, residual_out_ptr)
     pivots = group_means(s, first_mask)
     deviations = tl.zeros_like(pivots)
     squares = tl.zeros_like(pivots)
@@ -306,7 +306,7 @@ def ln_fwd_bf16_int8_addst_sdq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_last")
         s += load_swept(residual_ptr, cols, mask, "evict_last")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
         deviations += chunk_deviations
         squares += chunk_squares
@@ -325,7 +325,7 @@ def ln_fwd_bf16_int8_addst_sdq_two_pass(
             mask = cols < N if N % BLOCK != 0 else None
             s = load_swept(x_ptr, cols, mask, "evict_last")
             s += load_swept(residual_ptr, cols, mask, "evict_last")
-            s = as_stored(s, residual_out_ptr)
+            s = as_stored(s, x_ptr, residual_out_ptr)
             chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
             deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
             squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
@@ -340,7 +340,7 @@ def ln_fwd_bf16_int8_addst_sdq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_last")
         s += load_swept(residual_ptr, cols, mask, "evict_last")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         y *= load_chunk(smooth_scale_ptr, cols, mask)
         amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
@@ -354,7 +354,7 @@ def ln_fwd_bf16_int8_addst_sdq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_first")
         s += load_swept(residual_ptr, cols, mask, "evict_first")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         y *= load_chunk(smooth_scale_ptr, cols, mask)
         store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading

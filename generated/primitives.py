@@ -168,8 +168,12 @@ def store_chunk(ptr, offsets, chunk, mask):
 
 
 @triton.jit
-def as_stored(chunk, ptr):
-    """Round fp32 values as `store_chunk` does, and return fp32."""
+def as_stored(chunk, x_ptr, ptr):
+    """Round fp32 sums of x and a residual as `store_chunk` does, and return fp32."""
+    if x_ptr.dtype.element_ty == tl.bfloat16 and ptr.dtype.element_ty == tl.float16:
+        # LLVM adds a bf16 and an fp16 in fp16 if the sum is rounded to fp16, which holds fewer exponents: 1e5 - 65000
+        # was infinite. Products by powers of two are exact for all that fp16 can hold, and LLVM keeps them apart.
+        chunk = chunk * 0.5 * 2.0
     return round_to(chunk, ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -1057,7 +1061,7 @@ def add_slices(chunks, ptr, others, other_ptr, sum_ptr, SLICE: tl.constexpr, BLO
     for start in tl.static_range(0, SLICE, BLOCK):
         s = widened(chunks[start // BLOCK], ptr.dtype.element_ty)
         s += widened(others[start // BLOCK], other_ptr.dtype.element_ty)
-        sums += (s if sum_ptr is None else as_stored(s, sum_ptr),)
+        sums += (s if sum_ptr is None else as_stored(s, ptr, sum_ptr),)
     return sums
 
 

@@ -69,7 +69,7 @@ def rms_fwd_bf16_addst_cbw_rows(
         mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         squares = s * s if squares is None else squares + s * s
 
@@ -127,7 +127,7 @@ def rms_fwd_bf16_addst_cbw_one_pass(
         mask = cols < N if start + BLOCK > N else None
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         squares += s * s
     weight_row = load_early(weight_ptr, N, BLOCK)
@@ -191,7 +191,7 @@ def rms_fwd_bf16_addst_cbw_two_pass(
             mask = cols < N if RAGGED or start + BLOCK > N else None
             s = load_swept(x_ptr, cols, mask, "evict_last")
             s += load_swept(residual_ptr, cols, mask, "evict_last")
-            s = as_stored(s, residual_out_ptr)
+            s = as_stored(s, x_ptr, residual_out_ptr)
             squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
@@ -202,7 +202,7 @@ def rms_fwd_bf16_addst_cbw_two_pass(
             mask = cols < N if RAGGED or start + BLOCK > N else None
             s = load_swept(x_ptr, cols, mask, "evict_first")
             s += load_swept(residual_ptr, cols, mask, "evict_first")
-            s = as_stored(s, residual_out_ptr)
+            s = as_stored(s, x_ptr, residual_out_ptr)
             y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
             store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
             store_chunk(y_ptr, cols, y, mask)

@@ -69,7 +69,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_rows(
         mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         squares = s * s if squares is None else squares + s * s
 
@@ -142,7 +142,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_one_pass(
         mask = cols < N if start + BLOCK > N else None
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
         squares += s * s
     weight_row = load_early(weight_ptr, N, BLOCK)
@@ -214,7 +214,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_last")
         s += load_swept(residual_ptr, cols, mask, "evict_last")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
@@ -225,7 +225,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_last")
         s += load_swept(residual_ptr, cols, mask, "evict_last")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
     y_scale = row_scale(tl.max(amax_bits), 448.0, tl.float32)
@@ -238,7 +238,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_two_pass(
         mask = cols < N if N % BLOCK != 0 else None
         s = load_swept(x_ptr, cols, mask, "evict_first")
         s += load_swept(residual_ptr, cols, mask, "evict_first")
-        s = as_stored(s, residual_out_ptr)
+        s = as_stored(s, x_ptr, residual_out_ptr)
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)

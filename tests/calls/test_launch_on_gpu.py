@@ -188,6 +188,18 @@ def test_long_rows_of_sums_stored_over_the_residual(dtype: torch.dtype, m: int, 
         assert torch.equal(each.residual_out, x + residual)
 
 
+@pytest.mark.parametrize(("m", "n"), [(8, 64), (8, 4096), (8, 40000), (3, 131072)])
+def test_a_bf16_and_an_fp16_are_added_in_fp32(m: int, n: int) -> None:
+    """Sums that fp16 holds, of values that it does not hold: 1e5 is infinite there, and 3e-6 has three bits left."""
+    x = torch.tensor([1e5, 3.0845e-6], device="cuda").repeat(m, n // 2).bfloat16()
+    residual = torch.tensor([-65000, -8.1587e-4], device="cuda").repeat(m, n // 2).half()
+    for norm in ("layer", "rms"):
+        made = FORWARD[norm](x, None, residual=residual, fadd="pre_add_store")
+        assert made.residual_out is not None
+        assert torch.equal(made.residual_out, (x.double() + residual.double()).half())
+        assert made.y.isfinite().all()
+
+
 @pytest.mark.parametrize("value", [1e20, 1e30])
 @pytest.mark.parametrize(("m", "n"), [(3, 70000), (900, 70000), (600, 140000)])
 def test_long_rows_whose_squares_overflow_are_zeros(m: int, n: int, value: float) -> None:

@@ -235,6 +235,19 @@ def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DTy
         assert "cp.async" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("pipeline", [Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS], ids=lambda p: p.value)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_bf16_and_an_fp16_are_added_in_fp32(target: Target, pipeline: Pipeline, package: Path) -> None:
+    """LLVM would add in fp16, where a large bf16 is infinite, because the sum is rounded to fp16."""
+    mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
+    kernel, instance = kernel_of(package, mode, pipeline), instance_of(mode, 1024)
+    tile = Tile(pipeline, 2 if pipeline is Pipeline.ROWS else 1, 1024, 4, 1)
+    compiled = compile_kernel(kernel, instance, 1024, target, pipeline, tile, DType.BF16, DType.FP16)
+    adds = re.findall(r"fadd [^%]*", compiled.asm["llir"])
+    assert adds
+    assert not [add for add in adds if "half" in add]
+
+
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("target", [target for target in TARGETS if target.backend == "cuda"], ids=lambda t: t.name)
 def test_no_round_of_a_backward_loop_waits_for_a_load(target: Target, norm: Norm, package: Path) -> None:
