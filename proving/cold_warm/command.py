@@ -1,4 +1,4 @@
-"""The command: python -m tests.cold_warm."""
+"""The command: python -m proving cold_warm."""
 
 from __future__ import annotations
 

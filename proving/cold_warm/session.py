@@ -16,7 +16,7 @@ import torch
 from normforge.calls import native
 from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
-from normforge.patching import modulating, sums
+from normforge.patching import modulating
 from normforge.selection import dispatch
 from normforge.upstream import torch_internals
 
@@ -24,15 +24,13 @@ from normforge.upstream import torch_internals
 _C: Any = torch._C
 
 # What is kept there depends on calls. Elsewhere functions keep what the machine, its disk and torch's release are like.
-_FORGETFUL = tuple(
-    f"normforge.{name}." for name in ("calls", "nn", "operators", "parallel", "compiled", "override", "jax")
-)
+_PACKAGES = ("calls", "families", "patching", "operators", "parallel", "compiled", "override", "jax")
+_FORGETFUL = tuple(f"normforge.{name}." for name in _PACKAGES)
 _KEPT = ("normforge.calls.native",)
 
 # Dictionaries that calls fill, where they are.
 DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
     (modulating, "_found"),
-    (sums, "waiting_sums"),
     (torch_internals, "_ends"),
 )
 
@@ -55,7 +53,7 @@ def _functions(modules_there: int) -> list[tuple[ModuleType, str, Any]]:
 def forgotten() -> Iterator[None]:
     """Have calls within find no cache filled, as in a new process; afterwards all caches are as they were."""
     plans = dispatch._kinds
-    kept = [(found, dict(found)) for found in (getattr(*place, None) for place in DICTIONARIES) if found is not None]
+    kept = [(found, dict(found)) for found in (getattr(*place) for place in DICTIONARIES)]
     functions = _functions(len(sys.modules))
     fresh = {id(old): functools.lru_cache(old.cache_parameters()["maxsize"])(old.__wrapped__) for *_, old in functions}
     dispatch._take(({}, {}))
@@ -99,7 +97,7 @@ class Session:
                 if tensor.numel() and not _C._is_cow_tensor(tensor):
                     self.roles.setdefault(tensor.data_ptr(), f"{role}{' negated' * tensor.is_neg()}")
             except (RuntimeError, NotImplementedError):
-                # A tensor without memory.
+                # torch has no address for a tensor without memory, such as a fake one.
                 return
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The command: python -m tests.matrix."""
+"""The command: python -m proving matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: python -m tests.models."""
+"""The command: python -m proving models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: python -m tests.mutants."""
+"""The command: python -m proving mutants."""
 
 from __future__ import annotations
 

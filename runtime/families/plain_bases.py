@@ -141,7 +141,7 @@ class AddingLayerNorm(_Adds, torch.nn.LayerNorm):
     """The base class of `AddLayerNorm`."""
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
-    def forward(  # type: ignore[override]  # of another signature, and found by torch's type all the same: see above
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
@@ -154,7 +154,7 @@ class AddingRMSNorm(_Adds, torch.nn.RMSNorm):
     """The base class of `AddRMSNorm`."""
 
     # It is a torch.nn.RMSNorm so that what goes by that type (initialisation, weight decay) finds it.
-    def forward(  # type: ignore[override]  # of another signature, and found by torch's type all the same: see above
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""

@@ -429,7 +429,7 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
     held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
     read = set()
-    # Ours is made without the hook of subclasses.
+    # Our class is made without the hook of subclasses, which no forward calls.
     for name in held.keys() - (_REPLACEABLE - {"forward"}) - {"__init_subclass__"}:
         if isinstance(function := getattr(held[name], "__func__", held[name]), FunctionType):
             cells, outside, *_ = inspect.getclosurevars(inspect.unwrap(function))

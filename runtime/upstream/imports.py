@@ -53,7 +53,7 @@ class _Awaiting(MetaPathFinder):
                 self._action()
 
             # The loader is this spec's alone; another in its place would hide the source and resources that it knows.
-            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # the instance's own
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # of this loader alone
         return spec
 
 
