@@ -24,6 +24,8 @@ from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, operands
 from ..thorough import THOROUGH
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 N = 64
 
 # What is traced is the same for all of them. aot_eager has everything but the code that inductor writes.
@@ -416,8 +418,6 @@ def test_a_gradient_of_a_quantised_output_is_refused() -> None:
 def test_a_cpu_without_the_interpreter_traces_torchs_operators() -> None:
     code = """
 import json, torch, normforge
-
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8))
 normforge.patch(model)
 graphs = []
