@@ -7,7 +7,7 @@ quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,29 +49,15 @@ def layernorm2d_fwd(
     bias: torch.Tensor | None = None,
     *,
     eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-    fadd: str | int | FusedAdd = "none",
-    smooth_scale: torch.Tensor | None = None,
-    fquant: str | int | FusedQuant = "none",
-    x_bias: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_rng: torch.Tensor | None = None,
-    first_row: int = 0,
-    out_dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-    save_mv: bool = False,
-    rounding: str | Rounding = "nearest",
-    cast: str | Cast = "after_weight",
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
 
-    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's. first_row is the
-    number of x's first row, of which dropouts make a difference, where x is a part of a call's.
+    `options` are the other arguments of that function, `dtype`, and `first_row`. The arithmetic is done in `dtype`; in
+    float64, the default, its rounding errors are negligible beside a kernel's. first_row is the number of x's first
+    row, of which dropouts make a difference, where x is a part of a call's.
     """
-    # All arguments: nothing else is local yet.
-    return _forward(**locals(), centres=True, averages=True, weight_offset=0.0)
+    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -81,27 +67,13 @@ def rmsnorm2d_fwd(
     eps: float = 1e-6,
     averages: bool = True,
     weight_offset: float = 0.0,
-    residual: torch.Tensor | None = None,
-    fadd: str | int | FusedAdd = "none",
-    smooth_scale: torch.Tensor | None = None,
-    fquant: str | int | FusedQuant = "none",
-    x_bias: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_rng: torch.Tensor | None = None,
-    first_row: int = 0,
-    out_dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-    save_mv: bool = False,
-    rounding: str | Rounding = "nearest",
-    cast: str | Cast = "after_weight",
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
 
     averages says whether the squares of a row are averaged, or added up as an L2 norm does.
     """
-    return _forward(**locals(), bias=None, centres=False)
+    return _forward(x, weight, None, eps=eps, centres=False, averages=averages, weight_offset=weight_offset, **options)
 
 
 def _forward(
@@ -113,21 +85,21 @@ def _forward(
     centres: bool,
     averages: bool,
     weight_offset: float,
-    residual: torch.Tensor | None,
-    fadd: str | int | FusedAdd,
-    smooth_scale: torch.Tensor | None,
-    fquant: str | int | FusedQuant,
-    x_bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    dropout_p: float,
-    dropout_rng: torch.Tensor | None,
-    first_row: int,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    save_mv: bool,
-    rounding: str | Rounding,
-    cast: str | Cast,
-    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
+    first_row: int = 0,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
+    dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
     dropout = None
     if dropout_rng is not None:
