@@ -1,4 +1,4 @@
-"""Run, list and profile suites, time start-up and parts of calls, model tiles, join or compare results, check goals."""
+"""Run, list and profile suites, time start-up and parts of calls, join or compare results, check goals."""
 
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ def _add_measuring(verbs: Verbs) -> None:
     operators.add_argument("--revision", help="what is stated; default: git's")
     operators.set_defaults(verb="operator_calls:operators")
 
-    _add_model_tiles(verbs)
     _add_models(verbs)
 
     profile = verbs.add_parser(
@@ -140,22 +139,6 @@ def _add_measuring(verbs: Verbs) -> None:
     jax.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     jax.add_argument("--revision", help="what the header states; default: git's")
     jax.set_defaults(verb="jax_calls:jax_calls")
-
-
-def _add_model_tiles(verbs: Verbs) -> None:
-    tiles = verbs.add_parser(
-        "model-tiles",
-        help="model tiles on GPUs that are not here, from compiled binaries; status 1 if one is unexpectedly bad",
-        description="Compile the kernels of the tiles that the rule chooses for sm_80, sm_90, sm_100 and gfx942, which "
-        "takes no GPU, and write what each takes, how many programs fit a multiprocessor, and what those load at once.",
-    )
-    tiles.add_argument("--jobs", type=int, default=0, metavar="J", help="processes; default: one a core")
-    tiles.add_argument("--out", type=Path, help="folder of the table; default: benchmarks/results/tile-model")
-    tiles.add_argument(
-        "--summarise", action="store_true", help="write summary.txt of the table that is there, and model nothing"
-    )
-    tiles.add_argument("--revision", help="what the header states; default: git's")
-    tiles.set_defaults(verb="tile_model.command:model_tiles")
 
 
 def _add_models(verbs: Verbs) -> None:
@@ -250,13 +233,6 @@ def _add_reading(verbs: Verbs) -> None:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb="reading:reach")
-
-    short = verbs.add_parser("short", help="say of the sweep's cells that are short what they take and what was tried")
-    short.add_argument(
-        "--results", type=Path, default=RESULTS / "h200-sweep", help="folder of the sweep and its profile (%(default)s)"
-    )
-    short.add_argument("--save", action="store_true", help="also write the list beside the results, as short.txt")
-    short.set_defaults(verb="reading:short")
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from .cells import Method
 from .providers import every_provider
 from .results import CEILING, PROJECT, Results, Row
 from .suites import SUITES
-from .swept_map import swept_map
 
 _COLUMNS = 2
 _PANEL = (6.4, 3.6)
@@ -47,8 +46,6 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
     for results in found:
         if SUITES[results.suite].draw is not None:
-            if figure := swept_map(results):
-                yield save(figure, folder / f"{results.suite}.png")
             continue
         panels = _panels(results)
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}

@@ -21,13 +21,7 @@ from .reach import RULES, check
 from .reach import describe as describe_goals
 from .report import WHAT, picture_for, render, where
 from .results import load
-from .short import SUITE as SWEEP
-from .short import kernels_of, short_of
-from .short import render as render_short
 from .suites import SUITES
-
-# The file beside a sweep that holds the list of its short cells.
-SHORT_LIST = "short"
 
 
 def join(options: argparse.Namespace, _: list[str]) -> int:
@@ -121,21 +115,3 @@ def reach(options: argparse.Namespace, _: list[str]) -> int:
     checked = [check(rule, results.get(rule.suite)) for rule in RULES]
     print(describe_goals(checked, every=options.all))
     return 0 if all(one.met for one in checked) else SHORT
-
-
-def short(options: argparse.Namespace, _: list[str]) -> int:
-    """List the sweep's cells that miss a goal by class, with their kernels and what was tried.
-
-    Raises:
-        UsageError: there is no sweep, or a short cell was not profiled or is of no class.
-    """
-    results = load(options.results, SWEEP)
-    if results is None:
-        raise UsageError(f"no sweep is in {options.results}; make one: python -m benchmarks run --suite {SWEEP}")
-    text = render_short(short_of(results), kernels_of(options.results))
-    print(text)
-    if options.save:
-        path = options.results / f"{SHORT_LIST}.txt"
-        path.write_text(f"revision: {results.header['revision']}\n\n{text}\n")
-        print(f"saved: {path}")
-    return 0

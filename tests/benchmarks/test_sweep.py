@@ -13,19 +13,16 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import cli, run
 from benchmarks.cells import DTYPES, Cell, Norm, Task
-from benchmarks.pictures import draw_all
 from benchmarks.reach import RULES, Checked, check, describe
 from benchmarks.report import render
 from benchmarks.results import Results, load
 from benchmarks.runner import running
 from benchmarks.suites import SUITES, sweep
 from benchmarks.suites.sweep import GROUPS, MOST_SOME, lengths
-from benchmarks.swept_map import swept_map
 
 from ..thorough import THOROUGH
 from .small import HEADER, plan, provider, results, torch_norm
@@ -239,22 +236,6 @@ def test_a_table_has_a_line_a_task_norm_and_class_of_rows() -> None:
     assert by_class["add", "rms_bf16", "beyond 2048"][4].startswith(f"{worst.m}×{worst.n} 0.62 torch.compile, ")
     many = sum(cell.m > MOST_SOME and _computed(cell) == _computed(failed) for cell in cells)
     assert by_class["forward", "rms_bf16", "beyond 2048"][0] == f"{many}, 1 fail"
-
-
-def test_a_picture_has_a_line_a_class_and_a_place_a_cell(tmp_path: Path) -> None:
-    made = _made(2, draw(2)[:TURN])
-    figure = swept_map(made)
-    assert figure is not None
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    assert len(panels) == 2 * 8
-    assert {tuple(label.get_text() for label in axes.get_yticklabels()) for axes in panels} == {GROUPS}
-    shown = sum(len(np.asarray(line.get_xdata())) for axes in panels[:8] for line in axes.lines)
-    assert shown == TURN
-    few = _made(2, draw(2)[:2])
-    assert [path.name for path in draw_all([few], tmp_path)] == ["sweep.png"]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    failed = results("sweep", (MANY[0], "normforge", 0.0))
-    assert list(draw_all([failed], tmp_path)) == []
 
 
 def test_a_seed_is_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

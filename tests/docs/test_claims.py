@@ -26,11 +26,8 @@ from benchmarks.providers import every_provider
 from benchmarks.reach import RULES, check
 from benchmarks.report import picture_for, render
 from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
-from benchmarks.short import kernels_of, short_of
-from benchmarks.short import render as render_short
 from benchmarks.suites import SUITES
 from benchmarks.swept import findings_of
-from benchmarks.tile_model import table as tile_model
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
 from proving.evidence import load as load_table
@@ -214,30 +211,6 @@ def test_the_tables_of_steps_are_those_of_their_results() -> None:
     folder, page = RESULTS / "h200-steps", doc("from_tutorial")
     found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
     assert section(page, "steps") == (render(found, picture_for(page, folder)) if found else "")
-
-
-def test_the_model_of_tiles_is_that_of_its_table() -> None:
-    found = tile_model.load(tile_model.FOLDER)
-    assert found is not None
-    assert listed(tile_model.FOLDER / "summary.txt", found[0]["revision"]) == tile_model.describe(*found)
-    page, rows = said(BENCHMARKS), found[1]
-    assert tile_model.unknown(rows) == []
-    b200 = [row for row in rows if row.arch == "sm_100" and row.kind == "backward" and row.dtype == "bf16"]
-    short = [row.margin for row in b200 if row.tiles == "rule" and tile_model.TOO_LITTLE in tile_model.faults(row)]
-    assert f"margins of {min(short):.1f} to {max(short):.2f}, where" in page
-    middle = [row.margin for row in b200 if row.tiles == "table" and 512 <= row.n <= 32768]
-    assert f"would have {span(middle, '.1f')}; a table for sm_100" in tile_model.describe(*found)
-    assert f"no H200 kernel was good below {min(tile_model.calibrate(rows).good()):.2f}" in page
-    assert min(row.resident for row in rows) == 1
-    others = [row.margin for row in rows if row.arch in ("sm_80", "gfx942") and row.rows == "many"]
-    assert min(others) > 3
-
-
-def listed(path: Path, revision: str) -> str:
-    """Return the text below the header of a file that a command wrote beside results."""
-    header, _, text = path.read_text().partition("\n\n")
-    assert header == f"revision: {revision}"
-    return text.removesuffix("\n")
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
@@ -525,14 +498,6 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
     others = [us[f"{cell}"] for cell in ("add_quant/ln_bf16_fp8_dq/466032x288", "backward/ln_bf16/103560x81")]
     assert f"883008×152 176 and {ours[0]:.0f} µs, 64776×2072 164 and {ours[1]:.0f}, with an add and fp8" in guide
     assert f"466032×288 280 and {others[0]:.0f}, backward 103560×81 67 and {others[1]:.0f}" in guide
-
-
-def test_every_cell_that_is_short_has_its_profile_and_what_was_tried() -> None:
-    folder = RESULTS / "h200-sweep"
-    found = load(folder, "sweep")
-    assert found is not None
-    text = render_short(short_of(found), kernels_of(folder))
-    assert listed(folder / "short.txt", found.header["revision"]) == text
 
 
 def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:

@@ -1,1 +1,0 @@
-"""A model of tiles on GPUs that are not here: occupancy, and bytes in flight, from binaries compiled for them."""
