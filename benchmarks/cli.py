@@ -102,18 +102,13 @@ def _add_measuring(verbs: Verbs) -> None:
     startup.add_argument("--revision", help="what the header states; default: git's")
     startup.set_defaults(verb="startup:startup")
 
-    parts = verbs.add_parser("parts", help="time the parts of eager calls on the host")
+    parts = verbs.add_parser("parts", help="time eager calls of every family on the host")
     parts.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
     parts.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     parts.add_argument("--revision", help="what the header states; default: git's")
     parts.add_argument("--beside", type=Path, metavar="TREE", help="a checkout of another revision, timed in turn")
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb="parts:parts")
-
-    operators = verbs.add_parser("operators", help="time operators on the host, eager and in compiled graphs")
-    operators.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
-    operators.add_argument("--revision", help="what is stated; default: git's")
-    operators.set_defaults(verb="operator_calls:operators")
 
     _add_models(verbs)
 
@@ -135,14 +130,9 @@ def _add_measuring(verbs: Verbs) -> None:
     profile.add_argument("--revision", help="what the header states; default: git's")
     profile.set_defaults(verb="profile:profile")
 
-    jax = verbs.add_parser("jax", help="time kernels called from JAX, from torch, and XLA's own")
-    jax.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
-    jax.add_argument("--revision", help="what the header states; default: git's")
-    jax.set_defaults(verb="jax_calls:jax_calls")
-
 
 def _add_models(verbs: Verbs) -> None:
-    from .models.names import BF16, COMPILE, DECODE, DTYPES, EAGER, RUNS, STEPS, TRAIN
+    from .models.names import DTYPES, RUNS, STEPS
 
     models = verbs.add_parser(
         "models",
@@ -165,29 +155,6 @@ def _add_models(verbs: Verbs) -> None:
     models.add_argument("--retry", action="store_true", help="run again what has no time")
     models.add_argument("--revision", help="what the header states; default: git's")
     models.set_defaults(verb="models.command:models")
-
-    kernels = verbs.add_parser(
-        "model-kernels",
-        help="show which kernels a model's step spends its time in, and the bytes they move",
-        description="Run one step of each variant under Nsight Compute (ncu), and sum its kernels by whose they are.",
-    )
-    kernels.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or patterns; default: all")
-    kernels.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
-    kernels.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[BF16], help="default: bf16")
-    kernels.add_argument("--steps", nargs="+", choices=STEPS, default=[TRAIN], help="default: train")
-    kernels.add_argument("--runs", nargs="+", choices=(EAGER, COMPILE), default=[EAGER, COMPILE], help="default: both")
-    kernels.add_argument("--quick", action="store_true", help="two layers and few tokens, to try it out")
-    kernels.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-models")
-    kernels.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
-    kernels.add_argument("--revision", help="what the header states; default: git's")
-    kernels.set_defaults(verb="models.profile:model_kernels")
-
-    host = verbs.add_parser("model-host", help="time what the norms of a model's eager step take of the host")
-    host.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or patterns; default: all")
-    host.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
-    host.add_argument("--steps", nargs="+", choices=STEPS, default=[DECODE], help="default: decode")
-    host.add_argument("--revision", help="what is stated; default: git's")
-    host.set_defaults(verb="models.host:model_host")
 
 
 def _add_reading(verbs: Verbs) -> None:

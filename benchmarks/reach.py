@@ -12,7 +12,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from . import jax_results
 from .results import CEILING, PROJECT, Results, Row
 from .suites import batch_invariant, batch_invariant_many, groupnorm
 from .suites.sweep import MOST_SOME
@@ -142,7 +141,6 @@ _FAMILY = (
         for group in dict.fromkeys(cell.group for cell in groupnorm.SUITE.cells)
     ),
     Rule("fp8 in, bf16 out", "fp8-inputs", copy=0.90),
-    Rule("kernels from JAX, from torch", jax_results.SUITE, peer=1 / 1.03, peers=("torch",), provider="jax"),
 )
 
 RULES = (

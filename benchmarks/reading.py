@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import jax_results
 from .compare import compare_folders, describe, reproduced
 from .errors import SHORT, UsageError
 from .merge import merge, warnings
-from .models import kernels
 from .models import picture as models_picture
 from .models import table as models_table
 from .models.names import SUITE as MODELS
-from .models.specs import SPECS
 from .overview import SECTION, overview
 from .pages import put_into
 from .pictures import draw_all
@@ -49,9 +46,8 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there are none, or the page lacks the markers.
     """
-    models, profiled = models_table.load(options.results), kernels.load(options.results)
-    if models is not None or profiled is not None:
-        return _report_models(options, models, profiled)
+    if (models := models_table.load(options.results)) is not None:
+        return _report_models(options, models)
     found = [results for name in SUITES if (results := load(options.results, name)) is not None]
     if not found:
         raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
@@ -81,20 +77,10 @@ def summarise(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _report_models(
-    options: argparse.Namespace,
-    table: models_table.Table | None,
-    profiled: tuple[dict[str, str], list[kernels.Row]] | None,
-) -> int:
-    parts = []
-    if table is not None:
-        if options.pictures and (drawn := models_picture.draw(table, options.results)):
-            print(f"drawn: {drawn}", file=sys.stderr)
-        parts += [where(table.header), models_table.render(table)]
-    elif profiled is not None:
-        parts.append(where(profiled[0]))
-    if profiled is not None:
-        parts.append(kernels.render(profiled[1], [*SPECS]))
+def _report_models(options: argparse.Namespace, table: models_table.Table) -> int:
+    if options.pictures and (drawn := models_picture.draw(table, options.results)):
+        print(f"drawn: {drawn}", file=sys.stderr)
+    parts = [where(table.header), models_table.render(table)]
     if options.into is None:
         print("\n\n".join(parts))
         return 0
@@ -109,9 +95,7 @@ def _report_models(
 
 def reach(options: argparse.Namespace, _: list[str]) -> int:
     """Hold results against the goals."""
-    suites = dict.fromkeys(rule.suite for rule in RULES if rule.suite != jax_results.SUITE)
-    results = {name: load(options.results, name) for name in suites}
-    results[jax_results.SUITE] = jax_results.load(options.results)
+    results = {rule.suite: load(options.results, rule.suite) for rule in RULES}
     checked = [check(rule, results.get(rule.suite)) for rule in RULES]
     print(describe_goals(checked, every=options.all))
     return 0 if all(one.met for one in checked) else SHORT

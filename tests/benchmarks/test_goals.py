@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks import cli, jax_results
 from benchmarks.cells import Cell
-from benchmarks.errors import UsageError
 from benchmarks.reach import RULES, Rule, check
-from benchmarks.results import make_row, write
+from benchmarks.results import make_row
 from benchmarks.suites import SUITES
 
-from .small import HEADER, results
+from .small import results
 
 RULE = {rule.title: rule for rule in RULES}
 
@@ -95,34 +91,3 @@ def test_calls_on_the_host_are_held_to_torchs(title: str, most: float) -> None:
     for us, met in ((most - 0.1, True), (most + 0.1, False)):
         found = results("host", (cell, "normforge", us), (cell, "eager", 100.0), (cell, "quack", 50.0))
         assert check(rule, found).met is met
-
-
-def _wrote(folder: Path, us: float, case: str = str(jax_results.CASES[0])) -> None:
-    rows = [
-        {"case": case, "way": way, "us": time, "us_p20": time, "us_p80": time, "runs": 40, "kernels": "k"}
-        for way, time in (("torch", 100.0), ("jax", us), ("xla", 1.0))
-    ]
-    write(folder, jax_results.SUITE, HEADER, list(rows[0]), rows)
-
-
-def test_kernels_from_jax_may_take_3_percent_longer_than_from_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rule = RULE["kernels from JAX, from torch"]
-    assert jax_results.load(tmp_path) is None
-    for us, met in ((102.9, True), (103.1, False)):
-        _wrote(tmp_path, us)
-        checked = check(rule, jax_results.load(tmp_path))
-        assert [finding.best_peer for finding in checked.findings] == ["torch"]
-        assert checked.met is met
-    assert cli.main(["reach", "--results", str(tmp_path)]) == cli.SHORT
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{rule.title}  ") and "of" in line
-    ]
-    assert "0.970 (≥ 0.971)" in line
-
-
-def test_a_case_that_is_no_longer_timed_is_not_judged(tmp_path: Path) -> None:
-    _wrote(tmp_path, 100.0, "LayerNorm 1x1 fp64")
-    with pytest.raises(UsageError, match="has a case 'LayerNorm 1x1 fp64', which is no longer timed"):
-        jax_results.load(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import normforge
 from benchmarks import generator
 from benchmarks.cells import Task
 from benchmarks.chosen import OVERVIEW, RESULTS
-from benchmarks.models import kernels
 from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
@@ -136,8 +134,7 @@ def test_where_max_autotune_is_the_fastest_is_said() -> None:
 
 
 def test_parts_of_calls_are_those_of_the_results() -> None:
-    parts = {(group, part): float(us) for group, part, us, *_ in _records("parts")}
-    whole = {part: us for (group, part), us in parts.items() if group == "whole calls"}
+    whole = {row["part"]: float(row["us"]) for row in records("h200", "parts")}
     ratios = (
         whole["layernorm2d_fwd"] / whole["F.layer_norm"],
         whole["layer_norm, recorded"] / whole["F.layer_norm, recorded"],
@@ -152,6 +149,7 @@ def test_parts_of_calls_are_those_of_the_results() -> None:
     assert f"LayerNorm 16×4096 take {ours:.0f} µs where torch takes {torchs:.0f}" in said(README)
     ours, torchs = whole["layernorm2d_fwd"], whole["F.layer_norm"]
     assert f"Calls without gradients take {ours:.1f} µs where torch takes {torchs:.1f}" in said(README)
+    parts = {(row["group"], row["part"]): float(row["us"]) for row in records("h200-in-place", "parts")}
     columns = ("add + smooth int8, in place", "recorded, in place")
     for part in ("normforge's Python", "launch", "allocations", "the whole call"):
         line = " | ".join(f"{parts[column, part]:.1f}" for column in columns)
@@ -159,7 +157,7 @@ def test_parts_of_calls_are_those_of_the_results() -> None:
 
 
 def test_start_up_times_are_those_of_the_results() -> None:
-    seconds = {way: f"{float(norm):.1f} s" for way, _, _, _, norm, *_ in _records("startup", RESULTS / "h200-startup")}
+    seconds = {row["way"]: f"{float(row['norm_s']):.1f} s" for row in records("h200-startup", "startup")}
     text = said(doc("deploy"))
     assert f"{seconds['cold']} with nothing compiled, {seconds['warm']} with Triton's cache filled" in text
     assert f"{seconds['aot']} ahead of time the first time on a machine and {seconds['aot-again']} from then on" in text
@@ -185,9 +183,11 @@ def test_the_generators_times_are_those_of_the_results() -> None:
     assert header["device"] in said(doc("generate"))
 
 
-def _records(name: str, folder: Path = H200) -> list[list[str]]:
-    lines = [line for line in (folder / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
-    return list(csv.reader(lines))[1:]
+def records(folder: str, name: str) -> list[dict[str, str]]:
+    """Return the rows of a table of results, as texts by column."""
+    found = read(RESULTS / folder, name, ())
+    assert found is not None
+    return found[1]
 
 
 def test_host_times_are_those_of_the_results() -> None:
@@ -283,8 +283,10 @@ def test_what_batch_invariance_costs_is_what_the_results_say() -> None:
 
 
 def test_a_decode_step_is_as_fast_as_the_results_say() -> None:
-    lines = (RESULTS / "h200-models-decode/models.csv").read_text().splitlines()
-    ms = {(row["run"], row["variant"]): row for row in csv.DictReader(line for line in lines if line[0] != "#")}
+    table = load_models(RESULTS / "h200-models-decode")
+    assert table is not None
+    assert table.header["revision"] == "9816e3f"
+    ms = {(row["run"], row["variant"]): row for row in records("h200-models-decode", "models")}
     ours, as_it_is, all_ours = (float(ms["graphs", name]["ms"]) for name in ("patch-passes", "torch", "patch"))
     text = said(doc("torch-compile"))
     assert f"takes {ours:.2f} ms patched, {as_it_is:.2f} as it is and {all_ours:.2f} with every norm" in text
@@ -292,7 +294,6 @@ def test_a_decode_step_is_as_fast_as_the_results_say() -> None:
     assert f"without a CUDA graph {ours:.1f}, {as_it_is:.1f} and {all_ours:.1f} ms" in text
     apart = max(float(row["ms_p80"]) - float(row["ms_p20"]) for row in ms.values())
     assert f"up to {apart:.1f} ms apart" in text
-    assert "# revision: 9816e3f" in lines
     assert "revision 9816e3f" in text
 
 
@@ -307,9 +308,8 @@ def test_an_operators_cost_is_what_the_results_say() -> None:
 
 
 def test_the_table_of_jax_is_that_of_the_results() -> None:
-    lines = [line for line in (RESULTS / "h200-jax/jax.csv").read_text().splitlines() if line[0] != "#"]
     us: dict[str, dict[str, float]] = {}
-    for row in csv.DictReader(lines):
+    for row in records("h200-jax", "jax"):
         us.setdefault(row["case"], {})[row["way"]] = float(row["us"])
     page = said(doc("jax"))
     for case, ways in us.items():
@@ -501,7 +501,7 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
 
 
 def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:
-    profiled = {row[1] for row in _records("profile")}
+    profiled = {row["cell"] for row in records("h200", "profile")}
     for rule in RULES:
         checked = check(rule, load(H200, rule.suite)) if rule.suite in MEASURED else None
         if checked is None or checked.outcome != "short":
@@ -536,12 +536,10 @@ def test_what_a_step_would_gain_if_norms_were_free_is_that_of_the_results() -> N
     """Whoever profiled a model last, of runs whose norms have the same kernels."""
     norms: dict[str, float] = {}
     for folder in ("kernels", "kernels-layernorm", "kernels-eager", "again"):
-        found = kernels.load(RESULTS / f"h200-models-{folder}")
-        assert found is not None
         norms |= {
-            row.model: row.ms
-            for row in found[1]
-            if (row.run, row.variant, row.owner) == ("eager", "patch", "normforge")
+            row["model"]: float(row["ms"])
+            for row in records(f"h200-models-{folder}", "kernels")
+            if (row["run"], row["variant"], row["owner"]) == ("eager", "patch", "normforge")
         }
     table = load_models(RESULTS / "h200-models")
     assert table is not None
@@ -615,8 +613,7 @@ def compiled_of(folder: str, step: str, run: str) -> dict[str, float]:
 def test_what_the_launcher_saves_is_that_of_the_results() -> None:
     us = []
     for folder in ("h200-launcher", "h200-launcher-triton"):
-        lines = (RESULTS / folder / "parts.csv").read_text().splitlines()
-        rows = {(row["group"], row["part"]): row for row in csv.DictReader(line for line in lines if line[0] != "#")}
+        rows = {(row["group"], row["part"]): row for row in records(folder, "parts")}
         us.append(
             [float(rows["recorded", "launch"]["us_min"]), float(rows["whole calls", "layernorm2d_fwd"]["us_min"])]
         )

@@ -22,7 +22,7 @@ _FOLDERS = {"runtime": ".", "tools": "tools", "codegen": "codegen", "generated":
 _OURS = re.compile(r"\bnormforge(?=\b|_instances_)")
 
 
-def load_beside(checkout: Path, scratch: Path) -> ModuleType:
+def load_tree(checkout: Path, scratch: Path) -> ModuleType:
     """Import a checkout's package as `normforge_beside`, with operators under that name too.
 
     Args:
