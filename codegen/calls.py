@@ -13,7 +13,17 @@ from .errors import FolderError
 from .families import Family, Parameter
 from .locking import replace_file
 from .modules import GATED_MODULES, MODULES
-from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
+from .parameters import (
+    BACKWARD,
+    FORWARD,
+    GATED,
+    GATED_GRADIENTS,
+    GROUP,
+    GROUP_BWD,
+    MODULATED,
+    MODULATED_GRADIENTS,
+    QUANTISED,
+)
 from .public import FUNCTIONAL, PLAIN, PUBLIC, FunctionalFunctions, PublicFunctions
 from .values import Norm
 
@@ -98,6 +108,10 @@ def render_calls(path: str) -> str:
         "modulated": MODULATED,
         "gated": GATED,
         "quantised": QUANTISED,
+        "modulated_gradients": MODULATED_GRADIENTS,
+        "gated_gradients": GATED_GRADIENTS,
+        "group": GROUP,
+        "group_backward": GROUP_BWD,
     }
     # One template writes the differentiable functions, or the modules, of norms alone, and those of other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL

@@ -15,9 +15,10 @@ from ..calls.functions import completed
 from ..calls.outputs import NormGradients, dtypes_of
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD, family_of
-from ..families import eager, public
+from ..families import public
 from ..families.gated import row as gated
 from ..families.modulated import row as modulated
+from ..families.operands import GatedSaved, ModulatedSaved
 from ..families.public import CALLS
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
@@ -125,7 +126,7 @@ def _forward(problem: Problem, device: torch.device) -> _Forward:
 
 def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:
     mode, forward = problem.mode, _forward(problem, device)
-    kept, dy = eager.GatedSaved(*forward.kept), gradients_in(problem, device)["dy"]
+    kept, dy = GatedSaved(*forward.kept), gradients_in(problem, device)["dy"]
     exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
     taken = gated.mode_of(forward.told, kept.x.dtype, mode.grouped)
 
@@ -144,17 +145,18 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedGradients]:
     """Prepare the backward pass of a modulated norm; `Problem` has checked that kernels take the call."""
     forward, arrived = _forward(problem, device), gradients_in(problem, device)
-    kept = eager.ModulatedSaved(*forward.kept)
+    kept = ModulatedSaved(*forward.kept)
     dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
     gates = kept.gate is not None
-    taken = modulated.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)
+    taken = modulated.mode_of(problem.mode.norm, kept.x.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
         found = modulated.IN_PARTS.gradients(kept, forward.told, (dy, dresidual_out), forward.due)
         return ModulatedGradients(*found)
 
     def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
-        expected = modulation_reference.gradients(dy, **kept._asdict(), dresidual_out=dresidual_out)
+        rows, others = kept.x, {name: each for name, each in kept._asdict().items() if name != "x"}
+        expected = modulation_reference.gradients(dy, rows, **others, dresidual_out=dresidual_out)
         return tuple(compare_gradients(found, expected, forward.named(ModulatedGradients._fields)))
 
     return Run(

@@ -12,7 +12,7 @@ from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
-from ..families.eager import GroupNormGradients
+from ..families.operands import GroupNormGradients
 from ..reference.gradients import ReferenceGradients
 from ..reference.norms import ReferenceOutput, quantise
 from ..reference.quantised import (

@@ -13,8 +13,8 @@ from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
 from ..codegen.values import Pipeline
 from ..dtypes import TORCH_DTYPES
-from ..families.eager import GroupArrived, GroupNormGradients, GroupOptions
 from ..families.group import row as group
+from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import choose
 from ..reference import grouped as group_reference

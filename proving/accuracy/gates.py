@@ -15,8 +15,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.parameters import GATED
 from normforge.codegen.values import GateActivation
 from normforge.dtypes import TORCH_DTYPES
-from normforge.families import eager
 from normforge.families.gated import row as gated
+from normforge.families.operands import GatedSaved
 from normforge.reference import gated as gating_reference
 
 from . import peer
@@ -71,7 +71,7 @@ def backward(
         road.options_of(gated.CALLS, mode.norm.value, given),
     )
     told = gated.CALLS.args(options, dtypes_of(operands))
-    kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
+    kept = GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
     found = gated.IN_PARTS.gradients(kept, told, (dy, None), due)
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))

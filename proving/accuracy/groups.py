@@ -13,8 +13,8 @@ from normforge.codegen import prose
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Part, Pipeline
-from normforge.families.eager import GroupArrived, GroupNormGradients, GroupOptions
 from normforge.families.group import row as group
+from normforge.families.operands import GroupArrived, GroupNormGradients, GroupOptions
 from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose, cut
 from normforge.reference.grouped import group_norm_bwd

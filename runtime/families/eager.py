@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,21 @@ from ..dtypes import rounded_to, word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_internals import constant_in_traces, is_forward_ad_on, jit_tracing
-from .operands import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
+from .operands import (
+    BackwardOperands,
+    BackwardOptions,
+    GatedArgs,
+    GatedSaved,
+    GroupArrived,
+    GroupNormGradients,
+    GroupOptions,
+    ModulatedArgs,
+    ModulatedOperands,
+    ModulatedOptions,
+    ModulatedSaved,
+    Operands,
+    Options,
+)
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -258,44 +272,6 @@ def plain_gradients(
 # Gated norms: y = norm(x) * act(gate), or y = norm(x * act(gate)).
 
 
-class GatedArgs(NamedTuple):
-    """Arguments of a gated call that the backward pass needs besides tensors.
-
-    Attributes:
-        norm: "layer" or "rms".
-        gating: where the gate is applied.
-        activation: applied to the gate.
-        weight_offset: added to weight.
-        dtypes: of the operands; None for an absent one.
-    """
-
-    norm: str
-    gating: str | Gating
-    activation: str | GateActivation
-    weight_offset: float
-    dtypes: tuple[torch.dtype | None, ...]
-
-
-class GatedSaved(NamedTuple):
-    """Tensors that the forward pass of a gated norm saves.
-
-    Attributes:
-        x: the operand; (..., G, N) in groups of columns.
-        gate: the operand, of x's shape.
-        weight: the operand.
-        bias: the operand.
-        mean: per row, of what was normalised; None for RMSNorm.
-        rstd: per row, of what was normalised.
-    """
-
-    x: torch.Tensor
-    gate: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    mean: torch.Tensor | None
-    rstd: torch.Tensor
-
-
 def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     """Return the outputs of `road.normalise` for a gated call."""
     x, gate, weight, bias = operands
@@ -355,46 +331,6 @@ def _slope(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor
 # Modulated norms: y = norm(x * gate + residual) * (1 + scale) + shift.
 
 
-class ModulatedArgs(NamedTuple):
-    """Arguments of a modulated call that the backward pass needs besides tensors.
-
-    Attributes:
-        norm: "layer" or "rms".
-        weight_offset: added to weight.
-        dtypes: of the operands; None for an absent one.
-    """
-
-    norm: str
-    weight_offset: float
-    dtypes: tuple[torch.dtype | None, ...]
-
-
-class ModulatedSaved(NamedTuple):
-    """Tensors that the forward pass of a modulated norm saves.
-
-    Attributes:
-        rows: x, or the sum as it was stored.
-        scale: the operand.
-        shift: the operand.
-        gate: the operand.
-        gated: x, where there is a gate.
-        weight: the operand.
-        bias: the operand.
-        mean: per row; None for RMSNorm.
-        rstd: per row.
-    """
-
-    rows: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
-    gate: torch.Tensor | None
-    gated: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    mean: torch.Tensor | None
-    rstd: torch.Tensor
-
-
 def modulated(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """Return the outputs of `road.normalise` for a modulated call."""
     x, scale, shift, gate, residual, weight, bias = operands
@@ -432,7 +368,7 @@ def modulated_gradients(
     pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and
     dshift = dy, summed over the rows that share them.
     """
-    rows = saved.rows
+    rows = saved.x
     dscale = dshift = dweight = dbias = None
     if dy is None:
         ds = None if dresidual_out is None else dresidual_out.float()
@@ -466,52 +402,6 @@ def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Ten
 
 
 # GroupNorm.
-
-
-class GroupOptions(NamedTuple):
-    """Arguments of a call of GroupNorm besides tensors.
-
-    Attributes:
-        num_groups: groups of a sample.
-        eps: added to the variance.
-        activation: the word of `codegen.groups.Activation`.
-        out_dtype: y's; None is x's.
-    """
-
-    num_groups: int
-    eps: float
-    activation: str
-    out_dtype: torch.dtype | None
-
-
-class GroupArrived(NamedTuple):
-    """A backward call of GroupNorm.
-
-    Attributes:
-        dy: the gradient that arrives, of x's shape.
-        x: the operand.
-        weight: (C,), or None.
-        bias: (C,), or None.
-        statistics: mean and rstd of each group, (2, samples, groups), fp32.
-        options: of the forward call.
-        wants: the names of `GroupNormGradients` that are due.
-    """
-
-    dy: torch.Tensor
-    x: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    statistics: torch.Tensor
-    options: GroupOptions
-    wants: Collection[str]
-
-
-class GroupNormGradients(NamedTuple):
-    """The gradients of a call's tensors; None for one that is not due."""
-
-    dx: torch.Tensor | None
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
 
 
 def group(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
@@ -44,3 +45,91 @@ QuantisedOptions = tuple[
     str, float, float, str | int | FusedQuant, torch.dtype | None, str | Cast, str | int | ScaleGroup,
     str | ScaleFormat, str | ScaleLayout, bool, bool,
 ]  # fmt: skip
+
+
+class ModulatedArgs(NamedTuple):
+    """Arguments of a call of modulated norms that the backward pass needs besides tensors.
+
+    dtypes are those of the operands, None for an absent one.
+    """
+
+    norm: str
+    weight_offset: float
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+class ModulatedSaved(NamedTuple):
+    """Tensors that the forward pass of modulated norms saves: operands, and the mean and rstd of each row.
+
+    x is what was normalised first: the sum as it was stored, if there is one; gated is then a gated x.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+    gate: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    gated: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+class GatedArgs(NamedTuple):
+    """Arguments of a call of gated norms that the backward pass needs besides tensors.
+
+    dtypes are those of the operands, None for an absent one.
+    """
+
+    norm: str
+    gating: str | Gating
+    activation: str | GateActivation
+    weight_offset: float
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+class GatedSaved(NamedTuple):
+    """Tensors that the forward pass of gated norms saves: operands, and the mean and rstd of each row.
+
+    x is what was normalised first: the operand, (..., G, N) in groups of columns.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+class GroupOptions(NamedTuple):
+    """Arguments of a call of GroupNorm besides tensors; an out_dtype of None is x's."""
+
+    num_groups: int
+    eps: float
+    activation: str
+    out_dtype: torch.dtype | None
+
+
+class GroupArrived(NamedTuple):
+    """A backward call of GroupNorm.
+
+    statistics are mean and rstd of each group, (2, samples, groups), fp32; options are those of the forward call, and
+    wants the names of `GroupNormGradients` that are due.
+    """
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    statistics: torch.Tensor
+    options: GroupOptions
+    wants: Collection[str]
+
+
+class GroupNormGradients(NamedTuple):
+    """The gradients of a call's tensors; None for one that is not due."""
+
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None

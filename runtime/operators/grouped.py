@@ -12,7 +12,7 @@ import torch
 
 from ..dtypes import FLOATS
 from ..errors import DTypeError, LayoutError
-from ..families import eager
+from ..families import eager, operands
 from ..families.group import row as group
 
 Results = Sequence["torch.Tensor | None"]
@@ -52,16 +52,16 @@ def by_formula(given: Mapping[str, Any]) -> Results:
     return eager.group_gradients(_arrived(given))
 
 
-def _options(given: Mapping[str, Any]) -> eager.GroupOptions:
-    return eager.GroupOptions._make([given.get(name) for name in eager.GroupOptions._fields])
+def _options(given: Mapping[str, Any]) -> operands.GroupOptions:
+    return operands.GroupOptions._make([given.get(name) for name in operands.GroupOptions._fields])
 
 
-def _arrived(given: Mapping[str, Any]) -> eager.GroupArrived:
-    own = {name: given[name] for name in eager.GroupArrived._fields if name != "options"}
-    return eager.GroupArrived(**own, options=_options(given))
+def _arrived(given: Mapping[str, Any]) -> operands.GroupArrived:
+    own = {name: given[name] for name in operands.GroupArrived._fields if name != "options"}
+    return operands.GroupArrived(**own, options=_options(given))
 
 
-def _checked(given: Mapping[str, Any]) -> eager.GroupOptions:
+def _checked(given: Mapping[str, Any]) -> operands.GroupOptions:
     """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
     x, options = given["x"], _options(given)
     if group.are_channels_last(x) is None:

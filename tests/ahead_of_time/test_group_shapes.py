@@ -15,8 +15,8 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
-from normforge.families.eager import GroupOptions
 from normforge.families.group import row as group
+from normforge.families.operands import GroupOptions
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.binaries import read

@@ -15,9 +15,9 @@ from normforge.codegen.parameters import BACKWARD
 from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
 from normforge.families import public
-from normforge.families.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.families.gated import row as gated
 from normforge.families.modulated import row as modulated
+from normforge.families.operands import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES
 
@@ -180,7 +180,7 @@ def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType]
     rstd = ((s - centre).square().mean(-1) + EPS).rsqrt().float()
     gates = mode.x_gate
     kept = ModulatedSaved(
-        x, scale, shift, gate if gates else None, gated if gates else None, weight, bias,
+        x, scale, shift, gate if gates else None, weight, bias, gated if gates else None,
         None if mean is None else mean.flatten(), rstd.flatten(),
     )  # fmt: skip
     of_x = gated.dtype if gates else x.dtype
@@ -254,7 +254,7 @@ def exactly(
 ) -> list[torch.Tensor | None]:
     """The gradients by autograd in fp64, of a norm written out."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in kept[:7]]
-    s, scale, shift, gate, gated, weight, bias = leaves
+    s, scale, shift, gate, weight, bias, gated = leaves
     assert s is not None
     assert scale is not None
     assert shift is not None

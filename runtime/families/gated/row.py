@@ -21,9 +21,8 @@ from ...codegen.values import Direction, GateActivation, Gating, Norm
 from ...dtypes import DTYPES, word
 from ...errors import ShapeError
 from .. import eager
-from ..eager import GatedArgs, GatedSaved
 from ..in_parts import InParts
-from ..operands import GatedOperands
+from ..operands import GatedArgs, GatedOperands, GatedSaved
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -171,8 +170,7 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
     return (vector if vector.dim() > 1 else vector.expand(groups, -1)).contiguous()
 
 
-# The fields of `GatedSaved` without the statistics.
-_BACKWARD = Backward.of(GATED_BWD, ("x", "gate", "weight", "bias"), _laid_out, _problem, _of_results)
+_BACKWARD = Backward.of(GATED_BWD, GatedSaved._fields[:-2], _laid_out, _problem, _of_results)
 IN_PARTS = InParts(_BACKWARD, GatedSaved, _serves, eager.gated_gradients)
 CALLS = calls_of(
     GATED,

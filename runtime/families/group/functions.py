@@ -20,7 +20,7 @@ from ...dtypes import FLOATS, word
 from ...errors import ShapeError
 from ...upstream.torch_internals import is_sharded
 from .. import eager
-from ..eager import GroupOptions as Options
+from ..operands import GroupOptions as Options
 from ..replaced import Replacing, class_of
 from . import row
 

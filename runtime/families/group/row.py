@@ -29,9 +29,9 @@ from ...selection import dispatch
 from ...selection.invariance import is_on
 from ...upstream.torch_internals import eager_only
 from .. import eager
-from ..eager import GroupArrived as Arrived
-from ..eager import GroupNormGradients as Gradients
-from ..eager import GroupOptions as Options
+from ..operands import GroupArrived as Arrived
+from ..operands import GroupNormGradients as Gradients
+from ..operands import GroupOptions as Options
 
 FORWARD_OPERATOR, BACKWARD_OPERATOR = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 

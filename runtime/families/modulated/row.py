@@ -23,15 +23,14 @@ from ...codegen.values import Direction, FusedAdd, Norm
 from ...dtypes import DTYPES
 from ...errors import ConflictError
 from .. import eager
-from ..eager import ModulatedArgs, ModulatedSaved
 from ..in_parts import InParts
-from ..operands import ModulatedOperands, ModulatedOptions
+from ..operands import ModulatedArgs, ModulatedOperands, ModulatedOptions, ModulatedSaved
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return what was normalised (x, or residual_out, which the caller holds anyway), small operands, and a gated x."""
     x, scale, shift, gate, _, weight, bias = operands
-    return x if total is None else total, scale, shift, gate, None if gate is None else x, weight, bias
+    return x if total is None else total, scale, shift, gate, weight, bias, None if gate is None else x
 
 
 def _args(
@@ -67,7 +66,7 @@ def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
 
 def rows_a_sample(kept: ModulatedSaved) -> int:
     """Return how many rows share a row of every modulation: the rows of a sample, or all rows."""
-    rows = kept.rows
+    rows = kept.x
     m = rows.numel() // rows.shape[-1]
     least = m
     for operand in (kept.scale, kept.shift, kept.gate):
@@ -79,7 +78,7 @@ def rows_a_sample(kept: ModulatedSaved) -> int:
 def _serves(kept: ModulatedSaved) -> bool:
     """Return True if there are several rows per sample, and not too many samples."""
     each = rows_a_sample(kept)
-    return each >= LEAST_ROWS_OF_SAMPLE and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
+    return each >= LEAST_ROWS_OF_SAMPLE and kept.x.numel() // kept.x.shape[-1] // each <= MOST_SAMPLES
 
 
 def _problem(
@@ -90,7 +89,7 @@ def _problem(
     due: Sequence[bool],
 ) -> Problem:
     for_x, *_, for_residual, _, _ = due
-    rows, gates = kept.rows, kept.gate is not None
+    rows, gates = kept.x, kept.gate is not None
     samples = rows.numel() // rows.shape[-1] // rows_a_sample(kept)
     x_dtype, *_, residual_dtype, _, _ = told.dtypes
     of_sum = [(x_dtype, for_x and not gates), (residual_dtype, for_residual)]
@@ -171,14 +170,7 @@ def _on_one_stride(_: ModulatedSaved, rows: torch.Tensor) -> torch.Tensor:
     return rows if isinstance(row_stride("rows", rows), int) else rows.contiguous()
 
 
-# The fields of `ModulatedSaved` without the statistics, under the names of kernels.
-_BACKWARD = Backward.of(
-    MODULATED_BWD,
-    ("x", "scale", "shift", "gate", "gated", "weight", "bias"),
-    _on_one_stride,
-    _problem,
-    _of_results,
-)
+_BACKWARD = Backward.of(MODULATED_BWD, ModulatedSaved._fields[:-2], _on_one_stride, _problem, _of_results)
 IN_PARTS = InParts(_BACKWARD, ModulatedSaved, _serves, eager.modulated_gradients)
 CALLS = calls_of(
     MODULATED,
