@@ -6,14 +6,16 @@ Each names the argument, what was passed and what it takes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, SupportsFloat, TypeGuard
 
 import torch
 
+from ..codegen.families import Kind
 from ..dtypes import DTYPES, FLOATS, FP8_INPUTS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
-from ..kernels.strides import RowStride, RowWalk, strides_of
+from ..kernels.strides import RowWalk, strides_of
 from ..upstream.torch_internals import constant_in_traces, has_tangent, is_transformed, jit_tracing, transforming
 from .overlap import REPLACEABLE, rows_overlap, spoils
 from .row_layout import row_stride
@@ -55,111 +57,78 @@ def _is_fp8(dtype: torch.dtype) -> bool:
     return dtype in FP8_INPUTS
 
 
-def check_scale(name: str, scale: torch.Tensor, x: torch.Tensor) -> None:
-    """Check what x is multiplied by: one value for each row, or one for all. It is not read."""
-    check_tensor(name, scale)
-    leading = tuple(x.shape[:-1])
-    # By shape first: how many elements there are may depend on data.
-    if tuple(scale.shape) not in (leading, (*leading, 1)) and scale.numel() != 1:
-        raise ShapeError(
-            f"{name} has shape {tuple(scale.shape)}; it takes one value a row, {leading} or {(*leading, 1)}, "
-            "or one for all, (1,)"
-        )
-    check_dtype(name, scale, (torch.float32,))
-    check_device(name, scale, x)
-    if not scale.is_contiguous():
-        raise LayoutError(f"{name} has strides {scale.stride()}; pass {name}.contiguous()")
+# The types that an operand may have, but for those of `FLOATS`.
+_DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
+    Kind.SCALE: (torch.float32,),
+    Kind.VALUE: (torch.float32,),
+    Kind.PER_ROW: (torch.float32,),
+    Kind.RANDOM: (torch.int64,),
+}
+
+# What errors say that an operand takes, given the shapes of `_shapes`.
+_TAKES: Mapping[Kind, str] = {
+    Kind.ROWS: "; it takes x's, {0}",
+    Kind.VECTOR: "; it takes {0}, the last dimension of x",
+    Kind.PER_ROW: "; it takes one value a row, {0}",
+    Kind.SCALE: "; it takes one value a row, {0} or {1}, or one for all, (1,)",
+    Kind.VALUE: "; it takes one value, (1,)",
+    Kind.RANDOM: "; it takes {0}, seed and offset",
+    Kind.SAMPLES: " and x {x}; it takes {shapes}: one for each sample (x's first dimension), for each row, or for all",
+    Kind.GROUPS: " and x {x}; it takes {shapes}: one for all rows, or for each group",
+}
 
 
-def check_value(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    """Check one fp32 value on x's device. It is not read."""
-    check_tensor(name, value)
-    if value.numel() != 1:
-        raise ShapeError(f"{name} has shape {tuple(value.shape)}; it takes one value, (1,)")
-    check_dtype(name, value, (torch.float32,))
-    check_device(name, value, x)
-
-
-def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
-    """Check an (N,) operand of x."""
-    check_tensor(name, vector)
-    n = x.shape[-1]
-    if tuple(vector.shape) != (n,):
-        raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({n},), the last dimension of x")
-    check_dtype(name, vector, FLOATS)
-    check_device(name, vector, x)
-    if n > 1 and vector.stride(0) != 1:
-        raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
-
-
-def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> RowStride:
-    """Check an operand or output of x's shape, and return its row stride, or strides."""
-    check_tensor(name, tensor)
-    if tensor.shape != x.shape:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
-    check_dtype(name, tensor, dtypes)
-    check_device(name, tensor, x)
-    return row_stride(name, tensor)
-
-
-def has_shape(tensor: torch.Tensor, *shapes: tuple[int, ...]) -> bool:
-    """Return True if a tensor has one of some shapes.
-
-    Compares ranks first: tuples compare sizes first, and a traced call would guard on a dynamic one.
-    """
-    return any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
-
-
-def check_samples(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    """Check an operand that has a row for each of x's samples, for each of its rows, or for all."""
-    check_tensor(name, tensor)
-    check_sample_shape(name, tensor, x)
-    check_dtype(name, tensor, FLOATS)
-    check_device(name, tensor, x)
-    row_stride(name, tensor)
-
-
-def check_sample_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    """Check the shape of such an operand."""
-    shapes = [tuple(x.shape), tuple(x.shape[-1:])]
-    if x.dim() > 2:
-        shapes.insert(0, (x.shape[0], x.shape[-1]))
-    if not has_shape(tensor, *shapes):
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
-            "one for each sample (x's first dimension), for each row, or for all"
-        )
-
-
-def check_groups(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    """Check an operand that has a row for each group of x's columns, or one for all rows."""
-    check_tensor(name, tensor)
-    check_group_shape(name, tensor, x)
-    check_dtype(name, tensor, FLOATS)
-    check_device(name, tensor, x)
-    row_stride(name, tensor)
-
-
-def check_group_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
-    """Check the shape of such an operand."""
-    shapes = [tuple(x.shape[-1:]), tuple(x.shape[-2:])]
-    if not has_shape(tensor, *shapes):
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
-            "one for all rows, or for each group"
-        )
-
-
-def check_statistic(name: str, statistic: object, x: torch.Tensor) -> None:
-    """Check what a forward call saved of each row of x."""
-    if not isinstance(statistic, torch.Tensor) or statistic.dtype != torch.float32:
-        got = statistic.dtype if isinstance(statistic, torch.Tensor) else type(statistic).__name__
+def check_operand(
+    kind: Kind, name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Check an operand or output of x, whose values are not read; `dtypes` are those of its kind by default."""
+    # Statistics come from a forward call, so that a wrong one is most likely another result of the call.
+    if kind is Kind.PER_ROW and not (isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32):
+        got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise DTypeError(f"{name} is {got}; it takes the torch.float32 tensor that the forward call saved")
-    if statistic.shape != x.shape[:-1]:
-        raise ShapeError(f"{name} has shape {tuple(statistic.shape)}; it takes one value a row, {tuple(x.shape[:-1])}")
-    check_device(name, statistic, x)
-    if not statistic.is_contiguous():
-        raise LayoutError(f"{name} has strides {statistic.stride()}; pass {name}.contiguous()")
+    check_tensor(name, tensor)
+    check_shape(kind, name, tensor, x)
+    check_dtype(name, tensor, dtypes or _DTYPES.get(kind, FLOATS))
+    check_device(name, tensor, x)
+    if kind in (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS):
+        row_stride(name, tensor)
+    elif kind is Kind.VECTOR:
+        if tensor.shape[0] > 1 and tensor.stride(0) != 1:
+            raise LayoutError(f"{name} has stride {tensor.stride(0)} and kernels need 1; pass {name}.contiguous()")
+    elif not tensor.is_contiguous():
+        raise LayoutError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+
+
+def check_shape(kind: Kind, name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the shape of an operand or output of x."""
+    shapes = _shapes(kind, x)
+    # Compares ranks first: tuples compare sizes first, and a traced call would guard on a dynamic one. Compares shapes
+    # before the number of elements, which may depend on data.
+    if any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes):
+        return
+    if kind in (Kind.SCALE, Kind.VALUE) and tensor.numel() == 1:
+        return
+    takes = _TAKES[kind].format(*shapes, x=tuple(x.shape), shapes=" or ".join(map(str, shapes)))
+    raise ShapeError(f"{name} has shape {tuple(tensor.shape)}{takes}")
+
+
+def _shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes that an operand may have, but for a single element's."""
+    whole, leading, vector = tuple(x.shape), tuple(x.shape[:-1]), tuple(x.shape[-1:])
+    # TorchDynamo follows the first two for operands of `check_normalised`, whose kinds it could guard no further.
+    if kind is Kind.SAMPLES:
+        return [(*whole[:1], *vector), whole, vector] if x.dim() > 2 else [whole, vector]
+    if kind is Kind.GROUPS:
+        return [vector, tuple(x.shape[-2:])]
+    if kind is Kind.ROWS:
+        return [whole]
+    if kind is Kind.PER_ROW:
+        return [leading]
+    if kind is Kind.SCALE:
+        return [leading, (*leading, 1)]
+    if kind is Kind.RANDOM:
+        return [(2,)]
+    return [vector] if kind is Kind.VECTOR else []
 
 
 def check_output(
@@ -171,8 +140,9 @@ def check_output(
     addressed: bool,
 ) -> None:
     """Check rows that are written to, and if they have addresses that they meet no other tensor."""
-    stride = check_rows(name, output, x, (dtype,))
+    check_operand(Kind.ROWS, name, output, x, (dtype,))
     check_written(name, output, addressed)
+    stride = row_stride(name, output)
     overlap = rows_overlap(output) if isinstance(stride, RowWalk) else stride < x.shape[-1] < output.numel()
     if overlap:
         strides = ", ".join(map(str, strides_of(stride)))

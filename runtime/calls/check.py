@@ -7,7 +7,7 @@ kind. `argument_checks` says what is checked of one argument.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,20 +23,13 @@ from .argument_checks import (
     check_dtype,
     check_flag,
     check_gradient_dtype,
-    check_group_shape,
-    check_groups,
     check_mode_dtype,
     check_no_gradient,
     check_number,
+    check_operand,
     check_output,
-    check_rows,
-    check_sample_shape,
-    check_samples,
-    check_scale,
-    check_statistic,
+    check_shape,
     check_tensor,
-    check_value,
-    check_vector,
     check_x,
     refuse_fp8,
     refuse_transformed,
@@ -59,18 +52,6 @@ TAKEN_WITH_ITS_SCALE = "and is taken with its scale by normforge.{}(x, x_scale=x
 
 # Torch's operators also normalise float64, and the kernels do not.
 _DOUBLE = (*FLOATS, torch.float64)
-
-# How each kind of tensor that is read is checked.
-_CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
-    Kind.ROWS: check_rows,
-    Kind.SAMPLES: check_samples,
-    Kind.GROUPS: check_groups,
-    Kind.VECTOR: check_vector,
-    Kind.PER_ROW: check_statistic,
-    Kind.SCALE: check_scale,
-    Kind.VALUE: check_value,
-    Kind.RANDOM: check_random,
-}
 
 
 @dataclass(frozen=True)
@@ -163,8 +144,12 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     for name, kind, optional in takes.tensors:
         if name == "x":
             row_stride(name, x)
-        elif not (optional and said[name] is None) and not (packed and kind is Kind.PER_ROW):
-            _CHECKS[kind](takes.arguments.get(name, name), said[name], x)
+        elif (optional and said[name] is None) or (packed and kind is Kind.PER_ROW):
+            continue
+        elif kind is Kind.RANDOM:
+            check_random(name, said[name], x)
+        else:
+            check_operand(kind, takes.arguments.get(name, name), said[name], x)
     for name, axis in takes.by_dtype:
         axes[axis] = DTYPES[said[name].dtype]
     for name, axis, without, there in takes.by_presence:
@@ -328,10 +313,8 @@ def check_normalised(
         if operand is not None:
             wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)
-            if kind is Kind.SAMPLES:
-                check_sample_shape(name, operand, x)
-            elif kind is Kind.GROUPS:
-                check_group_shape(name, operand, x)
+            if kind is Kind.SAMPLES or kind is Kind.GROUPS:
+                check_shape(kind, name, operand, x)
             elif tuple(operand.shape) != wanted:
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)

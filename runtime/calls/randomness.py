@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..codegen.families import Kind
 from ..codegen.parameters import FORWARD
-from ..errors import ConflictError, DeviceError, DTypeError, LayoutError, ShapeError
+from ..errors import ConflictError, DeviceError, DTypeError
 from ..upstream.torch_internals import is_sharded
-from .argument_checks import check_number
+from .argument_checks import check_number, check_operand
 
 _P = FORWARD["dropout_p"]
 _LARGEST_I64 = 2**63 - 1
@@ -104,14 +105,7 @@ def check_random(name: str, state: Any, x: torch.Tensor) -> None:
     if not isinstance(state, torch.Tensor):
         raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
     refuse_sharded(x, state)
-    if state.dtype != torch.int64:
-        raise DTypeError(f"{name} has dtype {state.dtype}; it takes torch.int64")
-    if tuple(state.shape) != (2,):
-        raise ShapeError(f"{name} has shape {tuple(state.shape)}; it takes (2,), seed and offset")
-    if state.device != x.device:
-        raise DeviceError(f"{name} is on {state.device} and x on {x.device}; move one to the other's device")
-    if not state.is_contiguous():
-        raise LayoutError(f"{name} has strides {state.stride()}; pass {name}.contiguous()")
+    check_operand(Kind.RANDOM, name, state, x)
 
 
 def refuse_sharded(*tensors: object) -> None:
