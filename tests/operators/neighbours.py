@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -57,3 +58,14 @@ def arguments(name: str, *, full: bool, grad: bool = False, rows: int = 3, **tol
     }
     given = tensors | _TOLD | told
     return tuple(given[argument.name] for argument in OPERATORS[name]._schema.arguments)
+
+
+def compiles(block: Callable[..., torch.Tensor], backend: str, calls: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Fail unless a compiled block has the results and gradients of the eager block, call after call."""
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    for given in calls:
+        y, its = compiled(*given), block(*given)
+        torch.testing.assert_close(y, its, rtol=1e-5, atol=1e-5)
+        dy = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, given, dy)
+        torch.testing.assert_close(gradients, torch.autograd.grad(its, given, dy), rtol=1e-4, atol=1e-4)

@@ -37,6 +37,16 @@ def test_operators_are_what_torch_wants(name: str, full: bool, grad: bool) -> No
 
 
 @each_norm
+@pytest.mark.parametrize("full", [False, True])
+def test_a_quantising_operator_is_what_torch_wants(name: str, full: bool) -> None:
+    given = arguments(name, full=full, save_mv=False, fquant="dynamic", out_dtype=torch.int8)
+    torch.library.opcheck(OPERATORS[name], given)
+    y, *total, y_scale = OPERATORS[name](*given)
+    assert (y.dtype, y_scale.dtype, y_scale.shape) == (torch.int8, torch.float32, y.shape[:-1])
+    assert [each.shape for each in total] == [y.shape] * (full and name.startswith("modulated"))
+
+
+@each_norm
 def test_an_operator_returns_what_is_asked_for(name: str) -> None:
     """Y and the statistics, and of a residual that is added the sum."""
     found = OPERATORS[name](*arguments(name, full=True))
