@@ -11,6 +11,7 @@ from pathlib import Path
 from . import emit
 from .errors import FolderError
 from .families import Family, Parameter
+from .jax_functions import JAX
 from .locking import replace_file
 from .modules import GATED_MODULES, MODULES
 from .parameters import (
@@ -35,6 +36,7 @@ TEMPLATES = {
     "runtime/families/plain_functions.py": "functional.py.j2",
     "runtime/families/plain_modules.py": "modules.py.j2",
     "runtime/families/public.py": "calls.py.j2",
+    "runtime/jax/functions.py": "jax_functions.py.j2",
 }
 
 
@@ -116,7 +118,7 @@ def render_calls(path: str) -> str:
     # One template writes the differentiable functions, or the modules, of norms alone, and those of other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
     modules = MODULES if path.endswith("plain_modules.py") else GATED_MODULES
-    rows = {**families, "public": PUBLIC, "functional": functional, "modules": modules}
+    rows = {**families, "public": PUBLIC, "functional": functional, "modules": modules, "jax": JAX}
     return emit.render(TEMPLATES[path], **rows, **_HELPERS)
 
 

@@ -8,8 +8,8 @@ from ..errors import JaxError
 from ..upstream.jaxlib_triton import RANGE
 
 try:
+    from .calls import Quantised
     from .functions import (
-        Quantised,
         add_layer_norm,
         add_rms_norm,
         layer_norm,

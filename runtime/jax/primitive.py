@@ -127,7 +127,10 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     vectors = [there for there, row in zip(by_member, op.inputs, strict=True) if row.kind is Kind.VECTOR]
     if any(vectors):
         # A launch has one weight: one for each member.
-        results = jax.lax.map(partial(_of_member, op, by_member, shared), jnp.arange(size))
+        def of_member(at: jax.Array) -> list[jax.Array]:
+            return apply(op, *[each[at] if there else each for each, there in zip(shared, by_member, strict=True)])
+
+        results = jax.lax.map(of_member, jnp.arange(size))
         return results, [0] * len(results)
     joined = [
         operand if there or row.kind is Kind.VECTOR else jnp.broadcast_to(operand[None], (size, *operand.shape))
@@ -142,12 +145,6 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
     made |= alone.named(jax.vmap(partial(computed, alone), axes_in)(*joined))
     return [made[name] for name, _ in op.results], [0] * len(op.results)
-
-
-def _of_member(
-    op: Operation, by_member: Sequence[bool], operands: Sequence[jax.Array], at: jax.Array
-) -> list[jax.Array]:
-    return apply(op, *[operand[at] if there else operand for operand, there in zip(operands, by_member, strict=True)])
 
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> tuple[Any, Any]:
@@ -196,17 +193,13 @@ def _of_explicit_shards(
         ]
 
 
-def _register() -> None:
-    for primitive in (_norm, _kernels):
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(_abstract)
-    needs_devices(_norm)
-    _norm.def_impl(lambda *operands, op: _compiled(op)(*operands))
-    batching.primitive_batchers[_norm] = _batched
-    ad.primitive_jvps[_norm] = _differentiated
-    mlir.register_lowering(_norm, _lowered_by_shards)
-    mlir.register_lowering(_kernels, _lowered_to_formula)
-    mlir.register_lowering(_kernels, _lowered_to_kernels, platform="cuda")
-
-
-_register()
+for _primitive in (_norm, _kernels):
+    _primitive.multiple_results = True
+    _primitive.def_abstract_eval(_abstract)
+needs_devices(_norm)
+_norm.def_impl(lambda *operands, op: _compiled(op)(*operands))
+batching.primitive_batchers[_norm] = _batched
+ad.primitive_jvps[_norm] = _differentiated
+mlir.register_lowering(_norm, _lowered_by_shards)
+mlir.register_lowering(_kernels, _lowered_to_formula)
+mlir.register_lowering(_kernels, _lowered_to_kernels, platform="cuda")

@@ -8,7 +8,7 @@ import numpy as np
 
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm
-from normforge.jax.functions import _checked, _operation
+from normforge.jax.calls import _checked, _operation
 from normforge.jax.operation import NAMES, Operation, gradient_of
 
 from .settled import jax

@@ -169,6 +169,7 @@ X = np.ones((2, 8), np.float32)
     [
         (lambda: norms.layer_norm(X.astype(np.int32)), DTypeError, "x has dtype int32; it takes float16"),
         (lambda: norms.layer_norm("x"), DTypeError, "x is of str; it takes an array"),
+        (lambda: norms.add_rms_norm(X, None), DTypeError, "residual is of NoneType; it takes an array"),
         (lambda: norms.layer_norm(X[:, :0]), ShapeError, r"x has shape \(2, 0\); it takes \(..., N\)"),
         (lambda: norms.layer_norm(X, X[0, :4]), ShapeError, r"weight has shape \(4,\); it takes \(8,\)"),
         (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), x's shape"),

@@ -26,8 +26,8 @@ _RUNTIME = (
     "calls/traced",
     "families/eager",
     "families/plain",
+    "jax/calls",
     "jax/code",
-    "jax/functions",
     "jax/launches",
     "jax/primitive",
     "kernels/binaries",
@@ -58,6 +58,7 @@ _TEMPLATES_WITHOUT_CODE = {
     "templates/package.py.j2",
     "templates/operands.py.j2",
     "templates/functional.py.j2",
+    "templates/jax_functions.py.j2",
     "templates/modules.py.j2",
 }
 

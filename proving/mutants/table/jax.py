@@ -6,7 +6,7 @@ from ..mutant import Mutant, Suite
 
 _PRIMITIVE = "runtime/jax/primitive.py"
 _LAUNCHES = "runtime/jax/launches.py"
-_FUNCTIONS = "runtime/jax/functions.py"
+_CALLS = "runtime/jax/calls.py"
 _LAUNCHED = "tests/jax/test_launches.py"
 _LOWERED = "tests/jax/test_lowering.py"
 _SHARDED = "tests/jax/test_sharding.py"
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "jax-gradient-of-the-sum-is-lost",
         "add_layer_norm passes on no gradient of residual_out",
-        _FUNCTIONS,
+        _CALLS,
         '        adds = "residual_out" in arrived\n',
         "        adds = False\n",
         ("tests/jax/test_functions.py::test_values_and_gradients",),

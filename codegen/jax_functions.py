@@ -1,0 +1,137 @@
+"""The public functions of JAX arrays: their signatures, and the words of their docstrings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .families import REQUIRED, Family, Kind, Parameter
+from .parameters import FORWARD
+from .public import FunctionalFunctions
+from .values import Norm
+
+_NORMS = (Norm.LAYER, Norm.RMS)
+_FLOATS = "float16, bfloat16 or float32"
+_FORMULAS = {
+    Norm.LAYER: (
+        "y = (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance (Ba et al., 2016), in fp32 with "
+        "one rounding at the end."
+    ),
+    Norm.RMS: (
+        "y = x / sqrt(mean(x**2) + eps) * (weight + weight_offset) (Zhang and Sennrich, 2019), in fp32 with one "
+        "rounding at the end."
+    ),
+}
+
+
+def _as(name: str, meaning: str, default: str | None = None, *, positional: bool = True) -> Parameter:
+    """Return a row of the forward functions with another meaning, and one default for every norm if given."""
+    row = FORWARD[name]
+    defaults = row.default if default is None else dict.fromkeys(_NORMS, default)
+    return replace(row, default=defaults, meaning={Norm.LAYER: meaning}, positional=positional)
+
+
+_X = _as("x", f"(..., N), {_FLOATS}.")
+_RESIDUAL = f"x's shape, {_FLOATS}"
+_VECTORS = (_as("weight", f"(N,), {_FLOATS}, or None for 1."), _as("bias", f"(N,), {_FLOATS}, or None for 0."))
+_EPS = replace(
+    FORWARD["eps"],
+    meaning={norm: f"added to the {norm.row.added_to}; a number, and no array that is traced." for norm in _NORMS},
+    positional=True,
+)
+_OFFSET = replace(
+    FORWARD["weight_offset"], meaning={Norm.RMS: "added to every weight, in fp32; 1.0 for Gemma's norms."}
+)
+
+
+def _dtype(name: str, default: str, meaning: str) -> Parameter:
+    return Parameter(name, Kind.DTYPE, default=dict.fromkeys(_NORMS, default), meaning={Norm.LAYER: meaning})
+
+
+def _functions(name: str, *parameters: Parameter) -> Family:
+    return Family(
+        direction=FORWARD.direction,
+        functions={norm: name.format(function=norm.row.function) for norm in _NORMS},
+        parameters=parameters,
+        results=(),
+    )
+
+
+_RUNS = (
+    "On an NVIDIA GPU a kernel runs, forward and backward, and two runs give the same bits; anywhere else the same "
+    "formula in jax.numpy. The function is differentiated in reverse mode; a gradient's gradient is that of the "
+    "formula. vmap joins rows to those of one launch, but where a vector is mapped over. Arrays that are sharded "
+    "along leading dimensions are normalised where they lie, and the gradients of vectors are added up over the "
+    "devices; N is gathered."
+)
+_Y = "y: x's shape and dtype."
+_RAISES = (
+    "ShapeError: x has no columns, or another array another shape than described here.",
+    "DTypeError: an array is of another type.",
+    "ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.",
+    "NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are launched "
+    "through, CompileError, AotError and FrozenError where a kernel cannot be had.",
+)
+
+_PLAIN = FunctionalFunctions(
+    _functions("{function}", _X, *_VECTORS, _EPS, _OFFSET),
+    rows=FORWARD,
+    output="jax.Array",
+    call="normalised",
+    summary={norm: f"Compute {norm.row.title} over x's last dimension." for norm in _NORMS},
+    details={norm: (f"{formula} {_RUNS}",) for norm, formula in _FORMULAS.items()},
+    returns=(_Y,),
+    raises=_RAISES,
+)
+
+_ADD = FunctionalFunctions(
+    _functions("add_{function}", _X, _as("residual", f"{_RESIDUAL}.", REQUIRED), *_VECTORS, _EPS, _OFFSET),
+    rows=FORWARD,
+    output="tuple[jax.Array, jax.Array]",
+    call="normalised",
+    summary={norm: f"Compute {norm.row.title} of x + residual, and the sum." for norm in _NORMS},
+    details={
+        norm: (f"The norm is of the sum as it is returned, as `{norm.row.function}` computes it. {_RUNS}",)
+        for norm in _NORMS
+    },
+    returns=(_Y, "residual_out: x + residual, in residual's dtype."),
+    raises=_RAISES,
+)
+
+_QUANTISED = FunctionalFunctions(
+    _functions(
+        "quantised_{function}",
+        _X,
+        *_VECTORS,
+        _EPS,
+        _as("residual", f"{_RESIDUAL}, added before the norm, or None.", "None", positional=False),
+        _as("smooth_scale", f"(N,), {_FLOATS}, of any sign, or None for 1.", "None", positional=False),
+        _dtype("out_dtype", "jnp.int8", "int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2."),
+        _dtype("scale_dtype", "jnp.float32", "float32, float16 or bfloat16."),
+        _OFFSET,
+    ),
+    rows=FORWARD,
+    output="Quantised",
+    call="quantised",
+    summary={
+        norm: f"Compute {norm.row.title} of x, or of x + residual, quantised by each row's largest magnitude."
+        for norm in _NORMS
+    },
+    details={
+        norm: (
+            f"The norm is that of `{norm.row.function}`. y_scale = max|z| / qmax of z = y * smooth_scale, y = "
+            "round(z / y_scale) in fp32 from the unrounded norm: int8 to nearest even within ±127, fp8 saturated. A "
+            "row of zeros has y_scale 1. There is no gradient.",
+        )
+        for norm in _NORMS
+    },
+    returns=("`Quantised`, with residual_out None without a residual.",),
+    raises=(
+        _RAISES[0],
+        "DTypeError: an array is of another type, or out_dtype or scale_dtype is none of those.",
+        _RAISES[2],
+        "GradientError: the function is differentiated.",
+        _RAISES[3],
+    ),
+)
+
+JAX = (_PLAIN, _ADD, _QUANTISED)

@@ -1,0 +1,159 @@
+"""Make operations of the public functions' arguments, and compute them, with gradients unless they quantise."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..codegen.families import Kind
+from ..codegen.model import Mode
+from ..codegen.parameters import FORWARD
+from ..codegen.values import FusedAdd, FusedQuant, Norm
+from ..errors import ConflictError, DTypeError, ShapeError
+from ..upstream.jax_internals import varying
+from .operation import DTYPES, Operation, forward_of, gradient_of
+from .primitive import apply
+
+_FLOATS = ("float16", "bfloat16", "float32")
+
+# (name, array or None), in the order of the family's inputs.
+Operands = Mapping[str, jax.Array]
+
+
+class Quantised(NamedTuple):
+    """The results of a quantised norm.
+
+    Attributes:
+        y: x's shape, in out_dtype.
+        y_scale: x's shape without the last dimension, in scale_dtype; y * y_scale[..., None] undoes the quantisation.
+        residual_out: x + residual in residual's dtype; None without a residual.
+    """
+
+    y: jax.Array
+    y_scale: jax.Array
+    residual_out: jax.Array | None
+
+
+def normalised(norm: Norm, given: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
+    """Return y, and residual_out too if a residual is given; differentiable."""
+    operands = _checked(given, weight_offset, ("x", "residual"))
+    own = DTYPES[operands["x"].dtype.name]
+    fadd = FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE
+    op, arrays = _operation(Mode(norm, own, own, fadd), operands, eps, weight_offset)
+    outputs = _norm_of(op, tuple(array.dtype.name for array in arrays))(*arrays)
+    return outputs if fadd.stores else outputs[0]
+
+
+def quantised(
+    norm: Norm, given: Mapping[str, Any], eps: float, out_dtype: Any, scale_dtype: Any, weight_offset: float = 0.0
+) -> Quantised:
+    """Return the results of a quantised norm."""
+    operands = _checked(given, weight_offset)
+    mode = Mode(
+        norm,
+        DTYPES[operands["x"].dtype.name],
+        DTYPES[_named("out_dtype", out_dtype, tuple(name for name, dtype in DTYPES.items() if dtype.is_quantised))],
+        FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE,
+        FusedQuant.SMOOTH_DYNAMIC if "smooth_scale" in operands else FusedQuant.DYNAMIC,
+        scale_dtype=DTYPES[_named("scale_dtype", scale_dtype, _FLOATS)],
+    )
+    op, arrays = _operation(mode, operands, eps, weight_offset)
+    made = op.named(apply(op, *arrays))
+    return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
+
+
+def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
+    try:
+        word = str(jnp.dtype(dtype).name)
+    except TypeError:
+        word = repr(dtype)
+    if word not in known:
+        raise DTypeError(f"{name} is {word}; it takes {', '.join(known)}")
+    return word
+
+
+def _checked(given: Mapping[str, Any], weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
+    """Check the arrays and return them; inside `jax.shard_map` each varies over the axes of all."""
+    arrays = {name: _array(name, each) for name, each in given.items() if each is not None or name in required}
+    rows = arrays["x"].shape
+    if not rows or rows[-1] == 0:
+        raise ShapeError(f"x has shape {rows}; it takes (..., N), with N of 1 or more")
+    for name, array in arrays.items():
+        has_rows = FORWARD[name].kind is Kind.ROWS
+        shape, whose = (rows, "x's shape") if has_rows else (rows[-1:], "x's last dimension")
+        if array.shape != shape:
+            raise ShapeError(f"{name} has shape {array.shape}; it takes {shape}, {whose}")
+    if _number("weight_offset", weight_offset) and "weight" not in arrays:
+        raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
+    return dict(zip(arrays, varying(*arrays.values()), strict=True))
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(f"{name} is of {type(value).__name__}; it takes an array") from error
+    if array.dtype.name not in _FLOATS:
+        raise DTypeError(f"{name} has dtype {array.dtype.name}; it takes {', '.join(_FLOATS)}")
+    return array
+
+
+def _number(name: str, value: Any, least: float = -math.inf) -> float:
+    """Return a finite number that the program is compiled with.
+
+    Raises:
+        ConflictError: it is none, is less, or is known only when the program runs.
+    """
+    plain = isinstance(value, numbers.Real) or (hasattr(value, "item") and not isinstance(value, jax.core.Tracer))
+    number = float(value) if plain else math.nan
+    if not (math.isfinite(number) and number >= least):
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ConflictError(f"{name} is {value!r}; it takes a number{bound} that is known when the call is traced")
+    return number
+
+
+def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> tuple[Operation, list[jax.Array]]:
+    """Return the operation of a mode, and its operands in order."""
+    dtypes = {name: operand.dtype.name for name, operand in operands.items()}
+    op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
+    return op, [operands[name] for name in op.operands]
+
+
+@cache
+def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
+    """Return an operation as a function with a gradient; `dtypes` are those of its operands."""
+    own = dict(zip(op.operands, dtypes, strict=True))
+    saving = forward_of(replace(op.mode, save_mv=True), own, op.eps, op.weight_offset)
+    summed = [own[name] for name in ("x", "residual") if name in own]
+    with jax.numpy_dtype_promotion("standard"):
+        dx_dtype = str(jnp.result_type(*summed).name)
+
+    def plain(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(apply(op, *operands))
+
+    def forward(*operands: jax.Array) -> Any:
+        made = saving.named(apply(saving, *operands))
+        given = dict(zip(op.operands, operands, strict=True))
+        kept = {name: each for name, each in {**given, **made}.items() if name in ("weight", "mean", "rstd")}
+        kept["x"] = made.get("residual_out", given["x"])
+        return tuple(made[name] for name, _ in op.results), kept
+
+    def backward(kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        arrived = op.named(cotangents)
+        adds = "residual_out" in arrived
+        tensors = {**kept, "dy": arrived["y"], "dresidual_out": arrived.get("residual_out")}
+        gradient = gradient_of(op, {**own, "rows": kept["x"].dtype.name}, dx_dtype, adds)
+        found = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
+        found["dresidual"] = found["dx"]
+        return tuple(found[f"d{name}"].astype(dtype) for name, dtype in own.items())
+
+    norm = jax.custom_vjp(plain)
+    norm.defvjp(forward, backward)
+    return norm
