@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_map_only
 
 
 class SequenceParallel(ParallelStyle):
@@ -48,9 +49,7 @@ class SequenceParallel(ParallelStyle):
             return tuple([convert(each) for each in inputs]), {name: convert(each) for name, each in named.items()}
 
         def after(module: torch.nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
-            if isinstance(outputs, tuple):
-                return tuple([_part(each) for each in outputs])
-            return _part(outputs)
+            return tree_map_only(DTensor, DTensor.to_local, outputs)
 
         distribute_module(module, device_mesh)
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -60,7 +59,3 @@ class SequenceParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
-
-
-def _part(output: Any) -> Any:
-    return output.to_local() if isinstance(output, DTensor) else output

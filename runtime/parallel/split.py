@@ -54,7 +54,8 @@ def split_layer_norm(
         y: x's shape and dtype, split as x is.
 
     Raises:
-        DeviceError: some of x, weight and bias are DTensors and others are not, or they are on several meshes.
+        DeviceError: some of x, weight and bias are DTensors and others are not, or they are on several meshes; or this
+            rank is not in the group.
         LayoutError: x is a DTensor and a partial sum, or its last dimension is not sharded over one of the mesh's.
         ShapeError: weight or bias is not of x's last dimension, or x has none.
         DTypeError: a tensor is of no floating-point type, or an argument is no tensor.
@@ -104,26 +105,27 @@ def _split(
     options: _Options, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     vectors = {"weight": weight, "bias": bias}
-    given = {"x": x, **vectors}
+    given: dict[str, Any] = {"x": x, **{name: each for name, each in vectors.items() if each is not None}}
     for name, tensor in given.items():
-        if tensor is not None:
-            check_dtype(name, check_tensor(name, tensor), (*FLOATS, torch.float64))
+        check_dtype(name, check_tensor(name, tensor), (*FLOATS, torch.float64))
     if x.dim() == 0:
         raise ShapeError("x has no dimension; it takes (..., a share of N)")
-    sharded = [name for name, tensor in given.items() if isinstance(tensor, DTensor)]
-    for name, tensor in vectors.items():
-        if tensor is not None and tuple(tensor.shape) != tuple(x.shape[-1:]):
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(x.shape[-1:])}, x's last")
-    if not sharded:
-        return _normalise(options, x, weight, bias)
-    meshes = []
+    n = tuple(x.shape[-1:])
     for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, DTensor):
+        if name != "x" and tuple(tensor.shape) != n:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {n}, x's last")
+    sharded = [name for name, tensor in given.items() if isinstance(tensor, DTensor)]
+    if not sharded:
+        if dist.get_rank(options.group) < 0:
+            raise DeviceError(
+                "this rank is not in the group that rows are split over; call the norm on its ranks alone"
+            )
+        return _normalise(options, x, weight, bias)
+    for name, tensor in given.items():
+        if not isinstance(tensor, DTensor):
             raise DeviceError(f"{name} is a plain tensor and {sharded[0]} a DTensor; pass DTensors alone, or parts")
-        if tensor is not None:
-            meshes.append(tensor.device_mesh)
-            if meshes[-1] != meshes[0]:
-                raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
+        if tensor.device_mesh != given["x"].device_mesh:
+            raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
     return _of_dtensors(options, x, weight, bias)
 
 

@@ -631,6 +631,10 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
     expected = normforge.add_rms_norm(x, residual, torch.ones(N))
     for found, whole in zip(module(*part), expected, strict=True):
         same(found, whole, Shard(1))
+    norm = normforge.AddRMSNorm(N)
+    norm.register_forward_hook(lambda _, inputs, outputs: list(outputs))
+    local = parallelize_module(norm, mesh(), normforge.parallel.SequenceParallel(use_local_output=True))
+    assert [type(each) for each in local(*part)] == [torch.Tensor, torch.Tensor]
     again = module(placed(x, Replicate()), residual=placed(residual, Shard(0)))
     for found, whole in zip(again, expected, strict=True):
         same(found, whole, Shard(1))

@@ -154,6 +154,9 @@ def what_cannot_be_split_is_refused() -> None:
     refused("placements", lambda: split_rms_norm(part), errors.LayoutError)
     refused("plain tensor", lambda: split_rms_norm(placed(x, Shard(1)), weight), errors.DeviceError)
     refused("weight has shape", lambda: split_rms_norm(x, weight[1:]), errors.ShapeError)
+    first = dist.new_group([0])
+    if dist.get_rank():
+        refused("not in the group", lambda: split_rms_norm(x, group=first), errors.DeviceError)
     refused("eps=-1", lambda: split_layer_norm(x, eps=-1), errors.ConflictError)
     refused("x has dtype", lambda: split_layer_norm(x.int()), errors.DTypeError)
     x.requires_grad_()
