@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from normforge.calls import native, record, row_gradients
+from normforge.families.group import row as group
+from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
 
 class Looked:
     """How many backward passes were looked at, and how many were known."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
-        """Count the calls of the function that plans a pass, and the passes that a look-up in C or Python knows."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count the calls of what plans a pass, and the passes that a look-up in C or Python knows."""
         self.at = self.known = 0
-        gradients = getattr(holder, name)
+        dispatch.forget()
+        for holder, name in ((InParts, "gradients"), (group, "launched_backward")):
+            monkeypatch.setattr(holder, name, self._counted(getattr(holder, name)))
+        for module in (record, row_gradients):
+            monkeypatch.setattr(module, "native", SimpleNamespace(calls=_Counted(self)))
 
+    def _counted(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any) -> Any:
             self.at += 1
             return gradients(*given)
 
-        dispatch.forget()
-        monkeypatch.setattr(holder, name, counted)
-        for module in (record, row_gradients):
-            monkeypatch.setattr(module, "native", SimpleNamespace(calls=_Counted(self)))
+        return counted
 
     def counts(self) -> tuple[int, int]:
         """Return both numbers since this was called last."""

@@ -1,247 +1,296 @@
-"""Backward passes of modulated norms whose tensors are like those of one before: launched without being looked at."""
+"""Backward passes of modulated, gated and group norms: those like one before are launched without being looked at."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
+from proving.cases import (
+    LAYOUTS,
+    Case,
+    Tensors,
+    agree,
+    cases,
+    close,
+    coarser,
+    doubled,
+    exact,
+    formula,
+    gradients,
+    operands,
+)
 
 from ..calling import each_device
 from .looked import Looked
 
-SAMPLES, ROWS, N = 2, 9, 48
+# Of each family, the cases whose backward pass is one that kernels compute, down to the last sum.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "modulated": {"without": ("gate", "residual", "weight", "bias")},
+    "gated": {},
+    "group": {},
+}
+USUAL = [next(cases(family, **at)) for family, at in FAMILIES.items()]
+each_usual = pytest.mark.parametrize("case", USUAL, ids=str)
+MODULATED = USUAL[0]
+WITH_A_SUM = [MODULATED.but(without=without) for without in (("gate", "weight", "bias"), ("weight", "bias"))]
 
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, InParts, "gradients")
+    return Looked(monkeypatch)
 
 
-def operands(
-    device: str, *others: str, dtype: torch.dtype = torch.float32, rows: int = ROWS
-) -> dict[str, torch.Tensor]:
-    """Of a call: x, scale and shift, as chunks of one tensor, and what else is named."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
-
-    scale, shift, gate = draw(SAMPLES, 3 * N).chunk(3, dim=-1)
-    found = {"x": draw(SAMPLES, rows, N), "scale": scale, "shift": shift, "gate": gate}
-    found |= {"residual": draw(SAMPLES, rows, N), "weight": draw(N), "bias": draw(N)}
-    return {name: found[name].requires_grad_() for name in ("x", "scale", "shift", *others)}
+def arriving_at(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return fixed numbers, in memory as the outputs lie."""
+    there = [each for each in outputs if each.requires_grad]
+    return [torch.empty_like(each).copy_(torch.linspace(-1, 1, each.numel()).view(each.shape)) for each in there]
 
 
-def gradients(
-    function: Callable[..., Any], given: dict[str, Any], due: tuple[str, ...] | None = None, dy: Any = None
-) -> dict[str, torch.Tensor]:
-    made = function(**given)
-    outputs = [each for each in (made if isinstance(made, tuple) else (made,)) if each.requires_grad]
-    arrived = [torch.linspace(-1, 1, each.numel()).view(each.shape).to(each) for each in outputs]
-    names = due or tuple(given)
-    found = torch.autograd.grad(
-        outputs, [given[name] for name in names], [dy, *arrived[1:]] if dy is not None else arrived
-    )
-    return dict(zip(names, found, strict=True))
+def passed(case: Case, given: Tensors, dy: torch.Tensor | None = None) -> Tensors:
+    """Return the gradients of a call, of fixed numbers or of dy."""
+    outputs = case.run(given)
+    arriving = arriving_at(outputs)
+    arriving[:1] = arriving[:1] if dy is None else [dy]
+    return gradients([each for each in outputs if each.requires_grad], given, arriving)
 
 
-def exactly(norm: str, x: Any, scale: Any, shift: Any, gate: Any = None, residual: Any = None) -> Any:
-    total = x if gate is None else x * gate[:, None]
-    total = total if residual is None else total + residual
-    centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
-    eps = 1e-5 if norm == "layer" else 1e-6
-    y = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + scale[:, None]) + shift[:, None]
-    return y if residual is None else (y, total)
-
-
-def exact(norm: str, given: dict[str, Any], dy: Any = None) -> dict[str, torch.Tensor]:
-    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-    return gradients(partial(exactly, norm), wide, dy=None if dy is None else dy.double())
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "layer": normforge.modulated_layer_norm,
-    "rms": normforge.modulated_rms_norm,
-}
-
-
-@each_device
-@pytest.mark.parametrize("norm", FUNCTIONS)
-@pytest.mark.parametrize("others", [(), ("residual",), ("gate", "residual")], ids=str)
-def test_the_second_backward_pass_is_known(norm: str, others: tuple[str, ...], device: str, looked: Looked) -> None:
-    function = FUNCTIONS[norm]
-    first = gradients(function, operands(device, *others))
-    assert looked.counts() == (1, 0)
-    given = operands(device, *others)
-    second = gradients(function, given)
-    assert looked.counts() == (0, 1)
-    wanted = exact(norm, given)
-    for name, gradient in second.items():
-        assert torch.equal(gradient, first[name]), name
-        torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
-
-
-@each_device
-def test_other_values_and_addresses(device: str, looked: Looked) -> None:
-    """What is known of a call is neither its numbers nor where they lie."""
-    function = normforge.modulated_layer_norm
-    gradients(function, operands(device))
-    given = operands(device)
+def held(case: Case, given: Tensors, dy: torch.Tensor | None = None) -> Tensors:
+    """Return the gradients of a call, which must be fp64 autograd's."""
+    found = passed(case, given, dy)
     with torch.no_grad():
-        for tensor in given.values():
-            tensor.mul_(2).add_(1)
-    found, wanted = gradients(function, given), exact("layer", given)
-    assert looked.counts() == (1, 1)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+        types = given["x"].dtype, given.get("residual", given["x"]).dtype
+        wanted = formula(case, given)
+        arriving = arriving_at(
+            tuple([each.to(dtype).requires_grad_() for each, dtype in zip(wanted, types, strict=False)])
+        )
+    arriving[:1] = arriving[:1] if dy is None else [dy]
+    agree(given, found, exact(case, given, arriving), coarser(given["x"].dtype, arriving[-1].dtype))
+    return found
 
 
 @each_device
-@pytest.mark.parametrize("due", [("x",), ("scale",), ("shift", "x"), ("residual", "gate"), ("gate",)], ids=str)
-def test_only_what_is_due_is_made(due: tuple[str, ...], device: str, looked: Looked) -> None:
-    """Of which gradients are due calls are known by too."""
-    given = operands(device, "gate", "residual")
-    everything = gradients(normforge.modulated_layer_norm, given)
-    for name, tensor in given.items():
-        tensor.requires_grad_(name in due)
-    for _ in range(2):
-        found = gradients(normforge.modulated_layer_norm, given, due)
-        for name in due:
-            torch.testing.assert_close(found[name], everything[name], rtol=1e-5, atol=1e-5)
-    assert looked.counts() == (2, 1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *cases("modulated", vary=("norm",), **FAMILIES["modulated"]),
+        *(case.but(norm=norm) for case in WITH_A_SUM for norm in ("layer", "rms")),
+        *(
+            case.but(layout=layout, group_size=size)
+            for case in cases("gated", vary=("norm", "norm_before_gate"))
+            for layout in ("contiguous", "gapped")
+            for size in (None, 8)
+        ),
+        *(
+            case.but(layout=layout)
+            for case in cases("group", vary=("activation",))
+            for layout in ("contiguous", "channels last")
+        ),
+    ],
+    ids=str,
+)
+def test_the_second_backward_pass_is_known(case: Case, device: str, looked: Looked) -> None:
+    given = operands(case, device)
+    first = passed(case, given)
+    assert looked.counts() == (1, 0)
+    second = held(case, given)
+    assert looked.counts() == (0, 1)
+    assert all(torch.equal(gradient, first[name]) for name, gradient in second.items())
+    if case.family == "group":
+        assert [gradient.stride() for gradient in second.values()] == [leaf.stride() for leaf in given.values()]
+    # Neither numbers nor addresses are known of a call.
+    held(case, operands(case, device, seed=1))
+    assert looked.counts() == (0, 1)
 
 
 @each_device
-def test_gradients_that_were_not_due_before(device: str, looked: Looked) -> None:
-    """Of the same tensors, which require them all: torch may ask for those alone that somebody asked for."""
-    given = operands(device)
-    first = gradients(FUNCTIONS["layer"], given, ("x",))
-    second = gradients(FUNCTIONS["layer"], given)
-    wanted = exact("layer", given)
-    assert torch.equal(first["x"], second["x"])
-    for name, gradient in second.items():
-        torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
-    assert sum(looked.counts()) == 2
-
-
-@each_device
-@pytest.mark.parametrize("others", [("residual",), ("gate", "residual")], ids=str)
-@pytest.mark.parametrize("first", ["y alone", "both"])
-def test_a_sum_that_is_read_or_not(first: str, others: tuple[str, ...], device: str, looked: Looked) -> None:
-    """Of a model's blocks the last one's sum is read by nobody, and its backward pass runs before all others'."""
-    function = FUNCTIONS["rms"]
-
-    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda **given: function(**given)[0]
-
-    ways: list[Callable[[Any], Any]] = [alone, lambda function: function]
-    for way in ways if first == "y alone" else reversed(ways):
-        given = operands(device, *others)
-        found = gradients(way(function), given)
-        assert looked.counts() == (1, 0)
-        wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-        wanted = gradients(way(partial(exactly, "rms")), wide)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
-    for way in ways:
-        gradients(way(function), operands(device, *others))
-    assert looked.counts() == (0, 2)
-
-
-@each_device
-def test_what_differs_is_looked_at(device: str, looked: Looked) -> None:
-    function = normforge.modulated_layer_norm
-    gradients(function, operands(device))
+@pytest.mark.parametrize("case", [*USUAL[1:], USUAL[1].but(layout="gapped"), USUAL[1].but(group_size=8)], ids=str)
+def test_another_first_dimension_is_known(case: Case, device: str, looked: Looked) -> None:
+    passed(case, operands(case, device))
     looked.counts()
-    arrived = {
-        "transposed": torch.randn(ROWS, SAMPLES, N, device=device).transpose(0, 1),
-        "wider": torch.randn(SAMPLES, ROWS, 2 * N, device=device)[..., :N],
-        "expanded": torch.randn((), device=device).expand(SAMPLES, ROWS, N),
-        "misaligned": torch.randn(SAMPLES * ROWS * N + 1, device=device)[1:].view(SAMPLES, ROWS, N),
-        "misaligned again": torch.randn(SAMPLES * ROWS * N + 1, device=device)[1:].view(SAMPLES, ROWS, N),
-    }
+    # One row's stride is its own where rows are apart.
+    for size in (70, 2) if case["layout"] == "gapped" else (70, 2, 1):
+        other = case.but(shape=(size, *case["shape"][1:]))
+        held(other, operands(other, device))
+        assert looked.counts() == (0, 1), size
+
+
+@each_device
+@each_usual
+def test_no_rows_are_no_kernels(case: Case, device: str) -> None:
+    passed(case, operands(case, device))
+    none = case.but(shape=(0, *case["shape"][1:]))
+    found = passed(none, operands(none, device))
+    assert found["x"].shape == none["shape"]
+    assert not any(gradient.any() for gradient in found.values())
+
+
+@each_device
+@pytest.mark.parametrize("case", [WITH_A_SUM[1], *USUAL[1:]], ids=str)
+def test_what_differs_on_any_axis_is_looked_at(case: Case, device: str, looked: Looked) -> None:
+    """Each axis of the table is part of the key that a pass is known by."""
+    passed(case, operands(case, device))
+    shape = case["shape"]
+    others = [*cases(case.family, without=case["without"], shape=shape)][1:]
+    others += [case.but(shape=(shape[0], shape[1] + 4, *shape[2:]))]
+    others += [case.but(shape=(1, math.prod(shape[:-1]), shape[-1]))] if case.family != "group" else []
+    # Of GroupNorm rows with gaps are copied, and then like the first.
+    for other in [each for each in others if (each.family, each["layout"]) != ("group", "gapped")]:
+        looked.counts()
+        held(other, operands(other, device))
+        assert looked.counts()[1] == 0, other
+
+
+@each_device
+def test_rows_with_gaps_between_the_first_dimensions_are_another_kind(device: str, looked: Looked) -> None:
+    """Their strides do not follow from their sizes."""
+    for case in (USUAL[1], USUAL[1].but(group_size=8)):
+        given = operands(case, device)
+        passed(case, given)
+        assert looked.counts() == (1, 0)
+        apart = torch.randn(2 * len(given["x"]), *given["x"].shape[1:], device=device)[::2].requires_grad_()
+        held(case, {**given, "x": apart})
+        assert looked.counts() == (1, 0)
+
+
+@each_device
+@each_usual
+def test_gradients_that_lie_otherwise_are_copied_and_then_known(case: Case, device: str, looked: Looked) -> None:
+    given = operands(case, device)
+    passed(case, given)
     counts = {}
-    for name, dy in arrived.items():
-        given = operands(device)
-        found, wanted = gradients(function, given, dy=dy), exact("layer", given, dy)
-        counts[name] = looked.counts()
-        for each, gradient in found.items():
-            torch.testing.assert_close(gradient.double(), wanted[each], rtol=1e-4, atol=1e-4, msg=f"{name}: {each}")
-    # Copied, and then like the first.
-    copied = dict.fromkeys(("transposed", "expanded"), (1, 1))
-    assert counts == {**dict.fromkeys(arrived, (1, 0)), **copied, "misaligned again": (0, 1)}
-    for other in (operands(device, rows=ROWS + 3), operands(device, dtype=torch.bfloat16)):
-        gradients(function, other)
-        assert looked.counts() == (1, 0)
+    for layout in ("transposed", "expanded", "gapped", "negated", "offset", "again"):
+        looked.counts()
+        held(case, given, LAYOUTS["offset" if layout == "again" else layout](torch.randn_like(given["x"])))
+        counts[layout] = looked.counts()
+    copied = dict.fromkeys(counts, (1, 1))
+    if case.family == "group":
+        assert counts == {**copied, "offset": (1, 0), "again": (0, 1)}
+    else:
+        # A negated gradient is left to torch's operators.
+        assert counts == {**copied, "gapped": (1, 0), "negated": (0, 0), "offset": (1, 0), "again": (0, 1)}
 
 
 @each_device
-def test_a_gradient_that_is_its_negative_is_never_taken_for_what_lies_there(device: str, looked: Looked) -> None:
-    function = normforge.modulated_layer_norm
-    gradients(function, operands(device))
-    dy = torch.randn(SAMPLES, ROWS, N, dtype=torch.complex64, device=device).conj().imag
-    given = operands(device)
-    found, wanted = gradients(function, given, dy=dy), exact("layer", given, dy)
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+@pytest.mark.parametrize("case", [*USUAL, WITH_A_SUM[1]], ids=str)
+def test_only_what_is_due_is_made(case: Case, device: str, looked: Looked) -> None:
+    """Passes are known by which gradients are due, too."""
+    given = operands(case, device)
+    everything = passed(case, given)
+    names = [*given]
+    for due in (*((name,) for name in names), *zip(names[1:], names, strict=False)):
+        looked.counts()
+        for name, tensor in given.items():
+            tensor.requires_grad_(name in due)
+        for _ in range(2):
+            for name, gradient in passed(case, given).items():
+                close(name, gradient, everything[name].double(), 1e-5)
+        assert looked.counts() == (1, 1), due
 
 
 @each_device
-def test_what_kernels_leave_sums_for_is_looked_at_each_time(device: str, looked: Looked) -> None:
-    """With a weight, and with a scale for all samples, gradients are made of sums by torch's operators."""
-    for given in (operands(device, "weight", "bias"), operands(device)):
-        if "weight" not in given:
-            given["scale"] = given["scale"].detach()[0].clone().requires_grad_()
-        found = [gradients(normforge.modulated_layer_norm, given) for _ in range(2)]
-        assert all(torch.equal(found[0][name], found[1][name]) for name in given)
-        assert looked.counts() == (2, 0)
+@each_usual
+def test_under_batch_invariance_calls_are_known_by_themselves(case: Case, device: str, looked: Looked) -> None:
+    passed(case, operands(case, device))
+    with normforge.batch_invariant():
+        found = [passed(case, operands(case, device)) for _ in range(2)]
+    assert looked.counts() == (2, 1)
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
 @each_device
-def test_a_second_derivative_is_not_known(device: str, looked: Looked) -> None:
+@each_usual
+def test_another_table_knows_nothing(case: Case, device: str, looked: Looked) -> None:
+    passed(case, operands(case, device))
+    dispatch.forget()
+    passed(case, operands(case, device))
+    assert looked.counts() == (2, 0)
+
+
+@each_device
+@each_usual
+def test_a_second_derivative_is_not_known(case: Case, device: str, looked: Looked) -> None:
     """What a gradient is asked of keeps being torch's operators."""
-    given = operands(device)
-    gradients(normforge.modulated_layer_norm, given)
+    given = operands(case, device)
+    passed(case, given)
     looked.counts()
-    y = FUNCTIONS["layer"](**given)
-    (dx,) = torch.autograd.grad(y.square().sum(), given["x"], create_graph=True)
+    (dx,) = torch.autograd.grad(case.run(given)[0].square().sum(), given["x"], create_graph=True)
     assert dx.requires_grad
     assert looked.counts() == (0, 0)
 
 
 @each_device
-def test_another_table_knows_nothing(device: str, looked: Looked) -> None:
-    gradients(normforge.modulated_layer_norm, operands(device))
-    dispatch.forget()
-    gradients(normforge.modulated_layer_norm, operands(device))
-    assert looked.counts() == (2, 0)
+def test_gradients_that_were_not_due_before(device: str, looked: Looked) -> None:
+    """Of the same tensors, which require them all: torch may ask for those alone that somebody asked for."""
+    for case in USUAL:
+        given = operands(case, device)
+        (y,) = case.run(given)
+        (dx,) = torch.autograd.grad(y, given["x"], arriving_at((y,)))
+        assert torch.equal(dx, held(case, given)["x"])
+        assert sum(looked.counts()) == 2
 
 
 @each_device
-def test_under_batch_invariance_calls_are_known_by_themselves(device: str, looked: Looked) -> None:
-    dispatch.forget()
-    gradients(normforge.modulated_layer_norm, operands(device))
-    with normforge.batch_invariant():
-        for _ in range(2):
-            gradients(normforge.modulated_layer_norm, operands(device))
+@pytest.mark.parametrize("case", WITH_A_SUM, ids=str)
+@pytest.mark.parametrize("first", ["y alone", "both"])
+def test_a_sum_that_is_read_or_not(first: str, case: Case, device: str, looked: Looked) -> None:
+    """Of a model's blocks the last one's sum is read by nobody, and its backward pass runs before all others'."""
+
+    def of(run: Callable[[Tensors], tuple[torch.Tensor, ...]], given: Tensors, outputs: int) -> Tensors:
+        made = run(given)[:outputs]
+        return gradients(made, given, arriving_at(made))
+
+    ways = (1, 2) if first == "y alone" else (2, 1)
+    for outputs in ways:
+        given = operands(case, device)
+        found = of(case.run, given, outputs)
+        assert looked.counts() == (1, 0)
+        agree(given, found, of(lambda wide: formula(case, wide), doubled(given), outputs))
+    for outputs in ways:
+        of(case.run, operands(case, device), outputs)
+    assert looked.counts() == (0, 2)
+
+
+@each_device
+def test_what_kernels_leave_sums_for_is_looked_at_each_time(device: str, looked: Looked) -> None:
+    """With a weight, with a scale for all samples, or with a weight that groups share, torch adds sums up."""
+    weighted = MODULATED.but(without=("gate", "residual"))
+    for case in (weighted, MODULATED.but(sharing=("all", "sample", "sample"))):
+        found = [held(case, operands(case, device)) for _ in range(2)]
+        assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+        assert looked.counts() == (2, 0)
+    function: Any = normforge.gated_layer_norm
+    leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((6, 3, 16), (6, 3, 16), (3, 16), (16,))]
+    both = [torch.autograd.grad(function(*leaves).sum(), leaves) for _ in range(2)]
+    assert looked.counts() == (2, 0)
+    assert [gradient.shape for gradient in both[0]] == [leaf.shape for leaf in leaves]
+    assert all(map(torch.equal, *both))
+
+
+@each_device
+@pytest.mark.parametrize("absent", [("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_vectors_that_were_not_there_are_read(absent: tuple[str, ...], device: str, looked: Looked) -> None:
+    """Of x alone a gradient is due, so that it says nothing of them."""
+    (case,) = cases("group", vary=(), activation="silu")
+    for without in (absent, (), absent):
+        given = operands(case.but(without=without), device)
+        for name, tensor in given.items():
+            tensor.requires_grad_(name == "x")
+        held(case.but(without=without), given, torch.randn_like(given["x"]))
     assert looked.counts() == (2, 1)
 
 
 @each_device
 def test_under_batch_invariance_a_call_whose_tensors_are_copied_is_looked_at(device: str, looked: Looked) -> None:
-    dispatch.forget()
-    dy = torch.randn(SAMPLES * ROWS * N + 1, device=device)[1:].view(SAMPLES, ROWS, N)
+    given = operands(MODULATED, device)
+    dy = LAYOUTS["offset"](torch.randn_like(given["x"]))
     with normforge.batch_invariant():
-        found = [
-            gradients(normforge.modulated_layer_norm, operands(device), dy=given) for given in (dy, dy, dy.clone())
-        ]
+        found = [passed(MODULATED, given, each) for each in (dy, dy, dy.clone())]
     assert looked.counts() == (3, 0)
     for name, gradient in found[0].items():
         assert all(torch.equal(gradient, other[name]) for other in found[1:]), name

@@ -159,7 +159,7 @@ MUTANTS = (
         "runtime/families/group/row.py",
         "return options, weight is None, bias is None",
         "return (options,)",
-        ("tests/calls/test_known_group_gradients.py::test_vectors_that_were_not_there_are_read",),
+        ("tests/calls/test_known_gradients.py::test_vectors_that_were_not_there_are_read",),
     ),
     Mutant(
         "any-group-norm-is-known",

@@ -1,0 +1,303 @@
+"""The table of differentiable calls by family: operands, formula and comparison, each written once.
+
+`AXES` lists how calls of a family differ. The operands and their shapes follow from the family's rows in
+`codegen/parameters.py`. A test asks for a slice of the table, `cases("gated", "group", vary=("norm", "dtype"))`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge.codegen.families import Family, Kind, Parameter
+from normforge.codegen.parameters import FORWARD, GATED, GROUP, MODULATED
+from normforge.codegen.values import Norm
+
+FAMILIES: Mapping[str, Family] = {"plain": FORWARD, "modulated": MODULATED, "gated": GATED, "group": GROUP}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-5
+
+# Every way in which calls of a family differ; the first value is the usual one. An axis that neither `SETTINGS` names
+# nor a family's rows take is an argument of the function.
+AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "plain": {
+        "norm": ("layer", "rms"),
+        "shape": ((3, 9, 40), (40,), (5, 40), (2, 3, 2, 40)),
+        "without": ((), ("residual",), ("weight", "bias"), ("residual", "x_bias"), ("x_bias",)),
+        "weight_offset": (0.0, 1.0),
+    },
+    "modulated": {
+        "norm": ("layer", "rms"),
+        "shape": ((3, 9, 40), (5, 40), (1, 3, 40), (3, 1, 40), (2, 3, 2, 40)),
+        "without": (
+            *((), ("gate",), ("gate", "residual")),
+            *(("weight", "bias"), ("gate", "weight", "bias"), ("gate", "residual", "weight", "bias")),
+        ),
+        "sharing": (
+            *(("sample",) * 3, ("row",) * 3, ("all",) * 3),
+            *(("sample", "all", "row"), ("row", "sample", "all"), ("all", "row", "sample")),
+            *(("sample", "all", "sample"), ("all", "sample", "all"), ("all", "all", "sample")),
+        ),
+    },
+    "gated": {
+        "norm": ("layer", "rms"),
+        "shape": ((3, 9, 40), (40,), (5, 40), (1, 3, 40), (2, 3, 2, 40)),
+        "without": ((), ("weight", "bias")),
+        "activation": ("silu", "sigmoid"),
+        "norm_before_gate": (True, False),
+        "group_size": (None, 8, 20, 40),
+    },
+    "group": {
+        "norm": ("layer",),
+        "shape": ((3, 12, 3, 4), (2, 8, 5), (3, 12)),
+        "without": ((), ("weight", "bias"), ("weight",), ("bias",)),
+        "activation": ("none", "silu"),
+        "num_groups": (4, 2, 1),
+        "layout": ("contiguous", "channels last", "gapped", "offset"),
+    },
+}
+# Axes of every family, unless the family has other values.
+SHARED: Mapping[str, tuple[Any, ...]] = {
+    "dtype": FLOATS,
+    "vectors": (torch.float32, torch.bfloat16),
+    "residual": (torch.float32, torch.bfloat16),
+    "layout": ("contiguous", "gapped", "offset"),
+}
+# Axes that say nothing where a call has no operand of such a kind or name.
+SAID_OF: Mapping[str, tuple[Kind | str, ...]] = {"vectors": (Kind.VECTOR, Kind.GROUPS), "residual": ("residual",)}
+# Axes that choose operands and are no arguments.
+SETTINGS = ("norm", "shape", "without", "sharing", *SHARED)
+
+# Of y and residual_out one rounding; of gradients QuACK's tolerances of a backward pass.
+FORWARD_TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
+BACKWARD_TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _wide(by: int, tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + by))
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]
+
+
+def _offset(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def _innermost(dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() < 2:
+        return tensor
+    return tensor.movedim(dimension, -1).contiguous().movedim(-1, dimension)
+
+
+# How a tensor may be laid out in memory, by what gives its values that layout.
+LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "offset": _offset,
+    "gapped": lambda tensor: _wide(tensor.shape[-1], tensor),
+    "transposed": partial(_innermost, 0),
+    "channels last": partial(_innermost, 1),
+    "expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),
+    "negated": lambda tensor: torch.complex(torch.zeros_like(tensor), -tensor).conj().imag,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of call: a family, and a value on each of its axes.
+
+    Attributes:
+        family: a name of `FAMILIES`.
+        at: the values by axis.
+    """
+
+    family: str
+    at: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, axis: str) -> Any:
+        """Return the value on an axis; None if the family lacks the axis."""
+        return dict(self.at).get(axis)
+
+    def but(self, **at: Any) -> Case:
+        """Return the case with other values on some axes."""
+        return replace(self, at=tuple((dict(self.at) | at).items()))
+
+    def __str__(self) -> str:
+        usual = {axis: values[0] for axis, values in axes(self.family).items()}
+        words = [f"{axis}={value}" for axis, value in self.at if value != usual[axis] and axis != "norm"]
+        return "-".join([f"{self.family}_{self['norm']}", *words]).replace("torch.", "")
+
+    @property
+    def rows(self) -> list[Parameter]:
+        """The family's rows of tensors that the call has."""
+        norm = Norm(self["norm"])
+        rows = [row for row in FAMILIES[self.family].parameters if row.kind.is_tensor and row.functional]
+        return [row for row in rows if norm in row.default and row.name not in self["without"]]
+
+    def has(self, axis: str) -> bool:
+        """Return True if another value on an axis makes another call."""
+        of = {each for row in self.rows for each in (row.kind, row.name)}
+        return axis not in SAID_OF or not of.isdisjoint(SAID_OF[axis])
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that are no tensors, by name."""
+        own = {axis: value for axis, value in self.at if axis not in SETTINGS}
+        if self.family == "plain" and "residual" in self["without"]:
+            own["normalized_shape"] = self["shape"][-1:]
+        if "weight" in self["without"]:
+            own.pop("weight_offset", None)
+        return own | {"eps": EPS}
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The public function."""
+        name = FAMILIES[self.family].functions[Norm(self["norm"])]
+        if self.family == "plain":
+            name = f"{'' if 'residual' in self['without'] else 'add_'}{Norm(self['norm']).row.function}"
+        return getattr(normforge, name)  # type: ignore[no-any-return]  # a function
+
+    def run(self, given: Tensors) -> tuple[torch.Tensor, ...]:
+        """Call the function: y and, if the family stores a sum, the sum."""
+        made = self.function(**given, **self.arguments)
+        return made if isinstance(made, tuple) else (made,)
+
+
+def axes(family: str) -> dict[str, tuple[Any, ...]]:
+    """Return all axes of a family."""
+    return {**SHARED, **AXES[family]}
+
+
+def cases(*families: str, vary: Sequence[str] | None = None, **at: Any) -> Iterator[Case]:
+    """Yield the cases of some families, of all families if none is named.
+
+    Args:
+        families: names of `FAMILIES`.
+        vary: the axes whose values are combined with one another; None varies each axis by itself.
+        at: the values on other axes, where they are not the usual ones.
+    """
+    for family in families or FAMILIES:
+        own = axes(family)
+        usual = Case(family, tuple((axis, at.get(axis, values[0])) for axis, values in own.items()))
+        if vary is None:
+            yield usual
+            varied = [axis for axis in own if axis not in at and usual.has(axis)]
+            yield from (usual.but(**{axis: value}) for axis in varied for value in own[axis][1:])
+        else:
+            varied = [axis for axis in vary if axis in own]
+            for values in product(*(own[axis] for axis in varied)):
+                yield usual.but(**dict(zip(varied, values, strict=True)))
+
+
+def operands(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
+    """Return random operands of a case, each a leaf."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, found = case["shape"], {}
+    sharing = dict(zip(("scale", "shift", "gate"), case["sharing"] or (), strict=False))
+    for row in case.rows:
+        # Vectors of GroupNorm are as long as there are channels.
+        size = {
+            Kind.ROWS: shape,
+            Kind.IMAGES: shape,
+            Kind.SAMPLES: {"sample": (*shape[:1], shape[-1]), "row": shape}.get(sharing.get(row.name, ""), shape[-1:]),
+        }.get(row.kind, shape[1:2] if case.family == "group" else shape[-1:])
+        of_rows = row.kind in (Kind.ROWS, Kind.SAMPLES, Kind.IMAGES)
+        mean = {"x": 0.3, "weight": 1.0}.get(row.name, 0.0)
+        dtype = case["residual"] if row.name == "residual" else case["dtype"] if of_rows else case["vectors"]
+        drawn = (torch.randn(size, generator=generator) + mean).to(device, dtype)
+        found[row.name] = (LAYOUTS[case["layout"]](drawn) if of_rows else drawn).detach().requires_grad_()
+    return found
+
+
+def doubled(given: Tensors) -> Tensors:
+    """Return leaves of the same values in fp64."""
+    return {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+
+
+def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
+    """Return what a call of a case returns, by the formula in torch's elementary operators."""
+
+    def beside(operand: torch.Tensor) -> torch.Tensor:
+        # A row per sample is read by all rows of the sample.
+        shared = operand.dim() == 2 and s.dim() > 2
+        return operand.view(operand.shape[0], *[1] * (s.dim() - 2), operand.shape[-1]) if shared else operand
+
+    s = given["x"] + given.get("x_bias", 0.0)
+    if case.family == "modulated" and "gate" in given:
+        s = s * beside(given["gate"])
+    s = total = s + given.get("residual", 0.0)
+    factor = torch.ones((), device=s.device)
+    if case.family == "gated":
+        factor = torch.sigmoid(given["gate"]) * (given["gate"] if case["activation"] == "silu" else 1)
+    s = s if case["norm_before_gate"] in (None, True) else s * factor
+    if case.family == "group":
+        rows = s.reshape(len(s), case["num_groups"], math.prod(s.shape[1:]) // case["num_groups"])
+    else:
+        size = case["group_size"] or s.shape[-1]
+        rows = s.reshape(*s.shape[:-1], s.shape[-1] // size, size)
+    rows = rows - rows.mean(-1, keepdim=True) if Norm(case["norm"]).centres else rows
+    y = (rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt()).view(s.shape)
+    # Channels lie behind the samples.
+    end = (-1, *[1] * (s.dim() - 2)) if case.family == "group" else (-1,)
+    y = y * (given["weight"] + (case["weight_offset"] or 0.0)).view(end) if "weight" in given else y
+    y = y + given["bias"].view(end) if "bias" in given else y
+    y = y * (1 + beside(given["scale"])) + beside(given["shift"]) if "scale" in given else y
+    y = y * factor if case["norm_before_gate"] else y
+    y = functional.silu(y) if case.family == "group" and case["activation"] == "silu" else y
+    return (y, total) if "residual" in given else (y,)
+
+
+def gradients(outputs: Sequence[torch.Tensor], given: Tensors, arriving: Sequence[torch.Tensor]) -> Tensors:
+    """Return the gradients of the operands that require one."""
+    due = [name for name, tensor in given.items() if tensor.requires_grad]
+    found = torch.autograd.grad(outputs, [given[name] for name in due], arriving)
+    return dict(zip(due, found, strict=True))
+
+
+def exact(case: Case, given: Tensors, arriving: Sequence[torch.Tensor]) -> Tensors:
+    """Return the gradients of fp64 autograd, by the formula."""
+    wide = doubled(given)
+    return gradients(formula(case, wide), wide, [gradient.double() for gradient in arriving])
+
+
+def check(case: Case, given: Tensors, arriving: Sequence[torch.Tensor] | None = None) -> None:
+    """Run a case, and fail unless outputs and gradients are fp64 autograd's, of the right shapes and dtypes."""
+    outputs = case.run(given)
+    with torch.no_grad():
+        wanted = formula(case, doubled(given))
+    coarse = coarser(given["x"].dtype, given.get("residual", given["x"]).dtype)
+    assert outputs[0].dtype is given["x"].dtype
+    for output, its in zip(outputs, wanted, strict=True):
+        assert output.shape == its.shape
+        close("output", output, its, FORWARD_TOLERANCES[coarser(output.dtype, coarse)])
+    arriving = [torch.randn_like(output) for output in outputs] if arriving is None else arriving
+    agree(given, gradients(outputs, given, arriving), exact(case, given, arriving), coarse)
+
+
+def agree(given: Tensors, found: Tensors, wanted: Tensors, coarse: torch.dtype = torch.float32) -> None:
+    """Fail unless each gradient has its operand's shape and dtype and is as wanted, but for a rounding to `coarse`."""
+    for name, gradient in found.items():
+        assert (gradient.shape, gradient.dtype) == (given[name].shape, given[name].dtype), name
+        close(f"gradient of {name}", gradient, wanted[name], BACKWARD_TOLERANCES[coarser(coarse, gradient.dtype)])
+
+
+def close(name: str, actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Fail unless every element is within a tolerance of the oracle's, beside it and beside the tensor's own size."""
+    size = wanted.abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        actual.double(), wanted, rtol=tolerance, atol=tolerance * max(size, 1.0), msg=lambda text: f"{name}: {text}"
+    )
+
+
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Return the dtype whose rounding is the larger one."""
+    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
