@@ -160,39 +160,28 @@ def _add_models(verbs: Verbs) -> None:
 def _add_reading(verbs: Verbs) -> None:
     merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
-    merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
-    merge.add_argument("--fresh", action="store_true", help="replace the suites that --out holds")
+    merge.add_argument("--out", type=Path, required=True, help="a folder that holds none of the suites")
     merge.set_defaults(verb="reading:join")
 
-    compare = verbs.add_parser("compare", help="hold a rerun's ratios against earlier ones; status 1 if one has moved")
-    compare.add_argument("old", type=Path, metavar="OLD", help="folder of the earlier results")
-    compare.add_argument("new", type=Path, metavar="NEW", help="folder of the rerun")
-    compare.add_argument(
-        "--within", type=_bound, default=0.03, metavar="SHARE", help="how far a ratio may move (%(default)s)"
+    beside = verbs.add_parser("beside", help="compare two runs; status 1 if a time moved by more than the noise")
+    beside.add_argument("old", type=Path, metavar="OLD", help="folder of the earlier results")
+    beside.add_argument("new", type=Path, metavar="NEW", help="folder of the rerun")
+    beside.add_argument(
+        "--within", type=_bound, default=0.03, metavar="SHARE", help="how far a time may move at least (%(default)s)"
     )
-    compare.set_defaults(verb="reading:hold_against")
+    beside.set_defaults(verb="reading:beside")
 
-    report = verbs.add_parser("report", help="print results as Markdown tables")
-    report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
-    report.add_argument(
-        "--into", type=Path, help="put the tables between this file's markers instead, and the picture above them"
-    )
-    report.add_argument(
-        "--between",
-        metavar="NAME",
-        help="which markers, of several pairs; default: benchmarks, or a models folder's own",
-    )
+    folders = [RESULTS / name for name in OVERVIEW]
+    report = verbs.add_parser("report", help="write one HTML page of results: tables, pictures, versions, revisions")
+    report.add_argument("--results", type=Path, nargs="+", default=folders, help="folders; default: those of an H200")
+    report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (%(default)s)")
+    report.add_argument("--into", type=Path, help="put a folder's tables between this file's markers instead")
+    report.add_argument("--between", metavar="NAME", default="benchmarks", help="which markers (%(default)s)")
     report.add_argument("--pictures", action="store_true", help="draw the pictures again")
     report.set_defaults(verb="reading:report")
 
     overview = verbs.add_parser("overview", help="print all results of some folders as one table")
-    overview.add_argument(
-        "--results",
-        type=Path,
-        nargs="+",
-        default=[RESULTS / name for name in OVERVIEW],
-        help="default: those of an H200",
-    )
+    overview.add_argument("--results", type=Path, nargs="+", default=folders, help="default: those of an H200")
     overview.add_argument("--into", type=Path, help="put the table between this page's markers instead")
     overview.set_defaults(verb="reading:summarise")
 
@@ -219,7 +208,7 @@ def _number(text: str, *, wrong: str) -> float:
     return number
 
 
-_bound = partial(_number, wrong="is no bound; give a share of the old ratio, such as 0.03 for 3 %")
+_bound = partial(_number, wrong="is no bound; give a share of the old time, such as 0.03 for 3 %")
 _seconds = partial(_number, wrong="is no time; give seconds, such as 20")
 
 

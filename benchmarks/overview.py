@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from .cells import Task
-from .errors import UsageError
+from .grids import Grid
 from .models.names import AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, TRAIN
 from .models.specs import SPECS
+from .models.table import Table as Models
 from .models.table import load as load_models
 from .reach import Finding, Rule, check, mean_of
 from .results import Results, load
@@ -36,13 +37,9 @@ _STEPS = {
 }
 
 
-def overview(folders: Sequence[Path]) -> str:
-    """Return the tables of some folders of results: of all suites, and of models.
-
-    Raises:
-        UsageError: the folders hold no results.
-    """
-    lines, parts, suites = [], [], dict[str, list[str]]()
+def overview(folders: Sequence[Path]) -> list[Grid]:
+    """Return the tables of some folders of results: of all suites, and of models; of a folder without either, none."""
+    lines, made, suites = [], [], dict[str, list[str]]()
     for folder in folders:
         for suite in (name for name in SUITES if name not in _LEFT_OUT):
             if (results := load(folder, suite)) is not None:
@@ -50,11 +47,8 @@ def overview(folders: Sequence[Path]) -> str:
                 suites.setdefault(results.header["revision"], []).append(suite)
     if lines:
         revisions = "; ".join(f"{', '.join(names)} at {revision}" for revision, names in suites.items())
-        parts.append(f"{_table(_HEADS, lines)}\n\nRevisions: {revisions}.")
-    parts += [_models(folder) for folder in folders if load_models(folder) is not None]
-    if not parts:
-        raise UsageError(f"no results are in {', '.join(map(str, folders))}; make some: python -m benchmarks run")
-    return "\n\n".join(parts)
+        made.append(Grid("", _HEADS, lines, [f"Revisions: {revisions}."]))
+    return made + [_models(table) for folder in folders if (table := load_models(folder)) is not None]
 
 
 def _lines(results: Results) -> list[tuple[str, ...]]:
@@ -94,9 +88,7 @@ def _span(ratios: Iterable[float | None]) -> str:
     return _NONE if mean is None else f"{mean:.2f} ({min(known):.2f}–{max(known):.2f})"
 
 
-def _models(folder: Path) -> str:
-    table = load_models(folder)
-    assert table is not None
+def _models(table: Models) -> Grid:
     ms = {key: row.ms for key, row in table.rows.items() if row.ms}
     gains: dict[str, dict[str, float]] = {
         title: {
@@ -110,14 +102,9 @@ def _models(folder: Path) -> str:
     models = [model for model in SPECS if any(model in found for found in shown.values())]
     lines = [(model, *(_gain(found, model) for found in shown.values())) for model in models]
     lines.append(("geometric mean", *(f"{geometric_mean(found.values()):.3f}" for found in shown.values())))
-    title = f"Speed of patched models over unpatched models, at {table.header['revision']}:"
-    return f"{title}\n\n{_table(('model', *shown), lines)}"
+    title = f"Speed of patched models over unpatched models, at {table.header['revision']}"
+    return Grid(title, ("model", *shown), lines)
 
 
 def _gain(found: Mapping[str, float], model: str) -> str:
     return f"{found[model]:.2f}" if model in found else _NONE
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

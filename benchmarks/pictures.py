@@ -27,9 +27,6 @@ _PALETTE = 64
 
 Panels = dict[tuple[str, str, str], list[Row]]
 
-# The panel of the cells that have no other beside them.
-_SINGLE = ("single shapes", "", "")
-
 # The README's picture: its file's name, and the panel that it takes of each suite.
 OVERVIEW = "overview"
 _DIRECTIONS = ("forward", "backward")
@@ -45,13 +42,13 @@ _COLOURS = (
 def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
     for results in found:
-        if SUITES[results.suite].draw is not None:
+        suite, panels = SUITES[results.suite], _panels(results)
+        if suite.draw is not None:
             continue
-        panels = _panels(results)
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
-        if lines and SUITES[results.suite].sweeps:
+        if suite.sweeps and lines:
             yield save(_lines(results, lines), folder / f"{results.suite}.png")
-        if _with_ratios(panels):
+        if not suite.sweeps and _with_ratios(panels):
             yield save(heat_map(results), folder / f"{results.suite}-ratios.png")
     if figure := overview(found):
         yield save(figure, folder / f"{OVERVIEW}.png")
@@ -80,15 +77,6 @@ def _panels(results: Results) -> Panels:
             key = (row.task, row.kind, "") if _by_task(results) else (row.task, row.kind, row.group)
             panels.setdefault(key, []).append(row)
     return panels
-
-
-def _gathered(panels: Panels) -> Panels:
-    """Return the panels as columns; panels of one shape are drawn as one."""
-    single = {key: rows for key, rows in panels.items() if len({row.cell for row in rows}) == 1}
-    if len(single) < 2:
-        return panels
-    several = {key: rows for key, rows in panels.items() if key not in single}
-    return {**several, _SINGLE: [row for rows in single.values() for row in rows]}
 
 
 def _by_task(results: Results) -> bool:
@@ -161,22 +149,22 @@ def _with_ratios(panels: Panels) -> Panels:
 
 def heat_map(results: Results) -> Figure:
     """Each provider's throughput over the copy's, or the fastest time over its own, a column a cell."""
-    panels = _gathered(_with_ratios(_panels(results)))
+    panels = _with_ratios(_panels(results))
     heights = [len(_labels(rows)) + 2.5 for rows in panels.values()]
     figure = Figure(figsize=(13, 0.3 * sum(heights) + 0.8), layout="constrained")
     suite = SUITES[results.suite]
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat
     for axes, (key, rows) in zip(all_axes, panels.items(), strict=True):
-        _draw_heat(axes, results, rows, named=key == _SINGLE)
+        _draw_heat(axes, results, rows)
         axes.set_title(", ".join(filter(None, key)), fontsize=9)
     what = "throughput over that of a copy of x" if suite.has_ceiling else "fastest time over each provider's"
     figure.suptitle(f"{suite.title}, {results.header['device']}: {what}")
     return figure
 
 
-def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row], *, named: bool) -> None:
+def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
     cells = {row.cell: row for row in rows}
-    columns = list(cells) if named else sorted(cells, key=lambda cell: (_position(results, cells[cell]), cells[cell].m))
+    columns = sorted(cells, key=lambda cell: (_position(results, cells[cell]), cells[cell].m))
     labels = [(name, label) for name, label in _labels(rows) if name != CEILING]
     grid = [[math.nan] * len(columns) for _ in labels]
     for row in rows:
@@ -188,14 +176,9 @@ def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row], *, named: bool
         for column, value in enumerate(values):
             text = "–" if math.isnan(value) else f"{value:.2f}"
             axes.text(column, line, text, ha="center", va="center", fontsize=7)
-    axes.set_xticks(
-        range(len(columns)), [_shape(cells[cell], named) for cell in columns], rotation=20, ha="right", fontsize=7
-    )
+    shapes = [f"{cells[cell].m}×{cells[cell].n}" for cell in columns]
+    axes.set_xticks(range(len(columns)), shapes, rotation=20, ha="right", fontsize=7)
     axes.set_yticks(range(len(labels)), [label for _, label in labels], fontsize=8)
-
-
-def _shape(row: Row, named: bool) -> str:
-    return f"{row.task} {row.kind} {row.m}×{row.n}" if named else f"{row.m}×{row.n}"
 
 
 def _ratio(results: Results, row: Row) -> float:

@@ -4,61 +4,88 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from .compare import compare_folders, describe, reproduced
+from .beside import compare, describe, moved
 from .errors import SHORT, UsageError
-from .merge import merge, warnings
 from .models import picture as models_picture
 from .models import table as models_table
-from .models.names import SUITE as MODELS
 from .overview import SECTION, overview
 from .pages import put_into
 from .pictures import draw_all
 from .reach import RULES, check
 from .reach import describe as describe_goals
-from .report import WHAT, picture_for, render, where
-from .results import load
+from .report import markdown, page, pictures_of
+from .results import Results, load
 from .suites import SUITES
 
 
 def join(options: argparse.Namespace, _: list[str]) -> int:
-    """Join the folders of processes that shared a run, and draw their pictures."""
-    for warning in warnings(options.folders):
-        print(f"warning: {warning}", file=sys.stderr)
-    merged = merge(options.folders, options.out, fresh=options.fresh)
-    for results in merged:
-        print(f"{results.suite}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
-    for path in draw_all(merged, options.out):
-        print(f"drawn: {path}")
+    """Join the folders of processes that shared a run into a new one, and draw its pictures.
+
+    Raises:
+        UsageError: a folder holds no results, two headers differ, a figure is there twice, or a suite is in `--out`.
+    """
+    merged: dict[str, Results] = {}
+    for folder in options.folders:
+        found = [results for name in SUITES if (results := load(folder, name)) is not None]
+        if not found:
+            raise UsageError(f"no results are in {folder}; make some with `python -m benchmarks run --out {folder}`")
+        for results in found:
+            _add(merged.setdefault(results.suite, Results(results.suite, results.header)), results, folder)
+    taken = [f"{name}.csv" for name in merged if (options.out / f"{name}.csv").exists()]
+    if taken:
+        raise UsageError(f"--out {options.out} holds {', '.join(taken)}; name another folder")
+    for name, results in merged.items():
+        # Cells that the table has with more rows, as trials with --rows make them, come last.
+        position = {cell.id: index for index, cell in enumerate(SUITES[name].of_seed(results.seed).cells)}
+        rows = sorted(results.rows.items(), key=lambda item: position.get(item[0][0], len(position)))
+        results.rows = dict(rows)
+        results.save(options.out)
+        print(f"{name}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
+    _draw([*merged.values()], options.out)
     return 0
 
 
-def hold_against(options: argparse.Namespace, _: list[str]) -> int:
-    """Hold a rerun against earlier results."""
-    comparisons = compare_folders(options.old, options.new)
-    print(describe(comparisons, options.within))
-    return 0 if reproduced(comparisons, options.within) else SHORT
+def _add(whole: Results, part: Results, folder: Path) -> None:
+    if part.header != whole.header:
+        raise UsageError(f"the header of {folder / part.suite}.csv differs; only results of one run can be merged")
+    twice = [f"{provider} on {cell}" for cell, provider in part.rows if (cell, provider) in whole.rows]
+    if twice:
+        raise UsageError(f"{folder / part.suite}.csv has {twice[0]}, which another folder has too; leave one out")
+    for row in part.rows.values():
+        whole.add(row)
+
+
+def beside(options: argparse.Namespace, _: list[str]) -> int:
+    """Compare two runs, and name what moved by more than the noise."""
+    comparisons = compare(options.old, options.new)
+    for grid in describe(comparisons, options.within):
+        print(f"{grid.markdown()}\n")
+    return SHORT if any(moved(one, options.within) for one in comparisons) else 0
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
-    """Print a folder's results as tables, or put them into a page.
+    """Write one HTML page of some folders, or put one folder's tables into a page.
 
     Raises:
         UsageError: there are none, or the page lacks the markers.
     """
-    if (models := models_table.load(options.results)) is not None:
-        return _report_models(options, models)
-    found = [results for name in SUITES if (results := load(options.results, name)) is not None]
-    if not found:
-        raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
+    empty = [str(folder) for folder in options.results if not any(folder.glob("*.csv"))]
+    if empty:
+        raise UsageError(f"no results are in {', '.join(empty)}; make some with `python -m benchmarks run`")
     if options.pictures:
-        for path in draw_all(found, options.results):
-            print(f"drawn: {path}", file=sys.stderr)
+        for folder in options.results:
+            _draw([results for name in SUITES if (results := load(folder, name)) is not None], folder)
+            if (models := models_table.load(folder)) is not None:
+                models_picture.draw(models, folder)
     if options.into is None:
-        print(render(found))
+        options.out.write_text(page(options.results, overview(options.results)))
+        print(f"written: {options.out}")
         return 0
-    put_into(options.into, render(found, picture_for(options.into, options.results)), options.between or WHAT)
-    print(f"the tables in {options.into} are those of {options.results}")
+    for folder in options.results:
+        put_into(options.into, markdown(folder, pictures_of(folder, options.into)), options.between)
+        print(f"the tables in {options.into} are those of {folder}")
     return 0
 
 
@@ -68,28 +95,16 @@ def summarise(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there are none, or the page lacks the markers.
     """
-    text = overview(options.results)
+    text = "\n\n".join(grid.markdown() for grid in overview(options.results))
+    if not text:
+        raise UsageError(
+            f"no results are in {', '.join(map(str, options.results))}; make some: python -m benchmarks run"
+        )
     if options.into is None:
         print(text)
         return 0
     put_into(options.into, text, SECTION)
     print(f"the tables in {options.into} are those of {', '.join(map(str, options.results))}")
-    return 0
-
-
-def _report_models(options: argparse.Namespace, table: models_table.Table) -> int:
-    if options.pictures and (drawn := models_picture.draw(table, options.results)):
-        print(f"drawn: {drawn}", file=sys.stderr)
-    parts = [where(table.header), models_table.render(table)]
-    if options.into is None:
-        print("\n\n".join(parts))
-        return 0
-    if picture := picture_for(options.into, options.results, f"{MODELS}.png"):
-        parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
-    # A page may hold the tables of several folders, `h200-models` and `h200-models-kernels`, each between its markers.
-    own = options.results.resolve().name.partition("-")[2] or MODELS
-    put_into(options.into, "\n\n".join(parts), options.between or own)
-    print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
 
@@ -99,3 +114,8 @@ def reach(options: argparse.Namespace, _: list[str]) -> int:
     checked = [check(rule, results.get(rule.suite)) for rule in RULES]
     print(describe_goals(checked, every=options.all))
     return 0 if all(one.met for one in checked) else SHORT
+
+
+def _draw(found: list[Results], folder: Path) -> None:
+    for path in draw_all(found, folder):
+        print(f"drawn: {path}", file=sys.stderr)

@@ -28,7 +28,7 @@ from ..progress import progress_over
 from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, SUITE, WRONG, Key
 from .picture import draw
 from .specs import SPECS
-from .table import Row, Table, extend, load, render
+from .table import Row, Table, extend, load, tables_of
 from .variants import VARIANTS, versions
 from .worker import Job
 
@@ -215,6 +215,6 @@ def _report(table: Table, jobs: Sequence[Job], out: Path) -> None:
     left = sum(len(table.due(job.keys)) for job in jobs)
     if left:
         print(f"{left} rows are left; the same command goes on", file=sys.stderr)
-    print(render(table))
+    print("\n\n".join(made.markdown() for made in tables_of(table)))
     if drawn := draw(table, out):
         print(f"drawn: {drawn}")

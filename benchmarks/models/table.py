@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
 
-from tabulate import tabulate
-
 from normforge.codegen.locking import locked
 
+from ..grids import Grid
 from ..results import OK, load_rows, require_header, save_rows
 from .names import ABSENT, AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, NOTHING, SUITE, TRAIN, Key
 from .specs import SPECS
@@ -138,17 +137,17 @@ def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:
     return table
 
 
-def render(table: Table) -> str:
-    """Return the table as Markdown: milliseconds by step and dtype, and the memory of training steps."""
-    parts = []
+def tables_of(table: Table) -> list[Grid]:
+    """Return milliseconds by step and dtype, and the memory of training steps."""
+    made = []
     for step, dtype in [(step, dtype) for step in _STEPS for dtype in _DTYPES]:
         rows = [row for row in table.rows.values() if (row.step, row.dtype) == (step, dtype)]
         if rows:
             title = f"{_STEPS[step]}, {_DTYPES[dtype]}"
-            parts.append(f"**{title}**\n\n{_grid(rows, 'ms', lambda row: row.ms)}")
+            made.append(_grid(title, rows, "ms", lambda row: row.ms))
             if any(row.memory_gib for row in rows):
-                parts.append(f"**{title}: memory**\n\n{_grid(rows, 'GiB', lambda row: row.memory_gib)}")
-    return "\n\n".join(parts)
+                made.append(_grid(f"{title}: memory", rows, "GiB", lambda row: row.memory_gib))
+    return made
 
 
 def panel_titles(table: Table) -> dict[str, list[Row]]:
@@ -168,7 +167,7 @@ def title_of(run: str, variant: str) -> str:
     return _RUNS[run].format(VARIANTS[variant].label if variant in VARIANTS else variant)
 
 
-def _grid(rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None]) -> str:
+def _grid(title: str, rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None]) -> Grid:
     shown = {(row.run, row.variant) for row in rows if not row.status.startswith(NOTHING)}
     columns = [(run, variant) for run in _RUNS for variant in VARIANTS if (run, variant) in shown]
     by_place = {(row.model, row.run, row.variant): row for row in rows}
@@ -178,9 +177,7 @@ def _grid(rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None])
     ]
     if unit == "ms" and len(lines) > 1:
         lines.append((_MEAN, *(_mean_speed(rows, *column) for column in columns)))
-    headers = [unit, *(title_of(*column) for column in columns)]
-    aligned = ("left", *("right" for _ in columns))
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+    return Grid(title, (unit, *(title_of(*column) for column in columns)), lines)
 
 
 def _mean_speed(rows: Sequence[Row], run: str, variant: str) -> str:

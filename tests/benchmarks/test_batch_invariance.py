@@ -15,7 +15,6 @@ from benchmarks.oracle import check as hold
 from benchmarks.oracle import expect
 from benchmarks.providers import every_provider
 from benchmarks.reach import RULES, Rule, check, describe
-from benchmarks.report import render
 from benchmarks.suites import SUITES
 from benchmarks.suites.batch_invariant import PROVIDER
 
@@ -73,15 +72,3 @@ def test_all_tasks_are_judged_and_none_by_a_part_of_its_cells() -> None:
     part = check(rule, results(rule.suite, *((cell, name, 1.0) for cell in cells for name in (PROVIDER, "normforge"))))
     assert not part.met
     assert f"fewer than {len(cells) + 1} cells measured" in describe([part], every=False)
-
-
-def test_the_cost_is_stated_below_the_tables() -> None:
-    cells = [cell for cell in FEW if cell.task is Task.FORWARD and cell.norm is Norm.LAYER and cell.n == 4096]
-    times = [
-        (cell, name, us)
-        for cell, cost in zip(cells, (8.0, 18.0, 12.0), strict=True)
-        for name, us in ((PROVIDER, cost), ("normforge", 10.0))
-    ]
-    text = render([results("batch-invariant", *times)])
-    assert "| forward, 16×4096  |                       18.00 |       10.00 |" in text
-    assert "normforge batch-invariant, times the speed: forward 0.80 to 1.80, 1.20 in the mean (N from 4096" in text

@@ -1,8 +1,7 @@
-"""Cells of fp16 and fp32 beside those of bf16: which suites have them, that they are few, right and shown."""
+"""Cells of fp16 and fp32 beside those of bf16: which suites have them, that they are few, and right."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -15,13 +14,9 @@ from benchmarks.group_cells import GroupCell, cell_of
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import TOLERANCES, expect
 from benchmarks.providers import every_provider
-from benchmarks.report import TABLES, Table, render
-from benchmarks.results import make_row
 from benchmarks.runner import prepare
 from benchmarks.suites import SUITES
 from benchmarks.suites.shapes import OTHER_DTYPES
-
-from .small import results
 
 # Those whose kernels differ with the dtype. The others have the dtypes that they were given (the tutorial's, ck_tile's,
 # those of engines), or time what no dtype changes: the host, and what a tile for every M costs.
@@ -70,30 +65,3 @@ def test_what_is_timed_is_of_the_dtype_and_right(name: str, cell: Cell) -> None:
     assert inputs.x.dtype == DTYPES[cell.dtype]
     assert inputs.x.dtype in TOLERANCES
     prepare(every_provider()[name], [inputs], expect(inputs))
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_tables_have_them_once_measured_and_no_trace_of_them_before(name: str) -> None:
-    def lines(*, others: bool) -> list[str]:
-        cells = [cell for cell in SUITES[name].cells if others or cell not in OTHERS[name]]
-        text = render([results(name, *((cell, "normforge", 9.0) for cell in cells))])
-        return [line for line in text.splitlines() if line.startswith(("|", "**"))]
-
-    before, after = lines(others=False), lines(others=True)
-    new = [line for line in after if line not in before]
-    assert [line for line in after if line in before] == before
-    for dtype in OTHER_DTYPES:
-        assert not any(dtype in line for line in before if "ck_tile" not in line)
-        assert any(line.startswith("|") and f"_{dtype}" in line for line in new)
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
-def test_a_table_has_the_dtypes_that_its_title_says(table: Table) -> None:
-    cells = SUITES[table.suite].cells
-    held = {cell.dtype for cell in cells if table.holds(make_row(cell, "normforge", "ok"))}
-    said = set(re.findall(r"\b(?:bf16|fp16|fp32)\b", table.title))
-    if table.suite == "fp8-inputs":
-        assert held == {"fp8", "fp8_e5m2"}
-    else:
-        # A title that names none is of one.
-        assert held == said if said else len(held) == 1

@@ -9,11 +9,11 @@ import pytest
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.overview import SECTION
-from benchmarks.pages import markers, put_into
-from benchmarks.pictures import colours_of_peers, draw_all, heat_map
+from benchmarks.pages import markers
+from benchmarks.pictures import colours_of_peers, draw_all
 from benchmarks.reach import Rule, check, describe
-from benchmarks.report import TABLES, WHAT, picture_for, render
-from benchmarks.results import Results
+from benchmarks.report import tables_of
+from benchmarks.results import Results, write
 from benchmarks.suites import SUITES
 
 from .small import results
@@ -79,119 +79,70 @@ def test_shortfalls_are_listed_with_what_was_needed(forward: Results) -> None:
     assert LARGE.id in describe([check(RULE, forward)], every=True)
 
 
-def test_tables_name_failures_and_absences(forward: Results) -> None:
-    text = render([forward])
-    assert "Measured on a test, revision none." in text
-    assert "| 32768×4096 |    2.68 |    4.88 |        5.16 |        5.37 |" in text
-    assert "| 16384×8192 |    4.13 |  fails¹ |        4.29 |        5.37 |" in text
+def test_a_table_has_a_line_a_cell_and_names_failures(forward: Results, tmp_path: Path) -> None:
+    forward.save(tmp_path)
+    (((line, (grid,)),)) = tables_of(tmp_path).items()
+    assert line == "Measured on a test, revision none."
+    assert grid.title == "Forward: forward, ln_bf16"
+    assert grid.heads == ("TB/s", "torch", "QuACK", "normforge", "copy of x")
+    assert grid.lines == [
+        ("32768×4096", "2.68", "4.88", "5.16", "5.37"),
+        ("16384×8192", "4.13", "fails", "4.29", "5.37"),
+    ]
+    assert grid.notes == ["QuACK: `fails: RuntimeError: no such kernel`."]
 
 
-def test_lines_say_what_tells_them_apart() -> None:
-    odd = Cell(Task.FORWARD, Norm.LAYER, 32744, 4099, group="odd rows")
-    single = Cell(Task.FORWARD, Norm.LAYER, 2048, 8192, "fp32", group="fp32")
-    calls = [Cell(task, Norm.LAYER, 16, 4096, group="ln") for task in (Task.GRAD_FORWARD, Task.GRAD_BOTH)]
-    sweep = [Cell(task, Norm.LAYER, 4096, 1024, "fp16", group="x") for task in (Task.FORWARD, Task.BACKWARD)]
-    made: dict[str, list[tuple[Cell, float]]] = {
-        "forward": [(odd, 200.0), (single, 40.0)],
-        "host": [(calls[0], 12.5), (calls[1], 90.0)],
-        "tutorial": [(sweep[0], 10.0), (sweep[1], 20.0)],
-    }
-    made["groupnorm"] = [(SUITES["groupnorm"].cells[0], 10.0)]
-    text = render([results(suite, *((cell, "normforge", us) for cell, us in rows)) for suite, rows in made.items()])
-    lines = [[word.strip() for word in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    # 2 * 32744 * 4099 * 2 bytes in 200 µs, and so on; a host's call has its microseconds.
-    for line in (
-        ["32744×4099", "2.68"],
-        ["ln_fp32, 2048×8192", "3.36"],
-        ["forward, 4096×1024", "1.68"],
-        ["backward, 4096×1024", "1.26"],
-        ["forward, recorded", "12.50"],
-        ["forward and backward", "90.00"],
-        ["2×320×64×64, forward", "1.05"],
-    ):
-        assert line in lines
-
-
-def test_a_table_may_have_its_cells_for_columns() -> None:
+def test_cells_that_are_no_sweep_are_columns(tmp_path: Path) -> None:
     cells = [cell for cell in SUITES["steps"].cells if cell.task is Task.FORWARD][:2]
     peers = ("step-forward-1", "normforge", "copy")
-    text = render([results("steps", *((cell, name, 100.0) for cell in cells for name in peers))])
-    lines = [[word.strip() for word in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert lines[0] == ["TB/s", "134216×1000", "131072×1024"]
-    assert [line[0] for line in lines[2:]] == ["1 three sweeps", "normforge", "copy of x"]
-    assert lines[2][1:] == ["5.37", "5.37"]
+    results("steps", *((cell, name, 100.0) for cell in cells for name in peers)).save(tmp_path)
+    (((grid,)),) = tables_of(tmp_path).values()
+    assert grid.heads == ("TB/s", "134216×1000", "131072×1024")
+    assert [line[0] for line in grid.lines] == ["1 three sweeps", "normforge", "copy of x"]
+    assert grid.lines[0][1:] == ("5.37", "5.37")
 
 
-def test_the_speed_beside_the_tutorial_is_said() -> None:
-    cells = {n: Cell(Task.FORWARD, Norm.LAYER, 4096, n, "fp16", group="forward") for n in (1024, 1536, 4096)}
-    figures = [(cells[1024], 10.0, 15.0), (cells[1536], 10.0, 30.0), (cells[4096], 10.0, 0.0)]
-    made = [
-        (cell, name, us)
-        for cell, *times in figures
-        for name, us in zip(("normforge", "tutorial05"), times, strict=True)
-    ]
-    text = render([results("tutorial", *made)])
-    said = "normforge over Triton's tutorial, times the speed: forward 1.50 to 3.00, 2.12 in the mean "
-    assert f"{said}(N from 1024 to 1536)." in text
-    assert "times the speed" not in render([results("tutorial", *(one for one in made if one[1] == "normforge"))])
+def test_a_page_holds_every_table_and_picture_of_its_folders(forward: Results, tmp_path: Path) -> None:
+    one, two, page = tmp_path / "one", tmp_path / "two", tmp_path / "page.html"
+    forward.save(one)
+    write(two, "startup", {"device": "a test"}, ["way", "norm_s"], [{"way": "cold <", "norm_s": 5.1}])
+    given = ["report", "--results", str(one), str(two), "--out", str(page), "--pictures"]
+    assert cli.main(given) == 0
+    text = page.read_text()
+    assert [text.count(f"<h2>{name}</h2>") for name in ("one", "two")] == [1, 1]
+    assert "<p>Measured on a test, revision none.</p>" in text
+    assert text.count('src="data:image/png;base64,') == 1
+    assert ">16384×8192</td>" in text
+    assert ">cold &lt;" in text
+    assert "Revisions: forward at none." in text
+    assert cli.main([*given, "--results", str(tmp_path / "nothing")]) == cli.USAGE
 
 
-def test_the_picture_above_tables_is_what_there_is(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    assert picture_for(page, tmp_path) is None
-    (tmp_path / "steps-ratios.png").touch()
-    assert picture_for(page, tmp_path) == "steps-ratios.png"
-    assert "![Throughput of each step over that of a copy, by shape](steps-ratios.png)" in render(
-        [results("steps")], picture_for(page, tmp_path)
-    )
-    (tmp_path / "forward.png").touch()
-    assert picture_for(page, tmp_path) == "forward.png"
-
-
-def test_the_readme_has_a_little_of_every_suite() -> None:
-    everything = [
-        results(suite.name, *((cell, name, 9.0) for cell in suite.cells for name in ("eager", "normforge", "copy")))
-        for suite in SUITES.values()
-    ]
-    assert {table.suite for table in TABLES} == SUITES.keys() - {"sweep"}
-    assert len(render(everything, "forward.png").splitlines()) <= 465
-
-
-BEGIN, END = markers(WHAT)
-
-
-def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path: Path) -> None:
+def test_tables_go_between_their_markers_and_nothing_else_changes(forward: Results, tmp_path: Path) -> None:
     forward.save(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert cli.main(["report", "--results", str(tmp_path), "--into", str(readme), "--pictures"]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\nMeasured on a test")
-    assert text.endswith(f"{END}\nafter\n")
+    page = tmp_path / "page.md"
+    (begin, end), (first, last) = markers("benchmarks"), markers("lists")
+    page.write_text(f"{begin}\nkept\n{end}\n{first}\nold\n{last}\nafter\n")
+    given = ["report", "--results", str(tmp_path), "--into", str(page), "--pictures"]
+    assert cli.main([*given, "--between", "lists"]) == 0
+    text = page.read_text()
+    assert text.startswith(f"{begin}\nkept\n{end}\n{first}\n\nMeasured on a test")
+    assert text.endswith(f"{last}\nafter\n")
     assert "old" not in text
     assert "](forward.png)" in text
-    assert cli.main(["report", "--results", str(tmp_path), "--into", str(readme)]) == 0
-    assert readme.read_text() == text
-
-
-def test_tables_of_several_folders_go_between_markers_of_their_own(forward: Results, tmp_path: Path) -> None:
-    forward.save(tmp_path)
-    page = tmp_path / "page.md"
-    first, last = markers("lists")
-    page.write_text(f"{BEGIN}\nkept\n{END}\n{first}\n{last}\n")
-    assert cli.main(["report", "--results", str(tmp_path), "--into", str(page), "--between", "lists"]) == 0
-    text = page.read_text()
-    assert text.startswith(f"{BEGIN}\nkept\n{END}\n{first}\n\nMeasured on a test")
-    assert cli.main(["report", "--results", str(tmp_path), "--into", str(page), "--between", "nobody"]) == cli.USAGE
+    assert cli.main([*given, "--between", "nobody"]) == cli.USAGE
     assert page.read_text() == text
 
 
-def test_a_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing")
-    with pytest.raises(ValueError, match="lacks the markers"):
-        put_into(readme, "tables", WHAT)
-    assert readme.read_text() == "nothing"
+def test_sweeps_are_drawn_as_lines_and_others_as_heat_maps(forward: Results, tmp_path: Path) -> None:
+    few = tuple(Cell(Task.FORWARD, Norm.RMS, m, 4096, group="N = 4096") for m in (1, 16))
+    decode = results("decode", *((cell, name, us) for cell in few for name, us in (("eager", 6.0), ("normforge", 2.0))))
+    steps = results("steps", *((cell, name, 9.0) for cell in SUITES["steps"].cells for name in ("normforge", "copy")))
+    paths = list(draw_all([forward, decode, steps], tmp_path))
+    assert [path.name for path in paths] == ["forward.png", "decode.png", "steps-ratios.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    failed = results("steps", (SUITES["steps"].cells[0], "normforge", 0.0), (SUITES["steps"].cells[0], "copy", 9.0))
+    assert list(draw_all([failed], tmp_path)) == []
 
 
 def test_reach_says_by_its_status_whether_all_is_reached(
@@ -202,50 +153,10 @@ def test_reach_says_by_its_status_whether_all_is_reached(
     assert "forward LN, N 768…16384" in capsys.readouterr().out
 
 
-def test_a_folder_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "--results", str(tmp_path)]) == cli.USAGE
-    assert "make some with `python -m benchmarks run`" in capsys.readouterr().err
-
-
 def test_no_two_peers_have_one_colour() -> None:
     colours = colours_of_peers()
     assert {"compile", "max-autotune", "eager", "liger", "quack", "tutorial05"} <= colours.keys()
     assert len(set(colours.values())) == len(colours)
-
-
-def test_pictures_are_drawn(forward: Results, tmp_path: Path) -> None:
-    few = tuple(Cell(Task.FORWARD, Norm.RMS, m, 4096, group="N = 4096") for m in (1, 16))
-    decode = results("decode", *((cell, name, us) for cell in few for name, us in (("eager", 6.0), ("normforge", 2.0))))
-    host = results("host", (few[1], "eager", 11.0), (few[1], "normforge", 9.0))
-    paths = list(draw_all([forward, decode, host], tmp_path))
-    names = ["forward.png", "forward-ratios.png", "decode.png", "decode-ratios.png", "host-ratios.png"]
-    assert [path.name for path in paths] == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-
-
-def test_what_is_no_sweep_has_no_lines(tmp_path: Path) -> None:
-    figures = [(cell, name, 9.0) for cell in SUITES["steps"].cells for name in ("normforge", "copy")]
-    assert [path.name for path in draw_all([results("steps", *figures)], tmp_path)] == ["steps-ratios.png"]
-
-
-def test_panels_of_one_shape_share_a_heat_map() -> None:
-    odd, few = (Cell(Task.FORWARD, Norm.LAYER, m, n, group=g) for m, n, g in ((8, 1000, "odd rows"), (4, 4096, "few")))
-    cells = (LARGE, LONG, odd, few)
-    made = results("forward", *((cell, name, 10.0) for cell in cells for name in ("copy", "eager", "normforge")))
-    large, single = heat_map(made).axes
-    assert [label.get_text() for label in large.get_xticklabels()] == ["32768×4096", "16384×8192"]
-    assert [label.get_text() for label in single.get_xticklabels()] == [
-        "forward ln_bf16 8×1000",
-        "forward ln_bf16 4×4096",
-    ]
-
-
-def test_cells_that_all_fail_on_are_no_obstacle_to_pictures(tmp_path: Path) -> None:
-    broken = Cell(Task.FORWARD, Norm.RMS, 32768, 4096, group="256 MiB")
-    failed = [(broken, "normforge", 0.0), (broken, "copy", 100.0)]
-    assert [path.name for path in draw_all([results("forward", *failed)], tmp_path)] == []
-    some = results("forward", *failed, (LARGE, "normforge", 104.0), (LARGE, "copy", 100.0))
-    assert [path.name for path in draw_all([some], tmp_path)] == ["forward-ratios.png"]
 
 
 def test_cells_and_providers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

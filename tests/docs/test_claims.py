@@ -21,11 +21,10 @@ from benchmarks.models.table import load as load_models
 from benchmarks.overview import SECTION, overview
 from benchmarks.pages import section
 from benchmarks.providers import every_provider
-from benchmarks.reach import RULES, check
-from benchmarks.report import picture_for, render
+from benchmarks.reach import RULES, Rule, check
+from benchmarks.report import markdown, pictures_of
 from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
 from benchmarks.suites import SUITES
-from benchmarks.swept import findings_of
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
 from proving.evidence import load as load_table
@@ -203,14 +202,13 @@ def test_host_times_are_those_of_the_results() -> None:
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    assert section(BENCHMARKS, SECTION) == overview([RESULTS / name for name in OVERVIEW])
+    shown = overview([RESULTS / name for name in OVERVIEW])
+    assert section(BENCHMARKS, SECTION) == "\n\n".join(grid.markdown() for grid in shown)
 
 
 def test_the_tables_of_steps_are_those_of_their_results() -> None:
-    """Before it has been measured there is nothing between the markers."""
     folder, page = RESULTS / "h200-steps", doc("from_tutorial")
-    found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
-    assert section(page, "steps") == (render(found, picture_for(page, folder)) if found else "")
+    assert section(page, "steps") == markdown(folder, pictures_of(folder, page))
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
@@ -487,7 +485,7 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
     page = said(BENCHMARKS)
     assert f"(`sweep`, {len(SUITES['sweep'].cells)} cells)" in page
     assert set(found.cells()) == {cell.id for cell in SUITES["sweep"].cells}
-    findings = findings_of(found)
+    findings = check(Rule("every cell", "sweep"), found).findings
     leads = [finding.to_peer for finding in findings if finding.to_peer is not None and math.isfinite(finding.to_peer)]
     assert len(leads) == len(findings)
     assert f"ours are {geometric_mean(leads):.2f} times as fast as the best peer in the geometric mean" in page

@@ -19,7 +19,7 @@ from benchmarks.errors import UsageError
 from benchmarks.models import command, worker
 from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
 from benchmarks.models.specs import SPECS, Spec
-from benchmarks.models.table import Row, Table, extend, load, render
+from benchmarks.models.table import Row, Table, extend, load, tables_of
 from benchmarks.models.variants import NotOfferedError
 from benchmarks.models.worker import Job, read_job, work
 
@@ -94,7 +94,7 @@ def test_a_model_whose_package_is_missing_is_so_in_every_row(
     assert statuses == {f"{ABSENT}: ModuleNotFoundError: No module named 'nobody_has_this'"}
     table = load(tmp_path)
     assert table is not None
-    assert "not here" in render(table)
+    assert "not here" in tables_of(table)[0].markdown()
 
 
 def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> None:

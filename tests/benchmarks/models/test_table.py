@@ -6,10 +6,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cli
 from benchmarks.models.names import BF16, COMPILE, EAGER, FAILS, Key
 from benchmarks.models.picture import draw, picture
-from benchmarks.models.table import Row, Table, load, render
+from benchmarks.models.table import Row, Table, load, tables_of
 
 from .toy import HEADER
 
@@ -55,9 +54,9 @@ def test_the_table_is_read_as_it_was_written_and_shown(tmp_path: Path) -> None:
     with (tmp_path / "models.csv").open() as file:
         lines = [line for line in file if not line.startswith("#")]
     assert [record["variant"] for record in csv.DictReader(lines)] == ["torch", "patch", "torch"]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in render(table).splitlines() if "|" in line]
-    assert cells[0] == ["ms", "torch", "patch + compile"]
-    assert cells[2:4] == [["llama", "10.00", "8.13"], ["vit", "fails", "–"]]
+    times = tables_of(table)[0]
+    assert times.heads == ("ms", "torch", "patch + compile")
+    assert times.lines[:2] == [("llama", "10.00", "8.13"), ("vit", "fails", "–")]
 
 
 def test_the_last_line_is_the_mean_speed_beside_torch_run_likewise() -> None:
@@ -70,25 +69,9 @@ def test_the_last_line_is_the_mean_speed_beside_torch_run_likewise() -> None:
         ("vit", EAGER, "patch", 5.0),
         ("vit", COMPILE, "patch", 5.0),
     )
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in render(table).splitlines() if "|" in line]
-    assert cells[0] == ["ms", "torch", "patch", "torch + compile", "patch + compile"]
+    times, memory = tables_of(table)
+    assert times.heads == ("ms", "torch", "patch", "torch + compile", "patch + compile")
     # The square root of 1.25 times 2; compiled, only one model has both.
-    assert cells[4][1:] == ["1.000", "1.581", "1.000", "2.000"]
-    assert "memory" in render(table)
-    assert "speed" not in render(table).partition("memory")[2]
-
-
-def test_the_tables_are_put_into_a_page(tmp_path: Path) -> None:
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    _table(("llama", EAGER, "torch", 10.0)).save(results)
-    page.write_text("before\n<!-- models: begin -->\nold\n<!-- models: end -->\nafter\n")
-    given = ["report", "--results", str(results), "--into", str(page), "--pictures"]
-    assert cli.main(given) == 0
-    text = page.read_text()
-    assert text.startswith("before\n<!-- models: begin -->\n\nMeasured on a test, revision none.\n\n![Times the speed")
-    assert "](results/models.png)" in text
-    assert "**Training step, bf16**" in text
-    assert "old" not in text
-    assert text.endswith("<!-- models: end -->\nafter\n")
-    page.write_text("nothing")
-    assert cli.main(given) == cli.USAGE
+    assert times.lines[-1][1:] == ("1.000", "1.581", "1.000", "2.000")
+    assert memory.title == "Training step, bf16: memory"
+    assert len(memory.lines) == len(times.lines) - 1
