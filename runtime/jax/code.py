@@ -77,18 +77,12 @@ def code_of(key: KernelKey, source: Source, target: Target) -> Code:
         return found
 
 
-def _in_use() -> Folder | None:
-    global _folder
-    if _folder is None:
-        path = settings.compiled_ahead()
-        if path is not None:
-            _folder = read(path)
-    return _folder
-
-
 def _of_folder(key: KernelKey, source: Source, target: Target) -> Code | None:
-    folder = _in_use()
-    found = None if folder is None else folder.find_ptx(key, digest_of(source.path), target)
+    """Return the kernel of the folder in use, or None if no folder is in use or the folder lacks the kernel."""
+    global _folder
+    if _folder is None and (path := settings.compiled_ahead()) is not None:
+        _folder = read(path)
+    found = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
     return None if found is None else _checked(key, *found)
 
 

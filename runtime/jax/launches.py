@@ -47,7 +47,7 @@ def launched(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     as_bytes = {"y_ptr": (results["y_ptr"][0], "uint8")} if in_software(op.mode.dtype_out, target) else {}
     partials = {f"{name}_ptr": ((programs, n), "float32") for name in SUMS}
     terms = dict.fromkeys(made.row_terms, ((m,), "float32"))
-    launch = _Launch(entry, target, m, programs, op.numbers)
+    launch = _Launch(entry, target, m, programs, {"eps": op.eps, "weight_offset": op.weight_offset})
     known = {row.slot: each.reshape(op.shape_of(row, (m, n))) for row, each in zip(op.inputs, operands, strict=True)}
     for recipe in made.walkers:
         known |= launch.results(recipe, known, {**results, **as_bytes, **partials, **terms})

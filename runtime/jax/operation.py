@@ -65,11 +65,6 @@ class Operation:
         """The results that are sums over rows."""
         return tuple(name for name, _ in self.results if name in SUMS)
 
-    @property
-    def numbers(self) -> Mapping[str, float]:
-        """Numbers by kernels' slots."""
-        return {"eps": self.eps, "weight_offset": self.weight_offset}
-
     def shape_of(self, row: Parameter | Result, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an operand or a result, given the shape of x."""
         return tuple({Kind.ROWS: shape, Kind.VECTOR: shape[-1:], Kind.PER_ROW: shape[:-1]}[row.kind])
