@@ -51,7 +51,7 @@ class TableError(NormforgeError, ImportError):
 
 
 class CacheError(NormforgeError, OSError):
-    """A cache folder that kernels cannot be generated into."""
+    """A cache folder that kernels cannot be generated or compiled into."""
 
 
 class PatchError(NormforgeError, RuntimeError):

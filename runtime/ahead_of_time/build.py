@@ -11,7 +11,7 @@ from pathlib import Path
 from .._version import __version__
 from ..calls import native
 from ..codegen.locking import replace_file
-from ..errors import AotError
+from ..errors import AotError, CacheError
 from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version
 from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
@@ -52,6 +52,7 @@ def build(
     Raises:
         AotError: the folder holds something else, or kernels for another architecture, or cannot be written.
         CompileError: Triton refuses a kernel; what the index names is as it was.
+        CacheError: Triton cannot write what it compiles.
         FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
     """
     if target.is_nvidia:
@@ -80,6 +81,8 @@ def build(
         for path in out.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink()
+    except CacheError:
+        raise
     except OSError as error:
         raise AotError(f"{out} cannot be written ({error.strerror}); name another folder: --out DIR") from error
     kept = sum(known.get(row.key) is row for row in rows)

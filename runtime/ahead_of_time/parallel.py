@@ -37,6 +37,7 @@ def for_each(
         ConflictError: jobs is less than 1.
         CompileError: Triton refused a kernel; kernels that have begun are finished, and no more are begun.
         NormforgeError: whatever else `work` raises.
+        OSError: `work` could not write a file.
         KeyboardInterrupt: the user pressed Ctrl-C; work that has begun goes on in its threads and is not waited for.
     """
     if jobs is not None and jobs < 1:
@@ -62,7 +63,7 @@ def for_each(
 def _reraised(error: BaseException | None, key: CompileKey) -> None:
     if error is None:
         return
-    if isinstance(error, NormforgeError) or not isinstance(error, Exception):
+    if isinstance(error, (NormforgeError, OSError)) or not isinstance(error, Exception):
         raise error
     lines = str(error).strip().splitlines() or ["no message"]
     raise CompileError(

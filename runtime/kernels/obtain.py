@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from .. import settings
-from ..errors import FrozenError
+from ..errors import CacheError, FrozenError
 from ..locks import fork_safe
 from .gpu import Target
 from .key import KernelKey
@@ -56,6 +56,7 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
     Raises:
         FrozenError: the kernel would have to be compiled, and NORMFORGE_FROZEN is 1; or loaded, within `only_compiled`.
         AotError: the folder of kernels compiled ahead of time does not fit.
+        CacheError: Triton cannot write what it compiles.
     """
     found = _compiled.get((key, device))
     if found is None:
@@ -75,7 +76,8 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
                     _start_driver()
                 # Triton loads a kernel when its launcher is first read, and sets the launcher before the kernel is
                 # loaded: a thread that read the launcher meanwhile would launch nothing.
-                _ = found.run
+                with _writing(key, target):
+                    _ = found.run
                 _compiled[key, device] = found
     return found
 
@@ -97,6 +99,7 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
 
     Raises:
         FrozenError: the kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
+        CacheError: Triton cannot write what it compiles.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -115,7 +118,23 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
         "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
         **dict(key.options),
     }
-    return triton.compile(source, target=GPUTarget(backend, arch, target.warp_size), options=options)
+    with _writing(key, target):
+        return triton.compile(source, target=GPUTarget(backend, arch, target.warp_size), options=options)
+
+
+@contextmanager
+def _writing(key: KernelKey, target: Target) -> Iterator[None]:
+    """Raise a CacheError, or a FrozenError under NORMFORGE_FROZEN=1, if Triton cannot write a file within."""
+    try:
+        yield
+    except OSError as error:
+        if settings.frozen():
+            # Triton makes the folder of a kernel that its cache lacks before it asks for the representation.
+            _refuse(key, target)
+        raise CacheError(
+            f"Triton cannot write what it compiles of {key} for {target.arch} ({error}); make room, or name other "
+            "folders for its cache and its temporary files: TRITON_CACHE_DIR and TMPDIR"
+        ) from error
 
 
 def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,10 +11,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import normforge
+from normforge.ahead_of_time import build as building
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
@@ -28,6 +31,8 @@ from normforge.tools import cli
 from ..folders import RMS, instance, write
 from ..stand_in_driver import Driver, driving
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 TARGET = named_target("sm_90")
 # A forward kernel, and the two of a backward pass.
 MODES = ["rms_fwd_bf16", "rms_bwd_bf16"]
@@ -39,14 +44,6 @@ def wanted(n: int = 64, arch: str = "sm_90") -> list[CompileKey]:
 
 def made(out: Path, keys: list[CompileKey], arch: str = "sm_90") -> Built:
     return build(keys, named_target(arch), out, jobs=1, progress=False)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obtaining, "_compiled", {})
-    monkeypatch.setattr(binaries, "_folder", None)
-    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +96,13 @@ def test_kernels_are_loaded_without_the_compiler(folder: Path) -> None:
         row = rows[key.key.portable]
         assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
+
+
+@pytest.mark.compile
+def test_a_folder_without_room_for_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(AotError, match=r"out cannot be written \(No space left\); name another folder: --out DIR$"):
+        made(tmp_path / "out", wanted())
 
 
 @pytest.mark.compile

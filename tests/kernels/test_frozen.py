@@ -9,30 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.ahead_of_time.build import build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
-from normforge.errors import FrozenError, SettingError
-from normforge.kernels import binaries as aot
-from normforge.kernels import obtain as obtaining
+from normforge.errors import CacheError, FrozenError, SettingError
 from normforge.kernels.assembly import Recipe
 from normforge.kernels.gpu import named_target
 from normforge.kernels.launcher import Launcher
 from normforge.kernels.obtain import compile_for, obtain
-from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from ..calling import check, python
 from ..stand_in_driver import driving
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled", "nothing_known")
+
 TARGET = named_target("sm_90")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obtaining, "_compiled", {})
-    monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(aot, "_folder", None)
-    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT", "TRITON_ALWAYS_COMPILE"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
@@ -75,6 +66,20 @@ def test_a_compilation_is_refused_by_name(cache: Path, monkeypatch: pytest.Monke
     with driving():
         obtain(key.key, key.function, TARGET, 0)
     assert len(binaries(cache)) == 1
+
+
+@pytest.mark.compile
+def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = a_key()
+    # As on a read-only disk, for root too.
+    cache.touch()
+    with driving(), pytest.raises(CacheError, match=r"Triton cannot write .* TRITON_CACHE_DIR and TMPDIR$"):
+        obtain(key.key, key.function, TARGET, 0)
+    with pytest.raises(CacheError, match="Triton cannot write"):
+        build([key], TARGET, cache.with_name("out"), jobs=1, progress=False)
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    with driving(), pytest.raises(FrozenError, match="forbids compiling"):
+        obtain(key.key, key.function, TARGET, 0)
 
 
 @pytest.mark.compile
