@@ -153,6 +153,17 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has compiled and loaded no kernel and may compile any; no folder of kernels is in use."""
+    from normforge.kernels import binaries, obtain
+
+    monkeypatch.setattr(obtain, "_compiled", {})
+    monkeypatch.setattr(binaries, "_folder", None)
+    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT", "TRITON_ALWAYS_COMPILE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """No graph of an earlier test, and none left for a later one."""
     torch._dynamo.reset()

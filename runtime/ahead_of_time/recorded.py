@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ from ..selection.table import Entry
 from .modes_and_sizes import least_groups
 
 
-def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
+def recorded_kinds(paths: Sequence[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
     """Return the kinds of call that some recordings keep, in an order that does not depend on the recordings'.
 
     Args:
@@ -34,11 +34,10 @@ def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str
     Raises:
         RecordError: a file cannot be read, or keeps no call.
     """
-    listed = list(paths)
-    kinds = recordings(listed).calls
+    kinds = recordings(paths).calls
     if not kinds:
         raise RecordError(
-            f"{' and '.join(str(path) for path in listed)} keeps no call: nothing was launched while it was recorded; "
+            f"{' and '.join(str(path) for path in paths)} keeps no call: nothing was launched while it was recorded; "
             "record a program that calls kernels: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
         )
     if rows is not None:
@@ -75,8 +74,7 @@ def _launchers(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[
     scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
     # A scale for all rows and a scale per row need the same compilations.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
-    misaligned = misaligned_of_kind(kind)
-    given = family, mode, n, target, dtypes, strides, further, misaligned
+    given = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
     facts = Facts(*given, invariant=kind.invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
     least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()

@@ -64,7 +64,7 @@ def warmup(
     if foreign:
         raise ConflictError(f"{foreign[0]} was passed, and warmup compiles for a GPU that is here; see normforge aot")
     if recorded is None:
-        keys = compile_keys(options.pop("n", ()), options.pop("modes", None), device=device, **options)
+        keys = compile_keys(device=device, **options)
     else:
         beside = [name for name in options if name != "rows"]
         if beside:

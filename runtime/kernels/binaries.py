@@ -67,24 +67,10 @@ class Row:
     source_sha256: str
 
     @property
-    def metadata(self) -> str:
-        """The name of the file of Triton's metadata."""
-        return f"{self.file}.json"
-
-    @property
-    def ptx(self) -> str:
-        """The name of the file of the PTX."""
-        return f"{self.file}.ptx"
-
-    @property
-    def loaded(self) -> dict[str, str]:
-        """The names of the files that Triton loads, with the digests."""
-        return {f"{self.file}.{self.binary}": self.binary_sha256, self.metadata: self.metadata_sha256}
-
-    @property
     def files(self) -> dict[str, str]:
-        """The names of all files, with the digests."""
-        return {**self.loaded, **({self.ptx: self.ptx_sha256} if self.ptx_sha256 else {})}
+        """The names of the files, with the digests: the binary and the metadata, which Triton loads, and the PTX."""
+        digests = {self.binary: self.binary_sha256, "json": self.metadata_sha256, "ptx": self.ptx_sha256}
+        return {f"{self.file}.{suffix}": digest for suffix, digest in digests.items() if digest}
 
 
 @dataclass(frozen=True)
@@ -115,13 +101,14 @@ class Folder:
         row = self._row(key, source_digest(function), target)
         if row is None:
             return None
-        for name, digest in row.loaded.items():
-            self._verify(name, digest)
+        loaded = [f"{row.file}.{suffix}" for suffix in (row.binary, "json")]
+        for name in loaded:
+            self._verify(name, row.files[name])
         try:
             from triton.compiler import CompiledKernel
 
             # Triton constructs kernels from its own cache in this way: from the files, and a source that is not read.
-            return CompiledKernel(key.source(function), {name: str(self.path / name) for name in row.loaded}, "")
+            return CompiledKernel(key.source(function), {name: str(self.path / name) for name in loaded}, "")
         except Exception as error:
             raise AotError(
                 f"{self.path} holds {key.symbol} in files that Triton cannot read ({error}); {self._again}"
@@ -146,7 +133,7 @@ class Folder:
                 f"{self.path} holds {key.symbol} without the PTX that JAX launches; compile it again: "
                 f"normforge aot --for jax --arch {self.arch} ... --out {self.path}"
             )
-        text, told = self._verify(row.ptx, row.ptx_sha256), self._verify(row.metadata, row.metadata_sha256)
+        told, text = [self._verify(name, row.files[name]) for name in (f"{row.file}.json", f"{row.file}.ptx")]
         return text.decode(), json.loads(told)
 
     def _row(self, key: KernelKey, source_sha256: str, target: Target) -> Row | None:

@@ -61,6 +61,13 @@ class Target:
         """True if a kernel may start before the previous kernel has ended: programmatic dependent launch."""
         return self._is_from(_FIRST_WITH_PDL) and not self.plainly
 
+    def held_at_once(self, resident: int) -> int:
+        """Return the number of programs that are sure to run at once, with some per multiprocessor."""
+        if self.plainly:
+            return 0
+        # The interpreter runs one program after another.
+        return self.multiprocessors * resident if self.compiles else 1
+
     def _is_from(self, first: int) -> bool:
         return self.compiles and self.is_nvidia and int(self.arch[3:]) >= first
 

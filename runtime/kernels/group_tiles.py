@@ -144,6 +144,4 @@ def _fits(tile: Tile, found: Cut, target: Target) -> bool:
         return found.tiles * found.block_c * found.block_s <= _MOST_VALUES * WARP * tile.warps
     if tile.pipeline is not Pipeline.SPREAD:
         return True
-    # The interpreter runs one program after another.
-    held = target.multiprocessors * tile.resident if target.compiles else 1
-    return found.parts <= held and (target.is_nvidia or not target.compiles)
+    return found.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)

@@ -76,10 +76,6 @@ class Row:
         # Blocks of columns fill the device already, and each further program writes a row of partial sums.
         return max(1, target.multiprocessors * tile.resident // self.columns(tile, n))
 
-    def waiting(self, tile: Tile, n: int) -> int:
-        """Return the number of programs that wait for one another, and therefore have to run at once."""
-        return 1 if self.exchange is None else self.columns(tile, n)
-
 
 def _slices(tile: Tile, n: int) -> int:
     return -(-n // (tile.held * tile.block))
@@ -91,8 +87,7 @@ def column_blocks(tile: Tile, n: int) -> int:
 
 
 def _tiles_of_rows(tile: Tile, n: int, target: Target) -> Programs:
-    rows = tile.rows
-    return lambda m, programs=1: (-(-m // rows), 1, 1)
+    return lambda m, programs=1: (-(-m // tile.rows), 1, 1)
 
 
 def _teams(tile: Tile, n: int, target: Target) -> Programs:
@@ -116,8 +111,7 @@ def _each_row(tile: Tile, n: int, target: Target) -> Programs:
 
 
 def _sharing_blocks(tile: Tile, n: int, target: Target) -> Programs:
-    blocks = column_blocks(tile, n)
-    return lambda m, programs=1: (blocks, programs, 1)
+    return lambda m, programs=1: (column_blocks(tile, n), programs, 1)
 
 
 def _slot_a_slice(tile: Tile, n: int) -> Callable[[int], int]:
@@ -253,12 +247,10 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
         DeviceError: the GPU can run none of the tiles.
     """
     for tile in tiles:
-        # The interpreter runs one program after another.
-        held = target.multiprocessors * tile.resident if target.compiles else 1
         row = row_of(mode, tile.pipeline)
-        if target.plainly and row.exchange is not None:
-            held = 0
-        waiting = row.waiting(tile, n)
+        if row.exchange is None:
+            return tile
+        waiting, held = row.columns(tile, n), target.held_at_once(tile.resident)
         if waiting <= held:
             return tile
     raise DeviceError(
@@ -330,21 +322,10 @@ def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, RowStride
     )
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The division of rows that start anywhere, measured on an H200.
-
-    Attributes:
-        pairs: adjacent pairs of a chunk per thread; with 2, LayerNorm at N = 5137 spills.
-        registers: registers of a thread per value: the row as fp32, half of the next row, and half of each operand.
-    """
-
-    pairs: int
-    registers: float
-
-
-# The key is True if the mean is subtracted.
-_WINDOWS = {True: _Window(1, 2.5), False: _Window(2, 2.0)}
+# The division of rows that start anywhere, measured on an H200, by whether the mean is subtracted. First, adjacent
+# pairs of a chunk per thread: with 2, LayerNorm at N = 5137 spills. Second, registers of a thread per value: the row as
+# fp32, half of the next row, and half of each operand.
+_WINDOWS = {True: (1, 2.5), False: (2, 2.0)}
 # Registers per thread for addresses and temporaries.
 _WINDOW_REGISTERS = 28
 # Rows of N = 4099 run at 3.57 TB/s on 4 warps, and at 3.32 TB/s on 8.
@@ -354,10 +335,10 @@ _MOST_WINDOW_PROGRAMS = 16
 
 def window_tile(mode: Mode, tile: Tile, n: int, few: bool) -> Tile:
     """Return the tile for unaligned rows, derived from the tile for aligned rows; a few rows keep the tile's warps."""
-    window = _WINDOWS[mode.norm.centres]
+    pairs, registers = _WINDOWS[mode.norm.centres]
     warps = tile.warps if few else min(tile.warps, _WINDOW_WARPS)
-    block = 2 * window.pairs * WARP * warps
-    values = -(-(n + VECTOR - 1) // block) * 2 * window.pairs
-    needed = warps * WARP * (window.registers * values + _WINDOW_REGISTERS)
+    block = 2 * pairs * WARP * warps
+    values = -(-(n + VECTOR - 1) // block) * 2 * pairs
+    needed = warps * WARP * (registers * values + _WINDOW_REGISTERS)
     resident = min(max(1, int(REGISTERS / needed)), _MOST_WINDOW_PROGRAMS)
     return replace(tile, block=block, warps=warps, resident=resident)

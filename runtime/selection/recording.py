@@ -69,8 +69,7 @@ def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
     Raises:
         RecordError: see `record`.
     """
-    recording = _Recording(settings.named(path, RecordError))
-    return recording.add(recorded)
+    return _Recording(settings.named(path, RecordError)).add(recorded)
 
 
 _records = False
@@ -124,24 +123,19 @@ class _Recording:
         """Add the instance for rows of n elements, and write the file if the instance is new."""
         entry = table.find(mode.name, n)
         bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
-        self._note(Recorded(frozenset({(mode, bucket)})))
+        self.add(Recorded(frozenset({(mode, bucket)})))
 
     def note_call(self, kind: CallKind) -> None:
         """Add a kind of call, and write the file if the kind is new."""
-        self._note(Recorded(calls=frozenset({kind})))
+        self.add(Recorded(calls=frozenset({kind})))
 
-    def _note(self, recorded: Recorded) -> None:
+    def add(self, recorded: Recorded) -> Recorded:
+        """Add to what was asked for, write the file if anything is new, and return the file's whole contents."""
         with self._lock:
             asked = self._asked | recorded
             if asked != self._asked or not self._is_saved:
                 self._asked, self._is_saved = asked, False
                 self._save()
-
-    def add(self, recorded: Recorded) -> Recorded:
-        """Add the contents of other recordings, and return the whole contents of the file."""
-        with self._lock:
-            self._asked |= recorded
-            self._save()
             return self._found
 
     def close(self, error: BaseException | None = None) -> None:

@@ -9,12 +9,11 @@ import pytest
 from normforge.calls import plan
 from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import Launcher
-from normforge.selection import dispatch
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
+def _nothing_known(nothing_known: None) -> None:
+    """No test here knows a call of an earlier test."""
 
 
 @pytest.fixture

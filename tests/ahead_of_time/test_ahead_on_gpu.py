@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.kernels import obtain as obtaining
 from normforge.kernels.gpu import architecture
-from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from ..calling import ORACLE, agree, printed, python
@@ -178,9 +176,8 @@ def test_a_damaged_binary_is_never_run(ahead: Path, tmp_path: Path) -> None:
     assert "is damaged" in process.stderr
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_the_public_launch_compiles_nothing_when_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(obtaining, "_compiled", {})
     monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
     x, weight = torch.randn(8, 1904, device="cuda"), torch.ones(1904, device="cuda")
     normforge.warmup([1904], ["ln_fwd_fp32"], bias_dtypes=[None], progress=False)

@@ -17,8 +17,6 @@ from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
 from normforge.families.group import row as group
 from normforge.families.operands import GroupOptions
-from normforge.kernels import binaries
-from normforge.kernels import obtain as obtaining
 from normforge.kernels.binaries import read
 from normforge.kernels.gpu import named_target, target_of
 from normforge.kernels.key import KernelKey
@@ -243,9 +241,8 @@ def test_jax_has_no_such_call(
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("nothing_compiled")
 def test_a_folder_serves_frozen_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obtaining, "_compiled", {})
-    monkeypatch.setattr(binaries, "_folder", None)
     target, out = named_target("sm_90"), tmp_path / "kernels"
     asked: dict[str, Any] = {"modes": ["gn_?wd_bf16_silu_cl"], "arch": "sm_90"}
     found = compile_keys(shapes=["1x64x8x8/32"], **asked)

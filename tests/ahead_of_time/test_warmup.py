@@ -24,12 +24,8 @@ from normforge.tools import cli
 from normforge.upstream import native_launcher
 
 
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def test_without_a_gpu_warmup_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"no GPU was found .* normforge aot --arch sm_90"):
         normforge.warmup([64], ["ln_fwd_bf16"])
     with pytest.raises(ConflictError, match="arch was passed, and warmup compiles for a GPU that is here"):

@@ -49,7 +49,7 @@ class Function:
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
+def asked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
     """The keys that the compiler, another one than Triton's, was given; there is no driver."""
     given: list[KernelKey] = []
 
@@ -59,11 +59,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
         time.sleep(0.05)
         return Kernel()
 
-    monkeypatch.setattr(obtaining, "_compiled", {})
     monkeypatch.setattr(obtaining, "_start_driver", lambda: None)
     monkeypatch.setattr(obtaining, "compile_for", compile_for)
-    monkeypatch.setattr(binaries, "_folder", None)
-    monkeypatch.delenv("NORMFORGE_AOT", raising=False)
     return given
 
 
