@@ -37,12 +37,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_821,
+    "all by hand": 13_795,
     "C": 800,
     "emitted": 835,
     "ahead_of_time": 741,
-    "calls": 2_472,
-    "families": 2_122,
+    "calls": 2_447,
+    "families": 2_121,
     "compiled": 662,
     "integrations": 380,
     "jax": 597,

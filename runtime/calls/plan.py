@@ -8,8 +8,7 @@ from the rows of `codegen.parameters`; which kernels run, with what grids and co
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ import torch
 from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
-from ..kernels import pipelines
-from ..kernels.assembly import SUMS, Facts, Programs, Recipe, assemble, in_software
+from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
@@ -37,55 +35,20 @@ from .row_layout import group_stride, row_stride, sample_stride
 _LAYOUTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A kernel that is ready, and how it is launched; `grid` and `rounds` are those of its `Recipe`."""
-
-    launcher: Launcher
-    launch: Launch
-    grid: pipelines.Programs
-    rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None
-
-    def launches(self, m: int, programs: int) -> Iterator[tuple[Launch, Grid]]:
-        """Yield each launch and its grid."""
-        if self.rounds is None:
-            yield self.launch, self.grid(m, programs)
-            return
-        for grid, numbers in self.rounds(m):
-            yield _with_numbers(self.launch, numbers), grid
-
-
-def _with_numbers(launch: Launch, numbers: tuple[int, ...]) -> Launch:
-    return lambda grid, values: launch(grid, (*values, *numbers))
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The kernels for one class of M.
+class Prepared(NamedTuple):
+    """The kernels for one class of M, ready to be launched.
 
     Attributes:
-        steps: those that walk the rows, in order.
-        finish: the one that adds up their partial sums; None where there are none.
-        programs: from M and the number of parts to how many programs share the rows of a part, each with partial sums
-            of its own.
-        row_terms: how many tensors of fp32 values the first step leaves for the next.
-        terms: from M to how many values each has.
-        exchange: from M to how many int64 the programs exchange values through; None where they do not.
+        made: their recipes.
+        launchers: of each recipe, in order.
+        launches: how each is launched.
         by_address: whether launches take addresses, and not tensors.
     """
 
-    steps: tuple[Step, ...]
-    finish: Step | None
-    programs: Programs
-    row_terms: int
-    terms: Callable[[int], int]
-    exchange: Callable[[int], int] | None
+    made: Assembly
+    launchers: tuple[Launcher, ...]
+    launches: tuple[Launch, ...]
     by_address: bool
-
-    @property
-    def launchers(self) -> tuple[Launcher, ...]:
-        """Every kernel."""
-        return tuple(step.launcher for step in (*self.steps, self.finish) if step is not None)
 
 
 # How to make a tensor: size, strides and dtype; None for a tensor that is not asked for.
@@ -237,24 +200,14 @@ class Plan:
         if on is not None:
             sizes, name = self.sizes, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
-        walkers = [(self._launcher(recipe), recipe) for recipe in made.walkers]
-        finisher = None if made.finisher is None else (self._launcher(made.finisher), made.finisher)
-        by_address = all(launcher.launch for launcher, _ in (*walkers, *([finisher] if finisher else ())))
-        steps = tuple([_step(*walker, by_address) for walker in walkers])
-        found = Prepared(
-            steps=steps,
-            finish=None if finisher is None else _step(*finisher, by_address),
-            programs=made.programs,
-            row_terms=len(made.row_terms),
-            terms=made.terms,
-            exchange=made.exchange,
-            by_address=by_address,
-        )
-        self._prepared[size] = found
+        recipes = (*made.walkers, *([made.finisher] if made.finisher else ()))
+        launchers = tuple([launcher_of(self.entry, recipe, self._target, on) for recipe in recipes])
+        launches = [launcher.launch for launcher in launchers if launcher.launch is not None]
+        by_address = len(launches) == len(launchers)
+        if not by_address:
+            launches = [launcher.launch_tensors for launcher in launchers]
+        self._prepared[size] = found = Prepared(made, launchers, tuple(launches), by_address)
         return found
-
-    def _launcher(self, recipe: Recipe) -> Launcher:
-        return launcher_of(self.entry, recipe, self._target, self._launches_on)
 
     def _at(self, shape: torch.Size) -> Sized:
         m = shape.numel() // self.n
@@ -275,32 +228,38 @@ class Plan:
         if m == 0:
             # For no rows nothing is to be compiled.
             return Layout()
-        ready = self.prepared(m)
-        each, finish = ready.programs(m, parts), ready.finish
+        made, _, launches, by_address = self.prepared(m)
+        each = made.programs(m, parts)
         programs = parts * each
         columns = self.sizes.get("channels", self.n)
-        section, term = aligned_length(programs * columns), aligned_length(ready.terms(m))
+        section, term = aligned_length(programs * columns), aligned_length(made.terms(m))
         starts: list[int | None] = []
         length = 0
         for dtype in self.sum_dtypes:
             starts.append(None if dtype is None else length)
             length += 0 if dtype is None else section
-        for _ in range(ready.row_terms):
+        for _ in made.row_terms:
             starts.append(length)
             length += term
-        exchange = 0 if ready.exchange is None else ready.exchange(m)
+        exchange = 0 if made.exchange is None else made.exchange(m)
+        steps = [
+            (_with_numbers(launch, numbers), grid)
+            for launch, recipe in zip(launches, made.walkers, strict=False)
+            for grid, numbers in _rounds(recipe, m, programs)
+        ]
+        finisher = made.finisher
         return Layout(
-            steps=tuple(launch for step in ready.steps for launch in step.launches(m, programs)),
-            finish=None if finish is None else (finish.launch, self._finishing_grid(finish.grid(m, each), parts)),
+            steps=tuple(steps),
+            finish=None if finisher is None else (launches[-1], self._finishing_grid(finisher.grid(m, each), parts)),
             adds=_adds(len(self.sum_dtypes)),
             programs=each,
             offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
             memory=make_of((length,), torch.float32) if length else None,
             sums=len(self.sum_dtypes),
             to_rstd=packing(m, self.saves_mean)[1],
-            by_address=ready.by_address,
+            by_address=by_address,
             exchange=exchange,
-            in_c=ready.by_address and not exchange,
+            in_c=by_address and not exchange,
             starts=tuple(starts),
         )
 
@@ -336,9 +295,13 @@ def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.devi
     return Launcher(entry.load(recipe.part), recipe, target, device)
 
 
-def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
-    launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-    return Step(launcher, launch, recipe.grid, recipe.rounds)
+def _rounds(recipe: Recipe, m: int, programs: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+    """Return the grid of each launch, and the numbers that the launch brings behind all other values."""
+    return [(recipe.grid(m, programs), ())] if recipe.rounds is None else recipe.rounds(m)
+
+
+def _with_numbers(launch: Launch, numbers: tuple[int, ...]) -> Launch:
+    return (lambda grid, values: launch(grid, (*values, *numbers))) if numbers else launch
 
 
 def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:

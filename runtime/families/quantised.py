@@ -155,11 +155,10 @@ def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
     )
     # Autograd may have saved these tensors, and detects the write by the version.
     increment_version([place for place in places if place is not None])
-    if m:
-        ready = plan.prepared(m)
-        (step,) = ready.steps
+    layout = plan.layout(m)
+    for launch, grid in layout.steps:
         written: tuple[Any, ...]
-        if ready.by_address:
+        if layout.by_address:
             read: tuple[Any, ...] = addresses
             written = (*[0 if output is None else output.data_ptr() for output in outputs], 0)
         else:
@@ -167,7 +166,7 @@ def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
             read = tensors
             results = outputs._asdict().items()
             written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)
-        step.launch(step.grid(m), (*read, *written, m, eps, weight_offset, *scale_strides))
+        launch(grid, (*read, *written, m, eps, weight_offset, *scale_strides))
     return outputs
 
 

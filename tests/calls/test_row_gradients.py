@@ -80,9 +80,9 @@ def test_one_kernel_makes_gradients_of_what_programs_leave(device: str) -> None:
     found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
     assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3
     (plan,) = backward_plans()
-    finish = plan.prepared(27).finish
-    assert finish is not None
-    types = dict(finish.launcher.key.arguments)
+    ready = plan.prepared(27)
+    assert ready.made.finisher is not None
+    types = dict(ready.launchers[-1].key.arguments)
     assert str(types["dweight_ptr"]).startswith("*bf16")
     assert str(types["dweight_partials_ptr"]).startswith("*fp32")
     assert "aten::sum" not in names_of(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))

@@ -224,8 +224,8 @@ MUTANTS = (
         "partial-sums-overlap",
         "dbias's partial sums start within dweight's",
         _PLAN,
-        "section, term = aligned_length(programs * columns), aligned_length(ready.terms(m))",
-        "section, term = aligned_length((programs - 1) * columns), aligned_length(ready.terms(m))",
+        "section, term = aligned_length(programs * columns), aligned_length(made.terms(m))",
+        "section, term = aligned_length((programs - 1) * columns), aligned_length(made.terms(m))",
         (
             f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
             f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
