@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
 from ..codegen.parameters import BACKWARD, FORWARD
-from ..codegen.values import Norm
+from ..codegen.values import Direction, Norm
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
 from ..kernels.strides import row_alignment, starts_aligned
@@ -18,7 +18,7 @@ from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .check import Call, check, refuse_gradient
 from .known import MISALIGNED, PLAIN, Found, Key, Tensors, remember
-from .launch import of_no_rows, run, run_backward, run_recorded
+from .launch import of_no_rows, run, run_backward
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
 from .randomness import settled as settled_mask
@@ -26,10 +26,8 @@ from .traced import function_traced, is_dynamo_compiling
 
 Given = Mapping[str, Any]
 
-_ROWS = (*FORWARD.inputs, *FORWARD.places)
 
-
-def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNormOutput | NormGradients:
+def first(family: Family, norm: str, key: Key | None, given: Given) -> Any:
     """Run a call of a function of a norm alone that is not known.
 
     Args:
@@ -43,9 +41,8 @@ def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNorm
     """
     # An operator may take what no kernel does.
     if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
-        traced: LayerNormOutput | NormGradients = function_traced(family, norm, given)
-        return traced
-    return launched(norm, key, given) if family is FORWARD else launched_backward(norm, key, given)
+        return function_traced(family, norm, given)
+    return launched(family, norm, key, given)
 
 
 def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
@@ -69,15 +66,26 @@ def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
 
 
 @eager_only
-def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> LayerNormOutput:
-    """Launch a forward call that nothing sees; if packed, one tensor holds mean and rstd."""
-    call = check(FORWARD.functions[Norm(norm)], _resolved(FORWARD, given))
+def launched(family: Family, norm: str, key: Key | None, given: Given, *, packed: bool = False) -> Any:
+    """Launch a call that nothing sees; of a backward call that is packed, rstd holds the means too, if any."""
+    call = check(family.functions[Norm(norm)], _resolved(family, given), packed=packed)
     refuse_gradient(call)
     require_device(call.x)
-    passed, call = call, as_invariant(call)
-    found = prepared(call, key if call is passed else None, tuple([given.get(row.name) for row in _ROWS]))
-    results = run_recorded(*found) if packed else run(*found, call.out, call.residual_out)
-    return results if call is passed else _landed(passed, results)
+    if family.direction is Direction.FORWARD:
+        lies = as_invariant(call)
+        results = run(*prepared(lies, key if lies is call else None, given), lies.out, lies.residual_out)
+        return results if lies is call else _landed(call, results)
+    if call.m == 0:
+        return of_no_rows(call)
+    x = call.x
+    if call.dy is None:
+        # One row of zeros, of stride 0, serves as all rows.
+        key, call = None, call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
+    if packed:
+        mean, rstd = unpacked(call.rstd, call.m)
+        call = call.given_with(mean=mean, rstd=rstd)
+    lies = as_invariant(call)
+    return run_backward(*prepared(lies, key if lies is call else None, given))
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
@@ -89,53 +97,27 @@ def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
     return results
 
 
-@eager_only
-def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> NormGradients:
-    """Launch a backward call that nothing sees; if packed, rstd holds the means too, if there are any."""
-    call = check(BACKWARD.functions[Norm(norm)], _resolved(BACKWARD, given), packed=packed)
-    refuse_gradient(call)
-    require_device(call.x)
-    if call.m == 0:
-        return of_no_rows(call)
-    x = call.x
-    if call.dy is None:
-        # One row of zeros, of stride 0, serves as all rows.
-        key, call = None, call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
-    if packed:
-        mean, rstd = unpacked(call.rstd, call.m)
-        call = call.given_with(mean=mean, rstd=rstd)
-    whole, call = call, as_invariant(call)
-    passed = tuple([given.get(row.name) for row in BACKWARD.inputs])
-    return run_backward(*prepared(call, key if call is whole else None, passed))
-
-
 def as_invariant(call: Call) -> Call:
     """Return a call as batch invariance wants its tensors to lie; the very call if its own do, or none is asked for."""
-    return settled(call, call.function.family.operands) if invariance.is_on() and call.m else call
+    return settled(call) if invariance.is_on() and call.m else call
 
 
-def settled(call: Call, rows: Iterable[Parameter]) -> Call:
+def settled(call: Call) -> Call:
     """Return a call of tensors that lie as N says: the call itself if its tensors do."""
-    copies: dict[str, torch.Tensor] = {}
-    for row in rows:
-        tensor: torch.Tensor | None = getattr(call, row.name)
-        if tensor is None or not row.is_read_in_vectors:
-            continue
-        if not lies_so(tensor, call.n, of_rows=row.kind.has_row_stride):
-            # The results are copied from there to the place that was passed.
-            empties = row.kind is Kind.PLACE
-            copies[row.name] = _like(tensor) if empties else _like(tensor).copy_(tensor)
+    rows = [row for row in call.function.family.operands if row.is_read_in_vectors]
+    of_rows = [row.name for row in rows if row.kind.has_row_stride]
+    # The copy of a place is written to, and the results are copied from there to the place that was passed.
+    copies = copies_of({row.name: getattr(call, row.name) for row in rows}, call.n, of_rows)
     return call.given_with(**copies) if copies else call
 
 
-def in_place_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Iterable[str]) -> dict[str, Any]:
-    """Return tensors by name, copied where a batch-invariant call needs that; `of_rows` names those that have rows."""
-    found = dict(tensors)
-    if invariance.is_on():
-        for name, tensor in tensors.items():
-            if tensor is not None and not lies_so(tensor, n, of_rows=name in of_rows):
-                found[name] = _like(tensor).copy_(tensor)
-    return found
+def copies_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return copies of those tensors that do not lie as N says, by name; `of_rows` names those that have rows."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        for name, tensor in tensors.items()
+        if tensor is not None and not lies_so(tensor, n, of_rows=name in of_rows)
+    }
 
 
 def lies_so(tensor: torch.Tensor, n: int, *, of_rows: bool) -> bool:
@@ -152,17 +134,13 @@ def lies_so(tensor: torch.Tensor, n: int, *, of_rows: bool) -> bool:
     return not of_rows or all(stride % row_alignment(n) == 0 for size, stride in leading if size > 1)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:
+def prepared(call: Call, key: Key | None, given: Given) -> Found:
     """Plan a call that was checked, make calls like it known, and return what launches take.
 
     Args:
         call: the call, of tensors that kernels read and write.
         key: the key that the call was looked up by; None for a call that cannot be known.
-        passed: the tensors that the call was looked up with, those that are read first; None for what is not there.
+        given: the arguments that the call was looked up with, by name.
 
     Raises:
         LayoutError: a tensor has no memory.
@@ -172,6 +150,7 @@ def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:
     tensors: Tensors = tuple([getattr(call, row.name) for row in rows])
     addresses = tuple([address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, tensors, strict=True)])
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
+    passed: Tensors = tuple([given.get(row.name) for row in rows])
     there = [tensor for tensor in passed if tensor is not None]
     # A copy has not the layout that the key is of.
     if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):

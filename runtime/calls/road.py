@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from ..codegen.families import Family, Kind, Parameter
+from ..codegen.families import Family, Parameter
 from ..codegen.values import Cast, FusedQuant
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
@@ -276,13 +276,9 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
     given["out_dtype"] = _out_dtype(options[0], given)
     call = check(calls.functions[options[0]], given)
     require_device(call.x)
-    as_passed, call = call, as_invariant(call)
-    family = call.function.family
+    lies = as_invariant(call)
     # The seed and offset of a mask are settled behind the look-up.
-    passed = tuple(
-        [None if row.kind is Kind.RANDOM else given.get(row.name) for row in (*family.inputs, *family.places)]
-    )
-    return planned(call, key if call is as_passed else None, passed)
+    return planned(lies, key if lies is call else None, {**given, "dropout_rng": None})
 
 
 def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:

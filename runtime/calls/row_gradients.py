@@ -18,11 +18,11 @@ from ..codegen.families import Family
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
-from ..selection import dispatch
+from ..selection import dispatch, invariance
 from ..upstream.torch_internals import eager_only, has_tangent
 from . import native
 from .check import Call
-from .first import in_place_of
+from .first import copies_of
 from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics
@@ -189,7 +189,8 @@ def launched(
     mode, parts, inputs, dtypes, operands = problem
     rows, n = backward.family.inputs, shape[-1]
     m = shape.numel() // n
-    inputs = in_place_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])
+    if invariance.is_on():
+        inputs = {**inputs, **copies_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])}
     read = tuple([inputs.get(row.name) for row in rows])
     at = addresses_of(read)
     misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]

@@ -13,10 +13,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
-from ..calls.first import launched_backward, resolved
+from ..calls.first import launched, resolved
 from ..calls.known import Found, Key
 from ..calls.launch import Recorded, recorded_of
-from ..calls.lookup import Lookup
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from ..calls.record import arrived_in_memory, records, reentering
 from ..calls.road import FamilyCalls, operate
@@ -332,11 +331,12 @@ def gradients_first(
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may match the gradients of an earlier call.
-        look_up: Lookup = getattr(native.calls, rows.name)
-        key, found = look_up.gradients(copies, options)
+        found: NormGradients | None
+        key, found = getattr(native.calls, rows.name).gradients(copies, options)
         if found is not None:
             return found
-    return launched_backward(options[0], key, road.named(rows, copies, options), packed=True)
+    made: NormGradients = launched(BACKWARD, options[0], key, road.named(rows, copies, options), packed=True)
+    return made
 
 
 # Indexed by the batch invariance of the call.

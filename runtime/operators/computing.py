@@ -9,7 +9,7 @@ import torch
 
 from ..calls import road
 from ..calls.check import check
-from ..calls.first import launched, launched_backward, refuse_foreign
+from ..calls.first import launched, refuse_foreign
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtypes_of
 from ..calls.traced import intercepted, operated_as, operator
@@ -41,7 +41,7 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
             results = PUBLIC[function](**given)
         else:
             # The modes that see operators have seen this operator already.
-            results = (launched_backward if is_backward else launched)(takes.norm.value, None, given)
+            results = launched(takes.family, takes.norm.value, None, given)
         return results
     if is_backward:
         require_device(check(function, given).x)
