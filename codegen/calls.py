@@ -13,7 +13,7 @@ from .errors import FolderError
 from .families import Family, Parameter
 from .jax_functions import JAX
 from .locking import replace_file
-from .modules import GATED_MODULES, MODULES
+from .modules import GATED_MODULES, GROUP_MODULES, PLAIN_MODULES
 from .parameters import (
     BACKWARD,
     FORWARD,
@@ -28,10 +28,13 @@ from .parameters import (
 from .public import FUNCTIONAL, PLAIN, PUBLIC, FunctionalFunctions, PublicFunctions
 from .values import Norm
 
+# The files of modules, by the folders of their families.
+_MODULES = {"families": PLAIN_MODULES, "gated": GATED_MODULES, "group": GROUP_MODULES}
 # Templates by the paths of the modules, from the repository's root.
 TEMPLATES = {
     "runtime/families/functional.py": "functional.py.j2",
     "runtime/families/gated/functions.py": "modules.py.j2",
+    "runtime/families/group/functions.py": "modules.py.j2",
     "runtime/families/operands.py": "operands.py.j2",
     "runtime/families/plain_functions.py": "functional.py.j2",
     "runtime/families/plain_modules.py": "modules.py.j2",
@@ -117,8 +120,8 @@ def render_calls(path: str) -> str:
     }
     # One template writes the differentiable functions, or the modules, of norms alone, and those of other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
-    modules = MODULES if path.endswith("plain_modules.py") else GATED_MODULES
-    rows = {**families, "public": PUBLIC, "functional": functional, "modules": modules, "jax": JAX}
+    module_file = _MODULES.get(Path(path).parent.name)
+    rows = {**families, "public": PUBLIC, "functional": functional, "file": module_file, "jax": JAX}
     return emit.render(TEMPLATES[path], **rows, **_HELPERS)
 
 
@@ -179,11 +182,19 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
 def _import_enums(*families: Family, functional: bool = False) -> str:
     """Return the import of the enums whose members families take, or calls of their functional API alone."""
     rows = [row for family in families for row in family.parameters if row.functional or not functional]
-    names = sorted({row.words.__name__ for row in rows if row.words is not None})
-    line = f"from ..codegen.values import {', '.join(names)}"
+    words = {row.words for row in rows if row.words is not None}
+    modules = sorted({enum.__module__.rpartition(".")[2] for enum in words})
+    return "\n".join(
+        _import(f"..codegen.{module}", sorted(enum.__name__ for enum in words if enum.__module__.endswith(module)))
+        for module in modules
+    )
+
+
+def _import(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
     if len(line) <= emit.LINE_LENGTH:
         return line
-    return "from ..codegen.values import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 def _names(rows: Sequence[Parameter]) -> str:

@@ -1,6 +1,6 @@
-"""The modules of norms alone and of gated norms: their constructors, and the words of their docstrings.
+"""The modules of norms alone, of gated norms and of GroupNorm: signatures, calls, and the words of their docstrings.
 
-Base classes in `runtime/families/` hold what modules do. Rows of `public` are reused where both agree.
+Base classes in `runtime/families/` hold what modules share. Rows of `public` are reused where both agree.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .parameters import GATED
-from .public import CAST, GROUP_SIZE, NORM_BEFORE_GATE
+from .public import ACTIVATION, CAST, GROUP_SIZE, NORM_BEFORE_GATE, NUM_GROUPS
 from .values import Norm
 
 
@@ -37,21 +37,40 @@ class Module:
 
     Attributes:
         name: the name of the class.
-        base: the class that it is derived from.
+        bases: the classes that it is derived from.
         summary: the docstring's first line.
         arguments: of the constructor.
         body: the statements of the constructor.
         raises: the docstring's entries about errors.
         details: the docstring's second paragraph; "" for none.
+        forward: the macro that writes the forward method; "" if a base class has the method.
+        norm: the norm.
     """
 
     name: str
-    base: str
+    bases: str
     summary: str
     arguments: tuple[Argument, ...]
     body: tuple[str, ...]
     raises: tuple[str, ...]
     details: str = ""
+    forward: str = ""
+    norm: Norm = Norm.LAYER
+
+
+@dataclass(frozen=True)
+class ModulesFile:
+    """An emitted file of modules.
+
+    Attributes:
+        summary: the docstring.
+        imports: the lines that import what the modules need.
+        modules: the modules.
+    """
+
+    summary: str
+    imports: str
+    modules: tuple[Module, ...]
 
 
 _SHAPE = Argument("normalized_shape", "int | Sequence[int]", "", "the input's last dimensions, or the last one.")
@@ -113,13 +132,15 @@ def _plain(norm: Norm, taken: tuple[str, ...], *own: Argument) -> Module:
     of_torch = ", ".join(argument.name for argument in arguments if argument.positional)
     return Module(
         name=title,
-        base=f"Plain{title}",
+        bases=f"PlainNorm, torch.nn.{title}",
         summary=f"`torch.nn.{title}` with its forward and backward passes in generated kernels; see "
         f"`{norm.row.function}`.",
         details="The constructor, parameters and state_dict are torch's, but for options that are off by default.",
         arguments=arguments,
         body=(f"super().__init__({of_torch})", "self._take(cast, weight_offset, x_bias, device, dtype)", *taken),
         raises=(f"{_RAISES}.",),
+        forward="plain",
+        norm=norm,
     )
 
 
@@ -128,17 +149,34 @@ def _adding(norm: Norm) -> Module:
     return replace(
         _plain(norm, ("self._drop(dropout_p)",), _DROPOUT_P),
         name=f"Add{title}",
-        base=f"Adding{title}",
+        bases=f"PlainNorm, torch.nn.{title}",
         summary=f"A residual add and {title} in one kernel: `add_{norm.row.function}` with parameters as `{title}`'s.",
         raises=(f"{_RAISES}; or dropout_p is outside [0, 1).",),
+        forward="adding",
     )
 
 
-MODULES = (
-    _plain(Norm.LAYER, ()),
-    _plain(Norm.RMS, ("self.cast_before_weight = cast_before_weight",), _CAST_BEFORE_WEIGHT),
-    _adding(Norm.LAYER),
-    _adding(Norm.RMS),
+PLAIN_MODULES = ModulesFile(
+    "Drop-in modules: torch's norms on generated kernels, and their forms with a fused residual add.",
+    """\
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..calls import native
+from ..codegen.values import Cast
+from .plain_bases import PlainNorm
+from .plain_calls import normalise_cast_before_weight, normalise_first
+from .replaced import own
+""",
+    (
+        _plain(Norm.LAYER, ()),
+        _plain(Norm.RMS, ("self.cast_before_weight = cast_before_weight",), _CAST_BEFORE_WEIGHT),
+        _adding(Norm.LAYER),
+        _adding(Norm.RMS),
+    ),
 )
 
 
@@ -149,7 +187,7 @@ def _gated(norm: Norm, summary: str, eps: str, gating: str, *own: Argument) -> M
     stored = [replace(each, positional=False) for each in _STORED]
     return Module(
         name=title,
-        base=f"Plain{title}",
+        bases="PlainGatedNorm",
         summary=summary,
         arguments=(
             Argument("hidden_size", "int", "", "N."),
@@ -171,21 +209,83 @@ def _gated(norm: Norm, summary: str, eps: str, gating: str, *own: Argument) -> M
             "ShapeError: group_size does not divide hidden_size.",
             "ConflictError: activation is no such word, or norm_before_gate no flag.",
         ),
+        forward="gated",
+        norm=norm,
     )
 
 
-GATED_MODULES = (
-    _gated(
-        Norm.RMS,
-        "`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it loads.",
-        "; Mamba2 has 1e-5.",
-        " Mamba2 has False.",
+GATED_MODULES = ModulesFile(
+    "Modules of norms times an activated gate, as in state-space models (Mamba2).",
+    """\
+from typing import Any
+
+import torch
+
+from ...codegen.values import GateActivation
+
+# Pickles of earlier versions name these here.
+from ..functional import gated_layer_norm as gated_layer_norm
+from ..functional import gated_rms_norm as gated_rms_norm
+from .bases import PlainGatedNorm
+""",
+    (
+        _gated(
+            Norm.RMS,
+            "`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it "
+            "loads.",
+            "; Mamba2 has 1e-5.",
+            " Mamba2 has False.",
+        ),
+        _gated(
+            Norm.LAYER,
+            "`gated_layer_norm` with a weight and, unless it is left out, a bias.",
+            ".",
+            "",
+            Argument("bias", "bool", "True", "True adds a bias.", positional=False),
+        ),
     ),
-    _gated(
-        Norm.LAYER,
-        "`gated_layer_norm` with a weight and, unless it is left out, a bias.",
-        ".",
-        "",
-        Argument("bias", "bool", "True", "True adds a bias.", positional=False),
+)
+
+GROUP_MODULES = ModulesFile(
+    "GroupNorm as a module, alone or with the SiLU behind it.",
+    """\
+from typing import Any
+
+import torch
+
+from ...codegen.groups import Activation
+
+# Pickles and saved graphs of earlier versions name these here.
+from ..functional import group_norm as group_norm
+from .bases import GroupNormSequential as GroupNormSequential
+from .bases import PlainGroupNorm
+""",
+    (
+        Module(
+            "GroupNorm",
+            "PlainGroupNorm",
+            "`torch.nn.GroupNorm` with its forward and backward passes in generated kernels; see `group_norm`.",
+            (
+                Argument("num_groups", "int", "", f"{NUM_GROUPS}num_channels."),
+                Argument("num_channels", "int", "", "channels of the input."),
+                Argument("eps", "float", "1e-5", "added to the variance."),
+                Argument("affine", "bool", "True", "True adds weight and bias."),
+                *_STORED,
+                Argument("bias", "bool", "True", "False leaves out the bias.", positional=False),
+                Argument(
+                    "activation",
+                    ACTIVATION.annotation,
+                    "None",
+                    '"silu", applied to the result in the same kernel, or None.',
+                    positional=False,
+                ),
+            ),
+            (
+                "super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)",
+                "self._take(bias, activation)",
+            ),
+            ("ConflictError: activation is no such word.",),
+            "The constructor, parameters and state_dict are torch's, but for the activation, which is off by default.",
+        ),
     ),
 )

@@ -734,7 +734,7 @@ def _of_groups(name: str, kind: Kind, **rest: Any) -> Parameter:
     return _unnamed(name, kind, default={Norm.LAYER: REQUIRED}, **rest)
 
 
-# GroupNorm, whose checks and docstring are in `families.group.functions`: a row is one group of channels of one sample.
+# GroupNorm, whose checks are in `families.group.calls`: a row is one group of channels of one sample.
 GROUP = Family(
     direction=Direction.FORWARD,
     name=GROUP_WORD,

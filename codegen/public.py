@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
-from .parameters import FORWARD, GATED, MODULATED, QUANTISED
+from .groups import Activation
+from .parameters import FORWARD, GATED, GROUP, MODULATED, QUANTISED
 from .values import Norm
 
 
@@ -627,5 +628,56 @@ _GATED_FUNCTIONS = FunctionalFunctions(
     raises=_raises(", or group_size does not divide N", "activation is no such word; norm_before_gate is no flag;"),
 )
 
+NUM_GROUPS = "groups of each sample; it divides "
+ACTIVATION = replace(_row("activation", Kind.WORD, "None", '"silu", or None (or "none") for none.'), words=Activation)
+_CHANNELS = [
+    replace(_row(name, Kind.VECTOR, "None", f"(C,), {_ANY_FLOATS}, or None for {default}."), positional=True)
+    for name, default in (("weight", 1), ("bias", 0))
+]
+
+_GROUP_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        GROUP,
+        "group_norm",
+        replace(_row("x", Kind.IMAGES, REQUIRED, f"(B, C, ...), {_ANY_FLOATS}."), positional=True),
+        replace(_row("num_groups", Kind.COUNT, REQUIRED, f"{NUM_GROUPS}C."), positional=True),
+        *_CHANNELS,
+        _eps(Norm.LAYER, "."),
+        ACTIVATION,
+    ),
+    # A look-up finds out by itself if statistics are saved.
+    rows=replace(GROUP, parameters=tuple(row for row in GROUP.parameters if row.name != "save_mv")),
+    output="torch.Tensor",
+    call="group.normalise(operands, options)",
+    summary={
+        Norm.LAYER: (
+            "Compute GroupNorm, as `torch.nn.functional.group_norm`, and SiLU of the result in the same kernel if "
+            "asked."
+        )
+    },
+    details={
+        Norm.LAYER: (
+            "y = act((x - mean) / sqrt(var + eps) * weight + bias), all in fp32 and rounded once, with the mean and "
+            "the biased variance of each group: C / num_groups channels of one sample at all positions (Wu and He, "
+            "2018). With num_groups = C the result is InstanceNorm's.",
+            "Kernels read x in place if positions are innermost (contiguous) or channels are (torch.channels_last, "
+            "torch.channels_last_3d), and y has the same layout; any other layout is copied once. Several programs "
+            "share a long group, and merge their moments in a fixed order: two runs give the same bits, forward and "
+            "backward.",
+            "Differentiable in x, weight and bias. The backward pass saves x, and a mean and rstd per group, and "
+            "computes the input of the activation again. Torch's operators compute a gradient of the gradient.",
+            "Torch's own operators run where kernels cannot, as described in `layer_norm`. For DTensors each rank "
+            "normalises its samples, without communication if x is sharded along B and weight and bias are "
+            "replicated; y is contiguous then. Under torch.autocast y is fp32 on a GPU, as torch's.",
+        )
+    },
+    returns=("y: x's shape and dtype.",),
+    raises=(
+        "ShapeError: x has no channels, num_groups does not divide them, or weight or bias is not (C,).",
+        *_RAISES[1:4],
+        "ConflictError: eps is no number of at least 0, or activation no such word.",
+    ),
+)
+
 PLAIN = (_PLAIN_FUNCTIONS, _L2_FUNCTIONS, _ADD_FUNCTIONS)
-FUNCTIONAL = (_MODULATED_FUNCTIONS, _GATED_FUNCTIONS)
+FUNCTIONAL = (_MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS)

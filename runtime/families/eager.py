@@ -28,6 +28,7 @@ from .operands import (
     GatedSaved,
     GroupArrived,
     GroupNormGradients,
+    GroupOperands,
     GroupOptions,
     ModulatedArgs,
     ModulatedOperands,
@@ -404,10 +405,9 @@ def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Ten
 # GroupNorm.
 
 
-def group(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: GroupOptions
-) -> torch.Tensor:
+def group(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
     """Return y of `group.normalise` for the same arguments."""
+    x, weight, bias = operands
     with unrecorded():
         has_memory = x.device.type != "meta" and 0 not in x.shape
     if has_memory:

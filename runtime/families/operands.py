@@ -102,6 +102,10 @@ class GatedSaved(NamedTuple):
     rstd: torch.Tensor
 
 
+# The tensors of a call of GroupNorm.
+GroupOperands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
 class GroupOptions(NamedTuple):
     """Arguments of a call of GroupNorm besides tensors; an out_dtype of None is x's."""
 

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from ..calls import native
 from ..codegen.values import Cast
-from .plain_bases import AddingLayerNorm, AddingRMSNorm, PlainLayerNorm, PlainRMSNorm
+from .plain_bases import PlainNorm
+from .plain_calls import normalise_cast_before_weight, normalise_first
+from .replaced import own
 
 
-class LayerNorm(PlainLayerNorm):
+class LayerNorm(PlainNorm, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` with its forward and backward passes in generated kernels; see `layer_norm`.
 
     The constructor, parameters and state_dict are torch's, but for options that are off by default.
@@ -51,8 +55,23 @@ class LayerNorm(PlainLayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._take(cast, weight_offset, x_bias, device, dtype)
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (input, self.weight, self.bias, None, x_bias)
+        else:
+            operands = (input, own(self, "weight"), own(self, "bias"), None, x_bias)
+        options = ("layer", self.eps, self.weight_offset, None, self.cast)
+        y: torch.Tensor | None = None
+        if not is_dynamo_compiling():
+            y = native.calls.recorded.normalise(operands, options, self.normalized_shape)
+        if y is None:
+            y = normalise_first(operands, self.normalized_shape, options, self)
+        return y
 
-class RMSNorm(PlainRMSNorm):
+
+class RMSNorm(PlainNorm, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with its forward and backward passes in generated kernels; see `rms_norm`.
 
     The constructor, parameters and state_dict are torch's, but for options that are off by default.
@@ -94,8 +113,27 @@ class RMSNorm(PlainRMSNorm):
         self._take(cast, weight_offset, x_bias, device, dtype)
         self.cast_before_weight = cast_before_weight
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (x, self.weight, None, None, x_bias)
+        else:
+            operands = (x, own(self, "weight"), None, None, x_bias)
+        if self.cast_before_weight and operands[1] is not None:
+            told = ("rms", self.eps, self.weight_offset, None, "before_weight")
+            rounded: torch.Tensor = normalise_cast_before_weight(operands, self.normalized_shape, told, self)
+            return rounded
+        options = ("rms", self.eps, self.weight_offset, None, self.cast)
+        y: torch.Tensor | None = None
+        if not is_dynamo_compiling():
+            y = native.calls.recorded.normalise(operands, options, self.normalized_shape)
+        if y is None:
+            y = normalise_first(operands, self.normalized_shape, options, self)
+        return y
 
-class AddLayerNorm(AddingLayerNorm):
+
+class AddLayerNorm(PlainNorm, torch.nn.LayerNorm):
     """A residual add and LayerNorm in one kernel: `add_layer_norm` with parameters as `LayerNorm`'s.
 
     The constructor, parameters and state_dict are torch's, but for options that are off by default.
@@ -137,8 +175,21 @@ class AddLayerNorm(AddingLayerNorm):
         self._take(cast, weight_offset, x_bias, device, dtype)
         self._drop(dropout_p)
 
+    # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (x, self.weight, self.bias, residual, x_bias)
+        else:
+            operands = (x, own(self, "weight"), own(self, "bias"), residual, x_bias)
+        options = ("layer", self.eps, self.weight_offset, None, self.cast)
+        return self._add(operands, options)
 
-class AddRMSNorm(AddingRMSNorm):
+
+class AddRMSNorm(PlainNorm, torch.nn.RMSNorm):
     """A residual add and RMSNorm in one kernel: `add_rms_norm` with parameters as `RMSNorm`'s.
 
     The constructor, parameters and state_dict are torch's, but for options that are off by default.
@@ -177,6 +228,19 @@ class AddRMSNorm(AddingRMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self._take(cast, weight_offset, x_bias, device, dtype)
         self._drop(dropout_p)
+
+    # It is a torch.nn.RMSNorm so that what goes by that type (initialisation, weight decay) finds it.
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (x, self.weight, None, residual, x_bias)
+        else:
+            operands = (x, own(self, "weight"), None, residual, x_bias)
+        options = ("rms", self.eps, self.weight_offset, None, self.cast)
+        return self._add(operands, options)
 
 
 class UpcastLayerNorm(LayerNorm):

@@ -14,7 +14,7 @@ import torch
 from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
-from ..families.group.functions import GroupNorm, GroupNormSequential, has_activated_norm
+from ..families.group.functions import GroupNorm, GroupNormSequential
 from ..families.plain_modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from ..families.replaced import ORIGINAL, class_for
 from ..locks import fork_safe
@@ -134,7 +134,7 @@ def patch(
         for path, module in model.named_modules():
             # Its very class, whose forward is known.
             is_sequential = type(module) is torch.nn.Sequential and "forward" not in vars(module)
-            if fuse and is_sequential and has_activated_norm(module):
+            if fuse and is_sequential and GroupNormSequential.serves(module):
                 rows.append(_swap(path, module, (GroupNormSequential, {}), cast_before_weight))
             if fuse and (found := fuse_block(path, module)) is not None:
                 rows.append(found)

@@ -53,7 +53,7 @@ _RUNTIME = (
     "upstream/triton_launcher",
 )
 _CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
-# Docstrings, types and signatures alone.
+# Docstrings, types, signatures and look-ups alone.
 _TEMPLATES_WITHOUT_CODE = {
     "templates/package.py.j2",
     "templates/operands.py.j2",

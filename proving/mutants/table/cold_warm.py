@@ -29,8 +29,8 @@ MUTANTS = (
         "sequences-group-alignment-is-not-asked",
         "a GroupNorm of aligned tensors takes the kernel of misaligned ones",
         _GROUP,
-        "remember(plans, key, operands, (1, 0, 0), addresses, plan)",
-        "remember(plans, key, operands, (1, 0, 0), (0, 0, 0), plan)",
+        "remember(plans, key, operands, (1, 0, 0), addresses, ready)",
+        "remember(plans, key, operands, (1, 0, 0), (0, 0, 0), ready)",
         _of("group", many=True),
     ),
     Mutant(

@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "silu-is-computed-whatever-hooks-there-are",
         "patched: hooks between a GroupNorm and its SiLU do not run",
-        "runtime/families/group/functions.py",
+        "runtime/families/group/bases.py",
         "global_hooks() or any(vars(each)[name] for each in (norm, silu) for name in _HOOKS)",
         "global_hooks()",
         (f"{_NUMBERS}::test_hooks_between_a_norm_and_its_silu_run",),
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "silu-is-computed-whatever-global-hooks-there-are",
         "patched: a hook of all modules does not run between a GroupNorm and its SiLU",
-        "runtime/families/group/functions.py",
+        "runtime/families/group/bases.py",
         "global_hooks() or any(vars(each)",
         "any(vars(each)",
         (f"{_NUMBERS}::test_global_hooks_see_a_norm_and_its_silu",),

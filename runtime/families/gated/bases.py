@@ -10,7 +10,6 @@ from ...calls.argument_checks import check_flag
 from ...codegen.values import GateActivation
 from ...dtypes import word
 from ...errors import ShapeError
-from ..functional import gated_layer_norm, gated_rms_norm
 from ..replaced import Replacing
 from . import row
 
@@ -18,8 +17,11 @@ from . import row
 _OPTIONS = {"group_size": None, "norm_before_gate": True, "activation": "silu"}
 
 
-class _GatedNorm(Replacing):
+class PlainGatedNorm(Replacing):
     """The base class of both modules: a weight of ones, and the options of the function."""
+
+    # Only that of LayerNorm.
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -60,21 +62,3 @@ class _GatedNorm(Replacing):
     @property
     def _options(self) -> dict[str, Any]:
         return {"eps": self.eps, **{name: getattr(self, name) for name in _OPTIONS}}
-
-
-class PlainGatedRMSNorm(_GatedNorm):
-    """The base class of `GatedRMSNorm`."""
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
-        return gated_rms_norm(x, gate, self.weight, **self._options)
-
-
-class PlainGatedLayerNorm(_GatedNorm):
-    """The base class of `GatedLayerNorm`."""
-
-    bias: torch.nn.Parameter | None
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
-        return gated_layer_norm(x, gate, self.weight, self.bias, **self._options)

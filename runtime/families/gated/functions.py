@@ -12,10 +12,10 @@ from ...codegen.values import GateActivation
 # Pickles of earlier versions name these here.
 from ..functional import gated_layer_norm as gated_layer_norm
 from ..functional import gated_rms_norm as gated_rms_norm
-from .bases import PlainGatedLayerNorm, PlainGatedRMSNorm
+from .bases import PlainGatedNorm
 
 
-class GatedRMSNorm(PlainGatedRMSNorm):
+class GatedRMSNorm(PlainGatedNorm):
     """`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it loads.
 
     Args:
@@ -47,8 +47,12 @@ class GatedRMSNorm(PlainGatedRMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype)
 
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
+        return gated_rms_norm(x, gate, self.weight, **self._options)
 
-class GatedLayerNorm(PlainGatedLayerNorm):
+
+class GatedLayerNorm(PlainGatedNorm):
     """`gated_layer_norm` with a weight and, unless it is left out, a bias.
 
     Args:
@@ -81,3 +85,7 @@ class GatedLayerNorm(PlainGatedLayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype, bias)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x, and multiply by the activated gate before or after; x and gate are (..., hidden_size)."""
+        return gated_layer_norm(x, gate, self.weight, self.bias, **self._options)

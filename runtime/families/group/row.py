@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import itemgetter
@@ -20,7 +20,7 @@ from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, reco
 from ...calls.row_gradients import call_of, looked_up_again
 from ...calls.traced import intercepted, operator
 from ...codegen.groups import Activation, GroupMode
-from ...codegen.parameters import GROUP, GROUP_BWD
+from ...codegen.parameters import GROUP
 from ...codegen.values import Direction
 from ...dtypes import DTYPES
 from ...kernels.gpu import require_device
@@ -29,20 +29,18 @@ from ...selection import dispatch
 from ...selection.invariance import is_on
 from ...upstream.torch_internals import eager_only
 from .. import eager
-from ..operands import GroupArrived as Arrived
-from ..operands import GroupNormGradients as Gradients
-from ..operands import GroupOptions as Options
+from ..operands import GroupArrived, GroupNormGradients, GroupOperands, GroupOptions
 
-FORWARD_OPERATOR, BACKWARD_OPERATOR = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
+# The name of the public function and of the operator.
+(NAME,) = GROUP.functions.values()
 
 _Vector = torch.Tensor | None
 _Vectors = Mapping[str, _Vector]
 # Channels, groups of a sample, and positions of a channel.
 Sizes = tuple[int, int, int]
-# x, weight and bias; num_groups, eps and activation as callers of the functional API pass them.
-Operands = tuple[torch.Tensor, _Vector, _Vector]
-Told = tuple[int, float, object]
-# A plan, the addresses of the operands, the operands, and what else a look-up returns.
+# The norm's word, and the options of a call as callers passed them, by which calls are known.
+Told = tuple[Any, ...]
+# The launches of a call, the addresses of the operands, the operands, and what else a look-up returns.
 _Found = tuple[Any, ...]
 
 
@@ -59,18 +57,11 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
     """Return x without gaps, channels or positions innermost: x itself, or a copy in the nearer layout."""
     if are_channels_last(x) is not None:
         return x
-    if x.dim() > 2 and x.stride(1) == 1 and x.shape[1] > 1:
-        return _with_channels(x, last=True)
-    return x.contiguous()
+    return _with_channels(x, last=x.dim() > 2 and x.stride(1) == 1 and x.shape[1] > 1)
 
 
 def _with_channels(x: torch.Tensor, *, last: bool | None) -> torch.Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if last and x.dim() > 2 else x.contiguous()
-
-
-def _vector(vector: _Vector) -> _Vector:
-    """Return a vector that kernels can read: a copy of one that has gaps, or that negates its memory."""
-    return None if vector is None else vector.resolve_neg().contiguous()
 
 
 def _aligned(tensor: _Vector) -> _Vector:
@@ -78,21 +69,25 @@ def _aligned(tensor: _Vector) -> _Vector:
     return tensor.clone() if tensor is not None and is_on() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
+def _readable(x: torch.Tensor, *vectors: _Vector) -> Any:
+    """Return operands that kernels can read: copies of those that have gaps, or that negate their memory."""
+    whole = [None if vector is None else vector.resolve_neg().contiguous() for vector in vectors]
+    return tuple(map(_aligned, (laid_out(x).resolve_neg(), *whole)))
+
+
 @eager_only
 def launched(
-    x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, *, saves: bool
+    x: torch.Tensor, weight: _Vector, bias: _Vector, options: GroupOptions, *, saves: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a checked call of a tensor that kernels can walk: return y, and if it `saves` them mean and rstd per group.
 
     The statistics are one tensor, (2, samples, groups), fp32.
     """
     require_device(x)
-    x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
     if not x.numel():
         statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
         return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
-    operands: Any = tuple(map(_aligned, (x, weight, bias)))
-    return _run(_prepared(operands, options, saves, None), options.eps)
+    return _run(_prepared(_readable(x, weight, bias), options, saves, None), options.eps)
 
 
 def call_in_memory(mode: GroupMode, sizes: Sizes, tensors: _Vectors, dtypes: Mapping[str, torch.dtype]) -> Call:
@@ -116,7 +111,7 @@ def slots_of(call: Call, misaligned: Collection[str]) -> set[str]:
     return {"rstd_ptr", *[f"{name}_ptr" for name in misaligned if call.given.get(name) is not None]}
 
 
-def _plan(direction: Direction, tensors: _Vectors, options: Options, dtypes: Mapping[str, torch.dtype]) -> Plan:
+def _plan(direction: Direction, tensors: _Vectors, options: GroupOptions, dtypes: Mapping[str, torch.dtype]) -> Plan:
     x = tensors["x"]
     assert x is not None
     samples, channels = x.shape[:2]
@@ -127,41 +122,22 @@ def _plan(direction: Direction, tensors: _Vectors, options: Options, dtypes: Map
     return plan_of(call, slots_of(call, misaligned))
 
 
-def _prepared(operands: Operands, options: Options, saves: bool, key: Key | None) -> _Found:
-    """Plan a call of operands that kernels can read, make its kind known by a key, and return what `_run` takes."""
-    x, weight, bias = operands
-    plans, addresses = dispatch.plans, tuple(addresses_of(operands))
-    dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
-    plan = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
-    if key is not None and all(each is None or each.__class__ in PLAIN for each in operands):
-        # How many samples there are is no part of a plan.
-        remember(plans, key, operands, (1, 0, 0), addresses, plan)
-    return plan, addresses, operands
-
-
-def _run(found: _Found, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate and launch; see `launched`."""
-    plan, addresses, operands, *_ = found
-    x, groups = operands[0], plan.sizes["groups"]
-    m, saves = x.shape[0] * groups, plan.saves_mean
-    # One tensor holds the means of all groups, and rstd right behind them.
-    of_both = ((2, x.shape[0], groups), (m, groups, 1), torch.float32) if saves else None
-    layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize if saves else 0)
-    sized = Sized(layout, (), (), ((tuple(x.shape), x.stride(), plan.dtypes[0]), None, of_both))
-    y, _, statistics = run_sized(plan, sized, addresses, operands, (eps,), packed=True)
-    return y, statistics
-
-
 # From what arrived for a backward pass, the means and rstd to what launches bring.
 _INPUTS = itemgetter(0, 2, 3, 4, 6, 7)
-# How many shapes a kind of backward call keeps the launches of.
+# How many shapes a kind of call keeps the launches of.
 _SHAPES = 64
 
 
-def _ready(plan: Plan, x: torch.Tensor, *, wants_dx: bool) -> Ready:
-    """Return the launches of backward calls of tensors like x; kernels write dx whether a call wants dx or not."""
-    strides, dtype, channels, groups = x.stride(), x.dtype, plan.sizes["channels"], plan.sizes["groups"]
-    sums = [make_of((channels,), each) for each in plan.sum_dtypes]
+def _ready(plan: Plan, x: torch.Tensor, order: Callable[[Any], Any] = tuple) -> Ready:
+    """Return the launches of calls of tensors like x, whose number of samples is no part of a plan.
+
+    Args:
+        plan: the plan.
+        x: the tensor, whose strides y and dx have.
+        order: picks the gradients of the operands from the results of a backward call.
+    """
+    strides, dtype, groups = x.stride(), plan.dtypes[0], plan.sizes["groups"]
+    sums = [make_of((plan.sizes["channels"],), each) for each in plan.sum_dtypes]
 
     @lru_cache(_SHAPES)
     def at(shape: torch.Size) -> Sized | None:
@@ -169,15 +145,40 @@ def _ready(plan: Plan, x: torch.Tensor, *, wants_dx: bool) -> Ready:
         if m == 0:
             return None
         # One tensor holds the means of all groups, and rstd right behind them.
-        layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize)
-        # Kernels take an eps and do not read it.
-        return Sized(layout, (0.0,), ((tuple(shape), strides, dtype), *sums))
+        layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize if plan.saves_mean else 0)
+        rows: Any = (tuple(shape), strides, dtype)
+        if plan.mode.is_backward:
+            # Kernels take an eps and do not read it.
+            return Sized(layout, (0.0,), (rows, *sums))
+        of_both = make_of((2, shape[0], groups), torch.float32) if plan.saves_mean else None
+        return Sized(layout, (), (), (rows, None, of_both))
 
-    return Ready(plan, _INPUTS, itemgetter(0 if wants_dx else 3, 1, 2), at)
+    return Ready(plan, _INPUTS, order, at)
+
+
+def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: Key | None) -> _Found:
+    """Plan a call of operands that kernels can read, make its kind known by a key, and return what `_run` takes."""
+    x, weight, bias = operands
+    plans, addresses = dispatch.plans, tuple(addresses_of(operands))
+    dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
+    ready = _ready(_plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes), x)
+    if key is not None and all(each is None or each.__class__ in PLAIN for each in operands):
+        remember(plans, key, operands, (1, 0, 0), addresses, ready)
+    return ready, addresses, operands
+
+
+def _run(found: _Found, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate and launch; see `launched`."""
+    ready, addresses, operands, *_ = found
+    sized = ready.at(operands[0].shape)
+    y, _, statistics = run_sized(ready.plan, sized, addresses, operands, (eps,), packed=True)
+    return y, statistics
 
 
 @eager_only
-def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt | None = None) -> Gradients:
+def launched_backward(
+    arrived: GroupArrived, due: Sequence[bool] = (), learnt: Learnt | None = None
+) -> GroupNormGradients:
     """Compute the gradients in `wants` by kernels; dy is copied unless its layout is x's.
 
     Args:
@@ -185,24 +186,25 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
         due: which operands have a gradient that is asked for, as a look-up was told it.
         learnt: the key and tensors of a look-up, by which calls like this one become known; None has them stay unknown.
     """
-    dy, x, weight, bias, statistics, options, wants = arrived
+    given, x, weight, bias, statistics, options, wants = arrived
     require_device(x)
     plans = dispatch.plans
-    x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
-    dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
-    whole: Any = map(_aligned, (dy, x, weight, bias))
-    dy, x, weight, bias = whole
-    learnt, known = looked_up_again("group_gradients", learnt, _told_backward(options, weight, bias), due, dy, None)
+    x, weight, bias = _readable(x, weight, bias)
+    dy = _aligned(_with_channels(given, last=are_channels_last(x)).resolve_neg())
+    learnt, known = looked_up_again("group_gradients", learnt, _args(options, weight, bias), due, dy, None)
     if known is not None:
-        return Gradients(*known)
+        return GroupNormGradients(*known)
     vectors = {"dweight": weight, "dbias": bias}
     summed = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
     if not x.numel():
         zeros = {name: torch.zeros_like(vector) for name, vector in summed.items()}
-        return Gradients(torch.empty_like(x) if "dx" in wants else None, zeros.get("dweight"), zeros.get("dbias"))
+        dx = torch.empty_like(x) if "dx" in wants else None
+        return GroupNormGradients(dx, zeros.get("dweight"), zeros.get("dbias"))
     tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
     dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
-    ready = _ready(_plan(Direction.BACKWARD, tensors, options, dtypes), x, wants_dx="dx" in wants)
+    # Kernels write dx whether a call wants dx or not.
+    order = itemgetter(0 if "dx" in wants else 3, 1, 2)
+    ready = _ready(_plan(Direction.BACKWARD, tensors, options, dtypes), x, order)
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
     found = ready.run(launched, addresses)
@@ -212,38 +214,31 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
         # Kernels read no copies, and all that a guard can hold.
         if addresses == addresses_of(own) and all(each is None or each.__class__ in PLAIN for each in own):
             remember(plans, key, own, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
-    return Gradients(*found)
+    return GroupNormGradients(*found)
 
 
-def normalise_known(operands: Operands, told: Told) -> torch.Tensor | None:
+def normalise_known(operands: GroupOperands, told: Told) -> torch.Tensor | None:
     """Return what `normalise` returns, if an earlier call had arguments of the same kind; None otherwise."""
-    found = _look_up(operands, told)[1]
-    return None if found is None else _ran(found, told[1], record_at_once)
-
-
-def _look_up(operands: Operands, told: Told) -> tuple[Key | None, _Found | None]:
-    """Return the key of a call, or None; and what `_run` takes of a known call, or None of another."""
     # Which operands require gradients is part of what a guard holds.
-    key, _, found = native.calls.group.find(operands, ("", *told, torch.is_grad_enabled()))
-    return key, found
+    _, _, found = native.calls.group.find(operands, (*told, torch.is_grad_enabled()))
+    return None if found is None else _ran(found, told[2], record_at_once)
 
 
 def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
-    plan, _, operands, *_ = found
+    plan = found[0].plan
     if not plan.saves_mean:
         return _run(found, eps)[0]
-    options = Options(plan.sizes["groups"], eps, plan.mode.activation.value, plan.dtypes[0])
-    recorded: torch.Tensor = function((_RECORDING, (options, found)), *operands)
+    options = GroupOptions(plan.sizes["groups"], eps, plan.mode.activation.value, plan.dtypes[0])
+    recorded: torch.Tensor = function((_RECORDING, (options, found)), *found[2])
     return recorded
 
 
-def normalise(operands: Operands, options: Options, told: Told | None = None) -> torch.Tensor:
+def normalise(operands: GroupOperands, options: GroupOptions, told: Told | None = None) -> torch.Tensor:
     """Run a checked call by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
 
     Where a dispatch mode sees operators, the call is one operator that saves the same tensors.
     """
-    x, weight, bias = operands
-    whole: Any = tuple(map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias))))
+    whole = _readable(*operands)
     saves = records(whole)
     if intercepted(*whole):
         seen: torch.Tensor = (
@@ -252,45 +247,38 @@ def normalise(operands: Operands, options: Options, told: Told | None = None) ->
         return seen
     native.start()
     # Copies may be like the tensors of a call before.
-    key, found = (None, None) if told is None else _look_up(whole, told)
+    key, found = None, None
+    if told is not None:
+        key, _, found = native.calls.group.find(whole, (*told, torch.is_grad_enabled()))
     return _ran(found or _prepared(whole, options, saves, key), options.eps, record)
 
 
-def normalise_traced(operands: Operands, options: Options) -> torch.Tensor:
+def normalise_traced(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
     """Run `normalise` as one operator, behind the copy that lays x out."""
-    x, weight, bias = operands
-    found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, records(operands))
+    x, *vectors = operands
+    found: list[torch.Tensor] = operator(NAME)(laid_out(x), *vectors, *options, records(operands))
     return found[0]
 
 
-def operated_backward(arrived: Arrived) -> Gradients:
-    """Compute the gradients in `wants` as one operator."""
-    operands = {"dx": arrived.x, "dweight": arrived.weight, "dbias": arrived.bias}
-    asked = [name for name in arrived.wants if operands[name] is not None]
-    made = operator(BACKWARD_OPERATOR)(*arrived[:5], *arrived.options[:3], asked)
-    found = dict(zip(asked, made, strict=True))
-    return Gradients(*[found.get(name) for name in Gradients._fields])
-
-
-def _told_backward(options: Options, weight: _Vector, bias: _Vector) -> tuple[Options, bool, bool]:
+def _args(options: GroupOptions, weight: _Vector, bias: _Vector) -> tuple[GroupOptions, bool, bool]:
     """Return what backward calls are known by besides their tensors: the options, and which vectors there are."""
     return options, weight is None, bias is None
 
 
-def _launch_recorded(call: tuple[Options, _Found | None], operands: Operands) -> Launched:
+def _launch_recorded(call: tuple[GroupOptions, _Found | None], operands: GroupOperands) -> Launched:
     options, found = call
     if found is not None:
         y, statistics = _run(found, options.eps)
-        is_invariant = found[0].is_invariant
+        is_invariant = found[0].plan.is_invariant
     else:
-        y, statistics = operator(FORWARD_OPERATOR)(*operands, *options, True)
+        y, statistics = operator(NAME)(*operands, *options, True)
         is_invariant = is_on()
-    return y, None, (*operands, statistics), _told_backward(options, *operands[1:]), is_invariant
+    return y, None, (*operands, statistics), _args(options, *operands[1:]), is_invariant
 
 
 def _gradients(
     saved: Any,
-    args: tuple[Options, bool, bool],
+    args: tuple[GroupOptions, bool, bool],
     dy: torch.Tensor,
     _: None,
     due: tuple[bool, ...],
@@ -298,7 +286,8 @@ def _gradients(
     learnt: Learnt | None,
 ) -> Sequence[torch.Tensor | None]:
     x, weight, bias, statistics = saved
-    arrived = Arrived(dy, x, weight, bias, statistics, args[0], list(compress(Gradients._fields, due)))
+    wants = list(compress(GroupNormGradients._fields, due))
+    arrived = GroupArrived(dy, x, weight, bias, statistics, args[0], wants)
     if by_formula or not arrived_in_memory((dy,)):
         return eager.group_gradients(arrived)
     return launched_backward(arrived, due, learnt)

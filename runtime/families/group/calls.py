@@ -1,0 +1,106 @@
+"""Calls of the differentiable GroupNorm: known, handed on, checked, or of DTensors."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import torch
+
+from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
+from ...calls.backend import backend, left_to_torch
+from ...calls.known import PLAIN
+from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
+from ...codegen.groups import Activation
+from ...codegen.parameters import GROUP
+from ...dtypes import FLOATS, word
+from ...errors import ShapeError
+from ...upstream.torch_internals import is_sharded
+from .. import eager
+from ..operands import GroupOperands, GroupOptions
+from ..plain_calls import by_parts, handed_on, is_handed_on
+from . import row
+
+_DTYPES = (*FLOATS, torch.float64)
+_NAMES = ("x", "weight", "bias", "num_groups", "eps", "activation")
+
+
+def normalise_known(operands: GroupOperands, told: row.Told) -> torch.Tensor | None:
+    """Return the result of a call like an earlier one; None of another call."""
+    known = not is_dynamo_compiling() and operands[0].__class__ in PLAIN
+    return row.normalise_known(operands, told) if known else None
+
+
+def normalise(operands: GroupOperands, told: row.Told) -> torch.Tensor:
+    """Run a call of the public function, whose options, from num_groups on, are as callers passed them."""
+    known = normalise_known(operands, told)
+    if known is not None:
+        return known
+    _, num_groups, eps, activation = told
+    if is_handed_on(operands):
+        given = dict(zip(_NAMES, (*operands, *told[1:]), strict=True))
+        y: torch.Tensor = handed_on(row.NAME, operands, given, positional=5)
+        return y
+    x, *vectors = operands
+    check_tensor("x", x)
+    silu = applied(activation)
+    if not isinstance(num_groups, (int, torch.SymInt)):
+        num_groups = _as_int(num_groups)
+    with unrecorded():
+        _check(x, num_groups, *vectors)
+    options = GroupOptions(num_groups, check_number("eps", eps, least=0.0), silu, result_dtype("group", x))
+    if is_sharded(*operands):
+        # Each rank normalises its samples, in a call of plain tensors.
+        said = ("layer", *options[:-1])
+        whole: torch.Tensor = by_parts(
+            row.NAME, GROUP.inputs, operands, lambda parts: normalise(parts, said).contiguous(), x.dim() - 1
+        )
+        return whole
+    if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
+        return eager.group(operands, options)
+    if becomes_operator(*operands):
+        return row.normalise_traced(operands, options)
+    return row.normalise(operands, options, told)
+
+
+_WORDS = tuple(activation.value for activation in Activation)
+
+
+def applied(activation: str | Activation | None) -> str:
+    """Return the word of an activation, which None is one of."""
+    # torch 2.11's TorchDynamo can make no enum of a word.
+    if activation is None:
+        return _WORDS[0]
+    if isinstance(activation, str) and activation in _WORDS:
+        return activation
+    return word(Activation, "activation", activation).value
+
+
+def _as_int(number: Any) -> Any:
+    """Return the int that a whole number of another class is, NumPy's say, as torch takes it; else the argument."""
+    try:
+        return index(number)
+    except TypeError:
+        return number
+
+
+def _check(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    check_dtype("x", x, _DTYPES)
+    if x.dim() < 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (B, C, ...), at least 2 dimensions")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
+        raise ShapeError(f"num_groups is {num_groups!r}; it takes a whole number from 1 that divides the channels")
+    channels = x.shape[1]
+    if channels % num_groups:
+        raise ShapeError(
+            "Expected number of channels in input to be divisible by num_groups, but got input of shape "
+            f"{list(x.shape)} and num_groups={num_groups}; pass a divisor of {channels}"
+        )
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        check_tensor(name, vector)
+        if tuple(vector.shape) != (channels,):
+            raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({channels},), the channels of x")
+        check_dtype(name, vector, _DTYPES)
+        check_device(name, vector, x)
