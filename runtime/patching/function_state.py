@@ -1,67 +1,172 @@
-"""Snapshots of a function: its code, and the globals and cells that the code reads. Compared, not computed.
+"""What a function reads beside its arguments, which may change after a trial of the function.
 
-A function is tried once, and may compute something else later: a flag among its module's globals was set, a cell of its
-closure was filled anew, its code was replaced. Functions that read values which can change in place are refused.
+A function is tried once, and may compute something else later: a global of some module, an attribute of a class or of a
+function, a variable of a closure, an environment variable or a flag of torch's was set. `Reads` watches a trial. A
+norm's forward that reads any of these is refused. A function that modulates may read constants and functions: it is
+tried again once one of these changed.
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable
+from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
 
 # Attributes and functions of these modules are assumed not to change.
-_TRUSTED = frozenset(("torch", "math", "operator", "einops"))
+_TRUSTED = frozenset(
+    ("torch", "math", "operator", "einops", "builtins", "contextlib", "functools", "typing", "warnings")
+)
 # Types whose values cannot change in place.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
-_CALLED = (BuiltinFunctionType, MethodDescriptorType)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# Types of values that are no numbers, and neither switches nor words.
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.jit.ScriptFunction, MethodDescriptorType)
+# Functions that return what a program set, or read what their caller's text does not name.
+_SETTINGS = ("get_", "is_autocast", "is_grad", "is_inference", "is_deterministic", "are_deterministic")
+_HIDDEN = (type, globals, locals, vars, eval, exec, open, __import__)
 
 # Marks a missing global (a builtin, say) and an empty cell.
 _ABSENT = object()
 
 _WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF", "IMPORT_NAME"))
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_CELLS = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF"))
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 
 
-class State:
-    """A snapshot of a function, and of the functions that it calls."""
+class Reads:
+    """The values that functions read beside their arguments while a `with` runs, where the values may change later.
 
-    __slots__ = ("_read",)
+    Every line that runs is looked at, in each function of Python's but those of trusted modules. What the caller's
+    module holds is not looked at.
 
-    def __init__(self, function: FunctionType) -> None:
-        """Take a snapshot of a function, and of the functions that it calls.
+    Attributes:
+        names: the names of values whose change would not be seen.
+    """
 
-        Raises:
-            ValueError: the function reads or writes state that may change without a trace.
+    def __init__(self, *own: type, following: FunctionType | None = None) -> None:
+        """Start with no names.
+
+        Args:
+            own: the classes that the functions are methods of, which the functions may name.
+            following: the function that is called, if `still` compares constants and functions that are read.
         """
-        # The globals that a function reads, and the values of all that the function reads.
-        self._read: dict[FunctionType, tuple[tuple[str, ...], list[Any]]] = {}
-        waiting: list[Any] = [function]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, FunctionType) and not _is_trusted(value):
-                if vars(value):
-                    raise ValueError(f"{value.__name__} has attributes")
-                if value not in self._read:
-                    names = tuple(dict.fromkeys(_globals_of(value.__code__)))
-                    self._read[value] = (names, _read_by(value, names))
-                    waiting += self._read[value][1]
-            elif isinstance(value, tuple):
-                waiting += value
-            elif not (value is _ABSENT or isinstance(value, (*_CONSTANTS, *_CALLED)) or _is_trusted(value)):
-                raise ValueError(f"it reads a {type(value).__name__}")
+        self.names: set[str] = set()
+        self._own, self._follows = own, following is not None
+        # Variables of the functions that run, which inner functions read as their cells.
+        self._local: dict[CodeType, set[str]] = {}
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._functions: dict[FunctionType, list[Any]] = {}
+        if following is not None:
+            self._follow(following)
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
 
     def still(self) -> bool:
-        """Return True if nothing in the snapshot has changed."""
-        for function, (names, read) in self._read.items():
-            now = _read_by(function, names)
-            if len(now) != len(read) or not all(map(is_, now, read)):
-                return False
+        """Return True if nothing that is followed has changed."""
+        return all(held.get(name, _ABSENT) is value for held, name, value in self._globals) and all(
+            len(parts) == len(now := _parts_of(function)) and all(map(is_, now, parts))
+            for function, parts in self._functions.items()
+        )
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in (*_TRUSTED, __name__.partition(".")[0]):
+            return None
+        code = frame.f_code
+        variables = {*code.co_cellvars, *self._local.get(code, ())}
+        self._local |= {inner: variables for inner in code.co_consts if isinstance(inner, CodeType)}
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, arg: object) -> Any:
+        for operation, path in _loads_of(frame.f_code).get(frame.f_lineno, ()) if event == "line" else ():
+            name = path[0]
+            if operation in _CELLS:
+                if name in frame.f_code.co_cellvars or name in self._local.get(frame.f_code, ()):
+                    continue
+                value = frame.f_locals.get(name, _ABSENT)
+            else:
+                value = frame.f_globals.get(name, frame.f_builtins.get(name, _ABSENT))
+            if operation in _WRITES or not (self._sees(frame, path, value) or _is_fixed(value, path[1:], self._own)):
+                self.names.add(".".join(path))
+        return self._look
+
+    def _sees(self, frame: FrameType, path: tuple[str, ...], value: Any) -> bool:
+        """Return True if a later change of a value is seen, or what the value says is what is installed."""
+        if isinstance(value, bool) and "available" in path[0]:
+            return True
+        if not self._follows or not isinstance(value, (*_CONSTANTS, FunctionType)) or _is_trusted(value):
+            return False
+        # A cell is a part of the function that reads it.
+        if path[0] not in frame.f_code.co_freevars:
+            self._globals.append((frame.f_globals, path[0], value))
+        return self._follow(value) if isinstance(value, FunctionType) else True
+
+    def _follow(self, function: FunctionType) -> bool:
+        self._functions[function] = _parts_of(function)
+        if vars(function) or not _is_fixed(function):
+            self.names.add(function.__name__)
         return True
+
+
+def _is_fixed(value: Any, path: Iterable[str] = (), own: tuple[type, ...] = ()) -> bool:
+    """Return True if a value, or an attribute below it, is a function or a class, or is assumed not to change.
+
+    Args:
+        value: the value.
+        path: the names of the attributes, each of the one before.
+        own: classes that may be named.
+    """
+    trusted = _is_trusted(value)
+    for name in path:
+        if not isinstance(value, (ModuleType, type, FunctionType)):
+            break
+        value = getattr(value, name, _ABSENT)
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    is_function = isinstance(value, BuiltinFunctionType) or _is_trusted(value)
+    if any(value is each for each in _HIDDEN) or (is_function and value.__name__.startswith(_SETTINGS)):
+        return False
+    if isinstance(value, FunctionType):
+        return all(isinstance(each, _CONSTANTS) for each in _defaults_of(value))
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (type(None), ModuleType, type))
+    if isinstance(value, (ModuleType, type)):
+        return _is_trusted(value) or value in own
+    # Numbers of trusted modules are pi and infinity.
+    return isinstance(value, (*_NAMED, float) if trusted else _NAMED)
+
+
+def _defaults_of(function: FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+@cache
+def _loads_of(code: CodeType) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
+    """Return what each line of code reads or writes outside the function: operations, and the names with attributes."""
+    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
+    found: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+    reading: list[tuple[str, tuple[str, ...]]] | None = None
+    for each in dis.get_instructions(code):
+        line = starts.get(each.offset) or line
+        if each.opname in _ATTRIBUTES and reading is not None:
+            operation, path = reading.pop()
+            reading.append((operation, (*path, each.argval)))
+        elif each.opname in _READS | _CELLS | _WRITES or each.argval == "__class__":
+            reading = found.setdefault(line, [])
+            reading.append((each.opname, (each.argval,)))
+        else:
+            reading = None
+    return found
 
 
 def _is_trusted(value: Any) -> bool:
@@ -72,27 +177,10 @@ def _is_trusted(value: Any) -> bool:
     return module is not None and module.partition(".")[0] in _TRUSTED
 
 
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yield the names of the globals that code reads, and that functions defined in the code read.
-
-    Raises:
-        ValueError: the code writes globals or cells, or imports.
-    """
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _WRITES:
-            raise ValueError(f"it has {instruction.opname}")
-        if instruction.opname in _READS:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
-
-
-def _read_by(function: FunctionType, names: tuple[str, ...]) -> list[Any]:
-    """Return a function's code, its defaults, and the values that the code reads now."""
-    found: list[Any] = [function.__code__, function.__defaults__, *(function.__kwdefaults__ or {}).values()]
-    found += [function.__globals__.get(name, _ABSENT) for name in names]
-    return [*found, *(content_of(cell, _ABSENT) for cell in function.__closure__ or ())]
+def _parts_of(function: FunctionType) -> list[Any]:
+    """Return a function's code, its defaults, and the contents of its cells."""
+    cells = (content_of(cell, _ABSENT) for cell in function.__closure__ or ())
+    return [function.__code__, *_defaults_of(function), *cells]
 
 
 def content_of(cell: CellType, empty: Any = None) -> Any:

@@ -27,7 +27,7 @@ from ..calls.traced import result_dtype
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from ..families.operands import DEFAULT_EPS
 from ..families.plain_modules import LayerNorm
-from .function_state import State
+from .function_state import Reads
 from .probing import apart
 from .sums import is_bare, is_of_length, rounds_once, vectors_of
 
@@ -93,30 +93,30 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
         return None
     key = (function, positional, named)
     found = _found.get(key)
-    if found is not None and (found[0] is None or found[0].still()):
+    if found is not None and (found[0].names or found[0].still()):
         return found[1]
-    state: State | None = None
-    formula: Formula | None = None
-    try:
-        state = State(function)
-        formula = _formula_of(function, positional, named)
-    except ValueError as unlike:
-        logger.debug("%s is called, and not fused with the norm before it: %s", function.__name__, unlike)
+    reads = Reads(following=function)
+    formula = _formula_of(function, positional, named, reads)
+    if reads.names:
+        unseen = ", ".join(sorted(reads.names))
+        logger.debug("%s is called, and not fused with the norm before it: it reads %s", function.__name__, unseen)
+        formula = None
     # The oldest goes.
     if len(_found) >= _MOST_FUNCTIONS:
         _found.pop(next(iter(_found), key), None)
-    _found[key] = (state, formula)
+    _found[key] = (reads, formula)
     return formula
 
 
-# Functions without a state are never fused.
-_found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[State | None, Formula | None]] = {}
+# Functions that read what may change unseen are never fused.
+_found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[Reads, Formula | None]] = {}
 
 
-def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...]) -> Formula | None:
+def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...], reads: Reads) -> Formula | None:
     def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
         by_name: Mapping[str, torch.Tensor] = dict(zip(named, operands[positional:], strict=True))
-        return function(y, *operands[:positional], **by_name)
+        with reads:
+            return function(y, *operands[:positional], **by_name)
 
     formulas = (Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False)))
     with apart():

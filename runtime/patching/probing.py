@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from numbers import Real
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .function_state import Reads
 from .huggingface import CastOrder
 from .report import LeftAloneError
 
@@ -48,33 +48,61 @@ EPSILON_NAMES = ("variance_epsilon", "eps")
 _FORMULA = "weight * x / sqrt(mean(x**2) + eps)"
 
 
-def calls_only(module: torch.nn.Module, base: type[torch.nn.Module]) -> bool:
+def calls_only(module: torch.nn.Module, base: Any) -> bool:
     """Return True if a module's forward is its base class's: one call of torch's function on its parameters.
 
     A twin without hooks is tried in training and in evaluation, in fp32 and bf16, with autocast and without.
+
+    Raises:
+        LeftAloneError: it is, and the forward reads values that may change. Flags of the module are taken as they are.
     """
+    reads = Reads(*type(module).__mro__)
     try:
         _check_class(type(module))
         if len(inspect.signature(module.forward).parameters) != 1:
             return False
         with apart():
-            return all(_calls_alike(module, base, *mode) for mode in product((True, False), _TYPES))
+            if not all(_calls_alike(module, base, reads, dtype, mode) for dtype, mode in product(_TYPES, _MODES)):
+                return False
+            for name, value in _attributes_of(module, _KEPT | {*base.__constants__}):
+                if not (isinstance(value, bool) or _ignores(module, base, name)):
+                    reads.names.add(name)
     except Exception:  # A model's forward may raise anything.
         return False
+    _refuse_reads(reads.names)
+    return True
+
+
+def _refuse_reads(names: Iterable[str]) -> None:
+    """Refuse a forward that reads values which may change, by their names."""
+    if names:
+        raise LeftAloneError(f"its forward reads {', '.join(sorted(names))}, and ours would not see that change")
 
 
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training: bool, dtype: torch.dtype) -> bool:
-    twin = _twin(module, _ones(module._parameters, dtype), {"training": training})
+def _ignores(module: torch.nn.Module, base: Any, name: str) -> bool:
+    """Return True if a forward is its base class's also where an attribute cannot be read."""
+    try:
+        return _calls_alike(module, base, Reads(), torch.float32, _MODES[1] | {name: _UNREADABLE})
+    except Exception:  # A model's forward may raise anything.
+        return False
+
+
+def _calls_alike(
+    module: torch.nn.Module, base: Any, reads: Reads, dtype: torch.dtype, attributes: dict[str, Any]
+) -> bool:
+    twin = _twin(module, _ones(module._parameters, dtype), attributes)
     sizes = (2, twin.num_channels, 3) if isinstance(module, torch.nn.GroupNorm) else (2, 3, *twin.normalized_shape)
     # Numbers that a cast to fewer bits rounds.
     x = torch.ones(sizes, dtype=dtype).cumsum(-1).sin()
     forwards = (type(twin).forward, base.forward)
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            one, other = (forward(twin, x) for forward in forwards)
+            with reads:
+                one = forwards[0](twin, x)
+            other = base.forward(twin, x)
             calls = [_calls_of(forward, twin, x, upcasts=base is torch.nn.LayerNorm) for forward in forwards]
         # This raises where the dtypes differ.
         if not torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) or None in calls or calls[0] != calls[1]:
@@ -327,6 +355,7 @@ class _Trial:
         generator = torch.Generator("cpu").manual_seed(0)
         count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
         self.module, self.input, self.has_weight = module, given, held is not None
+        self.reads = Reads(*type(module).__mro__)
         self.rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
         # Rows of every size down to that of eps, so that eps must be in its place.
         self.rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
@@ -343,8 +372,8 @@ class _Trial:
         before, versions = dict(vars(twin)), (x._version, weight._version)
         # Either way of passing x is used.
         by_name = not twin.training and self.input.kind is not inspect.Parameter.POSITIONAL_ONLY
-        with torch.set_grad_enabled(twin.training):
-            forward = partial(type(twin).forward, twin)
+        forward = partial(type(twin).forward, twin)
+        with torch.set_grad_enabled(twin.training), self.reads:
             y = forward(**{self.input.name: x}) if by_name else forward(x)
         if (x._version, weight._version) != versions:
             raise LeftAloneError("its forward writes to its input or its weight")
@@ -420,23 +449,11 @@ _UNREADABLE: Any = type("_Unreadable", (), dict.fromkeys(("__bool__", "__eq__"))
 _RAISED = torch.zeros((), device="cpu")
 
 
-# The types of values that are no numbers, hold none, and do not change in place.
-_FIXED: tuple[Any, ...] = (type(None), str, torch.dtype, torch.device, Callable, ModuleType)
-
-
 def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     """Refuse a forward that reads more than its tensors and epsilon: our module would not see a change of the rest."""
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
-    held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
-    read = set()
-    # Our class is made without the hook of subclasses, which no forward calls.
-    for name in held.keys() - (_REPLACEABLE - {"forward"}) - {"__init_subclass__"}:
-        if isinstance(function := getattr(held[name], "__func__", held[name]), FunctionType):
-            cells, outside, *_ = inspect.getclosurevars(inspect.unwrap(function))
-            read |= {name for name, value in {**cells, **outside}.items() if not isinstance(value, _FIXED)}
-    for (name, value), mode in product((held | vars(trial.module)).items(), _MODES):
-        if name in _KEPT | {epsilon_name} or name[:2] == "__" or value is None or hasattr(type(value), "__get__"):
-            continue
+    read = set(trial.reads.names)
+    for (name, value), mode in product(_attributes_of(trial.module, _KEPT | {epsilon_name}), _MODES):
         changed, allowed = _UNREADABLE, [_outcome(trial, weight, mode)]
         if isinstance(value, bool):
             # A flag may say whether there is a weight.
@@ -445,8 +462,15 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
             changed, allowed = n + 1 if value == n else (n + 1,), [*allowed, _RAISED]
         if not any(_agree(_outcome(trial, weight, mode | {name: changed}), each) for each in allowed):
             read.add(name)
-    if read:
-        raise LeftAloneError(f"its forward reads {', '.join(sorted(read))}, and ours would not see that change")
+    _refuse_reads(read)
+
+
+def _attributes_of(module: torch.nn.Module, known: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield what a module and its own classes hold, but None, methods, and what is known."""
+    held = {name: value for cls in reversed(_own(type(module))) for name, value in vars(cls).items()} | vars(module)
+    for name, value in held.items():
+        if not (name in known or name[:2] == "__" or value is None or hasattr(type(value), "__get__")):
+            yield name, value
 
 
 def _outcome(trial: _Trial, weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:

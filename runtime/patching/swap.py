@@ -13,7 +13,7 @@ import torch
 
 from ..compiled import switch
 from ..dtypes import FLOATS
-from ..errors import PatchError
+from ..errors import DTypeError, PatchError
 from ..families.group.functions import GroupNorm, GroupNormSequential
 from ..families.plain_modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from ..families.replaced import ORIGINAL, class_for
@@ -117,7 +117,11 @@ def patch(
     Returns:
         A report of the modules that were swapped, skipped and fused, and of those that may bypass their norms; `print`
         shows the report as a table.
+
+    Raises:
+        DTypeError: the model is no torch.nn.Module.
     """
+    _check_model(model)
     rows: list[Any] = []
     with _lock:
         with warnings.catch_warnings():
@@ -148,6 +152,11 @@ def patch(
     return Patch(*groups)
 
 
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise DTypeError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+
+
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class that a block had before its adds were fused."""
     return cls.block_class() if issubclass(cls, FusedBlock) else cls
@@ -166,8 +175,10 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
         The modules that were swapped back.
 
     Raises:
+        DTypeError: the model is no torch.nn.Module.
         PatchError: other code replaced a module's class or forward since; no module was changed.
     """
+    _check_model(model)
     with _lock:
         found = []
         # Modules that share a class keep sharing a class, as under fully_shard.

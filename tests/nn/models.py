@@ -329,26 +329,6 @@ class FiniteOutputRMSNorm(LlamaRMSNorm):
         return torch.nan_to_num(super().forward(x))
 
 
-class MultipliedRMSNorm(LlamaRMSNorm):
-    """Reads a factor that is 1 at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiplier = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.multiplier
-
-
-class BoundedRMSNorm(LlamaRMSNorm):
-    """Reads a bound that nothing reaches at first, from its class."""
-
-    bound = float("inf")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-self.bound, self.bound))
-
-
 def reading(factor: Callable[[Any], Any], **held: object) -> Callable[[], torch.nn.Module]:
     """Return what makes an RMSNorm that holds some attributes and multiplies by what a function reads of it."""
 
@@ -369,6 +349,8 @@ SCALE, SCALES = 1.0, [1.0]
 
 class GlobalRMSNorm(LlamaRMSNorm):
     """Reads two factors from its module."""
+
+    scale = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * SCALE * SCALES[0]

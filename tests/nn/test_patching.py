@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+import os
+import re
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace as Namespace
 from typing import Any
 
@@ -467,6 +471,85 @@ def lazy() -> torch.nn.Module:
     return module
 
 
+SETTINGS = Namespace(scale=1.0)
+
+
+def of_a_list(m: Any, kept: list[float] = [1.0]) -> float:  # noqa: B006  # what the test is about
+    return kept[0]
+
+
+def of_settings(m: Any, *, kept: Any = SETTINGS) -> Any:
+    return kept.scale
+
+
+def of_itself(m: Any) -> Any:
+    own: Any = of_itself.scale  # type: ignore[attr-defined]  # set below
+    return own
+
+
+vars(of_itself)["scale"] = 1.0
+ONE = 1.0
+
+
+def of_a_global(m: Any) -> float:
+    return ONE
+
+
+def enclosed(scale: float) -> Callable[[Any], float]:
+    return lambda m: scale
+
+
+# Ways to read a number that is 1 now, each with a name that the report holds.
+READ: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a helper's global": (lambda m: of_a_global(m), "ONE"),
+    "a helper's global, in a generator": (lambda m: sum(of_a_global(each) for each in (m,)), "ONE"),
+    "a factor": (lambda m: m.multiplier, "multiplier"),
+    "a bound, of its class": (lambda m: m.bound, "bound"),
+    "a factor of a config": (lambda m: m.config.scale, "config"),
+    "a class's attribute": (lambda m: models.GlobalRMSNorm.scale, "models.GlobalRMSNorm.scale"),
+    "its class's attribute": (lambda m: m.__class__.scale, "__class__.scale"),
+    "its type's attribute": (lambda m: type(m).scale, "type"),
+    "another module's global": (lambda m: models.SCALE, "models.SCALE"),
+    "a module in a variable": (lambda m: getattr(models, "SCALE"), "models"),  # noqa: B009  # what the test is about
+    "a default": (lambda m: of_a_list(m), "of_a_list"),
+    "a keyword's default": (of_settings, "factor"),
+    "a closure": (enclosed(1.0), "scale"),
+    "a function's attribute": (of_itself, "of_itself.scale"),
+    "a partial": (lambda m: PARTIAL(m), "PARTIAL"),
+    "the environment": (lambda m: float(os.environ.get("SCALE", 1)), "os.environ.get"),
+    "the environment, by a function": (lambda m: float(os.getenv("SCALE", 1)), "environ.get"),
+    "a flag of torch's": (lambda m: 2 if torch.backends.cudnn.benchmark else 1, "torch.backends.cudnn.benchmark"),
+    "the default dtype": (lambda m: 1 if torch.get_default_dtype() is torch.float32 else 2, "torch.get_default_dtype"),
+    "autocast": (lambda m: 1 if torch.is_autocast_enabled("cpu") else 1.0, "torch.is_autocast_enabled"),
+    "a global that it imports": (lambda m: __import__("tests.nn.models").nn.models.SCALE, "__import__"),
+}
+PARTIAL: Any = partial(max, 1.0, key=lambda each: 1)
+
+
+@pytest.mark.parametrize("case", READ.values(), ids=[name.replace(" ", "_") for name in READ])
+@pytest.mark.parametrize("base", [models.LlamaRMSNorm, models.RenamedLayerNorm])
+def test_what_may_change_unseen_is_not_read(base: Any, case: tuple[Callable[[Any], Any], str]) -> None:
+    factor, name = case
+
+    class Reading(base):  # type: ignore[misc]  # a parameter
+        scale, bound, config = 1.0, 1.0, SETTINGS
+
+        def __init__(self) -> None:
+            super().__init__(WIDTH)
+            self.multiplier = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x if factor(self) == 1 else 2 * x)
+            return y
+
+    module = Reading()
+    ((_, _, reason),) = normforge.patch(module).skipped
+    assert re.fullmatch(
+        rf"its forward reads (\w.*, )?{re.escape(name)}(, .*)?, and ours would not see that change", reason
+    )
+    assert type(module) is Reading
+
+
 SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "weight offset": (models.HalfOffsetRMSNorm, "computes something else"),
     "rounded offset": (models.RoundedOffsetRMSNorm, "computes something else"),
@@ -502,12 +585,6 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "clipped output": (models.OutputClippingRMSNorm, "very large or small numbers"),
     "finite input": (models.FiniteRMSNorm, "it may clip them"),
     "finite output": (models.FiniteOutputRMSNorm, "it may clip them"),
-    "a factor": (models.MultipliedRMSNorm, "its forward reads multiplier, and ours would not see"),
-    "a bound": (models.BoundedRMSNorm, "its forward reads bound, and ours would not see"),
-    "a factor of a config": (
-        models.reading(lambda m: m.config.scale, config=Namespace(scale=1.0)),
-        "its forward reads config",
-    ),
     "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
     "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
     "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
@@ -542,6 +619,14 @@ def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], t
     assert dict(vars(model[1])) == attributes
 
 
+HALVES = (torch.float16, torch.bfloat16)
+_accelerator_available = False
+
+
+def one_of(m: Any, one: int = 1) -> int:
+    return max([one, *(one for _ in range(2))])
+
+
 TAKEN = {
     "the length of rows": models.reading(
         lambda m: functional.rms_norm(m.weight, (m.size,)).isnan().logical_not(), size=WIDTH
@@ -552,6 +637,9 @@ TAKEN = {
     "a flag that changes nothing": models.reading(lambda m: 1.0 if m.fast else 1, fast=False),
     "a flag that says whether there is a weight": models.OptionallyWeightedRMSNorm,
     "what is None": models.reading(lambda m: 1 if m.groups is None else 0, groups=None),
+    "constants of a library": models.reading(lambda m: 1 if math.pi < torch.inf and HALVES else 0),
+    "a helper without state": models.reading(lambda m: sum(one_of(m) for _ in range(1))),
+    "what is installed": models.reading(lambda m: 2 if _accelerator_available else 1),
     "what it does not read": models.reading(lambda m: 1, config=Namespace(scale=1.0), scale=2.0, kept=[1.0]),
 }
 
@@ -560,6 +648,15 @@ TAKEN = {
 def test_what_changes_no_result_may_be_read(make: Callable[[], torch.nn.Module]) -> None:
     module = make()
     assert len(normforge.patch(module).swapped) == 1
+
+
+@pytest.mark.parametrize(
+    "model", [None, torch.nn.LayerNorm, [torch.nn.LayerNorm(WIDTH)]], ids=["None", "class", "list"]
+)
+@pytest.mark.parametrize("function", [normforge.patch, normforge.unpatch], ids=["patch", "unpatch"])
+def test_what_is_no_module_is_refused(function: Callable[[Any], Any], model: Any) -> None:
+    with pytest.raises(normforge.errors.DTypeError, match=f"^model is a {type(model).__name__}; it takes a torch.nn.M"):
+        function(model)
 
 
 def test_what_is_no_norm_is_not_reported() -> None:
