@@ -1,11 +1,12 @@
-"""Cells and suites: a cell is one timed problem, a suite a table of cells and how they are timed."""
+"""Cells and suites: a cell is one timed problem of a family, a suite a table of cells and how they are timed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -122,6 +123,11 @@ class Cell:
         return (self.m // self.heads[0], self.heads[0]) if self.heads[0] else (self.m,)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of x."""
+        return (*self.leading, self.n)
+
+    @property
     def id(self) -> str:
         """The cell's name, unique within its suite: `add_quant/ln_bf16_int8_sdq/16384x8192`."""
         return f"{self.task.value}/{self.kind}/{self.m}x{self.n}"
@@ -138,6 +144,181 @@ class Cell:
     def copy_bytes(self) -> int:
         """Bytes that a copy of x reads and writes."""
         return 2 * self.m * self.n * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class GatedCell(Cell):
+    """A gated norm, activated by SiLU.
+
+    Attributes:
+        gate_first: whether what is normalised was gated, as Mamba2 has it.
+        columns: of a group that is normalised by itself; 0 is all.
+        projected: whether x and the gate are halves of one tensor, and so rows on a stride of twice their length.
+    """
+
+    gate_first: bool = False
+    columns: int = 0
+    projected: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `rms_bf16_first_g1024`."""
+        words = (
+            "first" if self.gate_first else "",
+            f"g{self.columns}" if self.columns else "",
+            "projected" if self.projected else "",
+        )
+        return "_".join(filter(None, (super().kind, *words)))
+
+
+@dataclass(frozen=True)
+class GroupCell(Cell):
+    """GroupNorm of one shape.
+
+    Attributes:
+        shape: x's.
+        groups: of a sample.
+        channels_last: whether channels are innermost.
+        silu: whether SiLU follows.
+    """
+
+    shape: tuple[int, ...] = ()
+    groups: int = 32
+    channels_last: bool = False
+    silu: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `gn_bf16_silu_last`."""
+        words = ("gn", self.dtype, "silu" if self.silu else "", "last" if self.channels_last else "")
+        return "_".join(filter(None, words))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape with as many samples as there are rows for."""
+        return (max(1, self.m // self.groups), *self.shape[1:])
+
+    @property
+    def id(self) -> str:
+        """The cell's name, unique within its suite: `group/gn_bf16_silu/2x320x64x64`."""
+        return f"{self.task.value}/{self.kind}/{'x'.join(map(str, self.sizes))}"
+
+
+def cell_of(
+    task: Task, shape: tuple[int, ...], *, channels_last: bool, silu: bool, groups: int = 32, dtype: str = "bf16"
+) -> GroupCell:
+    """Return a cell, in the part of its suite that its task and layout name."""
+    m = shape[0] * groups
+    part = f"{'backward' if task is Task.GROUP_BACKWARD else 'forward'}{', channels last' if channels_last else ''}"
+    options: dict[str, Any] = {"shape": shape, "groups": groups, "channels_last": channels_last, "silu": silu}
+    return GroupCell(task, Norm.LAYER, m, math.prod(shape) // m, dtype, group=part, **options)
+
+
+@dataclass(frozen=True)
+class ModulatedCell(Cell):
+    """A modulated norm without a weight, as DiT has it.
+
+    Attributes:
+        samples: of which the rows are, as many of each.
+        gated: whether x is gated by sample and a residual added first, and the sum returned too.
+    """
+
+    samples: int = 32
+    gated: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `ln_bf16_gated`."""
+        return "_".join(filter(None, (super().kind, "gated" if self.gated else "")))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The shape of x but for its columns."""
+        samples = min(self.samples, self.m)
+        return samples, self.m // samples
+
+    @property
+    def bytes_moved(self) -> int:
+        """Whole tensors only, each once.
+
+        Forward x and y, and of a gated cell the residual and the sum. Backward x, dy and dx; of a gated cell the sum
+        and its gradient are read too, and the residual's gradient is written.
+        """
+        whole = 3 if self.task is Task.MODULATED_BACKWARD else 2
+        gated = 3 if self.task is Task.MODULATED_BACKWARD else 2
+        rows = self.leading[0] * self.leading[1]
+        return rows * self.n * DTYPES[self.dtype].itemsize * (whole + (gated if self.gated else 0))
+
+
+@dataclass(frozen=True)
+class QuantisedCell(Cell):
+    """A norm of bf16 rows, quantised to fp8_e4m3fn.
+
+    Attributes:
+        columns: of a group that has a scale; 0 is a scale a row.
+        column_major: whether scales of a group's rows lie side by side.
+        packed: whether scales are powers of two, of which four exponents make an int32.
+        static: whether one scale is given for all.
+        unquantised: whether y is returned in x's dtype too.
+    """
+
+    out_dtype: str = "fp8"
+    columns: int = 0
+    column_major: bool = False
+    packed: bool = False
+    static: bool = False
+    unquantised: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `rms_bf16_fp8_g128_column`."""
+        scales = "static" if self.static else f"g{self.columns}" if self.columns else "row"
+        words = (
+            "column" if self.column_major else "",
+            "packed" if self.packed else "",
+            "two" if self.unquantised else "",
+        )
+        return "_".join(filter(None, (self.norm.value, self.dtype, self.out_dtype, scales, *words)))
+
+    @property
+    def group_columns(self) -> int:
+        """How many columns share a scale."""
+        return self.columns or self.n
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales that are written."""
+        groups = self.m * -(-self.n // self.group_columns)
+        return 0 if self.static else groups * (1 if self.packed else 4)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Whole tensors, each once, and the scales that are written, which are 1 % of them in groups of 128."""
+        second = self.m * self.n * DTYPES[self.dtype].itemsize if self.unquantised else 0
+        return super().bytes_moved + second + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class Fp8Cell(Cell):
+    """A norm of fp8 rows, to bf16; weight and bias are bf16 too.
+
+    Attributes:
+        one_scale: whether all of x has one scale, and not each row its own.
+    """
+
+    dtype: str = "fp8"
+    out_dtype: str = "bf16"
+    one_scale: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `ln_fp8_bf16_row`."""
+        return f"{self.norm.value}_{self.dtype}_{self.out_dtype}_{'tensor' if self.one_scale else 'row'}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """X and y, each once; scales are 0.4 % of them at most, as rows are of 1024 and more."""
+        return self.m * self.n * (DTYPES[self.dtype].itemsize + DTYPES[self.out_dtype].itemsize)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,14 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .cells import DTYPES, Cell, Norm
-from .fp8_cells import Fp8Cell
-from .gated_cells import GatedCell
-from .group_cells import GroupCell
-from .modulated_cells import ModulatedCell
-from .quantised_cells import QuantisedCell
+from .cells import DTYPES, Cell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, Task
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
+QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # How likely elements are dropped where any are.
 DROPOUT_P = 0.1
@@ -35,14 +32,15 @@ class Inputs:
     cell: Cell
     x: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    smooth_scale: torch.Tensor | None
-    dy: torch.Tensor | None
-    mean: torch.Tensor | None
-    rstd: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    smooth_scale: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    modulation: tuple[torch.Tensor, ...] = ()
+    scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
     y_scale: torch.Tensor | None = None
     x_scale: torch.Tensor | None = None
 
@@ -56,116 +54,66 @@ class Inputs:
         """The dtype of y."""
         return DTYPES[self.cell.out_dtype or self.cell.dtype]
 
-    def operands(self) -> tuple[torch.Tensor, ...]:
-        """x, the gate if there is one, weight, and bias if there is one."""
-        return tuple(tensor for tensor in (self.x, self.gate, self.weight, self.bias) if tensor is not None)
+    def operands(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that have gradients, by name, in the order that functions take them in."""
+        modulated = isinstance(self.cell, ModulatedCell)
+        names = ("x", "scale", "shift", "gate", "residual") if modulated else ("x", "gate", "weight", "bias")
+        found = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def leaves(self) -> tuple[torch.Tensor, ...]:
+    def leaves(self) -> dict[str, torch.Tensor]:
         """Return these tensors as leaves of a new autograd graph, over the same memory."""
-        return tuple(tensor.detach().requires_grad_() for tensor in self.operands())
+        return {name: tensor.detach().requires_grad_() for name, tensor in self.operands().items()}
+
+    def of_outputs(self) -> list[torch.Tensor]:
+        """Return the gradients of y and of a gated branch's sum. The sum's may be any rows, so the residual serves."""
+        modulated = isinstance(self.cell, ModulatedCell)
+        return [given for given in (self.dy, self.residual if modulated else None) if given is not None]
 
 
 def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
     """Draw a cell's tensors; the same ones for the same cell and copy."""
-    if isinstance(cell, GroupCell):
-        return _group_inputs(cell, device, copy)
-    if isinstance(cell, ModulatedCell):
-        return _modulated_inputs(cell, device, copy)
-    if isinstance(cell, Fp8Cell):
-        return _fp8_inputs(cell, device, copy)
-    dtype, shape = DTYPES[cell.dtype], (*cell.leading, cell.n)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
+    dtype = DTYPES[cell.out_dtype if isinstance(cell, Fp8Cell) else cell.dtype]
+    shape = cell.sizes
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
-    def scale() -> torch.Tensor:
-        return torch.rand(cell.n, dtype=dtype, device=device, generator=generator) + 0.5
-
-    x = normal(*shape)
-    if cell.heads[0]:
-        x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
-    gate = None
-    if isinstance(cell, GatedCell):
-        gate = normal(*shape)
-        if cell.projected:
-            x, gate = normal(*cell.leading, 2 * cell.n).chunk(2, -1)
-    given = isinstance(cell, QuantisedCell) and cell.static
-    saved = cell.task.differentiates and gate is None
-    mean, rstd = statistics(x, cell.norm) if saved else (None, None)
-    return Inputs(
-        cell,
-        x,
-        weight=scale(),
-        bias=normal(cell.n) if cell.norm is Norm.LAYER else None,
-        residual=normal(*shape) if cell.task.adds else None,
-        smooth_scale=scale() if cell.smooth else None,
-        dy=normal(*shape) if cell.task.differentiates else None,
-        mean=mean,
-        rstd=rstd,
-        gate=gate,
-        y_scale=torch.full((1,), _GIVEN_SCALE, device=device) if given else None,
-    )
-
-
-def _group_inputs(cell: GroupCell, device: torch.device, copy: int) -> Inputs:
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
-
-    def normal(*size: int) -> torch.Tensor:
-        drawn = torch.randn(size, dtype=DTYPES[cell.dtype], device=device, generator=generator)
-        return drawn.movedim(1, -1).contiguous().movedim(-1, 1) if cell.channels_last else drawn
-
-    channels = cell.shape[1]
-    dy = normal(*cell.sizes) if cell.task.differentiates else None
-    weight, bias = (normal(1, channels)[0] for _ in range(2))
-    return Inputs(cell, normal(*cell.sizes), weight + 1, bias, None, None, dy, None, None)
-
-
-def _modulated_inputs(cell: ModulatedCell, device: torch.device, copy: int) -> Inputs:
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=DTYPES[cell.dtype], device=device, generator=generator)
-
-    shape = (*cell.leading, cell.n)
-    # Scale, shift and gate are chunks of what a linear layer makes of a sample's condition.
-    scale, shift, gate = normal(shape[0], 6 * cell.n).chunk(6, -1)[:3]
-    return Inputs(
-        cell,
-        normal(*shape),
-        weight=torch.ones(cell.n, device=device),
-        bias=None,
-        residual=normal(*shape) if cell.gated else None,
-        smooth_scale=None,
-        dy=normal(*shape) if cell.task.differentiates else None,
-        mean=None,
-        rstd=None,
-        modulation=(scale, shift, gate) if cell.gated else (scale, shift),
-    )
-
-
-def _fp8_inputs(cell: Fp8Cell, device: torch.device, copy: int) -> Inputs:
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
-    dtype = DTYPES[cell.out_dtype]
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=dtype, device=device, generator=generator)
-
-    def scale(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    def scale(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.rand(size, dtype=dtype, device=device, generator=generator) + 0.5
 
-    return Inputs(
-        cell,
-        normal(*cell.leading, cell.n).to(DTYPES[cell.dtype]),
-        weight=scale(cell.n, dtype=dtype),
-        bias=normal(cell.n) if cell.norm is Norm.LAYER else None,
-        residual=None,
-        smooth_scale=None,
-        dy=None,
-        mean=None,
-        rstd=None,
-        x_scale=scale(1 if cell.one_scale else cell.m, 1, dtype=torch.float32),
-    )
+    def whole() -> torch.Tensor:
+        drawn = normal(*shape)
+        last = isinstance(cell, GroupCell) and cell.channels_last
+        return drawn.movedim(1, -1).contiguous().movedim(-1, 1) if last else drawn
+
+    x, given = whole(), dict[str, Any]()
+    columns = shape[1] if isinstance(cell, GroupCell) else cell.n
+    if cell.heads[0]:
+        x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
+    if isinstance(cell, GatedCell):
+        x, given["gate"] = normal(*cell.leading, 2 * cell.n).chunk(2, -1) if cell.projected else (x, whole())
+    elif isinstance(cell, ModulatedCell):
+        # Scale, shift and gate are chunks of what a linear layer makes of a sample's condition.
+        given["scale"], given["shift"], gate = normal(shape[0], 6 * cell.n).chunk(6, -1)[:3]
+        given |= {"gate": gate, "residual": whole()} if cell.gated else {}
+    elif isinstance(cell, Fp8Cell):
+        x = x.to(DTYPES[cell.dtype])
+        given["x_scale"] = scale(1 if cell.one_scale else cell.m, 1, dtype=torch.float32)
+    elif isinstance(cell, QuantisedCell) and cell.static:
+        given["y_scale"] = torch.full((1,), _GIVEN_SCALE, device=device)
+    if cell.task.adds:
+        given["residual"] = whole()
+    if cell.task.differentiates:
+        given["dy"] = whole()
+    if cell.task is Task.BACKWARD:
+        given["mean"], given["rstd"] = statistics(x, cell.norm)
+    if cell.smooth:
+        given["smooth_scale"] = scale(columns)
+    if cell.norm is Norm.LAYER:
+        given["bias"] = normal(columns)
+    return Inputs(cell, x, weight=scale(columns), **given)
 
 
 def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -6,24 +6,18 @@ are those of a usable result; the test suite holds normforge itself to tighter o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
-from . import gates, groups, modulations
-from .cells import Norm, Task
-from .gated_cells import GatedCell
-from .group_cells import GroupCell
-from .inputs import DROPOUT_P, Inputs, chunks
-from .modulated_cells import ModulatedCell
-from .quantised_cells import QuantisedCell
+from .cells import Cell, Fp8Cell, QuantisedCell, Task
+from .expressions import expression
+from .inputs import DROPOUT_P, QMAX, Inputs, chunks
 
 # Relative to each value, and to the root mean square of its tensor: about two roundings of the dtype.
 TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-
-QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # One step of int8, and of fp8_e4m3fn the distance of neighbours: an eighth of the value, 2**-9 near zero.
 _STEPS = {torch.int8: (0.0, 1.1), torch.float8_e4m3fn: (0.13, 2.0**-9)}
@@ -34,21 +28,59 @@ class WrongOutputError(Exception):
 
 
 def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Every output of the cell's task: values in fp32, y before it is quantised."""
-    if isinstance(inputs.cell, GroupCell):
-        return groups.expect(inputs)
-    if isinstance(inputs.cell, GatedCell):
-        return gates.expect(inputs)
-    if isinstance(inputs.cell, ModulatedCell):
-        return modulations.expect(inputs)
-    if inputs.dy is not None:
-        return _gradients(inputs)
+    """Every output of the cell's task, by its family's formula in fp64: values in fp32, y before it is quantised."""
+    cell, x, found = inputs.cell, inputs.x, dict[str, torch.Tensor]()
     if inputs.x_scale is not None:
-        inputs = replace(inputs, x=inputs.x.float() * inputs.x_scale)
-    values = _values(inputs)
-    if isinstance(inputs.cell, QuantisedCell) and inputs.cell.unquantised:
-        values["unquantised"] = values["y"]
-    return values
+        x = x.float() * inputs.x_scale
+    if cell.task.adds and inputs.residual is not None:
+        # The norm is of the sum as it is stored.
+        x = (x.float() + inputs.residual.float()).to(inputs.residual.dtype)
+        found["residual_out"] = x.float()
+    found |= _differentiated(replace(inputs, x=x))
+    if isinstance(cell, QuantisedCell) and cell.unquantised:
+        found["unquantised"] = found["y"]
+    return found
+
+
+def _differentiated(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Return y, and the sum of a gated branch, or the gradients of operands; some rows at a time."""
+    differentiates = inputs.dy is not None
+    operands, given = inputs.operands(), inputs.of_outputs()
+    vectors = {name: operands[name].double() for name in ("weight", "bias") if name in operands}
+    rows: dict[str, list[torch.Tensor]] = {}
+    sums = {name: torch.zeros_like(vector) for name, vector in vectors.items() if differentiates}
+    for some in chunks(inputs.x):
+        leaves = {name: vectors[name] if name in vectors else each[some].double() for name, each in operands.items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_(differentiates)
+        outputs = _formula(inputs)(leaves)
+        made = dict(zip(("y", "residual_out"), outputs, strict=False))
+        if differentiates:
+            of = torch.autograd.grad(outputs, tuple(leaves.values()), [dy[some].double() for dy in given])
+            made = dict(zip(leaves, of, strict=True))
+        for name, tensor in made.items():
+            if name in sums:
+                sums[name] += tensor
+            else:
+                rows.setdefault(name, []).append(tensor.float())
+    found = {name: torch.cat(parts) for name, parts in rows.items()} | {name: one.float() for name, one in sums.items()}
+    return {f"d{name}": tensor for name, tensor in found.items()} if differentiates else found
+
+
+def _formula(inputs: Inputs) -> Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """Return a cell's outputs but for the sum and the quantisation, which the oracle takes by itself."""
+    cell = inputs.cell
+    if type(cell) in (QuantisedCell, Fp8Cell) or cell.task.adds or cell.task.quantises:
+        inputs = replace(inputs, cell=Cell(Task.FORWARD, cell.norm, cell.m, cell.n))
+
+    def run(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        function, arguments = expression(inputs, tensors)
+        made = function(*arguments)
+        if inputs.smooth_scale is not None:
+            made = made * inputs.smooth_scale
+        return made if isinstance(made, tuple) else (made,)
+
+    return run
 
 
 def check(
@@ -83,7 +115,7 @@ def check(
 
 
 def _of_the_mask(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Return the `_values` for a provider's own mask: a sum without x where that sum is nearer than one with x."""
+    """Return what is expected for a provider's own mask: a sum without x where that sum is nearer than one with x."""
     got, residual = outputs.get("residual_out"), inputs.residual
     assert residual is not None
     if got is None or got.shape != residual.shape:
@@ -96,45 +128,7 @@ def _of_the_mask(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> dict[st
     slack = small + 5 * (DROPOUT_P / mask.numel()) ** 0.5
     if abs(rate - DROPOUT_P) > slack:
         raise WrongOutputError(f"a share of {rate:.4f} is dropped, not {DROPOUT_P}")
-    return _values(replace(inputs, x=kept * mask))
-
-
-def _values(inputs: Inputs) -> dict[str, torch.Tensor]:
-    x, residual = inputs.x, inputs.residual
-    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    total = None if residual is None else torch.empty_like(y)
-    for rows in chunks(x):
-        s = x[rows].double()
-        if residual is not None and total is not None:
-            # The norm is of the sum as it is stored.
-            total[rows] = (x[rows].float() + residual[rows].float()).to(residual.dtype)
-            s = total[rows].double()
-        if inputs.cell.norm is Norm.LAYER:
-            s = s - s.mean(-1, keepdim=True)
-        z = s * (s.square().mean(-1, keepdim=True) + inputs.eps).rsqrt() * inputs.weight
-        if inputs.bias is not None:
-            z = z + inputs.bias
-        y[rows] = z if inputs.smooth_scale is None else z * inputs.smooth_scale
-    return {"y": y} if total is None else {"y": y, "residual_out": total}
-
-
-def _gradients(inputs: Inputs) -> dict[str, torch.Tensor]:
-    x, dy, rstd = inputs.x, inputs.dy, inputs.rstd
-    assert dy is not None
-    assert rstd is not None
-    dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    dweight, dbias = (torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device) for _ in range(2))
-    for rows in chunks(x):
-        r = rstd[rows].double().unsqueeze(-1)
-        mean = 0.0 if inputs.mean is None else inputs.mean[rows].double().unsqueeze(-1)
-        h, d = (x[rows].double() - mean) * r, dy[rows].double()
-        g = d * inputs.weight
-        shift = g.mean(-1, keepdim=True) if inputs.mean is not None else 0.0
-        dx[rows] = (g - h * (g * h).mean(-1, keepdim=True) - shift) * r
-        dweight += (d * h).flatten(0, -2).sum(0)
-        dbias += d.flatten(0, -2).sum(0)
-    found = {"dx": dx, "dweight": dweight.float(), "dbias": dbias.float()}
-    return found if inputs.bias is not None else {name: found[name] for name in ("dx", "dweight")}
+    return expect(replace(inputs, x=kept * mask))
 
 
 def _check_close(name: str, got: torch.Tensor, want: torch.Tensor, allowance: float) -> None:

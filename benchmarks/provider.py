@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +31,62 @@ class Prepared(NamedTuple):
 
 
 Builder = Callable[[Inputs], Prepared]
+Builders = dict[tuple[Task, Norm], Builder]
+# Binds a peer's function to a cell's operands, or to leaves in their place: what is returned is called and timed.
+Bind = Callable[[Inputs, Mapping[str, torch.Tensor]], Callable[[], Any]]
+
+# Tasks of plain norms that a function with gradients serves.
+RECORDED = (Task.GRAD_FORWARD, Task.GRAD_BOTH)
+DIFFERENTIABLE = (Task.FORWARD, Task.BACKWARD, *RECORDED)
+_OUTPUTS = {
+    **dict.fromkeys((Task.ADD, Task.DROP_ADD, Task.MODULATED), ("y", "residual_out")),
+    Task.QUANT: ("y", "y_scale"),
+    Task.ADD_QUANT: ("y", "y_scale", "residual_out"),
+}
+
+
+def calls(
+    bind: Bind,
+    tasks: Iterable[Task],
+    norms: Iterable[Norm] = tuple(Norm),
+    allowances: Mapping[Task, float] = MappingProxyType({}),
+) -> Builders:
+    """Return builders of a function's calls: forward, recorded, backward alone, and both.
+
+    Of a backward pass alone only autograd's engine is timed, on a graph that was recorded before and is kept.
+
+    Args:
+        bind: binds the function.
+        tasks: those that it computes.
+        norms: those that it computes.
+        allowances: how many times the oracle's tolerance every output of a task may be off by.
+    """
+
+    def build(inputs: Inputs) -> Prepared:
+        task = inputs.cell.task
+        allowance = allowances.get(task, 1.0)
+        leaves = inputs.leaves() if task.differentiates or task in RECORDED else inputs.operands()
+        run = bind(inputs, leaves)
+        if not task.differentiates:
+            return Prepared(run, named(*_OUTPUTS.get(task, ("y",))), allowance)
+        gradients = named(*(f"d{name}" for name in leaves))
+        of, given = tuple(leaves.values()), inputs.of_outputs()
+        if task in RECORDED:
+            return Prepared(lambda: torch.autograd.grad(run(), of, given), gradients, allowance)
+        outputs = run()
+        return Prepared(lambda: torch.autograd.grad(outputs, of, given, retain_graph=True), gradients, allowance)
+
+    return dict.fromkeys(product(tasks, norms), build)
 
 
 def named(*names: str) -> Callable[[Any], dict[str, torch.Tensor]]:
-    """Name the tensors that a call returns, alone or as a tuple whose first ones those are."""
+    """Name the tensors that a call returns: alone, as a tuple whose first ones those are, or by name already."""
 
     def outputs(returned: Any) -> dict[str, torch.Tensor]:
+        if hasattr(returned, "_asdict"):
+            returned = returned._asdict()
+        if isinstance(returned, dict):
+            return returned
         values = (returned,) if isinstance(returned, torch.Tensor) else returned
         return dict(zip(names, values, strict=False))
 

@@ -1,6 +1,6 @@
-"""The providers: each module of this folder describes one peer, or several of one package.
+"""The providers: `peers` describes most, and other modules of this folder those that take more code.
 
-To add a peer, add a module with a tuple `PROVIDERS`. Nothing else has to know of it.
+To add a peer, add a row to a tuple `PROVIDERS`. Nothing else has to know of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..provider import Provider
 from ..results import CEILING, PROJECT
 
-# The order of tables and legends: peers by module, then the project, then the ceiling.
+# The order of tables and legends: peers by name, then the project, then the ceiling.
 _LAST = (PROJECT, CEILING)
 
 
@@ -21,7 +21,7 @@ def every_provider() -> dict[str, Provider]:
     """Every provider that is described here, present or not, by name."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     providers = [provider for module in modules for provider in module.PROVIDERS]
-    providers.sort(key=lambda provider: _LAST.index(provider.name) if provider.name in _LAST else -1)
+    providers.sort(key=lambda provider: (_LAST.index(provider.name) if provider.name in _LAST else -1, provider.name))
     return {provider.name: provider for provider in providers}
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..cells import Cell, Norm, Task
+from ..cells import Cell, Norm, QuantisedCell, Task
 from ..inputs import Inputs
 from ..provider import Prepared, Provider, load, named
-from ..quantised_cells import QuantisedCell
 
 _MODULE = "flashinfer.norm"
 # Scales of the kernel that quantises in groups lie in columns of a multiple of so many rows.

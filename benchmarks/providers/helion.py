@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ..cells import Cell, Norm, Task
+from ..cells import Cell, Norm, QuantisedCell, Task
 from ..inputs import Inputs
 from ..provider import Prepared, Provider, load, named
-from ..quantised_cells import QuantisedCell
 
 _MODULE = "benchmarks.pretuned"
 
@@ -25,7 +24,7 @@ def _rms_forward(inputs: Inputs) -> Prepared:
 
 
 def _rms_quantised(inputs: Inputs) -> Prepared:
-    cell, module, (x, weight) = inputs.cell, load(_MODULE), inputs.operands()
+    cell, module, (x, weight) = inputs.cell, load(_MODULE), (inputs.x, inputs.weight)
     columns, column_major = (cell.columns, cell.column_major) if isinstance(cell, QuantisedCell) else (0, False)
     groups = cell.n // columns if columns else 1
     # The sum is written over it; only the first call sees the drawn one.

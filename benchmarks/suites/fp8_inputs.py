@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..cells import Method, Norm, Suite, Task, rows_of
-from ..fp8_cells import Fp8Cell
+from ..cells import Fp8Cell, Method, Norm, Suite, Task, rows_of
 from .shapes import LARGE
 
 _LENGTHS = (1024, 4096, 8192, 16384)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..cells import Method, Norm, Suite, Task
-from ..gated_cells import GatedCell
+from ..cells import GatedCell, Method, Norm, Suite, Task
 from .shapes import OTHER_DTYPES
 
 _ROWS = 262144

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..cells import Method, Suite, Task
-from ..group_cells import GroupCell, cell_of
+from ..cells import GroupCell, Method, Suite, Task, cell_of
 
 # Shapes of a UNet at 64 by 64, guided and so with two samples, at each resolution; and of one in training.
 _UNET = ((2, 320, 64, 64), (2, 640, 32, 32), (2, 1280, 16, 16), (2, 1280, 8, 8), (16, 320, 64, 64))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..cells import Method, Norm, Suite, Task
-from ..modulated_cells import ModulatedCell
+from ..cells import Method, ModulatedCell, Norm, Suite, Task
 from .shapes import OTHER_DTYPES
 
 # 1152 is DiT-XL's, 3072 Flux's.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from ..cells import Method, Norm, Suite, Task
-from ..quantised_cells import QuantisedCell
+from ..cells import Method, Norm, QuantisedCell, Suite, Task
 
 _LENGTHS = (2048, 4096, 5120, 7168, 8192)
 _ROWS = (1024, 4096, 16384)

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.cells import DTYPES, Cell
-from benchmarks.gated_cells import GatedCell
-from benchmarks.group_cells import GroupCell, cell_of
+from benchmarks.cells import DTYPES, Cell, GatedCell, GroupCell, cell_of
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import TOLERANCES, expect
 from benchmarks.providers import every_provider

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cells import Cell, Norm, Task
+from benchmarks.cells import Cell, Norm, QuantisedCell, Task
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.oracle import expect
 from benchmarks.providers import every_provider, find_providers
-from benchmarks.quantised_cells import QuantisedCell
 from benchmarks.runner import prepare
 
 PEERS = ["flashinfer", "flashinfer-both"]
@@ -107,7 +106,7 @@ CELLS: dict[str, list[Cell]] = {
 
 
 def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in (*inputs.operands(), inputs.residual) if tensor is not None]
+    return [tensor.clone() for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
 
 
 @pytest.mark.parametrize("peer", PEERS)

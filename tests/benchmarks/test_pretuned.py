@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cells import Cell, Norm, Task
+from benchmarks.cells import Cell, Norm, QuantisedCell, Task
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import expect
 from benchmarks.providers import every_provider, find_providers
-from benchmarks.quantised_cells import QuantisedCell
 from benchmarks.runner import prepare
 
 PEER = "helion"
@@ -96,11 +95,11 @@ def test_its_kernels_compute_what_is_asked_of_them(checkout: Path) -> None:
     assert (list(present), absent) == ([PEER], {})
     for cell in CELLS:
         inputs = make_inputs(cell, torch.device("cpu"))
-        given = [tensor.clone() for tensor in (*inputs.operands(), inputs.residual) if tensor is not None]
+        given = [tensor.clone() for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
         (call,) = prepare(present[PEER], [inputs], expect(inputs))
         call()
         # Other providers are given the same ones.
-        left = [tensor for tensor in (*inputs.operands(), inputs.residual) if tensor is not None]
+        left = [tensor for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
         assert all(map(torch.equal, given, left)), cell.id
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cells import Cell, Norm, Task
-from benchmarks.group_cells import cell_of
+from benchmarks.cells import Cell, Norm, Task, cell_of
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import TOLERANCES, WrongOutputError, check, expect
 from benchmarks.provider import Prepared, Provider, named

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cells import Norm, Task
+from benchmarks.cells import Norm, QuantisedCell, Task
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.oracle import WrongOutputError, check, expect
 from benchmarks.providers import every_provider
-from benchmarks.quantised_cells import QuantisedCell
 from benchmarks.reach import Rule
 from benchmarks.reach import check as hold
 from benchmarks.suites import quantised, quantised_decode
