@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from ..call_kinds import FEW, CallKind
-from ..calls.plan import launcher_of
 from ..codegen.families import Kind as Shape
 from ..codegen.groups import AnyMode, GroupMode, mode_named
 from ..codegen.parameters import family_of
@@ -83,7 +82,7 @@ def _launchers(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[
         raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
     made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
-        yield entry, launcher_of(entry, recipe, target, None)
+        yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
 
 
 _ANEW = "the recording was changed, or written by another version of normforge; record anew"

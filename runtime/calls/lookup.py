@@ -62,12 +62,10 @@ class Lookup:
         record: records a call, given its operands, its options and what `launch.recorded_of` returns.
     """
 
-    def __init__(self, table: Table, plans_of: Any, **others: Any) -> None:
-        """Take the table, and what else a call of it needs."""
+    def __init__(self, table: Table, plans_of: Any, *, otherwise: Any, settled: Any, record: Any, output: type) -> None:
+        """Take the table, and what else a call of it needs; launches know the class of their outputs themselves."""
         self.table, self.plans_of = table, plans_of
-        get: Callable[[str], Any] = others.get
-        self.otherwise, self.settled = get("otherwise"), get("settled")
-        self.record = get("record")
+        self.otherwise, self.settled, self.record = otherwise, settled, record
         self._x = table.operands[table.x]
         self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
         self._places = picking([-1 if place == ABSENT else place for place in table.operands[table.inputs :]])

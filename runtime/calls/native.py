@@ -32,7 +32,7 @@ from ..codegen.parameters import (
     QUANTISED,
 )
 from ..codegen.tables import Table, table_of
-from ..codegen.values import Direction, Norm
+from ..codegen.values import Direction
 from ..selection import dispatch
 from ..upstream import native_launcher
 from ..upstream.torch_internals import dispatch_modes
@@ -51,8 +51,7 @@ SOURCE = Path(native_launcher.__file__).with_name("known.c")
 # Records a call: from its operands, its options and what was launched to what the call returns. By look-ups' names.
 Records = Mapping[str, Callable[..., Any]]
 
-_PLAIN_FAMILIES = (FORWARD, BACKWARD)
-_FUNCTIONS = {name: (family, norm) for family in _PLAIN_FAMILIES for norm, name in family.functions.items()}
+_FUNCTIONS = [(name, family, norm) for family in (FORWARD, BACKWARD) for norm, name in family.functions.items()]
 _FAMILIES = {
     "recorded": FORWARD,
     "added_ahead": FORWARD,
@@ -66,16 +65,13 @@ _FAMILIES = {
 }
 
 
-def _otherwise(family: Family, norm: Norm, table: Table) -> Callable[..., Any]:
+def _otherwise(family: Family, table: Table) -> Callable[..., Any]:
     def launched(key: Any, *arguments: Any) -> Any:
         start()
-        return first.first(family, norm.value, key, dict(zip(table.names, arguments, strict=True)))
+        assert table.norm is not None
+        return first.first(family, table.norm, key, dict(zip(table.names, arguments, strict=True)))
 
     return launched
-
-
-def _output(family: Family) -> type:
-    return LayerNormOutput if family.direction is Direction.FORWARD else NormGradients
 
 
 class Calls(SimpleNamespace):
@@ -105,16 +101,17 @@ def calls_among(
         records: record calls.
     """
     calls = Calls()
-    for name, (family, norm) in _FUNCTIONS.items():
-        table = table_of(family, norm)
-        draws, otherwise = family is FORWARD, _otherwise(family, norm, table)
+    for name, family, norm in (*_FUNCTIONS, *[(name, family, None) for name, family in _FAMILIES.items()]):
+        table, is_forward = table_of(family, norm), family.direction is Direction.FORWARD
         look_up = make(
-            table, plans_of, otherwise=otherwise, settled=partial(settled, draws=draws), output=_output(family)
+            table,
+            plans_of,
+            otherwise=_otherwise(family, table),
+            settled=partial(settled, draws=is_forward),
+            record=records.get(name),
+            output=LayerNormOutput if is_forward else NormGradients,
         )
-        setattr(calls, name, look_up.call)
-    for name, family in _FAMILIES.items():
-        own = make(table_of(family), plans_of, record=records.get(name), output=_output(family))
-        setattr(calls, name, own)
+        setattr(calls, name, look_up if norm is None else look_up.call)
     return calls
 
 
@@ -122,10 +119,9 @@ def _in_c(module: Any) -> Callable[..., Any]:
     """Return what makes look-ups of tables in C."""
 
     def make(table: Table, plans_of: Any, **others: Any) -> Any:
-        absent = dict.fromkeys(("otherwise", "settled", "record"))
         return module.Lookup(
             **table._asdict(),
-            **absent | others,
+            **others,
             plans_of=plans_of,
             plain=PLAIN,
             unreadable=UNREADABLE,

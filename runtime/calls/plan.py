@@ -23,7 +23,6 @@ from ..kernels.gpu import Target, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
-from ..selection.table import Entry
 from ..upstream.dynamo_guards import allocator, contiguous_strides
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
@@ -201,7 +200,7 @@ class Plan:
             sizes, name = self.sizes, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
         recipes = (*made.walkers, *([made.finisher] if made.finisher else ()))
-        launchers = tuple([launcher_of(self.entry, recipe, self._target, on) for recipe in recipes])
+        launchers = tuple([Launcher(self.entry.load(each.part), each, self._target, on) for each in recipes])
         launches = [launcher.launch for launcher in launchers if launcher.launch is not None]
         by_address = len(launches) == len(launchers)
         if not by_address:
@@ -288,11 +287,6 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
         found = (Plan(call, misaligned),)
         dispatch.remember(plans, key, found)
     return found[0]
-
-
-def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
-    """Return the launcher of a kernel of an instance; with no device, the kernel is described and not compiled."""
-    return Launcher(entry.load(recipe.part), recipe, target, device)
 
 
 def _rounds(recipe: Recipe, m: int, programs: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:

@@ -87,14 +87,14 @@ class Launched(NamedTuple):
     Attributes:
         backward: the calls of its family.
         plan: its plan.
-        parts: how many parts its rows are in.
+        at: see `Ready`.
         reads_own: whether kernels read the tensors that arrived, and no copies.
         results: the tensors that kernels wrote, in the order of the family's rows; None for what is not due.
     """
 
     backward: Backward
     plan: Plan
-    parts: int
+    at: Callable[[torch.Size], Sized | None]
     reads_own: bool
     results: tuple[torch.Tensor | None, ...]
 
@@ -170,7 +170,7 @@ def gradients(
     problem = backward.problem(saved, args, dy, dresidual_out, due)
     done = launched(backward, problem, saved[0].shape, args.weight_offset, learnt)
     made = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
-    learn(plans, learnt, done, made, args.weight_offset)
+    learn(plans, learnt, done, made)
     return made
 
 
@@ -196,12 +196,13 @@ def launched(
     misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]
     plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
     of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in backward.family.results]
-    numbers = m, backward.number(m, parts), weight_offset
-    sized = Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
+    sizes = _sizes(backward, plan, parts, of_sums, weight_offset)
+    sized = sizes(shape)
+    assert sized is not None
     own = at if learnt is None else backward.inputs(with_statistics(addresses_of(learnt[1]), sized.layout.to_rstd))
     # Kernels are not given what their mode does not read.
     reads_own = all(each == its or not row.is_wanted(mode) for row, each, its in zip(rows, at, own, strict=True))
-    return Launched(backward, plan, parts, reads_own, tuple(run_sized(plan, sized, at, read)))
+    return Launched(backward, plan, sizes, reads_own, tuple(run_sized(plan, sized, at, read)))
 
 
 def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[int]:
@@ -212,16 +213,10 @@ def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[
 _SHAPES = 64
 
 
-def _ready(done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]], weight_offset: float) -> Ready:
-    """Have calls be launched as one was.
-
-    Args:
-        done: the call that was launched.
-        order: for each operand the place of its gradient among the results, or their number for none.
-        of_sums: for each result its shape, if it is a sum.
-        weight_offset: what was added to weight.
-    """
-    backward, plan, parts, *_ = done
+def _sizes(
+    backward: Backward, plan: Plan, parts: int, of_sums: Sequence[Sequence[int]], weight_offset: float
+) -> Callable[[torch.Size], Sized | None]:
+    """Return `Ready.at` of calls whose rows are in so many parts; `of_sums` is for each result its shape as a sum."""
 
     @lru_cache(_SHAPES)
     def at(shape: torch.Size) -> Sized | None:
@@ -231,12 +226,10 @@ def _ready(done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]
         numbers = m, backward.number(m, parts), weight_offset
         return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
 
-    return Ready(plan, backward.inputs, itemgetter(*order), at)
+    return at
 
 
-def learn(
-    among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients, weight_offset: float
-) -> None:
+def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients) -> None:
     """Make calls known that are like one, unless kernels read copies or did not write the very gradients.
 
     Args:
@@ -244,15 +237,13 @@ def learn(
         learnt: see `looked_up_again`.
         done: the call that was launched.
         gradients: what the call returns.
-        weight_offset: what was added to weight.
     """
     places = [_place(gradient, done.results) for gradient in gradients]
     if learnt is None or not done.reads_own or None in places:
         return
     key, arrived = learnt
-    of_sums = [() if result is None else tuple(result.shape) for result in done.results]
-    order = [place for place in places if place is not None]
-    ready = _ready(done, order, of_sums, weight_offset)
+    order: Any = itemgetter(*[place for place in places if place is not None])
+    ready = Ready(done.plan, done.backward.inputs, order, done.at)
     remember(among, key, arrived, _free(done, arrived), addresses_of(arrived), ready)
 
 

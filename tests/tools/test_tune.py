@@ -384,21 +384,21 @@ def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pyte
     """Of as many samples as have eight rows, and by the tile that is on trial."""
     kind = next(kind for kind in EVERY_CLASS if kind.name == name)
     case = Case(kind, N128, Size.LARGE)
-    launched: list[Launched] = []
+    launched: list[tuple[Launched, int]] = []
     launch = row_gradients.launched
 
     def told(*given: Any) -> Launched:
-        launched.append(launch(*given))
-        return launched[-1]
+        launched.append((launch(*given), given[1].parts))
+        return launched[-1][0]
 
     monkeypatch.setattr(row_gradients, "launched", told)
     run, tile = case.run(70, CARD.device), case.tiles(CARD.device)[-1]
     with tile_trials.tiled(Trial(case, tile)):
         assert run.entry().mode == case.mode.name
         findings = run.validate(run.call())
-    (done,) = launched
+    ((done, parts),) = launched
     constants = dict(done.plan.prepared(70).launchers[0].key.arguments)
-    assert (constants["BLOCK"], constants["ROWS"], done.parts) == (tile.block, tile.rows, 7)
+    assert (constants["BLOCK"], constants["ROWS"], parts) == (tile.block, tile.rows, 7)
     assert case.mode.is_backward
     dy, *_ = run.operands
     assert isinstance(dy, torch.Tensor)
