@@ -135,30 +135,23 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fresh_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_table(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher of a process that has loaded and generated nothing; afterwards everything is as it was."""
-    from normforge.selection import dispatch
-
-    monkeypatch.setattr(dispatch, "_loaded", None)
-    monkeypatch.setattr(dispatch, "_generated", {})
-    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr("normforge.selection.dispatch._loaded", None)
+    monkeypatch.setattr("normforge.selection.dispatch._generated", {})
 
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatcher that knows no call of an earlier test."""
-    from normforge.selection import dispatch
-
-    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr("normforge.selection.dispatch.plans", {})
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has compiled and loaded no kernel and may compile any; no folder of kernels is in use."""
-    from normforge.kernels import binaries, obtain
-
-    monkeypatch.setattr(obtain, "_compiled", {})
-    monkeypatch.setattr(binaries, "_folder", None)
+    monkeypatch.setattr("normforge.kernels.obtain._compiled", {})
+    monkeypatch.setattr("normforge.kernels.binaries._folder", None)
     for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT", "TRITON_ALWAYS_COMPILE"):
         monkeypatch.delenv(variable, raising=False)
 

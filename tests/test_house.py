@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_773,
+    "all by hand": 13_772,
     "C": 800,
     "emitted": 931,
     "ahead_of_time": 740,
@@ -46,7 +46,7 @@ MOST_CODE_LINES = {
     "compiled": 662,
     "integrations": 380,
     "jax": 597,
-    "kernels": 1_111,
+    "kernels": 1_110,
     "normforge": 501,
     "operators": 527,
     "override": 211,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -72,11 +72,11 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
                 from . import binaries
 
                 found = binaries.find(key, function, target) or compile_for(key, function, target)
-                with _lock:
+                with _lock, _writing():
                     _start_driver()
                 # Triton loads a kernel when its launcher is first read, and sets the launcher before the kernel is
                 # loaded: a thread that read the launcher meanwhile would launch nothing.
-                with _writing(key, target):
+                with _writing():
                     _ = found.run
                 _compiled[key, device] = found
     return found
@@ -107,10 +107,10 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     from ..upstream import triton_hashes
 
     triton_hashes.settle(function)
-    source = key.source(function)
+    source, refuse = key.source(function), partial(_refuse, key, target)
     if settings.frozen():
         # Triton asks a source for the intermediate representation only after a miss in the cache.
-        source.make_ir = partial(_refuse, key, target)
+        source.make_ir = refuse
     backend, arch = ("cuda", int(target.arch[3:])) if target.is_nvidia else ("hip", target.arch)
     # Triton's own launch passes the first two options as well.
     options = {
@@ -118,22 +118,22 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
         "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
         **dict(key.options),
     }
-    with _writing(key, target):
+    with _writing(refuse):
         return triton.compile(source, target=GPUTarget(backend, arch, target.warp_size), options=options)
 
 
 @contextmanager
-def _writing(key: KernelKey, target: Target) -> Iterator[None]:
-    """Raise a CacheError, or a FrozenError under NORMFORGE_FROZEN=1, if Triton cannot write a file within."""
+def _writing(refuse: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Raise a CacheError if Triton cannot write a file within; under NORMFORGE_FROZEN=1, call `refuse` first."""
     try:
         yield
     except OSError as error:
         if settings.frozen():
             # Triton makes the folder of a kernel that its cache lacks before it asks for the representation.
-            _refuse(key, target)
+            refuse()
         raise CacheError(
-            f"Triton cannot write what it compiles of {key} for {target.arch} ({error}); make room, or name other "
-            "folders for its cache and its temporary files: TRITON_CACHE_DIR and TMPDIR"
+            f"Triton cannot write what it compiles ({error}); make room, or name other folders for its cache and its "
+            "temporary files: TRITON_CACHE_DIR and TMPDIR"
         ) from error
 
 

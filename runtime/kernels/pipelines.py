@@ -115,8 +115,7 @@ def _sharing_blocks(tile: Tile, n: int, target: Target) -> Programs:
 
 
 def _slot_a_slice(tile: Tile, n: int) -> Callable[[int], int]:
-    slices = _slices(tile, n)
-    return lambda m: m * slices
+    return lambda m: m * _slices(tile, n)
 
 
 def _slot_a_row_and_block(tile: Tile, n: int) -> Callable[[int], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -96,6 +97,10 @@ def test_what_tritons_cache_holds_is_loaded(cache: Path, monkeypatch: pytest.Mon
     key = a_key()
     before = compile_for(key.key, key.function, TARGET)
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    # Triton compiles its driver too: a disk that is full then is no miss.
+    full = Mock(side_effect=OSError("a full disk"))
+    with patch("normforge.kernels.obtain._start_driver", full), pytest.raises(CacheError, match="a full disk"):
+        obtain(key.key, key.function, TARGET, 0)
     # As a process that starts later would: of this one nothing is kept but the folder.
     with driving() as driver:
         obtain(key.key, key.function, TARGET, 0)
