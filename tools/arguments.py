@@ -6,6 +6,8 @@ Imports no torch, so that help and refusals take no seconds.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,8 +24,9 @@ from ..codegen.manifest import load
 from ..codegen.model import Mode
 from ..codegen.tile_tables import is_architecture
 from ..codegen.values import INPUT_DTYPES
-from ..errors import ConflictError, MissingInstanceError
-from ..kernels.gpu import ARCHITECTURES, named_target
+from ..errors import AotError, ConflictError, MissingInstanceError
+from ..kernels.binaries import INDEX, read
+from ..kernels.gpu import ARCHITECTURES, Target, interpreting, named_target
 from ..selection import dispatch
 from ..selection.recorded import recordings
 
@@ -181,7 +184,7 @@ def hub(prog: str) -> Parser:
 def _check_owner(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
     if not _OWNER.fullmatch(given.owner):
         parser.error(f"--owner {given.owner!r} is no name on the Hub: letters, digits, '.', '_' and '-'")
-    return given
+    return _check_folder_argument(parser, given)
 
 
 def backendbench(prog: str) -> Parser:
@@ -190,6 +193,7 @@ def backendbench(prog: str) -> Parser:
         prog,
         "Write the folders that BackendBench (github.com/meta-pytorch/BackendBench) loads operators from with "
         "--backend directory: one per operator, with a function that calls normforge.",
+        resolve=_check_folder_argument,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder for --ops-directory; created if missing")
     return parser
@@ -261,6 +265,49 @@ def _check_aot(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
         if for_jax and not target.is_nvidia:
             raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
     given.pairs = _pairs(given)
+    # Triton, whose import takes a while, is asked only if the answer may be yes.
+    if "TRITON_INTERPRET" in os.environ and interpreting():
+        raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
+    given.folders = [given.out / target.arch if len(given.targets) > 1 else given.out for target in given.targets]
+    for folder, target in zip(given.folders, given.targets, strict=True):
+        check_folder(folder.expanduser().resolve(), target)
+    return given
+
+
+def check_folder(out: Path, target: Target) -> None:
+    """Make the folder for a target's kernels if it is missing, or refuse it before time is spent on compiling.
+
+    Raises:
+        AotError: the folder holds something else, or kernels for another architecture, or cannot be made or written.
+    """
+    try:
+        if (out / INDEX).exists():
+            if (old := read(out)).arch != target.arch:
+                raise AotError(
+                    f"{out} holds kernels for {old.arch} and these are for {target.arch}; name another folder: "
+                    "--out DIR"
+                )
+        elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise AotError(
+                f"{out} is there already and is no folder of compiled kernels (it holds no {INDEX}); name another, or "
+                "an empty one: --out DIR"
+            )
+        _make(out)
+    except OSError as error:
+        raise AotError(f"{out} cannot be written ({error.strerror}); name another folder: --out DIR") from error
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _check_folder_argument(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+    try:
+        _make(given.folder)
+    except OSError as error:
+        parser.error(f"{given.folder} cannot be written ({error.strerror}); name another DIR")
     return given
 
 

@@ -19,13 +19,15 @@ class Verb(NamedTuple):
     """A verb: what it does, and where its functions are, as "module:function".
 
     `parser(prog)` returns the `Parser` of the verb's arguments. Its module imports no torch, so that help and refusals
-    take no seconds. `main(request)` carries out what that parser read, and returns the exit status.
+    take no seconds; neither does that of `check(request)`, which raises where there is no GPU. `main(request)` carries
+    out what that parser read, and returns the exit status.
     """
 
     summary: str
     parser: str
     main: str
     makes_calls: bool = True
+    check: str | None = None
 
     def parser_of(self, prog: str) -> Parser:
         """Make the parser of the verb's arguments."""
@@ -40,12 +42,16 @@ VERBS = {
         "generate kernels from a manifest", "..codegen.cli:parser", "..codegen.cli:carry_out", makes_calls=False
     ),
     "tune": Verb(
-        "measure which tiles are fastest on this GPU, and write a table", ".tune_options:parser", ".tune:main"
+        "measure which tiles are fastest on this GPU, and write a table",
+        ".tune_options:parser",
+        ".tune:main",
+        check=".driver:check_tune",
     ),
     "warmup": Verb(
         "compile the kernels of a deployment ahead, for this machine's GPU",
         ".arguments:warmup",
         ".compile_ahead:warmup",
+        check=".driver:check_warmup",
     ),
     "aot": Verb(
         "compile the kernels of a deployment into a folder, without their GPU", ".arguments:aot", ".compile_ahead:aot"
@@ -106,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         request = verb.parser_of(prog).request(rest)
+        if verb.check is not None:
+            _function(verb.check)(request)
         if verb.makes_calls:
             start()
         return int(_function(verb.main)(request))

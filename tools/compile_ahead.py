@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tabulate import tabulate
 
@@ -22,8 +21,7 @@ from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.values import DType
 from ..dtypes import TORCH_DTYPES
-from ..errors import AotError
-from ..kernels.gpu import Target, interpreting
+from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
 from ..kernels.strides import strides_told
 from .arguments import ABSENT
@@ -50,15 +48,12 @@ def aot(given: argparse.Namespace) -> int:
     Raises:
         NormforgeError: see `build`; also for what the arguments name and is not there.
     """
-    if interpreting():
-        raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
-    for target in given.targets:
+    for target, folder in zip(given.targets, given.folders, strict=True):
         keys = _keys(given, target)
-        out: Path = given.out / target.arch if len(given.targets) > 1 else given.out
-        for_jax = given.framework == "jax"
-        built = build(keys, target, out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
+        out, ptx = folder.expanduser().resolve(), given.framework == "jax"
+        built = build(keys, target, out, jobs=given.jobs, progress=True, ptx=ptx)
         print(
-            f"{len(keys)} kernels for {target.arch} in {out}: {built.compiled} compiled, {built.kept} unchanged, "
+            f"{len(keys)} kernels for {target.arch} in {folder}: {built.compiled} compiled, {built.kept} unchanged, "
             f"{built.removed} removed"
         )
     return 0

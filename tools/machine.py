@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DeviceError
+from .driver import NO_GPU_TO_TIME
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def find_gpu() -> Machine:
         DeviceError: there is no GPU, or TRITON_INTERPRET asks for the interpreter.
     """
     if not torch.cuda.is_available():
-        raise DeviceError("no GPU was found, and times are compared on one; run it on a machine with a GPU")
+        raise DeviceError(NO_GPU_TO_TIME)
     machine = find_machine()
     if machine.interpreted:
         raise DeviceError("Triton's CPU interpreter has no times to compare; unset TRITON_INTERPRET")

@@ -44,13 +44,13 @@ def build(
     Args:
         keys: what to compile, for the target.
         target: the GPU that they are for.
-        out: the folder; made if it is not there.
+        out: a folder of kernels for the target, or an empty one; made if it is not there.
         jobs: threads that compile at once; None is one per core, up to 8.
         progress: whether to show a progress bar on standard error.
         ptx: whether to keep the PTX beside each binary, which is what JAX launches.
 
     Raises:
-        AotError: the folder holds something else, or kernels for another architecture, or cannot be written.
+        AotError: the folder's index cannot be read, or the folder cannot be written.
         CompileError: Triton refuses a kernel; what the index names is as it was.
         CacheError: Triton cannot write what it compiles.
         FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
@@ -59,7 +59,7 @@ def build(
         # Into Triton's cache, for frozen processes of this machine.
         native_launcher.library(build=True)
         native.library(build=True)
-    old = _present(out, target)
+    old = read(out) if (out / INDEX).exists() else None
     known = {} if old is None or old.triton != triton_version() else old.rows
 
     def row_of(key: CompileKey) -> Row:
@@ -88,22 +88,6 @@ def build(
     kept = sum(known.get(row.key) is row for row in rows)
     removed = 0 if old is None else len(old.rows.keys() - folder.rows.keys())
     return Built(len(rows) - kept, kept, removed)
-
-
-def _present(out: Path, target: Target) -> Folder | None:
-    if not (out / INDEX).exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise AotError(
-                f"{out} is there already and is no folder of compiled kernels (it holds no {INDEX}); name another, or "
-                "an empty one: --out DIR"
-            )
-        return None
-    old = read(out)
-    if old.arch != target.arch:
-        raise AotError(
-            f"{out} holds kernels for {old.arch} and these are for {target.arch}; name another folder: --out DIR"
-        )
-    return old
 
 
 def _compile(key: CompileKey, target: Target, out: Path, source: str, ptx: bool) -> Row:
