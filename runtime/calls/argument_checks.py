@@ -65,7 +65,7 @@ _DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
     Kind.RANDOM: (torch.int64,),
 }
 
-# What errors say that an operand takes, given the shapes of `_shapes`.
+# How an error about a shape ends, to be formatted with the shapes that `_shapes` returns.
 _TAKES: Mapping[Kind, str] = {
     Kind.ROWS: "; it takes x's, {0}",
     Kind.VECTOR: "; it takes {0}, the last dimension of x",
