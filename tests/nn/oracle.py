@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ from torch.nn import functional
 import normforge
 from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from proving.cases import BACKWARD_TOLERANCES, EPS, FORWARD_TOLERANCES, close, coarser, doubled
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "layer": normforge.layer_norm,
@@ -28,35 +26,18 @@ each_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
 each_add = pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
 each_function = pytest.mark.parametrize("norm", FUNCTIONS)
 
-EPS = 1e-5
-
-# QuACK's tolerances of a backward pass; of the forward, one rounding.
-_FORWARD = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
-_BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
-
 
 @dataclass
-class Tensors:
-    """The tensors of one call; those that are there require a gradient unless a test says otherwise."""
+class Operands:
+    """The tensors of a call of the functional API; they require gradients unless a test says otherwise."""
 
     x: torch.Tensor
-
-    def present(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-
-    def doubled(self) -> Self:
-        """Leaves of the same values in fp64."""
-        leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in self.present().items()}
-        return type(self)(**leaves)
-
-
-@dataclass
-class Operands(Tensors):
-    """The tensors of a call of the functional API."""
-
     residual: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+
+    def present(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def operands(
@@ -100,7 +81,7 @@ def expected(
     norm: str, given: Operands, normalized: int = 1, eps: float = EPS
 ) -> tuple[Operands, torch.Tensor, torch.Tensor | None]:
     """fp64 copies of operands, and what torch makes of them."""
-    exact = given.doubled()
+    exact = Operands(**doubled(given.present()))
     total = exact.x if exact.residual is None else exact.x + exact.residual
     shape = list(total.shape[total.dim() - normalized :])
     if norm.endswith("rms"):
@@ -128,9 +109,9 @@ def check(
 
 
 def agree(
-    given: Tensors,
+    given: Operands,
     outputs: Sequence[torch.Tensor | None],
-    exact: Tensors,
+    exact: Operands,
     wanted: Sequence[torch.Tensor | None],
     arriving: Sequence[torch.Tensor | None],
 ) -> None:
@@ -143,15 +124,14 @@ def agree(
         wanted: outputs in fp64.
         arriving: the gradient of each output, or None.
     """
-    residual = getattr(given, "residual", None)
-    residual = given.x.dtype if residual is None else residual.dtype
+    residual = given.x.dtype if given.residual is None else given.residual.dtype
     roots, gradients, exact_roots = [], [], []
     for output, exact_output, gradient in zip(outputs, wanted, arriving, strict=True):
         if output is None or exact_output is None:
             assert output is exact_output
             continue
         assert output.shape == exact_output.shape
-        close("output", output, exact_output, _FORWARD[coarser(output.dtype, residual)])
+        close("output", output, exact_output, FORWARD_TOLERANCES[coarser(output.dtype, residual)])
         if gradient is not None:
             roots.append(output)
             gradients.append(gradient)
@@ -166,19 +146,11 @@ def agree(
         assert tensor.grad is not None, f"no gradient of {name}"
         assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
         close(
-            f"gradient of {name}", tensor.grad, its, _BACKWARD[coarser(coarser(given.x.dtype, residual), tensor.dtype)]
+            f"gradient of {name}",
+            tensor.grad,
+            its,
+            BACKWARD_TOLERANCES[coarser(coarser(given.x.dtype, residual), tensor.dtype)],
         )
-
-
-# Gradients as they may arrive: as attention leaves them, as a sum does, in a wider tensor, at no multiple of 16 bytes,
-# and as a negative.
-ARRIVING: dict[str, Callable[[], torch.Tensor]] = {
-    "transposed": lambda: torch.randn(8, 2, 40).transpose(0, 1),
-    "expanded": lambda: torch.randn(()).expand(2, 8, 40),
-    "wider": lambda: torch.randn(2, 8, 80)[..., :40],
-    "misaligned": lambda: torch.randn(2 * 8 * 40 + 1)[1:].view(2, 8, 40),
-    "negated": lambda: torch.randn(2, 8, 40, dtype=torch.complex64).conj().imag,
-}
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -205,16 +177,3 @@ def second_order(outputs: Sequence[torch.Tensor], leaves: list[torch.Tensor]) ->
 def backward(root: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
     """`root.backward(gradient)`, which has no types."""
     torch.autograd.backward([root], None if gradient is None else [gradient])
-
-
-def close(name: str, actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    """Fail unless every element is within a tolerance of the oracle's, beside it and beside the tensor's own size."""
-    size = wanted.abs().max().item() if wanted.numel() else 0.0
-    torch.testing.assert_close(
-        actual.double(), wanted, rtol=tolerance, atol=tolerance * max(size, 1.0), msg=lambda text: f"{name}: {text}"
-    )
-
-
-def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The one of two types whose rounding is the larger."""
-    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)

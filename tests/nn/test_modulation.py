@@ -1,183 +1,39 @@
-"""Modulated norms: outputs and gradients against fp64 autograd, for every way in which rows share a modulation."""
+"""Modulated norms: rows that are read where they are, which backward passes are kernels, and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
-
 import pytest
 import torch
-from torch.nn import functional
 
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError
+from proving.cases import Case, agree, cases, check, close, doubled, formula, gradients, operands
 
-from ..calling import each_device, each_float
-from .oracle import ARRIVING, Tensors, agree, backward, close, each_norm, second_order, taken
-
-EPS = 1e-5
-
-# (B, T, N): several rows a sample.
-SHAPE = (3, 9, 40)
-
-FUNCTIONS: dict[str, Any] = {"layer": normforge.modulated_layer_norm, "rms": normforge.modulated_rms_norm}
-
-each_kind = pytest.mark.parametrize("kind", ["sample", "row", "all"])
-
-
-def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return {"sample": (shape[0], shape[-1]), "row": shape, "all": shape[-1:]}[kind]
-
-
-@dataclass
-class Operands(Tensors):
-    """The tensors of one call."""
-
-    scale: torch.Tensor
-    shift: torch.Tensor
-    gate: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-
-def operands(
-    norm: str,
-    kinds: tuple[str, str, str],
-    *,
-    shape: tuple[int, ...] = SHAPE,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    gated: bool = True,
-    residual: bool = True,
-    affine: bool = True,
-) -> Operands:
-    """Random operands that require gradients, those of kinds as scale, shift and gate."""
-
-    def leaf(size: tuple[int, ...], of: torch.dtype = dtype, mean: float = 0.0) -> torch.Tensor:
-        return (torch.randn(size, device=device) + mean).to(of).requires_grad_()
-
-    scale, shift, gate = (leaf(shape_of(kind, shape)) for kind in kinds)
-    return Operands(
-        leaf(shape, mean=0.3),
-        scale,
-        shift,
-        gate if gated else None,
-        leaf(shape, torch.float32) if residual else None,
-        leaf(shape[-1:], torch.float32, 1.0) if affine else None,
-        leaf(shape[-1:], torch.float32) if affine and norm == "layer" else None,
-    )
-
-
-def call(norm: str, given: Operands) -> tuple[torch.Tensor, ...]:
-    """What normforge makes of operands: y and, with a residual, residual_out."""
-    others = given.present()
-    x, scale, shift = (others.pop(name) for name in ("x", "scale", "shift"))
-    found = FUNCTIONS[norm](x, scale, shift, eps=EPS, **others)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def expected(norm: str, given: Operands) -> tuple[Operands, tuple[torch.Tensor, ...]]:
-    """fp64 copies of operands, and what torch makes of them."""
-    exact = given.doubled()
-    x = exact.x
-
-    def beside(operand: torch.Tensor) -> torch.Tensor:
-        return operand.unsqueeze(1) if operand.dim() == 2 and x.dim() == 3 else operand
-
-    s = x if exact.gate is None else x * beside(exact.gate)
-    s = s if exact.residual is None else s + exact.residual
-    if norm == "rms":
-        h = functional.rms_norm(s, s.shape[-1:], exact.weight, EPS)
-    else:
-        h = functional.layer_norm(s, s.shape[-1:], exact.weight, exact.bias, EPS)
-    y = h * (1 + beside(exact.scale)) + beside(exact.shift)
-    return exact, (y,) if exact.residual is None else (y, s)
-
-
-def check(norm: str, given: Operands) -> None:
-    """Fail unless outputs and all gradients are fp64 autograd's, of the shapes and types of what they are of."""
-    outputs, (exact, wanted) = call(norm, given), expected(norm, given)
-    assert outputs[0].dtype is given.x.dtype
-    agree(given, outputs, exact, wanted, [torch.randn_like(output) for output in outputs])
-
-
-@each_device
-@each_kind
-@each_norm
-@pytest.mark.parametrize(("gated", "residual"), [(False, False), (False, True), (True, True)])
-def test_outputs_and_gradients_are_those_of_fp64(
-    norm: str, kind: str, gated: bool, residual: bool, device: str
-) -> None:
-    check(norm, operands(norm, (kind, kind, kind), device=device, gated=gated, residual=residual))
-
-
-@each_device
-@each_float
-@each_norm
-def test_every_type_is_rounded_once(norm: str, dtype: torch.dtype, device: str) -> None:
-    check(norm, operands(norm, ("sample", "sample", "sample"), dtype=dtype, device=device))
-
-
-@each_device
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        ("sample", "all", "row"),
-        ("row", "sample", "all"),
-        ("all", "row", "sample"),
-        ("sample", "all", "sample"),
-        ("all", "sample", "all"),
-        ("all", "all", "sample"),
-    ],
-    ids=str,
-)
-def test_modulations_may_be_of_several_kinds(kinds: tuple[str, str, str], device: str) -> None:
-    check("layer", operands("layer", kinds, device=device))
-
-
-@each_device
-@pytest.mark.parametrize("shape", [(40,), (5, 40), (1, 3, 40), (3, 1, 40), (2, 3, 2, 40)], ids=str)
-@each_norm
-def test_any_number_of_dimensions(norm: str, shape: tuple[int, ...], device: str) -> None:
-    given = operands(norm, ("all", "all", "all") if len(shape) == 1 else ("sample",) * 3, shape=shape, device=device)
-    if len(shape) == 4:
-        # The oracle above has samples of one dimension.
-        flat = {name: tensor.detach() for name, tensor in given.present().items()}
-        flat |= {name: flat[name].flatten(1, 2) for name in ("x", "residual")}
-        for output, its in zip(call(norm, given), call(norm, Operands(**flat)), strict=True):
-            assert torch.equal(output.flatten(1, 2), its)
-        return
-    check(norm, given)
+from ..calling import each_device
+from .oracle import taken
 
 
 @each_device
 @pytest.mark.parametrize("n", [100, 600, pytest.param(33000, marks=pytest.mark.thorough)])
 def test_chunks_of_one_tensor_are_read_where_they_are(n: int, device: str) -> None:
     """As DiT's modulation leaves them, and views of wider rows; nothing is copied, and each pipeline has such rows."""
-    six = torch.randn(2, 6 * n, device=device).requires_grad_()
+    six = torch.randn(2, 6 * n, device=device)
     shift, scale, gate = six.chunk(6, -1)[:3]
     x, residual = torch.randn(2, 2, 2 * n, device=device).chunk(2, -1)
-    given = Operands(x, scale, shift, gate, residual)
-    with torch.no_grad():
-        outputs = call("layer", given)
-        rows = road.as_operands((x, scale, shift, gate, residual, None, None))
-    assert all(row is tensor for row, tensor in zip(rows, (x, scale, shift, gate, residual), strict=False))
-    for output, its in zip(outputs, expected("layer", given)[1], strict=True):
-        close("output", output, its, 2e-5)
+    given = {"x": x, "scale": scale, "shift": shift, "gate": gate, "residual": residual}
+    (case,) = cases("modulated", vary=(), without=("weight", "bias"))
+    rows = road.as_operands((*given.values(), None, None))
+    assert all(row is tensor for row, tensor in zip(rows, given.values(), strict=False))
+    for output, its in zip(case.run(given), formula(case, doubled(given)), strict=True):
+        close("output", output, its.detach(), 2e-5)
 
 
 @each_device
-@each_norm
-def test_many_short_rows(norm: str, device: str) -> None:
+@pytest.mark.parametrize("case", cases("modulated", vary=("norm",), shape=(3, 101, 24)), ids=str)
+def test_many_short_rows(case: Case, device: str) -> None:
     """So many that a program takes several, and samples end within one."""
-    given = operands(norm, ("sample",) * 3, shape=(3, 101, 24), device=device)
-    with torch.no_grad():
-        outputs = call(norm, given)
-    for output, its in zip(outputs, expected(norm, given)[1], strict=True):
-        close("output", output, its, 2e-5)
+    check(case, operands(case, device))
 
 
 def test_what_kernels_cannot_walk_is_copied() -> None:
@@ -187,122 +43,30 @@ def test_what_kernels_cannot_walk_is_copied() -> None:
 
 
 @each_device
-def test_only_what_asks_for_a_gradient_has_one(device: str) -> None:
-    for name in vars(operands("layer", ("sample",) * 3)):
-        given = operands("layer", ("sample",) * 3, device=device)
-        for other, tensor in given.present().items():
-            tensor.requires_grad_(other == name)
-        outputs = call("layer", given)
-        assert outputs[0].requires_grad
-        assert outputs[1].requires_grad == (name in ("x", "gate", "residual"))
-        backward(outputs[0].square().sum())
-        assert [other for other, tensor in given.present().items() if tensor.grad is not None] == [name]
-
-
-@pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    return taken(monkeypatch)
-
-
-@each_device
 @pytest.mark.parametrize(
     ("kind", "rows", "kernels"), [("sample", 9, True), ("sample", 7, False), ("all", 3, True), ("row", 9, False)]
 )
 def test_which_backward_passes_are_kernels(
-    kind: str, rows: int, kernels: bool, device: str, by_kernels: list[bool]
+    kind: str, rows: int, kernels: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of eight rows a sample and more."""
-    check("rms", operands("rms", (kind,) * 3, shape=(3, rows, 40), device=device))
+    by_kernels = taken(monkeypatch)
+    (case,) = cases("modulated", vary=(), norm="rms", sharing=(kind,) * 3, shape=(3, rows, 40))
+    check(case, operands(case, device))
     assert by_kernels == [kernels]
 
 
-@each_device
-@pytest.mark.parametrize("lies", ARRIVING)
-def test_a_gradient_that_arrives_may_lie_anyhow(lies: str, device: str, by_kernels: list[bool]) -> None:
-    with torch.device(device):
-        arrived = ARRIVING[lies]()
-    given = operands("layer", ("sample",) * 3, shape=(2, 8, 40), device=device)
-    exact, wanted = expected("layer", given)
-    agree(given, call("layer", given), exact, wanted, [arrived, arrived])
-    assert by_kernels == [lies != "negated"]
-
-
-@each_device
-@pytest.mark.parametrize("n", [700, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1500, 9000))])
-@each_norm
-def test_gradients_in_each_pipeline(norm: str, n: int, device: str, by_kernels: list[bool]) -> None:
-    check(norm, operands(norm, ("sample",) * 3, shape=(2, 8, n), dtype=torch.bfloat16, device=device))
-    assert by_kernels == [True]
-
-
 def test_a_gradient_of_the_sum_alone() -> None:
-    given = operands("layer", ("sample",) * 3)
-    backward(call("layer", given)[1].square().sum())
-    exact, (_, s) = expected("layer", given)
-    backward(s.square().sum())
-    for name in ("x", "gate", "residual"):
-        close(name, vars(given)[name].grad, vars(exact)[name].grad, 1e-5)
-    assert given.scale.grad is None
-    assert given.weight is not None
-    assert given.weight.grad is None
-
-
-@each_kind
-@each_norm
-def test_a_gradient_of_a_gradient(norm: str, kind: str) -> None:
-    given = operands(norm, (kind,) * 3)
-    exact, wanted = expected(norm, given)
-
-    found = second_order(call(norm, given), list(given.present().values()))
-    its = second_order(wanted, list(exact.present().values()))
-    for name, a, b in zip(given.present(), found, its, strict=True):
-        close(name, a, b, 1e-3)
-
-
-@each_device
-@each_norm
-def test_two_runs_give_the_same_bits(norm: str, device: str) -> None:
-    given = operands(norm, ("sample",) * 3, shape=(2, 4, 40), dtype=torch.bfloat16, device=device)
-    leaves = list(given.present().values())
-
-    def once() -> list[torch.Tensor]:
-        outputs = call(norm, given)
-        return [*outputs, *torch.autograd.grad([o.float().square().sum() for o in outputs], leaves)]
-
-    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
-
-
-@pytest.mark.parametrize(("gated", "affine"), list(product((False, True), repeat=2)))
-@each_norm
-def test_where_no_kernel_runs_torch_computes_the_same(norm: str, gated: bool, affine: bool) -> None:
-    given = operands(norm, ("sample",) * 3, gated=gated, affine=affine)
-    exact, wanted = expected(norm, given)
-    for output, its in zip(call(norm, exact), wanted, strict=True):
-        assert output.dtype is torch.float64
-        close("output", output, its, 1e-12)
-    values = given.present()
-
-    def over(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return call(norm, Operands(**dict(zip(values, tensors, strict=True))))
-
-    def tangents(*tensors: torch.Tensor) -> Any:
-        return torch.func.jvp(over, tensors, tuple(torch.ones_like(tensor) for tensor in tensors))[1]
-
-    leaves = [tensor.detach() for tensor in values.values()]
-    for found, its in zip(tangents(*leaves), tangents(*[leaf.double() for leaf in leaves]), strict=True):
-        close("tangent", found, its, 1e-4)
-
-
-@pytest.mark.gpu
-@each_norm
-def test_autocast_gives_the_type_that_torch_gives(norm: str) -> None:
-    x, scale, shift = (torch.randn(2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    function = FUNCTIONS[norm]
-    plain = functional.layer_norm if norm == "layer" else functional.rms_norm
-    assert function(x, scale, shift).dtype is torch.bfloat16
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert function(x, scale, shift).dtype is plain(x, (64,)).dtype
-        assert function(x, scale, shift).dtype is plain(x, (64,)).dtype
+    (case,) = cases("modulated", vary=())
+    every = operands(case)
+    given = {name: every[name] for name in ("x", "gate", "residual")}
+    wide = doubled(every)
+    total, wanted = case.run(every)[1], formula(case, wide)[1]
+    found = gradients([total], given, [torch.ones_like(total)])
+    agree(given, found, gradients([wanted], {name: wide[name] for name in given}, [torch.ones_like(wanted)]))
+    for name in ("scale", "weight"):
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(case.run(every)[1].sum(), every[name])
 
 
 def test_a_gate_goes_with_a_residual() -> None:
@@ -332,7 +96,7 @@ def test_what_is_no_tensor_is_refused() -> None:
     arguments: list[tuple[object, ...]] = [(x, None, vector), (x, vector, vector.int()), ("x", vector, vector)]
     for given in arguments:
         with pytest.raises(DTypeError):
-            FUNCTIONS["rms"](*given)
+            normforge.modulated_rms_norm(*given)  # type: ignore[call-overload]  # what is refused
     with pytest.raises(ConflictError, match="eps=-1"):
         normforge.modulated_rms_norm(x, vector, vector, eps=-1)
     assert normforge.modulated_rms_norm(torch.empty(0, 3, 8), torch.empty(0, 8), vector).shape == (0, 3, 8)

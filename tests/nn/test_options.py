@@ -15,10 +15,11 @@ import normforge
 from normforge import errors
 from normforge.calls.row_layout import walkable
 from normforge.families.plain import as_operands
+from proving.cases import close, coarser
 
 from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import FUNCTIONS, close, coarser
+from .oracle import FUNCTIONS
 
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 

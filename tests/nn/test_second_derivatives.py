@@ -11,9 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from proving.cases import EPS, close
 
 from ..calling import each_device
-from .oracle import EPS, close, each_function, each_norm
+from .oracle import each_function, each_norm
 from .test_options import TOLERANCES, call, exact, tensors
 
 

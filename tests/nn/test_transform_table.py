@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from proving.cases import EPS
 
 from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import EPS
 
 M, N = 3, 16
 

@@ -18,9 +18,9 @@ from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.kernels import obtain
 from normforge.override import served
+from proving.cases import EPS
 
 from ..calling import each_device
-from ..nn.oracle import EPS
 from ..thorough import THOROUGH
 from .conftest import override
 

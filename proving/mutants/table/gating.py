@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_FORMULA = "tests/nn/test_gating.py::test_outputs_and_gradients_are_those_of_fp64"
+_FORMULA = "tests/nn/test_families.py::test_outputs_and_gradients_are_those_of_fp64"
 _CALLS = "tests/calls/test_gated.py"
 
 MUTANTS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_FORMULA = "tests/nn/test_modulation.py::test_outputs_and_gradients_are_those_of_fp64"
+_FORMULA = "tests/nn/test_families.py::test_outputs_and_gradients_are_those_of_fp64"
 _CALLS = "tests/calls/test_modulated.py"
 _QUANTISED = "tests/calls/test_modulated_2d.py"
 _PATCHED = "tests/nn/test_modulated_blocks.py"
@@ -128,7 +128,7 @@ MUTANTS = (
         "runtime/calls/row_gradients.py",
         " and not tensor.is_neg() for tensor in there",
         " for tensor in there",
-        ("tests/nn/test_modulation.py::test_a_gradient_that_arrives_may_lie_anyhow",),
+        ("tests/nn/test_families.py::test_a_gradient_that_arrives_may_lie_anyhow",),
     ),
     Mutant(
         "modulation-passes-hooks-by",

@@ -1,0 +1,169 @@
+"""Modulated and gated norms: outputs and gradients against the formula in fp64, wherever families differ or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from proving.cases import LAYOUTS, Case, Tensors, cases, check, close, doubled, formula, operands
+
+from ..calling import each_device
+from .oracle import second_order, taken
+
+BOTH = ("modulated", "gated")
+THRICE = [(kind,) * 3 for kind in ("sample", "row", "all")]
+each_norm = pytest.mark.parametrize("case", cases(*BOTH, vary=("norm", "norm_before_gate")), ids=str)
+
+
+def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return the function of a case's tensors in that order."""
+    return lambda *tensors: case.run(dict(zip(names, tensors, strict=True)))
+
+
+def detached(given: Tensors) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in given.values()]
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    return taken(monkeypatch)
+
+
+@each_device
+@pytest.mark.parametrize(
+    "case",
+    dict.fromkeys(
+        [
+            *cases(*BOTH),
+            *cases(*BOTH, vary=("norm", "without")),
+            *cases(*BOTH, vary=("norm", "dtype", "norm_before_gate")),
+            *cases("modulated", vary=("norm", "sharing")),
+            *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
+            *cases("gated", vary=("norm", "activation", "norm_before_gate", "group_size")),
+            *cases("gated", vary=("shape", "norm_before_gate"), group_size=20),
+        ]
+    ),
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_fp64(case: Case, device: str) -> None:
+    check(case, operands(case, device))
+
+
+@each_device
+@pytest.mark.parametrize("n", [100, 700, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1500, 9000))])
+@pytest.mark.parametrize("case", cases(*BOTH, vary=("norm_before_gate",)), ids=str)
+def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels: list[bool]) -> None:
+    long = case.but(shape=(2, 8, n))
+    check(long, operands(long, device))
+    narrow = long.but(group_size=n // 2) if case.family == "gated" else long.but(norm="rms", dtype=torch.bfloat16)
+    check(narrow, operands(narrow, device))
+    assert by_kernels == [True, True]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
+        *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
+        *cases("group", vary=("activation",)),
+    ],
+    ids=str,
+)
+def test_a_gradient_of_a_gradient(case: Case) -> None:
+    given = operands(case)
+    exact = doubled(given)
+    found = second_order(case.run(given), list(given.values()))
+    wanted = second_order(formula(case, exact), list(exact.values()))
+    for name, a, b in zip(given, found, wanted, strict=True):
+        close(name, a, b, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *cases("modulated", vary=("norm", "without"), shape=(2, 2, 4)),
+        *(
+            case.but(group_size=size)
+            for size in (None, 4)
+            for case in cases("gated", vary=("norm", "activation", "norm_before_gate"), shape=(3, 8))
+        ),
+    ],
+    ids=str,
+)
+def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
+    given = operands(case)
+    exact = doubled(given)
+    for output, its in zip(case.run(exact), formula(case, exact), strict=True):
+        assert output.dtype is torch.float64
+        close("output", output, its, 1e-12)
+    function = over(case, [*given])
+    assert torch.autograd.gradcheck(function, tuple(exact.values()))
+
+    def tangents(*tensors: torch.Tensor) -> Any:
+        return torch.func.jvp(function, tensors, tuple(torch.ones_like(tensor) for tensor in tensors))[1]
+
+    leaves = detached(given)
+    for found, its in zip(tangents(*leaves), tangents(*detached(exact)), strict=True):
+        close("tangent", found, its, 1e-4)
+    mapped = torch.func.vmap(function)(*[torch.stack([leaf, leaf]) for leaf in leaves])
+    for found, its in zip(mapped, function(*leaves), strict=True):
+        close("mapped", found, torch.stack([its, its]).double(), 1e-5)
+
+
+@each_device
+@each_norm
+def test_two_runs_give_the_same_bits(case: Case, device: str) -> None:
+    case = case.but(dtype=torch.bfloat16)
+    given = operands(case, device)
+
+    def once() -> list[torch.Tensor]:
+        outputs = case.run(given)
+        loss = [output.float().square().sum() for output in outputs]
+        return [*outputs, *torch.autograd.grad(loss, list(given.values()))]
+
+    assert all(map(torch.equal, once(), once()))
+
+
+@each_device
+@pytest.mark.parametrize("case", cases("plain", "modulated", "gated", "group", vary=()), ids=str)
+def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
+    for name in operands(case):
+        given = operands(case, device)
+        for other, tensor in given.items():
+            tensor.requires_grad_(other == name)
+        outputs = case.run(given)
+        assert outputs[0].requires_grad
+        assert all(total.requires_grad == (name in ("x", "x_bias", "gate", "residual")) for total in outputs[1:])
+        torch.autograd.backward([outputs[0].square().sum()])
+        assert [other for other, tensor in given.items() if tensor.grad is not None] == [name]
+
+
+@each_device
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "gapped", "offset", "negated"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *cases("modulated", vary=()),
+        *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=())),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device: str, by_kernels: list[bool]) -> None:
+    given = operands(case, device)
+    arrived = LAYOUTS[layout](torch.randn_like(given["x"]))
+    check(case, given, [arrived] * (2 if "residual" in given else 1))
+    assert by_kernels == [layout != "negated"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases(*BOTH, vary=("norm",), dtype=torch.bfloat16), ids=str)
+def test_autocast_gives_the_type_that_torch_gives(case: Case) -> None:
+    given = operands(case, "cuda")
+    plain = getattr(torch.nn.functional, f"{case['norm']}_norm")
+    assert case.run(given)[0].dtype is torch.bfloat16
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(2):
+            assert case.run(given)[0].dtype is plain(given["x"], case["shape"][-1:]).dtype
