@@ -62,9 +62,10 @@ help:
 demo: $(RUNTIME)
 	@$(BIN)/normforge demo
 
-# Interpreter and compiler cannot share a process: Triton reads the variable when it is imported.
-interpret = @echo "Kernels interpreted, $(1): collecting the tests first" && TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu and $(2)"
-compile = @echo "Kernels compiled, $(1): collecting the tests first" && env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m "compile and $(2)"
+# Interpreter and compiler cannot share a process: Triton reads the variable when it is imported. Bytecode is kept: a
+# third of the collection is pytest's rewriting of files, and many tests start a Python of their own.
+interpret = @echo "Kernels interpreted, $(1): collecting the tests first" && env -u PYTHONDONTWRITEBYTECODE TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu and $(2)"
+compile = @echo "Kernels compiled, $(1): collecting the tests first" && env -u PYTHONDONTWRITEBYTECODE -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m "compile and $(2)"
 
 smoke: $(READY)
 	$(BIN)/python generate.py --check

@@ -147,9 +147,9 @@ def named(path: str | os.PathLike[str], error: type[NormforgeError]) -> Path:
     """
     try:
         return Path(path).expanduser().resolve()
-    except (ValueError, RuntimeError, OSError) as problem:
-        # A NUL, an unknown user's home, a link to itself, a working folder that is gone.
-        raise error(f"{os.fspath(path)!r} is no path ({problem}); name another") from problem
+    except (TypeError, ValueError, RuntimeError, OSError) as problem:
+        # Another type, a NUL, an unknown user's home, a link to itself, a working folder that is gone.
+        raise error(f"{str(path)!r} is no path ({problem}); name another") from problem
 
 
 def contents(path: Path) -> bytes:

@@ -79,8 +79,8 @@ def test_what_passed_is_left_out_and_what_failed_runs_again(
     assert "3 passed in earlier parts" in said
 
 
-@LONG
-@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_a_part_that_runs_out_of_time_fails(folder: Path, repository: Path, workers: tuple[str, ...]) -> None:
     (folder / "mended").touch()
     minutes = "0.005" if not workers else "0"

@@ -1,4 +1,4 @@
-"""Whether a GPU can be here at all, judged without torch, whose import takes seconds."""
+"""The presence of a GPU, as far as it is known without torch, whose import takes seconds."""
 
 from __future__ import annotations
 

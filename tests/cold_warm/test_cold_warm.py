@@ -20,7 +20,7 @@ from ..properties import seed
 from ..thorough import THOROUGH
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
-FEW = dict.fromkeys(FAMILIES, 125) | {"functional": 250, "modules": 30, "blocks": 15, "jax": 45, "parallel": 20}
+FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 15, "blocks": 8, "jax": 20, "parallel": 10}
 MANY = dict.fromkeys(FAMILIES, 1000) | {"functional": 1800, "blocks": 300, "jax": 600, "parallel": 300}
 
 # Those of which no kernel is launched have one way.

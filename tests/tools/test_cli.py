@@ -731,12 +731,8 @@ def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
 
 REFUSED = [
     *([verb, "--nonsense"] for verb in VERBS),
-    ["run", "-m", "0"],
-    ["run", "-n", "64", "-samples", "2", "-bwd", "1", "-m", "6"],
     ["run", "-norm", "group", "-groups", "7"],
     ["warmup"],
-    ["warmup", "--n", "abc"],
-    ["warmup", "--n", "64", "--row-stride", "80y2"],
     ["warmup", "--n", "64", "--row-stride", "weight=80"],
     ["aot", "--n", "64", "--out", "kernels"],
     ["aot", "--n", "64", "--arch", "sm_90"],
