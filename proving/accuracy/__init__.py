@@ -1,0 +1,1 @@
+"""Errors of every kernel against fp64, beside those of torch."""

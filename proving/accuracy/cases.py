@@ -1,4 +1,4 @@
-"""What is measured: modes, row lengths, and the tiles that make each pipeline serve them."""
+"""Define what is measured: modes, row lengths, and the tiles that make each pipeline serve them."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
 
 
 def runs(mode: Mode, tile: Tile, n: int) -> bool:
-    """Whether there is a kernel of a mode for a tile, and rows of n."""
+    """Return True if a mode has a kernel for a tile and rows of n."""
     if tile.pipeline is ROWS and tile.block < n and not may_cut(class_of(mode)):
         return False
     if tile.held and tile.pipeline is TWO_PASS and not mode.streams:
@@ -250,6 +250,6 @@ def runs(mode: Mode, tile: Tile, n: int) -> bool:
 
 
 def matching(some: Iterable[AnyCase], words: Iterable[str]) -> list[AnyCase]:
-    """The cases whose names hold every word."""
+    """Return the cases whose names hold every word."""
     wanted = tuple(words)
     return [case for case in some if all(word in case.name for word in wanted)]

@@ -24,7 +24,7 @@ from .peer import EPS
 
 
 def activated(mode: Mode, gate: torch.Tensor) -> torch.Tensor:
-    """What rows are multiplied by, in the type of what is passed."""
+    """Return the factors of rows, in the dtype of the argument."""
     sigmoid = mode.gate_activation is GateActivation.SIGMOID
     return torch.sigmoid(gate) if sigmoid else functional.silu(gate)
 

@@ -49,7 +49,7 @@ class GroupCase:
 
     @property
     def channels(self) -> int:
-        """Of a group."""
+        """The number of channels per group."""
         return next(channels for channels in (8, 4, 2, 1) if self.n % channels == 0)
 
     @property
@@ -74,7 +74,7 @@ class GroupCase:
 
     @property
     def options(self) -> GroupOptions:
-        """What calls are told."""
+        """Return the options of calls."""
         return GroupOptions(GROUPS, EPS, self.mode.activation.value, None)
 
 
@@ -105,7 +105,7 @@ def forward(case: GroupCase, rows: torch.Tensor, weight: torch.Tensor) -> Iterat
 
 
 def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor) -> Iterator[Found]:
-    """Each gradient, likewise; ours from fp64's statistics in fp32."""
+    """Return each gradient; ours from fp64's statistics in fp32."""
     x, given, silu = case.shaped(rows), case.shaped(dy), case.mode.activation.is_applied
     bias = torch.zeros_like(weight)
     s = rows.double()

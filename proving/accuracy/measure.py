@@ -63,13 +63,13 @@ class Cell:
 
     @property
     def ok(self) -> bool:
-        """Whether the rule holds."""
+        """Return True if the rule holds."""
         return self.ratio <= MOST
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a call is given; rows of each kind follow one another."""
+    """The operands of a call; rows of each kind follow one another."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -80,14 +80,14 @@ class Operands:
     keep: torch.Tensor | None = None
 
     def of(self, part: slice) -> Operands:
-        """The same of some rows."""
+        """Return the operands of some rows."""
         tensors = (self.residual, self.dy, self.gate, self.keep)
         residual, dy, gate, keep = (None if tensor is None else tensor[part] for tensor in tensors)
         return Operands(self.x[part], self.weight, self.bias, residual, dy, gate, keep)
 
     @property
     def kept(self) -> Operands:
-        """The same with x as a dropout leaves it."""
+        """Return the operands with x after dropout."""
         return self if self.keep is None else replace(self, x=dropped(self.x.float(), self.keep))
 
 
@@ -96,7 +96,7 @@ _DROPOUT_P, _DROPOUT_RNG = 0.5, (11939, 3)
 
 
 def dropped(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """What a dropout leaves of rows."""
+    """Return rows after dropout."""
     return torch.where(keep, 2 * rows, 0.0)
 
 
@@ -201,7 +201,7 @@ def _tiled(case: Case | GroupCase) -> Iterator[list[str]]:
 
 
 def _label(case: Case, loaded: list[str]) -> str:
-    """The kernels that ran, which must be those that the case is about."""
+    """Return the kernels that ran, which must be those that the case is about."""
     ran = set(loaded)
     asked = case.tile.pipeline.value
     expected = {asked}
@@ -297,7 +297,7 @@ def _ours(case: Case, operands: Operands) -> dict[str, torch.Tensor]:
 
 
 def _first_rounded_to(mode: Mode) -> torch.dtype | None:
-    """The 16-bit type that rows are rounded to before the weight, if they are: y's, or else x's."""
+    """Return the 16-bit type that rows are rounded to before the weight, if they are: y's, or else x's."""
     if not mode.cast.comes_first:
         return None
     return next(TORCH_DTYPES[dtype] for dtype in (mode.dtype_out, mode.dtype_in) if dtype.itemsize == 2)
@@ -322,7 +322,7 @@ def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
 
 
 def _stored_sum(rows: Operands) -> torch.Tensor:
-    """The sum as it is returned, which is defined in fp32 and is what both are given."""
+    """Return the sum as it is returned, which is defined in fp32 and is what both are given."""
     assert rows.residual is not None
     return (rows.x.float() + rows.residual.float()).to(rows.residual.dtype)
 

@@ -28,7 +28,7 @@ def forward(centres: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 def forward_rounding_first(
     centres: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, half: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The same of rows that are rounded to a 16-bit type before they are multiplied by the weight; y is fp32."""
+    """Compute rows that are rounded to a 16-bit type before they are multiplied by the weight; y is fp32."""
     y, statistics = _run(centres, x.float(), None, None)
     y = y.to(half).float() * weight.float()
     y = y if bias is None else y + bias.float()
@@ -71,7 +71,7 @@ def backward(
 def dweight_rounding_first(
     dy: torch.Tensor, x: torch.Tensor, statistics: dict[str, torch.Tensor], half: torch.dtype
 ) -> torch.Tensor:
-    """The gradient of a weight that rows were rounded before, in x's dtype: torch has no operator for that."""
+    """Return the gradient of a weight that rows were rounded before, in x's dtype: torch has no operator for that."""
     h = x.float()
     if "mean" in statistics:
         h = h - statistics["mean"].unsqueeze(-1)

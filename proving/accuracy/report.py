@@ -18,7 +18,7 @@ _NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found.
+    """The findings of a run.
 
     Attributes:
         cells: everything that was measured.
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the rule holds, in every cell and in most."""
+        """Return True if the rule holds, in every cell and in most."""
         return bool(self.cells) and not self.broken and not self.failing and 2 * self.no_worse > len(self.cells)
 
     @property
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def text(outcome: Outcome) -> str:
-    """What the command prints: the table, what fails, and the verdict."""
+    """Return the text that the command prints: the table, the failures and the verdict."""
     lines = [_table(outcome.cells), ""]
     if outcome.failing:
         lines += [_failing(outcome.failing), ""]
@@ -125,7 +125,7 @@ def _by(rows: Iterable[Mapping[str, str]], *names: str) -> dict[tuple[str, ...],
 
 
 def _table(cells: Iterable[Cell]) -> str:
-    """A line for each pipeline, direction, dtype and output."""
+    """Return a line for each pipeline, direction, dtype and output."""
     rows = []
     for key, some in _grouped(cells, _key).items():
         worst = _worst(some)

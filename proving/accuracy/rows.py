@@ -12,7 +12,7 @@ Draw = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a kind's numbers come from: a generator, and the dtype that the rows will have."""
+    """The source of a kind's numbers: a generator, and the dtype that the rows will have."""
 
     generator: torch.Generator
     dtype: torch.dtype

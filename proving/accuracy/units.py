@@ -38,7 +38,7 @@ _RMS_FLOOR = 0.3
 
 @dataclass(frozen=True)
 class Error:
-    """Of one output: the largest error and the root mean square of all, in units."""
+    """The errors of one output: the largest error and the root mean square of all, in units."""
 
     largest: float
     rms: float
@@ -70,7 +70,7 @@ def error(actual: torch.Tensor, exact: torch.Tensor, typical: torch.Tensor) -> E
 
     Args:
         actual: in its own dtype.
-        exact: fp64, likewise shaped.
+        exact: fp64, of the same shape.
         typical: fp64, broadcast to that: the magnitude whose unit is the least that counts.
     """
     dtype = actual.dtype
@@ -84,7 +84,7 @@ def error(actual: torch.Tensor, exact: torch.Tensor, typical: torch.Tensor) -> E
 
 @dataclass(frozen=True)
 class Exact:
-    """What an output should be.
+    """The expected value of an output.
 
     Attributes:
         value: fp64.
@@ -113,5 +113,5 @@ def rounded(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def median(rows: torch.Tensor) -> torch.Tensor:
-    """The median magnitude of each row, (..., 1)."""
+    """Return the median magnitude of each row, (..., 1)."""
     return rows.abs().median(-1, keepdim=True).values

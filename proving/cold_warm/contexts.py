@@ -1,4 +1,4 @@
-"""Where and in what state of the process a call is made."""
+"""Define the surroundings of a call: the thread, and the state of the process."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def _task_that_outlives(call: Thunk) -> Any:
 
 
 def _beside_another(call: Thunk) -> Any:
-    """Run a call outside, while somebody else is within."""
+    """Run a call outside while another thread is within."""
     with normforge.batch_invariant():
         return contextvars.Context().run(call)
 

@@ -183,7 +183,7 @@ _WANTS = (
 
 @dataclass(frozen=True)
 class Function:
-    """What is called, and how its calls can differ.
+    """A function, and the properties in which calls of it can differ.
 
     Attributes:
         name: the function's, or the operator's with its namespace.

@@ -1,4 +1,4 @@
-"""What is called otherwise than as a function of tensors: modules, patched blocks, and functions of JAX arrays."""
+"""Call what takes other arguments than tensors: modules, patched blocks, and functions of JAX arrays."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def outcome_of(function: Function, session: Session, call: Call, cold: bool) -> Outcome:
-    """Return what a call of a function comes to: launches, results, versions, exceptions, and the same of gradients."""
+    """Return what a call of a function comes to: launches, results, versions, exceptions, and those of gradients."""
     del cold
     given = arguments(function, call)
     first = next(iter(given))

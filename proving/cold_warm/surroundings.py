@@ -1,4 +1,4 @@
-"""What calls of sharded tensors need: a group of one process."""
+"""Set up a group of one process, for calls of sharded tensors."""
 
 from __future__ import annotations
 

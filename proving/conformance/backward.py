@@ -120,7 +120,7 @@ def _oracle_backward(case: Case, given: Tensors, rows: Tensors, part: slice, at:
 
 
 def _is_direct(case: Case) -> bool:
-    """Whether autograd has no door to the call: it casts dy to y's dtype, and its functions return x's."""
+    """Return True if autograd cannot make the call: it casts dy to y's dtype, and its functions return x's."""
     return case.y is not case.x or case.dy not in (None, case.y)
 
 
@@ -141,6 +141,7 @@ def _direct(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def autograd(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
+    """Return the outputs and the gradients of a case that autograd records."""
     names = [name for name in ("x", "residual", "weight", "bias") if name in given]
     leaves = {name: given[name].detach().requires_grad_() for name in names}
     parameters = [leaves.get("weight"), *([leaves.get("bias")] if case.norm is Norm.LAYER else [])]

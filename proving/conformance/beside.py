@@ -85,7 +85,7 @@ def _exact(case: Case, given: Tensors, keep: torch.Tensor | None) -> torch.Tenso
 
 
 def _sum(case: Case, x: torch.Tensor, residual: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """The sum as it is returned, which is defined in fp32; autograd sees no rounding.
+    """Return the sum as it is returned, which is defined in fp32; autograd sees no rounding.
 
     The factor is rounded to fp32, and so is the product by itself.
     """
@@ -96,5 +96,5 @@ def _sum(case: Case, x: torch.Tensor, residual: torch.Tensor, keep: torch.Tensor
 
 
 def _channels(case: Case, rows: torch.Tensor) -> torch.Tensor:
-    """(samples, groups, n) rows as (samples, channels, positions)."""
+    """Return (samples, groups, n) rows as (samples, channels, positions)."""
     return rows.reshape(case.shape[0], case.channels, -1)

@@ -34,7 +34,7 @@ class Norm(Enum):
 
 @dataclass(frozen=True)
 class Draw:
-    """Where the values of one tensor come from.
+    """The source of the values of one tensor.
 
     Attributes:
         kind: "normal", or "uniform" between centre - spread and centre + spread.
@@ -80,7 +80,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a suite allows.
+    """The tolerance of a suite.
 
     Quantised y may always be off by one step, int8 in at most 0.1 % of elements, and residual_out by nothing.
 
@@ -114,19 +114,19 @@ class Case:
         inputs: where values come from.
         tolerance: how far off outputs may be.
         weight: its dtype, as for the tensors below; None is a call without.
-        bias: likewise.
-        residual: likewise; goes with fadd.
-        x_bias: likewise.
-        smooth_scale: likewise; goes with fquant "smooth_dynamic".
+        bias: its dtype, or None.
+        residual: its dtype, or None; goes with fadd.
+        x_bias: its dtype, or None.
+        smooth_scale: its dtype, or None; goes with fquant "smooth_dynamic".
         out: y's dtype; None is x's.
         scale: y_scale's dtype.
         fadd: as the public functions take it.
-        fquant: likewise.
-        rounding: likewise.
-        save_mv: likewise.
-        eps: likewise.
-        weight_offset: likewise.
-        cast: likewise.
+        fquant: as the public functions take it.
+        rounding: as the public functions take it.
+        save_mv: as the public functions take it.
+        eps: as the public functions take it.
+        weight_offset: as the public functions take it.
+        cast: as the public functions take it.
         row_stride: elements from row to row of x, residual and dy; None is N.
         offset: elements before the first row in memory.
         arriving: the outputs of which a gradient arrives; none is a forward call.
@@ -172,17 +172,17 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Of a sample, of GroupNorm; 0 of another norm."""
+        """The number of channels per sample of GroupNorm; 0 for other norms."""
         return self.shape[1] if self.channels_per_group else 0
 
     @property
     def channels(self) -> int:
-        """Of x, likewise."""
+        """The number of channels of x of GroupNorm; 0 for other norms."""
         return self.groups * self.channels_per_group
 
     @property
     def is_beside(self) -> bool:
-        """Whether it is GroupNorm, or has a gate or a dropout."""
+        """Return True if the case is GroupNorm, or has a gate or a dropout."""
         return bool(self.channels_per_group or self.gate or self.dropout_p)
 
     @property
@@ -202,7 +202,7 @@ class Case:
 
     @property
     def quantises(self) -> bool:
-        """Whether y is quantised."""
+        """Return True if y is quantised."""
         return self.fquant != "none"
 
     @property

@@ -37,7 +37,7 @@ class Tally(ABC):
 
     @abstractmethod
     def units(self) -> torch.Tensor:
-        """The error so far in units of what is allowed, a number on the output's device."""
+        """Return the error so far in units of what is allowed, a number on the output's device."""
 
 
 class CloseTally(Tally):
@@ -59,7 +59,7 @@ class CloseTally(Tally):
         self._worst = torch.maximum(self._worst, ratio.max())
 
     def units(self) -> torch.Tensor:
-        """The largest error over what is allowed of it."""
+        """Return the largest error over what is allowed of it."""
         return self._worst
 
 
@@ -79,7 +79,7 @@ class BesideTally(Tally):
             self._theirs = torch.maximum(self._theirs, (theirs.double() - want).abs().max())
 
     def units(self) -> torch.Tensor:
-        """The largest error over what theirs allows."""
+        """Return the largest error over what theirs allows."""
         return self._ours / (2 * self._theirs + self._atol)
 
 
@@ -107,7 +107,7 @@ class QuantisedTally(Tally):
         self._off, self._unexplained, self._count = self._worst, self._worst, 0
 
     def add(self, got: torch.Tensor, z: torch.Tensor, y_scale: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
-        """Count a block: what was stored, and what it stands for beside the scale that was stored.
+        """Count a block: the stored values, and the values that they represent with the scale that was stored.
 
         z may be off by `extra`: of a value whose terms cancel, several of the finest steps.
         """
@@ -132,7 +132,7 @@ class QuantisedTally(Tally):
         self._count += got.numel()
 
     def units(self) -> torch.Tensor:
-        """The largest of: steps, the share of its limit, and infinity for what rounding does not explain."""
+        """Return the largest of: steps, the share of its limit, and infinity for what rounding does not explain."""
         units = torch.where(self._unexplained > 0, torch.inf, self._worst)
         if self._dtype is torch.int8:
             units = torch.maximum(units, self._off / max(1.0, SHARE * self._count))
@@ -140,7 +140,7 @@ class QuantisedTally(Tally):
 
 
 def steps(q: torch.Tensor) -> torch.Tensor:
-    """Number the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
+    """Rank the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
     if q.dtype is torch.int8:
         return q.to(torch.int32)
     code = q.view(torch.uint8).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The same computation by torch's operators in the inputs' own types, which flash-attention's rule compares with."""
+"""Compute cases by torch's operators in the inputs' own types, which flash-attention's rule compares with."""
 
 from __future__ import annotations
 

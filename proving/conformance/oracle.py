@@ -1,4 +1,4 @@
-"""What every call should return, in fp64 torch, written from the formulas and sharing no code with normforge.
+"""Compute the expected results of every call in fp64, from the formulas and sharing no code with normforge.
 
 LayerNorm: Ba et al., 2016, eq. 3-4, with the biased variance. RMSNorm: Zhang and Sennrich, 2019, eq. 4. A quantised row
 is divided by max|z| / qmax, as ck_tile's `02_layernorm2d` does it. Rows are independent, so callers may pass a few at
@@ -19,7 +19,7 @@ FP32_ERROR = (2e-5, 1e-5)
 
 
 class Forward(NamedTuple):
-    """What a forward call should return, in fp64 where it is rounded once more.
+    """The expected results of a forward call, in fp64 where it is rounded once more.
 
     Attributes:
         s: (m, N): x and all that is added to it, rounded as it is stored if it is stored.
@@ -29,7 +29,7 @@ class Forward(NamedTuple):
         residual_out: (m, N), in residual's dtype, or None.
         y_scale: (m,), in the scale's dtype, or None.
         open: (m, N): how far off z may be where fp32 leaves open which way a row is rounded before the weight.
-        scale_open: (m,): likewise of y_scale.
+        scale_open: (m,): how far off y_scale may be for the same reason.
     """
 
     s: torch.Tensor
@@ -43,7 +43,7 @@ class Forward(NamedTuple):
 
 
 def first_rounded(h: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A normalised row in a 16-bit type, in fp64 again, and how far off it may be for an error of fp32 near a tie."""
+    """Return a normalised row in a 16-bit type, in fp64 again, and how far off it may be near a tie in fp32."""
     if dtype is None:
         return h, 0.0
     absolute, relative = FP32_ERROR
@@ -68,7 +68,7 @@ def forward(
     scale_dtype: torch.dtype = torch.float32,
     rounds_first: torch.dtype | None = None,
 ) -> Forward:
-    """What a call of x, (m, N), and these operands should return; `centres` is LayerNorm.
+    """Return the expected results of a call of x, (m, N), and these operands; `centres` is LayerNorm.
 
     With `stores` the sum with the residual is returned, and the norm is of it as it is returned.
     With `rounds_first` rows are rounded to it before the weight, as Hugging Face's Llama and T5 have it.
@@ -122,7 +122,7 @@ class Backward(NamedTuple):
     Attributes:
         dx: (m, N): of x, and of a residual that was added to it.
         dweight: (N,): summed over these rows.
-        dbias: (N,): likewise.
+        dbias: (N,): summed over these rows.
         magnitudes: by name.
         open: (N,): how far off dweight may be where fp32 leaves open which way h is rounded before the weight.
     """
@@ -146,7 +146,7 @@ def backward(
     weight_offset: float = 0.0,
     rounds_first: torch.dtype | None = None,
 ) -> Backward:
-    """The gradients of a call that normalised s, (m, N), by mean and rstd, (m, 1); see `Forward`.
+    """Return the gradients of a call that normalised s, (m, N), by mean and rstd, (m, 1); see `Forward`.
 
     A rounding before the weight is no change to dx, as it is none to autograd.
     """

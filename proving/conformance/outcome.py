@@ -1,4 +1,4 @@
-"""What came of a case, and the book in which its outputs' errors are kept while it runs."""
+"""Define the outcome of a case, and the book in which its outputs' errors are kept while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Finding:
     Attributes:
         output: its name.
         units: at most 1 passes.
-        own: likewise.
+        own: at most 1 passes.
     """
 
     output: str
@@ -27,13 +27,13 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether both hold."""
+        """Return True if both rules hold."""
         return self.units <= 1 and self.own <= 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The outcome of a case.
 
     Attributes:
         case: its id.
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that should have come back did, and was right."""
+        """Return True if every expected output came back and was right."""
         return not self.error and all(finding.ok for finding in self.findings)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Book:
         self._missing: dict[str, None] = {}
 
     def expects(self, name: str, tensor: torch.Tensor | None, like: tuple[tuple[int, ...], torch.dtype] | None) -> bool:
-        """Whether an output is there, of the shape and dtype that it should have; if not, it is infinitely wrong."""
+        """Return True if an output is there, of the expected shape and dtype; if not, its error is infinite."""
         found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != like:
             self._missing[name] = None

@@ -96,7 +96,7 @@ class _Queue:
         self._large = [group for group in reversed(groups) if any(map(_is_large, group))]
 
     def take(self, workers: Iterable[_Worker]) -> tuple[Case, ...] | None:
-        """The next group that may begin beside what these work on."""
+        """Return the next group that may begin beside what these work on."""
         begun = sum(any(map(_is_large, worker.cases)) for worker in workers)
         if self._large and (begun < _LARGE_AT_ONCE):
             return self._large.pop()
@@ -129,7 +129,7 @@ class _Worker:
         self.connection.send(group)
 
     def answer(self) -> Outcome:
-        """The outcome of the next case, which it may have ended the process to find."""
+        """Return the outcome of the next case, which it may have ended the process to find."""
         case = self.cases.pop(0)
         try:
             outcome, self.usable = self.connection.recv()

@@ -24,8 +24,8 @@ class Line:
         failed: how many did not.
         units: the largest error in units of the suite's tolerance.
         output: of which output.
-        own: likewise, in units of our own.
-        own_output: likewise.
+        own: the largest error in units of our own.
+        own_output: of which output.
     """
 
     suite: str
@@ -92,7 +92,7 @@ class Report:
             self.failures.append(str(outcome))
 
     def summary(self) -> str:
-        """A line a suite."""
+        """Return a line per suite."""
         suites: dict[str, Line] = {}
         for line in self.lines.values():
             suites.setdefault(line.suite, Line(line.suite, _ALL)).merge(line)
@@ -100,7 +100,7 @@ class Report:
         return _table(["suite", *_COUNTS], rows)
 
     def details(self) -> str:
-        """A line a suite and mode."""
+        """Return a line per suite and mode."""
         rows = [[line.suite, *asdict(line.mode).values(), *_counts(line)] for line in self.lines.values()]
         return _table(["suite", *asdict(_ALL), *_COUNTS], rows)
 

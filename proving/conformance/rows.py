@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def rows_of(tensor: torch.Tensor, n: int) -> torch.Tensor:
-    """A tensor of x's shape as (M, N)."""
+    """Return a tensor of x's shape as (M, N)."""
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.view(-1, n) if tensor.dim() == 1 else tensor
 
 
@@ -28,7 +28,7 @@ def blocks(case: Case) -> Iterator[slice]:
 
 
 def exact(case: Case, given: Tensors, rows: Tensors, part: slice) -> oracle.Forward:
-    """The oracle's outputs of some rows; `rows` holds x and residual as (M, N)."""
+    """Return the oracle's outputs of some rows; `rows` holds x and residual as (M, N)."""
     columns = {name: given[name] for name in ("weight", "bias", "x_bias", "smooth_scale") if name in given}
     return oracle.forward(
         rows["x"][part],
@@ -45,6 +45,6 @@ def exact(case: Case, given: Tensors, rows: Tensors, part: slice) -> oracle.Forw
 
 
 def flat(case: Case, given: Tensors) -> Tensors:
-    """The tensors that have rows, each as (M, N)."""
+    """Return the tensors that have rows, each as (M, N)."""
     names = ("x", "residual", "dy", "dresidual_out")
     return {name: rows_of(given[name], case.n) for name in names if name in given}

@@ -35,7 +35,7 @@ def cases() -> tuple[Case, ...]:
 
 @cache
 def interpreted() -> tuple[Case, ...]:
-    """A slice for the interpreter, of a few rows each: every mode of every suite, and every length up to 20,000.
+    """Return a slice for the interpreter, of a few rows each: every mode of every suite, and every length up to 20,000.
 
     The same cases each time, drawn so that modes that share their lists of lengths take different ones.
     """
@@ -57,7 +57,7 @@ def interpreted() -> tuple[Case, ...]:
 
 
 def fewer_rows(case: Case) -> Case:
-    """The same case with two rows, or with a few more if they are short."""
+    """Return the case with two rows, or with a few more if they are short."""
     *leading, n = case.shape
     most = min(_FEW_ROWS, max(2, _FEW_ELEMENTS // n)) if len(leading) == 1 else 2
     return replace(case, shape=(*(min(size, most) for size in leading), n))

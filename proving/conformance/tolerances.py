@@ -1,4 +1,4 @@
-"""What each suite allows, by dtype."""
+"""Define the tolerances of each suite, by dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUACK_STATISTICS = 6e-4
 
 
 def quack(dtype: torch.dtype, rows: int, weight: torch.dtype = FP32) -> Tolerance:
-    """A sum over rows of weight's gradient is off by about √M as much as one row's."""
+    """Return the bound of weight's gradient: a sum over rows is off by about √M as much as one row's."""
     forward, backward = _QUACK_FORWARD[dtype], _QUACK_BACKWARD[dtype]
     # Its weights are fp32, so that nothing but the sum is rounded.
     rounding = 1e-3 if weight is FP32 else _QUACK_FORWARD[weight]

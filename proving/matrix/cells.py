@@ -1,4 +1,4 @@
-"""What is run: pairs of a Python and a Triton, in each of which both suites are."""
+"""Define the cells of the matrix: pairs of a Python and a Triton, each of which runs both suites."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = tuple(Cell(*pair) for pair in product(PYTHONS, TRITONS))
 # Each Python and each Triton once at least; the newest of either together, and the oldest.
 FEW = (Cell("3.10", "3.6.0"), Cell("3.11", "3.7.1"), Cell("3.12", "3.9.0"), Cell("3.13", "3.9.0"))
 
-# By the name of a suite: what pytest is told, and what TRITON_INTERPRET is.
+# By the name of a suite: the arguments of pytest, and the value of TRITON_INTERPRET.
 SUITES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "interpreter": ((), "1"),
     "compile": (("-m", "compile"), None),
@@ -48,15 +48,15 @@ class CellError(Exception):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one suite came to in one cell.
+    """The result of one suite in one cell.
 
     Attributes:
         cell: where.
         suite: which.
         versions: of python, torch, triton and numpy, as they say themselves.
         passed: how many tests.
-        failed: likewise, with those that raised outside of the test itself.
-        skipped: likewise.
+        failed: how many tests, with those that raised outside of the test itself.
+        skipped: how many tests.
         seconds: of the whole run, collection included.
     """
 

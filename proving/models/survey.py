@@ -29,7 +29,7 @@ _FORMULAS = {
 
 @dataclass
 class Survey:
-    """What was found, classes by what they have in common.
+    """The findings, with classes grouped by what they have in common.
 
     Attributes:
         taken: by formula.
@@ -72,7 +72,7 @@ def _made(cls: type[torch.nn.Module]) -> torch.nn.Module | None:
     for size in (_N, (_N,)):
         try:
             return cls(size)
-        except Exception:  # Anything may come out of somebody's constructor.
+        except Exception:  # Anything may come out of a constructor.
             continue
     return None
 

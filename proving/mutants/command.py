@@ -122,7 +122,7 @@ def _judged(outcomes: Sequence[Outcome], submit: Submit, jobs: int) -> list[Outc
 
 
 def _parts(tests: list[str], jobs: int) -> list[list[str]]:
-    """The tests, each once and those of a file together, for as many processes as run at once."""
+    """Return the tests, each once and those of a file together, for as many processes as run at once."""
     distinct = sorted(dict.fromkeys(tests))
     size = -(-len(distinct) // jobs)
     return [distinct[start : start + size] for start in range(0, len(distinct), size)] if distinct else []

@@ -43,7 +43,7 @@ class Mutant:
     which: int | None = None
 
     def applied(self, text: str) -> str:
-        """The file's text with the edit made.
+        """Return the file's text with the edit made.
 
         Raises:
             EditError: the text to replace is not there, or in several places and `which` is not given.

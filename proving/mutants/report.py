@@ -15,7 +15,7 @@ _COLUMNS = ("file", "breaks", "verdict", "caught by", "suite")
 
 
 def revision() -> str:
-    """What was tried: the commit, and whether files differ from it."""
+    """Return the revision that was tried: the commit, and whether files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

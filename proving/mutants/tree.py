@@ -27,7 +27,7 @@ class GenerateError(Exception):
 
 
 def present_files() -> tuple[str, ...]:
-    """The files of the working tree, from its root: those that git tracks or would, or all where it tracks none."""
+    """Return the files of the working tree, from its root: those that git tracks or would, or all without git."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -44,7 +44,7 @@ def present_files() -> tuple[str, ...]:
 
 @contextmanager
 def copied(source: Path, files: Iterable[str]) -> Iterator[Path]:
-    """A copy of some of a tree's files, in which `import normforge` finds the copy."""
+    """Return a copy of some of a tree's files, in which `import normforge` finds the copy."""
     with TemporaryDirectory(prefix="normforge-mutant-", ignore_cleanup_errors=True) as made:
         tree = Path(made).resolve()
         for name in files:
@@ -58,7 +58,7 @@ def copied(source: Path, files: Iterable[str]) -> Iterator[Path]:
 
 
 def environment(tree: Path | None) -> dict[str, str]:
-    """The variables of a process that takes normforge from a copy: one core, and no setting from outside."""
+    """Return the variables of a process that takes normforge from a copy: one core, and no setting from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NORMFORGE_", "TRITON_"))}
     kept["OMP_NUM_THREADS"] = "1"
     if tree is not None:

@@ -22,7 +22,7 @@ _PATIENCE = 300.0
 
 
 class Verdict(Enum):
-    """What came of a mutant; anything but CAUGHT is to be mended, in the tests or in the table."""
+    """The verdict on a mutant; anything but CAUGHT is to be mended, in the tests or in the table."""
 
     CAUGHT = "caught"
     SURVIVED = "SURVIVED"
@@ -35,7 +35,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mutant.
+    """The outcome of a mutant.
 
     Attributes:
         mutant: which.
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def caught(self) -> bool:
-        """Whether a test failed of it."""
+        """Return True if the mutant made a test fail."""
         return self.verdict is Verdict.CAUGHT
 
 
@@ -89,7 +89,7 @@ class Runner:
             server.wait()
 
     def failing_unmutated(self, suite: Suite, tests: Sequence[str]) -> tuple[str, ...]:
-        """Of tests that caught mutants, those that fail in a copy without an edit."""
+        """Return those of the tests that caught mutants that fail in a copy without an edit."""
         with copied(self._snapshot, self._files) as tree:
             run = self._run(tree, suite, tests, stop=False, patience=10 * _PATIENCE)
         return (*run.failed, *run.broken)

@@ -1,0 +1,1 @@
+"""Runs of every kernel under compute-sanitizer's tools."""

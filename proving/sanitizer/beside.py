@@ -22,7 +22,7 @@ class Beside:
         step: what stands beside the norm: a word of `_CALLS`.
         shape: x's.
         dtype: x's.
-        options: what the call is told besides tensors, in a fixed order.
+        options: the call's arguments besides tensors, in a fixed order.
         last: of GroupNorm, whether channels are innermost in memory.
     """
 
@@ -56,7 +56,7 @@ class Beside:
         _CALLS[self.step](self, device)
 
     def filled(self, device: torch.device, *shape: int) -> torch.Tensor:
-        """A tensor of x's type, by copies alone: what a kernel of torch's reads is not what is looked for."""
+        """Return a tensor of x's type, by copies alone: what a kernel of torch's reads is not what is looked for."""
         values = torch.linspace(-1, 1, prod(shape)).to(self.dtype).view(shape)
         if self.last and len(shape) > 2:
             values = values.movedim(1, -1).contiguous().movedim(-1, 1)

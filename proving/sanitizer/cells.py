@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is read: (m, n), or (tokens, heads, n)."""
+        """The shape of x: (m, n), or (tokens, heads, n)."""
         return (self.m // self.heads, self.heads, self.n) if self.heads else (self.m, self.n)
 
     @property
@@ -81,7 +81,7 @@ class TileKind:
 
     Attributes:
         direction: of the kernel.
-        pipeline: likewise.
+        pipeline: of the kernel.
         few: whether rows are few.
         staged: whether rows are on their way to shared memory.
         held: whether chunks are kept.
@@ -97,12 +97,12 @@ class TileKind:
 
 
 def kind_of(direction: Direction, tile: Tile, *, few: bool) -> TileKind:
-    """The class of a tile."""
+    """Return the class of a tile."""
     return TileKind(direction, tile.pipeline, few, tile.stages > 1, tile.held > 0, tile.resident > 1)
 
 
 def text_of(mode: Mode) -> Mode:
-    """The mode that stands for all whose kernels differ in nothing but element types."""
+    """Return the mode that represents all whose kernels differ in nothing but element types."""
     # Of 16 bits, because `cast` needs a type that has them.
     out = mode.dtype_out if mode.fquant.quantises else DType.BF16
     return replace(mode, dtype_in=DType.BF16, dtype_out=out, scale_dtype=DType.FP32)
@@ -142,12 +142,12 @@ def _candidate(mode: Mode, m: int, n: int, part: Pipeline | Part, kind: TileKind
 
 
 def _odd(entry: Entry) -> int:
-    """The shortest row of an entry, and of 9 elements or more, that is one longer than whole vectors."""
+    """Return the shortest row of an entry, and of 9 elements or more, that is one longer than whole vectors."""
     return entry.first + (1 - entry.first) % _VECTOR if entry.first > 1 else _VECTOR + 1
 
 
 def _length(entry: Entry, mode: Mode, tile: Tile) -> int:
-    """A short row whose last chunk is ragged, where the kernel that a tile names runs as it says."""
+    """Return a short row whose last chunk is ragged, where the kernel that a tile names runs as it says."""
     if mode.has_window and tile.pipeline is not Pipeline.ROWS:
         return _odd(entry) + _VECTOR - 1
     # 16-bit rows go to shared memory, and between programs, in pairs.
@@ -211,7 +211,7 @@ def edges() -> Iterator[Cell]:
 
 
 def every() -> list[Cell | Beside]:
-    """Those, and the calls of kernels that the table lacks."""
+    """Return the table's calls, and the calls of kernels that the table lacks."""
     return [*cells(), *beside()]
 
 

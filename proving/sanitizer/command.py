@@ -38,7 +38,7 @@ _LIMIT = 540
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one tool found in all its processes."""
+    """The findings of one tool in all its processes."""
 
     tool: str
     logs: tuple[Log, ...]
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Whether every call was watched and nothing was found."""
+        """Return True if every call was watched and nothing was found."""
         return self.made == len(every()) and not self.found
 
     @property

@@ -1,4 +1,4 @@
-"""What compute-sanitizer and the process that it watches print, read."""
+"""Read the output of compute-sanitizer and of the process that it watches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUMMARY = re.compile(r"SUMMARY: (\d+)")
 # What the tool says of itself.
 _REMARKS = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "This tool is deprecated")
 # Calls of CUDA's API that return an error: torch asks for what a driver may not have. Where a launch of ours fails,
-# the call raises, and that is told.
+# the call raises, and the log says so.
 _API = "Program hit"
 # The tool's own failures, which no kernel's name goes with.
 _FATAL = ("Error: No attachable process", "Error: process didn't terminate", "Internal Sanitizer Error", "Target app")
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass
 class Log:
-    """What one process printed.
+    """The output of one process.
 
     Attributes:
         cells: the calls that were made.
@@ -64,7 +64,7 @@ class Log:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was left unwatched."""
+        """Return True if nothing was left unwatched."""
         return self.ended and self.summed_up
 
 
@@ -89,7 +89,7 @@ def _report(head: str, details: list[str], cell: str) -> Report:
 
 
 def _blocks(text: str, log: Log) -> Iterator[tuple[str, list[str], str]]:
-    """The tool's reports: the first line, those that belong to it, and the call. Calls are noted in the log."""
+    """Return the tool's reports: the first line, those that belong to it, and the call. Calls are noted in the log."""
     cell = ""
     head: str | None = None
     details: list[str] = []

@@ -30,7 +30,7 @@ def call(cell: Cell | Beside, device: torch.device) -> None:
 
 
 def call_of(cell: Cell, device: torch.device) -> tuple[str, dict[str, Any]]:
-    """The function of a cell's call, and the call's arguments."""
+    """Return the function of a cell's call, and the call's arguments."""
     mode = cell.mode
     family = BACKWARD if mode.is_backward else FORWARD
     arguments: dict[str, Any] = {"x": _rows(cell, device), "weight": _vector(cell, device)}
@@ -92,7 +92,7 @@ def _vector(cell: Cell, device: torch.device) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the calls of one share of the cells, or those that are named; a call that fails is told."""
+    """Make the calls of one share of the cells, or the named calls; report each call that fails."""
     parser = argparse.ArgumentParser(prog="python -m proving.sanitizer.worker", description=__doc__)
     parser.add_argument("--share", default="1/1", metavar="I/K", help="the I-th of K parts of the cells")
     parser.add_argument("--device", default="cuda")

@@ -1,0 +1,1 @@
+"""Random calls for minutes or hours, while memory must not grow."""

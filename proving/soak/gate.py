@@ -17,7 +17,7 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Run beside others, once nobody has it alone."""
+        """Run beside others, once no thread has the gate alone."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
             self._sharing += 1

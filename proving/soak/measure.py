@@ -1,4 +1,4 @@
-"""What a process holds: of the host's memory, of the device's, and of plans; and whether that grows."""
+"""Measure what a process holds of the host's memory, of the device's and of plans, and whether that grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds at one time, while nothing runs.
+    """The memory and plans of a process at one time, while nothing runs.
 
     Attributes:
         calls: calls made until then.
@@ -68,7 +68,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _free_in_arenas() -> int:
-    """The bytes of glibc's arenas, of all threads, that are allocated by nobody; 0 where there is no glibc 2.33.
+    """Return the bytes of glibc's arenas, of all threads, that are not allocated; 0 where there is no glibc 2.33.
 
     An arena is given back from its end alone, so that what threads free between two blocks that stay is kept. On an
     H200 a soak's resident memory grew by 2.8 MiB per 1000 calls and 2.7 of them were this, while what was allocated
@@ -91,7 +91,7 @@ class Quantity:
         read: from `Held`.
         unit: what one shown is of those read.
         slack: how much may be added; `share` of the first window's besides. None is anything: it is shown for people.
-        share: likewise.
+        share: how much of the first window may be added.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Growth:
 
     @property
     def ok(self) -> bool:
-        """Whether the last window holds no more than the first but for the slack."""
+        """Return True if the last window holds no more than the first but for the slack."""
         return (
             self.quantity.slack is None
             or self.last - self.first <= self.quantity.slack + self.quantity.share * self.first

@@ -1,4 +1,4 @@
-"""What a soak draws from, on a GPU and in the interpreter."""
+"""Define the sizes that a soak draws from, on a GPU and in the interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """What a soak draws from; each kind of call is compiled for few rows and for many."""
+    """The sizes that a soak draws from; each kind of call is compiled for few rows and for many."""
 
     lengths: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]

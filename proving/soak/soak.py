@@ -28,7 +28,7 @@ _MOST_FAILURES = 20
 
 @dataclass(frozen=True)
 class Result:
-    """What a soak did and found.
+    """The work and the findings of a soak.
 
     Attributes:
         done: how much of what.
@@ -46,7 +46,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed, and nothing grew."""
+        """Return True if nothing failed, and nothing grew."""
         return not self.failures and all(growth.ok for growth in self.growths)
 
 

@@ -1,4 +1,4 @@
-"""What a worker of the soak does, over and over: a random call on a random stream, checked by chance."""
+"""Run the loop of a soak's worker: a random call on a random stream, checked by chance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPLAYS = 5
 
 @dataclass
 class Tally:
-    """What one worker did."""
+    """The work of one worker."""
 
     done: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Worker:
         )
 
     def act(self) -> None:
-        """Do one thing; what fails is told in the tally."""
+        """Do one thing, and record failures in the tally."""
         actions, weights = zip(*self._actions, strict=True)
         action = self._random.choices(actions, weights)[0]
         try:

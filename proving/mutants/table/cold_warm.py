@@ -1,4 +1,4 @@
-"""What calls are known by: one element of each key or guard is left out, and random sequences of calls notice."""
+"""Mutants of the keys of known calls: each leaves out one element, and random sequences of calls notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is known again by, and what is looked at in each call because no key can hold it."""
+"""Mutants of keys, and of the checks that each call makes because no key can hold them."""
 
 from __future__ import annotations
 
