@@ -14,6 +14,8 @@ from .grids import Grid
 # Columns of times, of which a table has one, and the columns that name what was timed.
 _TIMES = ("us", "ms")
 _NAMES = ("suite", "cell", "model", "dtype", "step", "run", "variant", "group", "part", "provider", "kernel", "way")
+# Rows that no change of this project moves.
+_TORCH = ("eager", "copy", "torch")
 
 Rows = Mapping[tuple[str, ...], Mapping[str, str]]
 
@@ -25,7 +27,7 @@ class Change(NamedTuple):
         name: what was timed.
         old: its time before; None where it failed.
         new: its time now.
-        relative: how much more it takes, beyond what the table's median row takes more.
+        relative: how much more it takes, beyond the table's drift.
         noise: the spread of both runs, as a share of the time.
     """
 
@@ -41,7 +43,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         name: the file's.
-        drift: how much more the median row takes; a slower machine moves all rows.
+        drift: how much more the median row of torch's own takes; a slower machine moves all rows.
         changes: of the rows that both have.
         alone: how many rows only one of the two has.
     """
@@ -82,8 +84,8 @@ def describe(comparisons: list[Comparison], within: float) -> list[Grid]:
             far.append(
                 (f"{one.name}: {', '.join(change.name)}", *times, f"{change.relative:+.1%}", f"{change.noise:.1%}")
             )
-    summary = Grid("", ("table", "times of both", "of one alone", "median change", "moved"), files)
-    return [summary, Grid("", ("moved", "old", "new", "beyond the median", "noise"), far)] if far else [summary]
+    summary = Grid("", ("table", "times of both", "of one alone", "change of torch's", "moved"), files)
+    return [summary, Grid("", ("moved", "old", "new", "beyond torch's", "noise"), far)] if far else [summary]
 
 
 def _compared(old: Path, new: Path) -> Comparison | None:
@@ -92,10 +94,10 @@ def _compared(old: Path, new: Path) -> Comparison | None:
     before, now = _rows(old), _rows(new)
     common = [name for name in before if name in now]
     pairs = {name: (_time(before[name]), _time(now[name])) for name in common}
-    drifts = [theirs / ours for ours, theirs in pairs.values() if ours and theirs]
-    if not drifts:
+    ratios = {name: theirs / ours for name, (ours, theirs) in pairs.items() if ours and theirs}
+    if not ratios:
         return None
-    drift = median(drifts)
+    drift = median([ratio for name, ratio in ratios.items() if _is_torchs(name)] or ratios.values())
     return Comparison(
         old.stem,
         drift - 1,
@@ -111,6 +113,10 @@ def _compared(old: Path, new: Path) -> Comparison | None:
 def _change(name: tuple[str, ...], old: float | None, new: float | None, drift: float, noise: float) -> Change:
     relative = new / old / drift - 1 if old and new else float("inf")
     return Change(name, old, new, relative, noise)
+
+
+def _is_torchs(name: tuple[str, ...]) -> bool:
+    return any(word in _TORCH or word.startswith("F.") for word in name)
 
 
 def _rows(path: Path) -> Rows:

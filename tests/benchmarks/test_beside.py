@@ -47,6 +47,15 @@ def test_what_moved_either_way_is_named_and_what_is_noise_is_not(tmp_path: Path)
         assert moved(one, 0.03) == []
 
 
+def test_a_change_of_all_of_ours_is_no_drift_of_the_machine(tmp_path: Path) -> None:
+    for name, us in (("old", 10.0), ("new", 11.0)):
+        ours = [(cell, "normforge", us) for cell in CELLS]
+        results("host", (CELLS[0], "eager", 20.0), *ours).save(tmp_path / name)
+    (one,) = compare(tmp_path / "old", tmp_path / "new")
+    assert one.drift == 0
+    assert [change.relative for change in moved(one, 0.03)] == [pytest.approx(0.1)] * len(CELLS)
+
+
 @pytest.mark.parametrize("broken", ["old", "new"])
 def test_a_failure_of_one_run_is_beyond_any_noise_and_of_both_is_none(broken: str, tmp_path: Path) -> None:
     for name in ("old", "new"):
