@@ -116,6 +116,6 @@ def normalise_known(
     return road.normalise_found(CALLS, (*operands, rng), told, road.with_rng(found, rng))
 
 
-def dropping(p: float, rng: torch.Tensor) -> Dropping:
+def dropping(dropout: Dropout) -> Dropping:
     """Return the dropout of a call of `plain.normalise`."""
-    return CALLS, (p,), (rng,)
+    return CALLS, (dropout.p,), (dropout.rng,)

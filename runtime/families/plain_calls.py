@@ -60,31 +60,7 @@ def dropped_add_normalise(
             return found
     if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
-    x, _ = (check_tensor(name, operands[at]) for name, at in (("x", 0), ("residual", 3)))
-    if normalized_shape is None:
-        normalized_shape = x.shape[-1:]
-    if options[0] == "layer" and options[2] != 0.0:
-        operands, options = _offset(operands, options)
-    kernel, left = backend(x) == "kernel", left_to_torch(operands)
-    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
-    norm, eps, *others = options = _as_floats(options)
-    # Drawn once nothing else can be refused.
-    dropout_p, rng = settled(*asked[:2], x)
-    if rng is None:
-        found = normalise(operands, normalized_shape, options)
-        return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
-    said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
-    if not kernel or left:
-        y_dtype = result_dtype(norm, x) if kernel else None
-        found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
-    elif becomes_operator(*operands):
-        found = recorded.normalise_traced(operands, len(shape), said, dropout.dropping(dropout_p, rng))
-    else:
-        found = recorded.normalise(operands, shape, said, dropout.dropping(dropout_p, rng))
-    if not asked[2]:
-        return found
-    rows = (*x.shape[: -len(shape)], math.prod(shape))
-    return (*found, dropout_mask(rows, dropout_p, rng).view(x.shape))
+    return normalise_first(operands, normalized_shape, options, adds=True, asked=asked)
 
 
 def normalise_last(operands: Operands, options: Options) -> Any:
@@ -136,9 +112,19 @@ def normalise_first(
     module: Replacing | None = None,
     *,
     adds: bool = False,
+    asked: tuple[Any, Any, bool] | None = None,
 ) -> Any:
-    """Run `normalise` for a call that `native.calls` does not know; where it `adds`, there has to be a residual."""
-    if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
+    """Run `normalise` for a call that `native.calls` does not know.
+
+    Args:
+        operands: see `normalise`.
+        normalized_shape: see `normalise`.
+        options: see `normalise`.
+        module: see `normalise`.
+        adds: whether there has to be a residual.
+        asked: dropout_p, dropout_rng and return_mask; None for a call without dropout.
+    """
+    if asked is None and is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options, module)
     x = operands[0]
     if module is not None and not is_served(operands, options[1]) and (before := module.forward_before(x)) is not None:
@@ -154,19 +140,33 @@ def normalise_first(
     norm, eps, *others = options
     if norm == "layer" and others[0] != 0.0:
         operands, options = _offset(operands, options)
-        return normalise(operands, normalized_shape, options)
+        if asked is None:
+            return normalise(operands, normalized_shape, options)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
-    if kernel and not left and is_sharded(*operands):
+    if asked is None and kernel and not left and is_sharded(*operands):
         return _by_parts(operands, normalized_shape, options)
     shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
     options = _as_floats(options)
+    drops = None
+    if asked is not None:
+        # Drawn once nothing else can be refused.
+        dropout_p, rng = settled(*asked[:2], x)
+        if rng is None:
+            found = normalise(operands, normalized_shape, options)
+            return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
+        drops = Dropout(dropout_p, rng)
     if not kernel:
-        return eager.plain(operands, shape, options)
-    if left or becomes_operator(*operands):
-        return _seen(operands, shape, options, left)
-    said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
-    return recorded.normalise(operands, shape, said)
+        found = eager.plain(operands, shape, options, drops)
+    elif left or becomes_operator(*operands):
+        found = _seen(operands, shape, options, left, drops)
+    else:
+        said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
+        found = recorded.normalise(operands, shape, said, None if drops is None else dropout.dropping(drops))
+    if drops is None or asked is None or not asked[2]:
+        return found
+    rows = (*x.shape[: -len(shape)], math.prod(shape))
+    return (*found, dropout_mask(rows, drops.p, drops.rng).view(x.shape))
 
 
 def _checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
@@ -197,15 +197,18 @@ def _traced(operands: Operands, normalized_shape: Any, options: Options, module:
     return _seen(operands, shape, options, left)
 
 
-def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bool) -> Any:
+def _seen(
+    operands: Operands, shape: tuple[int, ...], options: Options, left: bool, drops: Dropout | None = None
+) -> Any:
     """Run a call as an operator: normforge's, or torch's where Inductor is to fuse the norm or `left` is set."""
     x, weight, *_ = operands
     norm, eps, weight_offset, out_dtype, cast = options
     eps = DEFAULT_EPS if eps is None else float(eps)
-    if left or is_left_to_inductor(norm, x, shape, scaled=weight is not None):
+    if left or (drops is None and is_left_to_inductor(norm, x, shape, scaled=weight is not None)):
         said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
-        return eager.plain(operands, shape, said)
-    return recorded.normalise_traced(operands, len(shape), (norm, eps, weight_offset, out_dtype, cast))
+        return eager.plain(operands, shape, said, drops)
+    said = (norm, eps, weight_offset, out_dtype, cast)
+    return recorded.normalise_traced(operands, len(shape), said, None if drops is None else dropout.dropping(drops))
 
 
 def by_parts(

@@ -119,7 +119,6 @@ def _serves(kept: GatedSaved) -> bool:
 
 
 def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
-    for_x, for_gate, for_weight, for_bias = due
     groups = _groups(kept)
     mode = mode_of(told, kept.x.dtype, groups > 0)
     rows = {"dy": dy, "x": kept.x, "gate": kept.gate}
@@ -131,14 +130,13 @@ def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: 
         "rstd": kept.rstd,
     }
     parts = groups or 1
-    of_rows = zip(("dx", "dgate"), (for_x, for_gate), told.dtypes, strict=False)
-    dtypes = {name: dtype for name, needed, dtype in of_rows if needed and dtype is not None}
-    vectors = {"dweight": kept.weight, "dbias": kept.bias}
-    for (name, vector), needed in zip(vectors.items(), (for_weight, for_bias), strict=True):
-        if needed and vector is not None:
-            # A vector for all of several groups is added up once more.
-            dtypes[name] = sum_dtype(vector, parts)
-    return Problem(mode, parts, inputs, dtypes, vectors)
+    # A vector for all of several groups is added up once more.
+    dtypes = {
+        row.name: sum_dtype(operand, parts) if row.is_sum else dtype
+        for row, operand, dtype, needed in zip(GATED_BWD.results, kept[:-2], told.dtypes, due, strict=True)
+        if needed and operand is not None and dtype is not None
+    }
+    return Problem(mode, parts, inputs, dtypes, {"dweight": kept.weight, "dbias": kept.bias})
 
 
 def _of_results(

@@ -16,11 +16,8 @@ def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """Run a call of a public function; the last option is set here."""
     options = (*options[:-1], records(operands))
     found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
-    return _first(operands, options) if found is None else found
-
-
-def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    """Run a call that no look-up knows."""
+    if found is not None:
+        return found
     if is_handed_on(operands):
         given = road.named(row.CALLS, operands, options)
         return handed_on(row.CALLS.functions[options[0]], operands, given, positional=3)
