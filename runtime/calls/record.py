@@ -6,7 +6,7 @@ A family adds a `Recording`: how to launch, and how to compute gradients. Plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -129,7 +129,7 @@ class _Record(torch.autograd.Function):
 record, record_at_once = applied(_Record), applied_at_once(_Record)
 
 
-def arrived_in_memory(arrived: Tensors) -> bool:
+def arrived_in_memory(arrived: Iterable[torch.Tensor | None]) -> bool:
     """Return True if gradients are all in memory that kernels can read.
 
     Several at once are not, as autograd's is_grads_batched brings them, nor is a tangent of forward-mode AD.

@@ -19,15 +19,15 @@ from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch, invariance
-from ..upstream.torch_internals import eager_only, has_tangent
+from ..upstream.torch_internals import eager_only
 from . import native
 from .check import Call
 from .first import copies_of
 from .functions import UNCHECKED
-from .known import MISALIGNED, PLAIN, addresses_of, remember
+from .known import MISALIGNED, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics
 from .plan import Plan, Sized, plan_of
-from .record import Arrived, Gradients, Learnt
+from .record import Arrived, Gradients, Learnt, arrived_in_memory
 
 
 class Problem(NamedTuple):
@@ -293,9 +293,4 @@ def rounded(
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Return True if kernels can read everything about some tensors, none of which has a forward-mode tangent."""
     there = [tensor for tensor in tensors if tensor is not None]
-    if not all(tensor.__class__ in PLAIN and tensor.dtype in FLOATS and not tensor.is_neg() for tensor in there):
-        return False
-    try:
-        return all(tensor.data_ptr() != 0 for tensor in there) and not has_tangent(there)
-    except RuntimeError:
-        return False
+    return arrived_in_memory(there) and all(tensor.dtype in FLOATS and not tensor.is_neg() for tensor in there)
