@@ -9,6 +9,7 @@ import torch
 
 from normforge import reference
 from normforge.calls.outputs import NormGradients
+from normforge.codegen.values import Norm
 from normforge.reference import modulated as modulation_reference
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools.compare import compare_gradients
@@ -99,7 +100,7 @@ def test_gradients_of_modulated_norms_are_autograd_s(norm: str, affine: bool, ga
     names |= {"gate": size, "residual": shape} if gated else {}
     names |= {"weight": (N,), **({"bias": (N,)} if norm == "layer" else {})} if affine else {}
     leaves = {name: fp64(*its).requires_grad_() for name, its in names.items()}
-    forward = getattr(modulation_reference, f"modulated_{norm}_norm")
+    forward = modulation_reference.FORWARD[Norm(norm)]
     x, scale, shift, *_ = leaves.values()
     outputs = forward(**leaves, eps=EPS)
     s = x if outputs.residual_out is None else outputs.residual_out

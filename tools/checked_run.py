@@ -87,7 +87,7 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     mode, arguments = problem.mode, inputs(problem, device)
     family = family_of(mode)
     function = family.functions[mode.norm]
-    oracle: Callable[..., Any] = getattr(_BESIDE[family.name], function)
+    oracle = _BESIDE[family.name].FORWARD[mode.norm]
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
     given, calls = completed(function, arguments), CALLS[family.name]
     operands = road.operands_of(calls, given)

@@ -1,33 +1,21 @@
-"""The oracle of gated norms, in plain torch; see `gated_rms_norm` for the formula's source."""
+"""The oracle of gated norms, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..codegen.values import FusedQuant, GateActivation, Gating
+from ..codegen.values import FusedQuant, GateActivation, Gating, Norm
 from ..dtypes import word
 from .gradients import ReferenceGradients
-from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
-
-
-def gated_layer_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """Compute in fp64 what the kernel of `normforge.gated_layer_norm` should return (Dao and Gu, 2024).
-
-    Of groups of columns x is (..., G, N), and weight and bias may be (G, N). Other arguments are those of the family.
-    """
-    return _gated(layernorm2d_fwd, x, gate, **others)
-
-
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """Compute in fp64 what the kernel of `normforge.gated_rms_norm` should return."""
-    return _gated(rmsnorm2d_fwd, x, gate, **others)
+from .norms import PLAIN, Oracle, ReferenceOutput
 
 
 def _gated(
-    norm: Callable[..., ReferenceOutput],
+    norm: Oracle,
     x: torch.Tensor,
     gate: torch.Tensor,
     *,
@@ -37,6 +25,10 @@ def _gated(
     out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> ReferenceOutput:
+    """Compute in fp64 what the kernel of a norm's gated function should return (Dao and Gu, 2024).
+
+    Of groups of columns x is (..., G, N), and weight and bias may be (G, N). Other arguments are those of the family.
+    """
     z = gate.double()
     factor = 1 / (1 + (-z).exp())
     if word(GateActivation, "activation", activation) is GateActivation.SILU:
@@ -50,6 +42,9 @@ def _gated(
         return norm(x, fquant="smooth_dynamic", smooth_scale=factor, out_dtype=out_dtype, **others)
     rows = norm(x, **others)
     return rows._replace(y=(rows.z * factor).to(out_dtype), z=rows.z * factor)
+
+
+FORWARD: Mapping[Norm, Oracle] = {norm: partial(_gated, plain) for norm, plain in PLAIN.items()}
 
 
 def gradients(
@@ -67,7 +62,7 @@ def gradients(
     rows = [tensor.double().requires_grad_() for tensor in (x, gate)]
     vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     given = {name: vector.double().requires_grad_() for name, vector in vectors.items()}
-    norm = gated_rms_norm if bias is None else gated_layer_norm
+    norm = FORWARD[Norm.RMS if bias is None else Norm.LAYER]
     said: dict[str, Any] = {"gating": gating, "activation": activation, "eps": eps}
     d = dy.double()
     dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **given, **said).z, (*rows, *given.values()), d)

@@ -1,29 +1,17 @@
-"""The oracle of modulated norms, in plain torch; see `modulated_layer_norm` for the formula's source."""
+"""The oracle of modulated norms, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..codegen.values import FusedQuant
+from ..codegen.values import FusedQuant, Norm
 from ..dtypes import word
 from .gradients import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
-from .norms import ReferenceOutput, layernorm2d_fwd, quantised_rows, rmsnorm2d_fwd
-
-
-def modulated_layer_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """Compute in fp64 what the kernel of `normforge.modulated_layer_norm` should return (Peebles and Xie, 2022).
-
-    Other arguments are those of the family. Statistics are returned as by `layernorm2d_fwd`.
-    """
-    return _modulated(layernorm2d_fwd, x, scale, shift, **others)
-
-
-def modulated_rms_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """Compute in fp64 what the kernel of `normforge.modulated_rms_norm` should return."""
-    return _modulated(rmsnorm2d_fwd, x, scale, shift, **others)
+from .norms import PLAIN, Oracle, ReferenceOutput, quantised_rows
 
 
 def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +23,7 @@ def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _modulated(
-    norm: Callable[..., ReferenceOutput],
+    norm: Oracle,
     x: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
@@ -46,6 +34,10 @@ def _modulated(
     out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> ReferenceOutput:
+    """Compute in fp64 what the kernel of a norm's modulated function should return (Peebles and Xie, 2022).
+
+    Other arguments are those of the family. Statistics are returned as by `layernorm2d_fwd`.
+    """
     s = x.double() if gate is None else x.double() * _of_each_row(gate, x)
     residual_out, sums = None, None
     if residual is not None:
@@ -65,6 +57,9 @@ def _modulated(
         y = z.to(out_dtype or x.dtype)
     terms = rows.terms * factor.abs() + added.abs()
     return rows._replace(y=y, residual_out=residual_out, y_scale=y_scale, z=z, sums=sums, terms=terms)
+
+
+FORWARD: Mapping[Norm, Oracle] = {norm: partial(_modulated, plain) for norm, plain in PLAIN.items()}
 
 
 def gradients(

@@ -6,12 +6,13 @@ quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.values import Cast, DType, FusedAdd, FusedQuant, Rounding
+from ..codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
 from ..dtypes import DTYPES, TORCH_DTYPES, word
 from ..random_mask import dropout_mask, kept_factor
 from .gradients import rounded_first
@@ -126,6 +127,11 @@ def _forward(
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
     saved_rstd = rstd.squeeze(-1).float() if save_mv else None
     return ReferenceOutput(y, residual_out, y_scale, saved_mean, saved_rstd, z, either, terms=terms)
+
+
+Oracle = Callable[..., ReferenceOutput]
+# The norms that the oracles of other families compute with.
+PLAIN: Mapping[Norm, Oracle] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
 
 
 def _scaled(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup
+from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup
 from ..dtypes import DTYPES, word
-from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd, stored_scale
+from .norms import PLAIN, Oracle, quantise, stored_scale
 
 
 class ReferenceQuantised(NamedTuple):
@@ -52,16 +53,6 @@ class ReferenceQuantised(NamedTuple):
         return _in_groups(values, self.size).amax(-1)
 
 
-def quantised_layer_norm(x: torch.Tensor, weight: Any = None, bias: Any = None, **others: Any) -> ReferenceQuantised:
-    """Compute in fp64 what `normforge.quantised_layer_norm` of the operator's arguments should return."""
-    return _quantised(layernorm2d_fwd, x, weight, others, bias=bias)
-
-
-def quantised_rms_norm(x: torch.Tensor, weight: Any = None, **others: Any) -> ReferenceQuantised:
-    """Compute in fp64 what `normforge.quantised_rms_norm` of the operator's arguments should return."""
-    return _quantised(rmsnorm2d_fwd, x, weight, others)
-
-
 # The largest number of scales in e4m3, and what leaves nothing of any value that is divided by it.
 E4M3_MAX = 448.0
 VANISHING = 2.0**1000
@@ -72,17 +63,19 @@ VALUE_ERROR = 2.0**-22
 
 
 def _quantised(
-    norm: Callable[..., ReferenceOutput],
+    norm: Oracle,
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    asked: Mapping[str, Any],
-    **bias: Any,
+    weight: torch.Tensor | None = None,
+    **asked: Any,
 ) -> ReferenceQuantised:
-    passed = {name: asked[name] for name in ("eps", "weight_offset", "x_bias", "cast") if name in asked}
+    """Compute in fp64 what a norm's quantised function should return, given the operator's arguments."""
+    passed: dict[str, Any] = {
+        name: asked[name] for name in ("bias", "eps", "weight_offset", "x_bias", "cast") if name in asked
+    }
     if asked.get("residual") is not None:
         passed |= {"residual": asked["residual"], "fadd": "pre_add_store"}
     # Rows that are rounded first are rounded to x's 16 bits: y has fewer.
-    rows = norm(x, weight, **bias, **passed, out_dtype=x.dtype)
+    rows = norm(x, weight, **passed, out_dtype=x.dtype)
     assert rows.terms is not None
     z, terms = rows.z, rows.terms
     unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open
@@ -119,6 +112,11 @@ def _quantised(
         kind,
         above,
     )
+
+
+FORWARD: Mapping[Norm, Callable[..., ReferenceQuantised]] = {
+    norm: partial(_quantised, plain) for norm, plain in PLAIN.items()
+}
 
 
 def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:

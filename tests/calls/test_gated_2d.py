@@ -12,6 +12,7 @@ import torch
 import normforge
 from normforge import LayerNormOutput
 from normforge.calls import road
+from normforge.codegen.values import Norm
 from normforge.errors import ConflictError, GradientError, IllegalCombinationError, LayoutError
 from normforge.reference import gated as gating_reference
 from normforge.selection import dispatch
@@ -22,10 +23,6 @@ from ..calling import QUANTISED, each_device
 FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
     "layer": normforge.gated_layernorm2d_fwd,
     "rms": normforge.gated_rmsnorm2d_fwd,
-}
-ORACLE: dict[str, Callable[..., Any]] = {
-    "layer": gating_reference.gated_layer_norm,
-    "rms": gating_reference.gated_rms_norm,
 }
 each_norm = pytest.mark.parametrize("norm", FORWARD)
 
@@ -48,7 +45,9 @@ def check(norm: str, given: dict[str, torch.Tensor], *, first: bool, group: int 
         return rows if group is None else rows.view(*rows.shape[:-1], -1, n)
 
     exact = {name: in_groups(tensor) for name, tensor in given.items()}
-    wanted = ORACLE[norm](**exact, gating="after_norm" if first else "before_norm", eps=1e-5, **options)
+    wanted = gating_reference.FORWARD[Norm(norm)](
+        **exact, gating="after_norm" if first else "before_norm", eps=1e-5, **options
+    )
     for _ in range(2):
         found = FORWARD[norm](**given, norm_before_gate=first, group_size=group, eps=1e-5, **options)
         assert found.y.shape == given["x"].shape

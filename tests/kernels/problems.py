@@ -21,30 +21,16 @@ from normforge.operators import computing
 from normforge.reference import gated as gating_reference
 from normforge.reference import modulated as modulation_reference
 from normforge.reference import quantised as quantisation_reference
-from normforge.reference.norms import ReferenceOutput
-from normforge.reference.quantised import ReferenceQuantised
 from normforge.tools.compare import compare, compare_quantised, numbers_of
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
     norm: getattr(public, name) for norm, name in FORWARD.functions.items()
 }
-_MODULATED: dict[Norm, Callable[..., ReferenceOutput]] = {
-    Norm.LAYER: modulation_reference.modulated_layer_norm,
-    Norm.RMS: modulation_reference.modulated_rms_norm,
-}
-_GATED: dict[Norm, Callable[..., ReferenceOutput]] = {
-    Norm.LAYER: gating_reference.gated_layer_norm,
-    Norm.RMS: gating_reference.gated_rms_norm,
-}
-_QUANTISED: dict[Norm, Callable[..., ReferenceQuantised]] = {
-    Norm.LAYER: quantisation_reference.quantised_layer_norm,
-    Norm.RMS: quantisation_reference.quantised_rms_norm,
-}
 _ORACLES: dict[str, Mapping[Norm, Callable[..., Any]]] = {
     "": reference.FORWARD,
-    "modulated": _MODULATED,
-    "gated": _GATED,
-    "quantised": _QUANTISED,
+    "modulated": modulation_reference.FORWARD,
+    "gated": gating_reference.FORWARD,
+    "quantised": quantisation_reference.FORWARD,
 }
 
 # How many tokens there are of a shape's rows, where these are the groups of one.
@@ -139,7 +125,7 @@ def _operated(mode: Mode, arguments: dict[str, Any]) -> tuple[str, dict[str, Any
 
 def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
     """Hold every output of a call of quantised norms against the oracle, and return it."""
-    expected = _QUANTISED[mode.norm](**arguments)
+    expected = quantisation_reference.FORWARD[mode.norm](**arguments)
     scale = actual.y_scale
     if scale is not None:
         scale = numbers_of(scale, mode, expected.amax.shape, arguments.get("global_scale"))
