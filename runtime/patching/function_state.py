@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments, which may change after a trial of the function.
+"""Values that a function reads beside its arguments, and that may change after a trial of the function.
 
 A function is tried once, and may compute something else later: a global of some module, an attribute of a class or of a
 function, a variable of a closure, an environment variable or a flag of torch's was set. `Reads` watches a trial. A
@@ -13,19 +13,21 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 # Attributes and functions of these modules are assumed not to change.
-_TRUSTED = frozenset(
-    ("torch", "math", "operator", "einops", "builtins", "contextlib", "functools", "typing", "warnings")
-)
+_TRUSTED = frozenset(("torch", "math", "operator", "einops", "builtins", "contextlib", "functools", "warnings"))
+# Modules whose functions are not looked into; os reads the environment, and others have a package "test" too.
+_PASSED = (sys.stdlib_module_names - {"os", "test"}) | _TRUSTED | {__name__.partition(".")[0]}
 # Types whose values cannot change in place.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Types of values that are no numbers, and neither switches nor words.
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.jit.ScriptFunction, MethodDescriptorType)
+# Types of values that are no numbers, and neither switches nor words; the last is that of Tensor's methods.
+_NAMED = (torch.dtype, torch.device, torch.memory_format, torch.jit.ScriptFunction, type(torch.Tensor.add))
+# Types of values that hold others under names which a program may set.
+_NAMESPACES = (ModuleType, type, FunctionType)
 # Functions that return what a program set, or read what their caller's text does not name.
 _SETTINGS = ("get_", "is_autocast", "is_grad", "is_inference", "is_deterministic", "are_deterministic")
 _HIDDEN = (type, globals, locals, vars, eval, exec, open, __import__)
@@ -42,28 +44,33 @@ _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 class Reads:
     """The values that functions read beside their arguments while a `with` runs, where the values may change later.
 
-    Every line that runs is looked at, in each function of Python's but those of trusted modules. What the caller's
-    module holds is not looked at.
+    Every line that runs is looked at, in each function of Python's but those of libraries. What the caller's module
+    holds is not looked at. Functions run unwatched first: a first call may import, and fill caches.
 
     Attributes:
         names: the names of values whose change would not be seen.
     """
 
-    def __init__(self, *own: type, following: FunctionType | None = None) -> None:
+    def __init__(self, *own: type) -> None:
         """Start with no names.
 
         Args:
             own: the classes that the functions are methods of, which the functions may name.
-            following: the function that is called, if `still` compares constants and functions that are read.
         """
         self.names: set[str] = set()
-        self._own, self._follows = own, following is not None
+        self._own = own
+        mine = [value for cls in own if not _is_trusted(cls) for value in vars(cls).values()]
+        self._methods = {each.__code__: each for each in mine if isinstance(each, FunctionType)}
         # Variables of the functions that run, which inner functions read as their cells.
         self._local: dict[CodeType, set[str]] = {}
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._functions: dict[FunctionType, list[Any]] = {}
-        if following is not None:
-            self._follow(following)
+
+    def follow(self, function: FunctionType) -> None:
+        """Have `still` compare a function, and the constants and functions that are read from here on."""
+        self._functions[function] = _parts_of(function)
+        if vars(function) or not _is_fixed(function):
+            self.names.add(function.__name__)
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
@@ -80,42 +87,35 @@ class Reads:
         )
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in (*_TRUSTED, __name__.partition(".")[0]):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED:
             return None
         code = frame.f_code
+        if code in self._methods and not _is_fixed(self._methods[code]):
+            self.names.add(code.co_name)
         variables = {*code.co_cellvars, *self._local.get(code, ())}
         self._local |= {inner: variables for inner in code.co_consts if isinstance(inner, CodeType)}
         return self._look
 
     def _look(self, frame: FrameType, event: str, arg: object) -> Any:
         for operation, path in _loads_of(frame.f_code).get(frame.f_lineno, ()) if event == "line" else ():
-            name = path[0]
-            if operation in _CELLS:
-                if name in frame.f_code.co_cellvars or name in self._local.get(frame.f_code, ()):
-                    continue
-                value = frame.f_locals.get(name, _ABSENT)
-            else:
-                value = frame.f_globals.get(name, frame.f_builtins.get(name, _ABSENT))
-            if operation in _WRITES or not (self._sees(frame, path, value) or _is_fixed(value, path[1:], self._own)):
+            name, is_cell = path[0], operation in _CELLS
+            if is_cell and (name in frame.f_code.co_cellvars or name in self._local.get(frame.f_code, ())):
+                continue
+            outside = frame.f_locals if is_cell else frame.f_globals
+            value = outside.get(name, frame.f_builtins.get(name, _ABSENT))
+            if operation in _WRITES or not (self._follows(frame, name, value) or _is_fixed(value, path[1:], self._own)):
                 self.names.add(".".join(path))
         return self._look
 
-    def _sees(self, frame: FrameType, path: tuple[str, ...], value: Any) -> bool:
-        """Return True if a later change of a value is seen, or what the value says is what is installed."""
-        if isinstance(value, bool) and "available" in path[0]:
-            return True
-        if not self._follows or not isinstance(value, (*_CONSTANTS, FunctionType)) or _is_trusted(value):
-            return False
+    def _follows(self, frame: FrameType, name: str, value: Any) -> bool:
+        """Return True if a later change of a value is seen, or the value says what is installed."""
+        followed = bool(self._functions) and isinstance(value, (*_CONSTANTS, FunctionType)) and not _is_trusted(value)
         # A cell is a part of the function that reads it.
-        if path[0] not in frame.f_code.co_freevars:
-            self._globals.append((frame.f_globals, path[0], value))
-        return self._follow(value) if isinstance(value, FunctionType) else True
-
-    def _follow(self, function: FunctionType) -> bool:
-        self._functions[function] = _parts_of(function)
-        if vars(function) or not _is_fixed(function):
-            self.names.add(function.__name__)
-        return True
+        if followed and name not in frame.f_code.co_freevars:
+            self._globals.append((frame.f_globals, name, value))
+        if followed and isinstance(value, FunctionType):
+            self.follow(value)
+        return followed or (isinstance(value, bool) and "available" in name)
 
 
 def _is_fixed(value: Any, path: Iterable[str] = (), own: tuple[type, ...] = ()) -> bool:
@@ -128,7 +128,7 @@ def _is_fixed(value: Any, path: Iterable[str] = (), own: tuple[type, ...] = ()) 
     """
     trusted = _is_trusted(value)
     for name in path:
-        if not isinstance(value, (ModuleType, type, FunctionType)):
+        if not isinstance(value, _NAMESPACES):
             break
         value = getattr(value, name, _ABSENT)
     if isinstance(value, tuple):
@@ -138,6 +138,8 @@ def _is_fixed(value: Any, path: Iterable[str] = (), own: tuple[type, ...] = ()) 
         return False
     if isinstance(value, FunctionType):
         return all(isinstance(each, _CONSTANTS) for each in _defaults_of(value))
+    if isinstance(value, MethodType):
+        return _is_trusted(value.__func__)
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, (type(None), ModuleType, type))
     if isinstance(value, (ModuleType, type)):
@@ -171,7 +173,7 @@ def _loads_of(code: CodeType) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
 
 def _is_trusted(value: Any) -> bool:
     """Return True if a value is a module, class or function that is assumed not to change."""
-    if not isinstance(value, (ModuleType, type, FunctionType)):
+    if not isinstance(value, _NAMESPACES):
         return False
     module = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return module is not None and module.partition(".")[0] in _TRUSTED

@@ -95,7 +95,8 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
     found = _found.get(key)
     if found is not None and (found[0].names or found[0].still()):
         return found[1]
-    reads = Reads(following=function)
+    reads = Reads()
+    reads.follow(function)
     formula = _formula_of(function, positional, named, reads)
     if reads.names:
         unseen = ", ".join(sorted(reads.names))
@@ -115,6 +116,7 @@ _found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[Reads, Formula | N
 def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...], reads: Reads) -> Formula | None:
     def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
         by_name: Mapping[str, torch.Tensor] = dict(zip(named, operands[positional:], strict=True))
+        function(y.clone(), *operands[:positional], **by_name)
         with reads:
             return function(y, *operands[:positional], **by_name)
 

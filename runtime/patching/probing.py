@@ -54,7 +54,8 @@ def calls_only(module: torch.nn.Module, base: Any) -> bool:
     A twin without hooks is tried in training and in evaluation, in fp32 and bf16, with autocast and without.
 
     Raises:
-        LeftAloneError: it is, and the forward reads values that may change. Flags of the module are taken as they are.
+        LeftAloneError: it is, and the forward reads values that may change. Flags and words of the module, by
+            which its constructor chooses a way to compute, are taken as they are.
     """
     reads = Reads(*type(module).__mro__)
     try:
@@ -65,7 +66,7 @@ def calls_only(module: torch.nn.Module, base: Any) -> bool:
             if not all(_calls_alike(module, base, reads, dtype, mode) for dtype, mode in product(_TYPES, _MODES)):
                 return False
             for name, value in _attributes_of(module, _KEPT | {*base.__constants__}):
-                if not (isinstance(value, bool) or _ignores(module, base, name)):
+                if not (isinstance(value, (bool, str)) or _ignores(module, base, name)):
                     reads.names.add(name)
     except Exception:  # A model's forward may raise anything.
         return False
@@ -100,10 +101,10 @@ def _calls_alike(
     forwards = (type(twin).forward, base.forward)
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            with reads:
-                one = forwards[0](twin, x)
-            other = base.forward(twin, x)
+            one, other = (forward(twin, x) for forward in forwards)
             calls = [_calls_of(forward, twin, x, upcasts=base is torch.nn.LayerNorm) for forward in forwards]
+            with reads:
+                forwards[0](twin, x)
         # This raises where the dtypes differ.
         if not torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) or None in calls or calls[0] != calls[1]:
             return False
@@ -322,6 +323,8 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
     probes = list(trial.probes())
     # A module may have both epsilons; its forward reads one of them, found below.
     training, evaluation = (trial.orders(among, probes, set(eps.values()), mode) for mode in _MODES)
+    # First calls may import, and fill caches.
+    trial.reads.names.clear()
     if not (training and evaluation):
         only = " in evaluation" if training else " in training" if evaluation else ""
         raise LeftAloneError(f"its forward computes something else than {_FORMULA}{only}")
@@ -489,7 +492,8 @@ def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
         # A missing gradient counts as zero, and so differs from the formula's.
         summed = (forward(*leaves) * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
-        gradients.append(torch.autograd.grad(summed, leaves[: 1 + trial.has_weight]))
+        with trial.reads:
+            gradients.append(torch.autograd.grad(summed, leaves[: 1 + trial.has_weight]))
     # Bound the error by the size of dx's terms, per row: small rows have large terms. The order of sums costs 1e-6.
     rstd = (trial.rows.square().mean(-1) + eps).rsqrt()
     terms = (rstd * (dy * trial.weight).norm(dim=-1), gradients[1][-1].norm())

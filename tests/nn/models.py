@@ -356,6 +356,23 @@ class GlobalRMSNorm(LlamaRMSNorm):
         return super().forward(x) * SCALE * SCALES[0]
 
 
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * SCALE
+
+
+class GradientScalingRMSNorm(LlamaRMSNorm):
+    """Reads a factor of its module in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_ScaledGradient.apply(x))  # type: ignore[no-untyped-call]  # as torch ships it
+
+
 class OptionallyWeightedRMSNorm(_Weighted):
     """Says by a flag whether it has a weight, as Gemma4's."""
 

@@ -512,6 +512,7 @@ READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another module's global": (lambda m: models.SCALE, "models.SCALE"),
     "a module in a variable": (lambda m: getattr(models, "SCALE"), "models"),  # noqa: B009  # what the test is about
     "a default": (lambda m: of_a_list(m), "of_a_list"),
+    "a method's default": (lambda m: m.of_a_list(), "of_a_list"),
     "a keyword's default": (of_settings, "factor"),
     "a closure": (enclosed(1.0), "scale"),
     "a function's attribute": (of_itself, "of_itself.scale"),
@@ -532,7 +533,7 @@ def test_what_may_change_unseen_is_not_read(base: Any, case: tuple[Callable[[Any
     factor, name = case
 
     class Reading(base):  # type: ignore[misc]  # a parameter
-        scale, bound, config = 1.0, 1.0, SETTINGS
+        scale, bound, config, of_a_list = 1.0, 1.0, SETTINGS, of_a_list
 
         def __init__(self) -> None:
             super().__init__(WIDTH)
@@ -589,6 +590,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
     "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
     "factors of its module": (models.GlobalRMSNorm, "its forward reads SCALE, SCALES, and"),
+    "a factor of its gradient": (models.GradientScalingRMSNorm, "its forward reads SCALE, and"),
     "a flag": (models.reading(lambda m: 2 if m.doubles else 1, doubles=False), "its forward reads doubles"),
     "a size": (models.reading(lambda m: m.size / m.weight.numel(), size=WIDTH), "its forward reads size"),
     "a bound that decides": (models.reading(lambda m: 1 if m.least > 0 else 0, least=1.0), "its forward reads least"),
