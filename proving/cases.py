@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -177,25 +177,27 @@ def axes(family: str) -> dict[str, tuple[Any, ...]]:
     return {**SHARED, **AXES[family]}
 
 
-def cases(*families: str, vary: Sequence[str] | None = None, **at: Any) -> Iterator[Case]:
-    """Yield the cases of some families, of all families if none is named.
+def cases(*families: str, vary: Sequence[str] | None = None, **at: Any) -> list[Case]:
+    """Return the cases of some families, of all families if none is named.
 
     Args:
         families: names of `FAMILIES`.
         vary: the axes whose values are combined with one another; None varies each axis by itself.
         at: the values on other axes, where they are not the usual ones.
     """
+    found = []
     for family in families or FAMILIES:
         own = axes(family)
         usual = Case(family, tuple((axis, at.get(axis, values[0])) for axis, values in own.items()))
         if vary is None:
-            yield usual
+            found.append(usual)
             varied = [axis for axis in own if axis not in at and usual.has(axis)]
-            yield from (usual.but(**{axis: value}) for axis in varied for value in own[axis][1:])
+            found += [usual.but(**{axis: value}) for axis in varied for value in own[axis][1:]]
         else:
             varied = [axis for axis in vary if axis in own]
-            for values in product(*(own[axis] for axis in varied)):
-                yield usual.but(**dict(zip(varied, values, strict=True)))
+            combined = product(*(own[axis] for axis in varied))
+            found += [usual.but(**dict(zip(varied, values, strict=True))) for values in combined]
+    return found
 
 
 def operands(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
@@ -287,7 +289,8 @@ def agree(given: Tensors, found: Tensors, wanted: Tensors, coarse: torch.dtype =
     """Fail unless each gradient has its operand's shape and dtype and is as wanted, but for a rounding to `coarse`."""
     for name, gradient in found.items():
         assert (gradient.shape, gradient.dtype) == (given[name].shape, given[name].dtype), name
-        close(f"gradient of {name}", gradient, wanted[name], BACKWARD_TOLERANCES[coarser(coarse, gradient.dtype)])
+        tolerance = BACKWARD_TOLERANCES[coarser(coarse, gradient.dtype)]
+        torch.testing.assert_close(gradient.double(), wanted[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 def close(name: str, actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:

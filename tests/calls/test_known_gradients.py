@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gated": {},
     "group": {},
 }
-USUAL = [next(cases(family, **at)) for family, at in FAMILIES.items()]
+USUAL = [cases(family, **at)[0] for family, at in FAMILIES.items()]
 each_usual = pytest.mark.parametrize("case", USUAL, ids=str)
 MODULATED = USUAL[0]
 WITH_A_SUM = [MODULATED.but(without=without) for without in (("gate", "weight", "bias"), ("weight", "bias"))]
