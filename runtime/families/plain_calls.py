@@ -60,7 +60,7 @@ def dropped_add_normalise(
             return found
     if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
-    return normalise_first(operands, normalized_shape, options, adds=True, asked=asked)
+    return _first(operands, normalized_shape, options, adds=True, asked=asked)
 
 
 def normalise_last(operands: Operands, options: Options) -> Any:
@@ -112,7 +112,6 @@ def normalise_first(
     module: Replacing | None = None,
     *,
     adds: bool = False,
-    asked: tuple[Any, Any, bool] | None = None,
 ) -> Any:
     """Run `normalise` for a call that `native.calls` does not know.
 
@@ -122,10 +121,22 @@ def normalise_first(
         options: see `normalise`.
         module: see `normalise`.
         adds: whether there has to be a residual.
-        asked: dropout_p, dropout_rng and return_mask; None for a call without dropout.
     """
-    if asked is None and is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
+    if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options, module)
+    return _first(operands, normalized_shape, options, module, adds=adds)
+
+
+def _first(
+    operands: Operands,
+    normalized_shape: Any,
+    options: Options,
+    module: Replacing | None = None,
+    *,
+    adds: bool,
+    asked: tuple[Any, Any, bool] | None = None,
+) -> Any:
+    """Run `normalise_first` for any call; `asked` is dropout_p, dropout_rng and return_mask, None without dropout."""
     x = operands[0]
     if module is not None and not is_served(operands, options[1]) and (before := module.forward_before(x)) is not None:
         return before(module, x)

@@ -233,7 +233,7 @@ def test_without_modes_it_is_the_tables_that_serve_a_shape(tmp_path: Path) -> No
 def test_jax_has_no_such_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("normforge.tools.compile_ahead.interpreting", lambda: False)
+    monkeypatch.setattr("normforge.tools.arguments.interpreting", lambda: False)
     out = str(tmp_path / "kernels")
     argv = ["aot", "--for", "jax", "--arch", "sm_90", "--shape", "2x64x8x8/32", "--out", out, "gn_fwd_bf16"]
     assert cli.main(argv) == 2

@@ -65,10 +65,8 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
 }
 
 # Templates that hold no kernel: frames of files, and device functions.
-FRAMES = {
-    f"{name}.py.j2"
-    for name in ("calls", "dispatch", "functional", "module", "modules", "operands", "package", "primitives")
-}
+_FRAMES = ("calls", "dispatch", "functional", "jax_functions", "module", "modules", "operands", "package", "primitives")
+FRAMES = {f"{name}.py.j2" for name in _FRAMES}
 FINALISER = "sum_partials"
 
 
