@@ -151,7 +151,7 @@ def _paragraph(text: str, indent: int, hanging: int = 4) -> str:
     )
 
 
-def _told(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, tensors: bool) -> str:
+def _passed(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, tensors: bool) -> str:
     """Return the operands or the options of a norm's function, in the order of rows.
 
     A row that the function has no argument for has its default; a norm that lacks it computes what that does.
@@ -159,8 +159,8 @@ def _told(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, tenso
     names = [row.name for row in functions.family.of(norm)]
     rows = [row for row in functions.rows.parameters if row.functional and row.kind.is_tensor == tensors]
     defaults = [next(iter(row.default.values()), "None") for row in rows]
-    told = [functions.told.get(row.name, row.name) for row in rows]
-    items = [name if name in names else default for name, default in zip(told, defaults, strict=True)]
+    passed = [functions.renamed.get(row.name, row.name) for row in rows]
+    items = [name if name in names else default for name, default in zip(passed, defaults, strict=True)]
     return ", ".join(items if tensors else [f'"{norm.value}"', *items])
 
 
@@ -210,7 +210,7 @@ def _block(text: str) -> str:
 _HELPERS = {
     "block": _block,
     "names": _names,
-    "told": _told,
+    "passed": _passed,
     "filled": _filled,
     "paragraph": _paragraph,
     "fitted": _fitted,

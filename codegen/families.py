@@ -229,7 +229,7 @@ class Result:
         norms: the norms that return it.
         wanted: the attribute of a mode that is true if the mode returns it; "" if every mode does.
         axis: the field of `Mode` that is its dtype.
-        told: the parameter that sets its dtype, unless that parameter is None.
+        set_by: the parameter that sets its dtype, unless that parameter is None.
         like: the parameters whose dtype it has; the first one present counts. Without any of these, the dtype is fp32.
     """
 
@@ -238,7 +238,7 @@ class Result:
     norms: tuple[Norm, ...] = tuple(Norm)
     wanted: str = ""
     axis: str = ""
-    told: str = ""
+    set_by: str = ""
     like: tuple[str, ...] = ()
 
     @property

@@ -129,7 +129,7 @@ def _metadata(unique: str, backend: str, files: Mapping[str, str]) -> str:
     digests = {
         path: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for path, text in sorted(files.items())
     }
-    said = {
+    metadata = {
         "name": NAME,
         "id": unique,
         "version": VERSION,
@@ -138,4 +138,4 @@ def _metadata(unique: str, backend: str, files: Mapping[str, str]) -> str:
         "backend": {"type": backend},
         "digest": {"algorithm": "sha256", "files": digests},
     }
-    return json.dumps(said, indent=2) + "\n"
+    return json.dumps(metadata, indent=2) + "\n"

@@ -361,7 +361,7 @@ class Mode:
     @property
     def _served(self) -> list[str]:
         """Return the manifest's words that make the mode one that `serves`."""
-        said = {
+        special = {
             f"fquant {self.fquant.value}": self.fquant.is_static,
             f"group_size {self.group_size.value}": bool(self.group_size.code),
             f"scale_format {self.scale_format.value}": self.scale_format.rounds_up,
@@ -370,7 +370,7 @@ class Mode:
             "quantise_rounded": self.quantise_rounded,
             "save_unquant": self.save_unquant,
         }
-        return [word for word, there in said.items() if there]
+        return [word for word, there in special.items() if there]
 
     @property
     def streams(self) -> bool:
@@ -462,15 +462,15 @@ class Mode:
         """
         found = _names().fullmatch(name)
         if found is not None:
-            said = found.groupdict()
-            dtype_in = DType(said["dtype_in"][1:])
+            parts = found.groupdict()
+            dtype_in = DType(parts["dtype_in"][1:])
             values = {
-                "norm": next(norm for norm in Norm if norm.prefix == said["norm"]),
-                "direction": Direction(said["direction"][1:]),
+                "norm": next(norm for norm in Norm if norm.prefix == parts["norm"]),
+                "direction": Direction(parts["direction"][1:]),
                 "dtype_in": dtype_in,
-                "dtype_out": DType(said["dtype_out"][1:]) if said["dtype_out"] else dtype_in,
+                "dtype_out": DType(parts["dtype_out"][1:]) if parts["dtype_out"] else dtype_in,
                 **{
-                    field: next(value for value, word in words.items() if word == said[field])
+                    field: next(value for value, word in words.items() if word == parts[field])
                     for field, words in _SUFFIXES.items()
                 },
             }

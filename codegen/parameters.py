@@ -397,11 +397,11 @@ BACKWARD = Family(
         ),
     ),
     results=(
-        Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
+        Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",)),
         Result("dweight", Kind.VECTOR, like=("weight",)),
-        Result("dbias", Kind.VECTOR, norms=tuple(_centred("")), told="bias_dtype", like=("weight", "x")),
+        Result("dbias", Kind.VECTOR, norms=tuple(_centred("")), set_by="bias_dtype", like=("weight", "x")),
         Result("dx_bias", Kind.VECTOR, wanted="x_bias", like=("x_bias",)),
-        Result("ddropped", Kind.ROWS, wanted="dropout", told="dropped_dtype", like=("x",)),
+        Result("ddropped", Kind.ROWS, wanted="dropout", set_by="dropped_dtype", like=("x",)),
     ),
 )
 
@@ -695,11 +695,11 @@ MODULATED_BWD = Family(
     ),
     # dweight and dbias are the sums over each sample of dy * h and dy, from which autograd makes several gradients.
     results=(
-        Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
-        Result("dgated", Kind.ROWS, wanted="x_gate", told="dgated_dtype", like=("gated",)),
-        Result("dweight", Kind.PER_PART, told="dweight_dtype"),
-        Result("dbias", Kind.PER_PART, told="dbias_dtype"),
-        Result("dgate", Kind.PER_PART, wanted="x_gate", told="dgate_dtype", like=("gate",)),
+        Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",)),
+        Result("dgated", Kind.ROWS, wanted="x_gate", set_by="dgated_dtype", like=("gated",)),
+        Result("dweight", Kind.PER_PART, set_by="dweight_dtype"),
+        Result("dbias", Kind.PER_PART, set_by="dbias_dtype"),
+        Result("dgate", Kind.PER_PART, wanted="x_gate", set_by="dgate_dtype", like=("gate",)),
     ),
 )
 
@@ -722,10 +722,10 @@ GATED_BWD = Family(
         _unnamed("wants", Kind.NAMES),
     ),
     results=(
-        Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
-        Result("dgate", Kind.ROWS, told="dgate_dtype", like=("gate",)),
-        Result("dweight", Kind.PER_PART, told="dweight_dtype", like=("weight",)),
-        Result("dbias", Kind.PER_PART, norms=tuple(_centred("")), told="dbias_dtype", like=("bias",)),
+        Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",)),
+        Result("dgate", Kind.ROWS, set_by="dgate_dtype", like=("gate",)),
+        Result("dweight", Kind.PER_PART, set_by="dweight_dtype", like=("weight",)),
+        Result("dbias", Kind.PER_PART, norms=tuple(_centred("")), set_by="dbias_dtype", like=("bias",)),
     ),
 )
 
@@ -750,7 +750,7 @@ GROUP = Family(
         _of_groups("save_mv", Kind.FLAG, functional=True),
     ),
     results=(
-        Result("y", Kind.IMAGES, told="y_dtype"),
+        Result("y", Kind.IMAGES, set_by="y_dtype"),
         Result("mean", Kind.PER_ROW),
         Result("rstd", Kind.PER_ROW),
     ),
@@ -769,9 +769,9 @@ GROUP_BWD = Family(
         _of_groups("wants", Kind.NAMES),
     ),
     results=(
-        Result("dx", Kind.IMAGES, told="dx_dtype"),
-        Result("dweight", Kind.VECTOR, told="dweight_dtype", like=("weight",)),
-        Result("dbias", Kind.VECTOR, told="dbias_dtype", like=("bias",)),
+        Result("dx", Kind.IMAGES, set_by="dx_dtype"),
+        Result("dweight", Kind.VECTOR, set_by="dweight_dtype", like=("weight",)),
+        Result("dbias", Kind.VECTOR, set_by="dbias_dtype", like=("bias",)),
     ),
 )
 
@@ -819,7 +819,7 @@ MODULATED_GRADIENTS = _gradients(
         BACKWARD["dresidual_out"],
         BACKWARD["dx_dtype"],
     ),
-    Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
+    Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",)),
     Result("dgated", Kind.ROWS, like=("gated",)),
 )
 GATED_GRADIENTS = _gradients(

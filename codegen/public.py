@@ -28,7 +28,7 @@ class PublicFunctions:
         summary: the docstring's first line by norm.
         details: the docstring's paragraph about all of them.
         returns: the docstring's entry about the result.
-        told: the names of arguments by the rows whose values they are, where the names differ.
+        renamed: the names of arguments by the rows whose values they are, where the names differ.
     """
 
     family: Family
@@ -38,7 +38,7 @@ class PublicFunctions:
     summary: Mapping[Norm, str]
     details: str
     returns: str
-    told: Mapping[str, str] = field(default_factory=dict, hash=False)
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def _as(row: Parameter, meaning: str, **changed: Any) -> Parameter:
@@ -156,7 +156,7 @@ _GATED = PublicFunctions(
     rows=GATED,
     output="LayerNormOutput",
     call="gated.forward(operands, options, group_size)",
-    told={"gating": "norm_before_gate"},
+    renamed={"gating": "norm_before_gate"},
     summary=_forward_of(GATED),
     details=(
         "Quantisation takes the gated y in fp32, and one y_scale per row, or per group of a row with group_size. Not "
@@ -274,7 +274,7 @@ class FunctionalFunctions:
         details: the docstring's paragraphs by norm.
         returns: the docstring's entries about the results.
         raises: the docstring's entries about errors.
-        told: the names of arguments by the rows whose values they are, where the names differ.
+        renamed: the names of arguments by the rows whose values they are, where the names differ.
         overloads: the types of the result that arguments decide, with the annotations of those arguments, and the names
             of the arguments that have no default then.
     """
@@ -287,7 +287,7 @@ class FunctionalFunctions:
     details: Mapping[Norm, tuple[str, ...]]
     returns: tuple[str, ...]
     raises: tuple[str, ...]
-    told: Mapping[str, str] = field(default_factory=dict, hash=False)
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
     overloads: tuple[tuple[str, Mapping[str, str], tuple[str, ...]], ...] = ()
 
 
@@ -605,7 +605,7 @@ _GATED_FUNCTIONS = FunctionalFunctions(
     rows=GATED,
     output="torch.Tensor",
     call="gated.normalise(operands, options, group_size)",
-    told={"gating": "norm_before_gate"},
+    renamed={"gating": "norm_before_gate"},
     summary={
         Norm.LAYER: "Compute LayerNorm over the last dimension, times an activated gate.",
         Norm.RMS: "Compute RMSNorm over the last dimension, times an activated gate, as RMSNormGated of Mamba2 does.",

@@ -138,8 +138,8 @@ def _functional(family: Family) -> list[Parameter]:
     nothing.
     """
     drawn = Kind.RANDOM if family.direction is Direction.FORWARD else None
-    told = [row for row in family.parameters if row.functional and row.kind not in (Kind.PLACE, drawn)]
-    return sorted(told, key=lambda row: not row.kind.is_tensor)
+    rows = [row for row in family.parameters if row.functional and row.kind not in (Kind.PLACE, drawn)]
+    return sorted(rows, key=lambda row: not row.kind.is_tensor)
 
 
 def _look(row: Parameter, *, packed: bool) -> int:

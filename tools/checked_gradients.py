@@ -96,12 +96,12 @@ class _Forward(NamedTuple):
     Attributes:
         operands: its tensors.
         kept: what its family keeps of them, then mean and rstd.
-        told: what the backward pass has to know besides.
+        args: what the backward pass has to know besides.
     """
 
     operands: road.Operands
     kept: tuple[Any, ...]
-    told: Any
+    args: Any
 
     @property
     def due(self) -> list[bool]:
@@ -128,7 +128,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
     mode, forward = problem.mode, _forward(problem, device)
     kept, dy = GatedSaved(*forward.kept), gradients_in(problem, device)["dy"]
     exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
-    taken = gated.mode_of(forward.told, kept.x.dtype, mode.grouped)
+    taken = gated.mode_of(forward.args, kept.x.dtype, mode.grouped)
 
     def validate(found: GatedGradients) -> tuple[Finding, ...]:
         expected = gating_reference.gradients(dy, *forward.operands, **exact)
@@ -136,7 +136,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
-        call=lambda: GatedGradients(*gated.IN_PARTS.gradients(kept, forward.told, (dy, None), forward.due)),
+        call=lambda: GatedGradients(*gated.IN_PARTS.gradients(kept, forward.args, (dy, None), forward.due)),
         validate=validate,
         operands=(dy, *kept),
     )
@@ -151,7 +151,7 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
     taken = modulated.mode_of(problem.mode.norm, kept.x.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
-        found = modulated.IN_PARTS.gradients(kept, forward.told, (dy, dresidual_out), forward.due)
+        found = modulated.IN_PARTS.gradients(kept, forward.args, (dy, dresidual_out), forward.due)
         return ModulatedGradients(*found)
 
     def validate(found: ModulatedGradients) -> tuple[Finding, ...]:

@@ -71,14 +71,14 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
     weight, bias = draw(problem.shape[1]), draw(problem.shape[1])
     out = None if problem.dtype_out is None else TORCH_DTYPES[problem.dtype_out]
     options = GroupOptions(problem.groups, problem.eps, mode.activation.value, out)
-    said: dict[str, Any] = {"eps": problem.eps, "activation": mode.activation.value}
+    arguments: dict[str, Any] = {"eps": problem.eps, "activation": mode.activation.value}
 
     def check(outputs: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         (y,) = outputs
         assert y is not None
         found = []
         for some in _slices(problem):
-            want = group_reference.group_norm(x[some], problem.groups, weight, bias, **said).y
+            want = group_reference.group_norm(x[some], problem.groups, weight, bias, **arguments).y
             got = LayerNormOutput(y[some], None, None, None, None)
             found += compare(got, ReferenceOutput(want.to(out or dtype), None, None, None, None, want))
         return worst_of(found)
@@ -95,7 +95,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
 
     def check_gradients(found: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         parts = (
-            group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **said)
+            group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **arguments)
             for some in _slices(problem)
         )
         return tuple(compare_gradients(GroupNormGradients(*found), _together(parts), GroupNormGradients._fields))

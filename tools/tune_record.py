@@ -125,10 +125,10 @@ class Record:
         if path.exists():
             old, head = tile_tables.read_table(path), tile_tables.read_head(path)
         table = tile_tables.merge(old, TileTable({row.kind: ((row.bucket, won),)}))
-        replace_file(path.resolve(), tile_tables.write_table(table, add_remark(head, self._told(row), row)))
+        replace_file(path.resolve(), tile_tables.write_table(table, add_remark(head, self._measured_on(row), row)))
         self.has_written = True
 
-    def _told(self, row: Row) -> str:
+    def _measured_on(self, row: Row) -> str:
         there = self._environment
         known = there["revision"] != NOT_KNOWN
         version = f"revision {there['revision']}" if known else f"normforge {there['normforge']}"
@@ -257,5 +257,5 @@ def _case(outcome: Outcome) -> dict[str, Any]:
 
 def _candidate(tried: Tried) -> dict[str, Any]:
     times = {"us": tried.ms, "final_us": tried.final_ms, "few_us": tried.few_ms}
-    said = {name: round(ms * 1e3, 3) for name, ms in times.items() if ms is not None}
-    return {"tile": tile_words(tried.tile), **said, **({"problem": tried.problem} if tried.problem else {})}
+    microseconds = {name: round(ms * 1e3, 3) for name, ms in times.items() if ms is not None}
+    return {"tile": tile_words(tried.tile), **microseconds, **({"problem": tried.problem} if tried.problem else {})}

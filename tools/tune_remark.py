@@ -27,19 +27,19 @@ def listed(rows: Iterable[Row]) -> str:
     return ", ".join(" ".join((kind.name, *map(str, _joined(buckets)))) for kind, buckets in by_class.items())
 
 
-def add_remark(head: str, told: str, row: Row) -> str:
+def add_remark(head: str, measured_on: str, row: Row) -> str:
     """Return the comments at a table's head, with a row added to the rows that were measured.
 
     Args:
         head: the comments so far.
-        told: the device and versions of the measurement. A remark that begins with both is extended; others stay.
+        measured_on: the device and versions of the measurement. A remark that begins so is extended; others stay.
         row: the row that was measured.
     """
-    words = _SPACE.join(map(re.escape, told.split(" ")))
+    words = _SPACE.join(map(re.escape, measured_on.split(" ")))
     found = re.search(rf"^# {words}:{_SPACE}({_ROWS}(?:,{_SPACE}{_ROWS})*)$", head, re.MULTILINE)
     rows = [row] if found is None else [*_read(found[1]), row]
     remark = textwrap.fill(
-        f"{told}: {listed(sorted(rows, key=lambda row: EVERY_CLASS.index(row.kind)))}",
+        f"{measured_on}: {listed(sorted(rows, key=lambda row: EVERY_CLASS.index(row.kind)))}",
         LINE_LENGTH,
         initial_indent="# ",
         subsequent_indent="# ",

@@ -90,11 +90,11 @@ _ANEW = "the recording was changed, or written by another version of normforge; 
 
 def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | None]:
     """Return the dtypes of tensors by name, None for those that the kind lacks; refuse a kind with any other tensor."""
-    told = dict(kind.dtypes)
-    foreign = [name for name in (*told, *dict(kind.strides), *kind.misaligned) if name not in names]
+    dtypes = dict(kind.dtypes)
+    foreign = [name for name in (*dtypes, *dict(kind.strides), *kind.misaligned) if name not in names]
     if foreign:
         raise RecordError(f"{kind} is no kind of call: it has no {foreign[0]!r}; {_ANEW}")
-    return {name: _dtype(kind, told[name]) if name in told else None for name in names}
+    return {name: _dtype(kind, dtypes[name]) if name in dtypes else None for name in names}
 
 
 def _dtype(kind: CallKind, word: str) -> torch.dtype:

@@ -103,9 +103,9 @@ class Call:
             if result.name == name and name in self.wants:
                 if result.axis:
                     return stored_dtype(getattr(self.mode, result.axis))
-                told: torch.dtype | None = self.given[result.told] if result.told else None
+                dtype: torch.dtype | None = self.given[result.set_by] if result.set_by else None
                 like = [self.given[operand].dtype for operand in result.like if self.given[operand] is not None]
-                return told or (like[0] if like else torch.float32)
+                return dtype or (like[0] if like else torch.float32)
         return None
 
 
@@ -119,49 +119,49 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes = FUNCTIONS[function]
-    said = {**dict(takes.defaults), **given}
+    args = {**dict(takes.defaults), **given}
     if addressed:
-        refuse_transformed(**said)
+        refuse_transformed(**args)
     modulated = takes.family_name == "modulated"
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
-        said[name] = word(words, name, said[name])
+        args[name] = word(words, name, args[name])
         if axis:
-            axes[axis] = said[name]
+            axes[axis] = args[name]
     for name, least, most in takes.numbers:
-        said[name] = check_number(name, said[name], least=least, most=most)
+        args[name] = check_number(name, args[name], least=least, most=most)
     for name, axis in takes.flags:
-        said[name] = axes[axis] = check_flag(name, said[name])
+        args[name] = axes[axis] = check_flag(name, args[name])
     for name, axis, optional in takes.dtypes:
-        if said[name] is None and optional:
+        if args[name] is None and optional:
             continue
         if axis:
-            axes[axis] = DTYPES[check_mode_dtype(name, said[name])]
+            axes[axis] = DTYPES[check_mode_dtype(name, args[name])]
         else:
-            check_gradient_dtype(name, said[name])
-    x = said["x"]
+            check_gradient_dtype(name, args[name])
+    x = args["x"]
     n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.family_name)
     for name, kind, optional in takes.tensors:
         if name == "x":
             row_stride(name, x)
-        elif (optional and said[name] is None) or (packed and kind is Kind.PER_ROW):
+        elif (optional and args[name] is None) or (packed and kind is Kind.PER_ROW):
             continue
         elif kind is Kind.RANDOM:
-            check_random(name, said[name], x)
+            check_random(name, args[name], x)
         else:
-            check_operand(kind, takes.arguments.get(name, name), said[name], x)
+            check_operand(kind, takes.arguments.get(name, name), args[name], x)
     for name, axis in takes.by_dtype:
-        axes[axis] = DTYPES[said[name].dtype]
+        axes[axis] = DTYPES[args[name].dtype]
     for name, axis, without, there in takes.by_presence:
-        axes[axis] = without if said[name] is None else there
+        axes[axis] = without if args[name] is None else there
     for name, axis in takes.by_groups:
-        axes[axis] = axes.get(axis, False) or (said[name] is not None and said[name].dim() > 1)
+        axes[axis] = axes.get(axis, False) or (args[name] is not None and args[name].dim() > 1)
     if "dtype_out" not in axes:
-        axes["dtype_out"] = _output_dtype(said, axes)
+        axes["dtype_out"] = _output_dtype(args, axes)
     if "scale_layout" in axes:
         axes["scale_layout"] = axes["scale_layout"].of_kernels
     # Without 16 bits to round to, y's or dy's, rows are rounded once.
-    dy = said.get("dy")
+    dy = args.get("dy")
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
     mode = _mode(axes)
@@ -175,8 +175,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "
             "quantised_rms_norm, which do, or pass 'dynamic' or 'smooth_dynamic'"
         )
-    _check_presence(takes, mode, said)
-    call = Call(takes, mode, x.numel() // n, n, _wants(takes, mode, said), said)
+    _check_presence(takes, mode, args)
+    call = Call(takes, mode, x.numel() // n, n, _wants(takes, mode, args), args)
     _check_places(call, addressed)
     return call
 
@@ -199,13 +199,13 @@ def refuse_gradient(call: Call) -> None:
     check_no_gradient(reason, **call.tensors_read())
 
 
-def _output_dtype(said: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
+def _output_dtype(args: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
     """Return the dtype of y where none was passed."""
-    out = said.get("out")
+    out = args.get("out")
     if out is not None:
         check_dtype("out", check_tensor("out", out), tuple(DTYPES))
         return DTYPES[out.dtype]
-    x = said["x"]
+    x = args["x"]
     if x.dtype in FP8_INPUTS and not axes["fquant"].quantises:
         raise ConflictError(
             f"x has dtype {x.dtype}, which y cannot have without a scale, and no out_dtype was passed; pass "
@@ -222,22 +222,22 @@ def _mode(axes: Mapping[str, Any]) -> Mode:
         raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
 
 
-def _check_presence(takes: Function, mode: Mode, said: Mapping[str, Any]) -> None:
+def _check_presence(takes: Function, mode: Mode, args: Mapping[str, Any]) -> None:
     """Check that what the mode reads was passed, and nothing that it does not."""
     for name, wanted, absent, unused in takes.conditions:
         error = absent if _asks(mode, wanted) else unused
-        if error and (said[name] is None) is (error is absent):
+        if error and (args[name] is None) is (error is absent):
             raise ConflictError(
-                error.format(**{axis: said[argument].value for argument, _, axis in takes.words if axis})
+                error.format(**{axis: args[argument].value for argument, _, axis in takes.words if axis})
             )
-    _check_needs(takes, said)
+    _check_needs(takes, args)
 
 
-def _check_needs(takes: Function, said: Mapping[str, Any]) -> None:
+def _check_needs(takes: Function, args: Mapping[str, Any]) -> None:
     """Check that there is what a number is added to."""
     for name, needed, error in takes.needs:
-        if said[name] and said[needed] is None:
-            raise ConflictError(error.format(**{name: said[name]}))
+        if args[name] and args[needed] is None:
+            raise ConflictError(error.format(**{name: args[name]}))
 
 
 def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
@@ -248,18 +248,18 @@ def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
     return bool(value) if wanted else True
 
 
-def _wants(takes: Function, mode: Mode, said: Mapping[str, Any]) -> tuple[str, ...]:
+def _wants(takes: Function, mode: Mode, args: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the results that a call returns: those that the call names, if any, and else those of its mode."""
-    if "wants" not in said:
+    if "wants" not in args:
         return tuple([result.name for result in takes.results if _asks(mode, result.wanted)])
-    names, known = tuple(said["wants"]), [result.name for result in takes.results]
+    names, known = tuple(args["wants"]), [result.name for result in takes.results]
     for name in names:
         if name not in known:
             raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(known)}")
     for result in takes.results:
         if result.name not in names:
             continue
-        name, missing = result.name, result.like[0] if all(said[like] is None for like in result.like) else ""
+        name, missing = result.name, result.like[0] if all(args[like] is None for like in result.like) else ""
         if not _asks(mode, result.wanted):
             missing = missing or "dropout_p"
         if missing:
@@ -319,13 +319,13 @@ def check_normalised(
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)
             check_device(name, operand, x)
-    said = completed(function, given)
+    args = completed(function, given)
     for name, words, _ in takes.words:
         if name in given:
-            word(words, name, said[name])
+            word(words, name, args[name])
     for name, least, most in takes.numbers:
-        check_number(name, said[name], least=least, most=most)
-    _check_needs(takes, said)
+        check_number(name, args[name], least=least, most=most)
+    _check_needs(takes, args)
     return shape
 
 

@@ -30,7 +30,7 @@ class Returned(NamedTuple):
     name: str
     wanted: tuple[str, ...]
     axis: str
-    told: str
+    set_by: str
     like: tuple[str, ...]
 
 
@@ -111,7 +111,7 @@ def _function(family: Family, norm: Norm) -> Function:
         conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
         places=tuple((row.name, row.result) for row in rows if row.kind is Kind.PLACE),
         results=tuple(
-            Returned(row.name, _path(row.wanted), row.axis, row.told, row.like)
+            Returned(row.name, _path(row.wanted), row.axis, row.set_by, row.like)
             for row in family.results
             if norm in row.norms
         ),

@@ -152,16 +152,16 @@ class Lookup:
         return key, None if found is None else launch.run_backward(*found)
 
     @eager_only
-    def known_gradients(self, arrived: Tensors, told: Any, due: tuple[bool, ...]) -> tuple[Key, Any]:
+    def known_gradients(self, arrived: Tensors, args: Any, due: tuple[bool, ...]) -> tuple[Key, Any]:
         """Return the key of a backward pass whose rows are in parts; and the gradients, or None if no pass is like it.
 
         Args:
             arrived: its tensors.
-            told: what else a backward pass has to know; it says which operands are there.
+            args: what else a backward pass has to know; it says which operands are there.
             due: which operands have a gradient that is asked for.
         """
-        # Which other tensors are there follows from what was told.
-        key = (self.table.head, told, due, arrived[1] is None)
+        # Which other tensors are there follows from args.
+        key = (self.table.head, args, due, arrived[1] is None)
         for known in self.plans_of.plans.get(key, ()):
             if known.fits(*known.present(arrived)):
                 addresses = addresses_of(arrived)

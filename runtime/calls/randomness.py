@@ -56,9 +56,9 @@ def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Te
 def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Draw a seed and an offset from a generator of x's device, torch's default one if None."""
     refuse_sharded(x)
-    told: dict[str, Any] = {} if generator is None else {"generator": generator}
+    options: dict[str, Any] = {} if generator is None else {"generator": generator}
     with _beside(x):
-        return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **told)
+        return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **options)
 
 
 def _state(given: Any, x: Any, *, draws: bool) -> Any:

@@ -126,8 +126,8 @@ class FamilyCalls(NamedTuple):
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
         """Return the key of a call, or None; and what `launch.run` takes of a known call, or None of another."""
-        rows, told = self.looked_up
-        key, _, found = getattr(native.calls, self.name).find(operands[:rows], options[:told])
+        rows, count = self.looked_up
+        key, _, found = getattr(native.calls, self.name).find(operands[:rows], options[:count])
         return key, found if found is None or rows is None else with_rng(found, operands[-1])
 
 
@@ -290,12 +290,12 @@ def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
 
 def options_2d(operands: Operands, options: Options) -> Options:
     """Return the options of a 2d function as operators take them, y in x's dtype whatever autocast would have."""
-    *said, fquant, out_dtype, saves = options
+    *others, fquant, out_dtype, saves = options
     # A member may be passed for a word, and the operator's schema has words alone.
     quantised = word(FusedQuant, "fquant", fquant).value
     if out_dtype is None and quantised == "none" and isinstance(operands[0], torch.Tensor):
         out_dtype = operands[0].dtype
-    return (*said, quantised, out_dtype, saves)
+    return (*others, quantised, out_dtype, saves)
 
 
 def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, places: Places = (None, None)) -> Any:

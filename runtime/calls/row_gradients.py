@@ -115,19 +115,19 @@ def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mappin
         dtypes: the dtypes of the results that are due, by name.
     """
     function = UNCHECKED[family_of(mode).functions[mode.norm]]
-    told = {f"{name}_dtype": dtype for name, dtype in dtypes.items()}
-    return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **told})
+    args = {f"{name}_dtype": dtype for name, dtype in dtypes.items()}
+    return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **args})
 
 
 def looked_up_again(
-    family: str, learnt: Learnt | None, told: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
+    family: str, learnt: Learnt | None, args: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
 ) -> tuple[Learnt | None, Gradients | None]:
     """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
 
     Args:
         family: the name of the look-up among `native.calls`.
         learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
-        told: what else a backward pass has to know; it says which operands are there.
+        args: what else a backward pass has to know; it says which operands are there.
         due: which operands have a gradient that is asked for.
         *laid_out: dy and the gradient of the sum as kernels can walk them.
 
@@ -137,7 +137,7 @@ def looked_up_again(
     if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
         return learnt, None
     arrived = (*laid_out, *learnt[1][2:])
-    key, known = getattr(native.calls, family).known_gradients(arrived, told, tuple(due))
+    key, known = getattr(native.calls, family).known_gradients(arrived, args, tuple(due))
     return (key, arrived), known
 
 

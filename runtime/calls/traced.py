@@ -56,8 +56,8 @@ def operator(name: str) -> Any:
 
 def operated(function: str, given: Mapping[str, Any]) -> Any:
     """Call the operator of a function by named arguments, completed by defaults, and return its results."""
-    said = completed(function, given)
-    return operator(function)(*[said[name] for name in function_named(function).passed])
+    args = completed(function, given)
+    return operator(function)(*[args[name] for name in function_named(function).passed])
 
 
 def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
@@ -65,7 +65,7 @@ def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
 
     A field is None if the call does not return such a result.
     """
-    made = iter(operated(function, said_of(call)))
+    made = iter(operated(function, args_of(call)))
     return [next(made) if name in call.wants else None for name in fields]
 
 
@@ -82,26 +82,26 @@ def function_traced(family: Family, norm: str, given: Mapping[str, Any]) -> Any:
     places = call.function.places
     if all(call.given[name] is None for name, _ in places):
         return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
-    said = said_of(call)
+    args = args_of(call)
     results: dict[str, Any] = {}
     for name, result in places:
         dtype = call.dtype_of(result)
         place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
         results[result] = place if call.given[name] is None else call.given[name]
-    made = operator(f"{function}_into")(*[said[name] for name in call.function.passed], *results.values())
+    made = operator(f"{function}_into")(*[args[name] for name in call.function.passed], *results.values())
     others = [name for name in LayerNormOutput._fields if name not in results]
     results |= {name: value if name in call.wants else None for name, value in zip(others, made, strict=True)}
     return LayerNormOutput(**results)
 
 
-def said_of(call: Call) -> dict[str, Any]:
+def args_of(call: Call) -> dict[str, Any]:
     """Return the arguments of a call as operators take them."""
-    said = dict(call.given)
+    args = dict(call.given)
     for name, _, _ in call.function.words:
-        said[name] = said[name].value
-    if "wants" in said:
-        said["wants"] = list(call.wants)
-    return said
+        args[name] = args[name].value
+    if "wants" in args:
+        args["wants"] = list(call.wants)
+    return args
 
 
 def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:

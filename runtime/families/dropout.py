@@ -21,7 +21,7 @@ from ..random_mask import dropped
 from . import eager
 from .eager import Dropout, rounded
 from .operands import Operands, Options
-from .plain import Dropping, gradients_first, told_of
+from .plain import Dropping, full_options, gradients_first
 
 _BACKWARD = calls_of(DROPPED_BWD, name="dropped_gradients")
 
@@ -79,10 +79,10 @@ CALLS = calls_of(
 
 def _by_formula(operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     dy, total, weight, statistics, x_bias, dresidual_out, rng = operands
-    *told, p, dropped_dtype = options
+    *others, p, dropped_dtype = options
     mean, rstd = unpacked_of(total, statistics)
     dropout = Dropout(p, rng, dropped_dtype)
-    return eager.plain_gradients((dy, total, weight, rstd, x_bias, dresidual_out), mean, tuple(told), dropout)
+    return eager.plain_gradients((dy, total, weight, rstd, x_bias, dresidual_out), mean, tuple(others), dropout)
 
 
 def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
@@ -108,12 +108,12 @@ def normalise_known(
         or (isinstance(rng, torch.Tensor) and type(rng) not in PLAIN)
     ):
         return None
-    told = told_of(operands, options, records(operands), p)
-    _, _, found = native.calls.dropped.find(operands, told)
+    full = full_options(operands, options, records(operands), p)
+    _, _, found = native.calls.dropped.find(operands, full)
     if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
     _, rng = settled(p, rng, x)
-    return road.normalise_found(CALLS, (*operands, rng), told, road.with_rng(found, rng))
+    return road.normalise_found(CALLS, (*operands, rng), full, road.with_rng(found, rng))
 
 
 def dropping(dropout: Dropout) -> Dropping:

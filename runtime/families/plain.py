@@ -86,13 +86,13 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
     calls, p, rng = drops or (CALLS, (), ())
-    made = road.normalise(calls, (*rows, *rng), told_of(rows, options, records(rows), *p))
+    made = road.normalise(calls, (*rows, *rng), full_options(rows, options, records(rows), *p))
     if not isinstance(made, tuple):
         return unflattened(made, shape)
     return tuple([unflattened(each, shape) for each in made])
 
 
-def told_of(operands: Operands, options: Options, saves: bool, *p: float) -> road.Options:
+def full_options(operands: Operands, options: Options, saves: bool, *p: float) -> road.Options:
     """Return the options of a call as its family's row has them; p is the probability of a dropout, if there is one."""
     return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)
 
@@ -110,7 +110,7 @@ def normalise_traced(operands: Operands, dimensions: int, options: Options, drop
 
 
 def _seen(operands: Operands, options: Options) -> Recorded:
-    return road.run_seen(CALLS, operands, told_of(operands, options, True))
+    return road.run_seen(CALLS, operands, full_options(operands, options, True))
 
 
 class _Normalise(torch.autograd.Function):

@@ -172,8 +172,8 @@ def _first(
     elif left or becomes_operator(*operands):
         found = _seen(operands, shape, options, left, drops)
     else:
-        said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
-        found = recorded.normalise(operands, shape, said, None if drops is None else dropout.dropping(drops))
+        resolved: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
+        found = recorded.normalise(operands, shape, resolved, None if drops is None else dropout.dropping(drops))
     if drops is None or asked is None or not asked[2]:
         return found
     rows = (*x.shape[: -len(shape)], math.prod(shape))
@@ -216,10 +216,10 @@ def _seen(
     norm, eps, weight_offset, out_dtype, cast = options
     eps = DEFAULT_EPS if eps is None else float(eps)
     if left or (drops is None and is_left_to_inductor(norm, x, shape, scaled=weight is not None)):
-        said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
-        return eager.plain(operands, shape, said, drops)
-    said = (norm, eps, weight_offset, out_dtype, cast)
-    return recorded.normalise_traced(operands, len(shape), said, None if drops is None else dropout.dropping(drops))
+        resolved = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
+        return eager.plain(operands, shape, resolved, drops)
+    resolved = (norm, eps, weight_offset, out_dtype, cast)
+    return recorded.normalise_traced(operands, len(shape), resolved, None if drops is None else dropout.dropping(drops))
 
 
 def by_parts(
@@ -257,17 +257,17 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
         given = road.named(calls, operands, options)
         check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
     numbers = ("eps", "weight_offset")
-    told = zip(calls.options, options[1:], strict=True)
-    said = (options[0], *[float(value) if name in numbers else value for name, value in told])
+    pairs = zip(calls.options, options[1:], strict=True)
+    floats = (options[0], *[float(value) if name in numbers else value for name, value in pairs])
     if not kernel or left:
-        *others, out_dtype, saves = said
+        *others, out_dtype, saves = floats
         return calls.eager(operands, (*others, out_dtype or result_dtype(options[0], x), saves))
     if is_sharded(*operands):
         function = calls.functions[options[0]]
-        return by_parts(function, calls.rows, operands, lambda parts: normalise_family(calls, parts, said))
+        return by_parts(function, calls.rows, operands, lambda parts: normalise_family(calls, parts, floats))
     traced = becomes_operator(*operands)
     # The key of a known call holds the arguments as passed, and the surrounding state.
-    return (road.normalise_traced if traced else road.normalise)(calls, operands, said)
+    return (road.normalise_traced if traced else road.normalise)(calls, operands, floats)
 
 
 def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
@@ -317,8 +317,8 @@ def handed_on(name: str, operands: tuple[Any, ...], given: dict[str, Any], posit
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """Call `handed_on` for the public function of a call, or for `normalise` if none takes all arguments."""
-    said = {**named(operands, options), "normalized_shape": normalized_shape}
-    adds = said["residual"] is not None
-    if normalized_shape is not None and (adds or said["out_dtype"] is not None):
+    args = {**named(operands, options), "normalized_shape": normalized_shape}
+    adds = args["residual"] is not None
+    if normalized_shape is not None and (adds or args["out_dtype"] is not None):
         return handle_torch_function(normalise, operands, operands, normalized_shape, options)
-    return handed_on(f"{'add_' if adds else ''}{options[0]}_norm", operands, said, positional=2)
+    return handed_on(f"{'add_' if adds else ''}{options[0]}_norm", operands, args, positional=2)

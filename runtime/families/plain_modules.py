@@ -121,8 +121,8 @@ class RMSNorm(PlainNorm, torch.nn.RMSNorm):
         else:
             operands = (x, own(self, "weight"), None, None, x_bias)
         if self.cast_before_weight and operands[1] is not None:
-            told = ("rms", self.eps, self.weight_offset, None, "before_weight")
-            rounded: torch.Tensor = normalise_cast_before_weight(operands, self.normalized_shape, told, self)
+            rounding = ("rms", self.eps, self.weight_offset, None, "before_weight")
+            rounded: torch.Tensor = normalise_cast_before_weight(operands, self.normalized_shape, rounding, self)
             return rounded
         options = ("rms", self.eps, self.weight_offset, None, self.cast)
         y: torch.Tensor | None = None

@@ -21,7 +21,7 @@ from ..dtypes import FLOATS
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
 from .operands import Operands, Options
-from .plain import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
+from .plain import CALLS, GRADIENTS, WANTS, as_operands, full_options, rounded_to
 
 # y, and the statistics of the rows, or None if autograd does not record the norm.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -56,7 +56,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 def _found(operands: Operands, options: Options, is_recorded: bool) -> Found:
     """Check and plan a call that is not known, and make its kind known."""
     key, _, _ = native.calls.added_ahead.find(operands, options)
-    return prepared(CALLS, operands, told_of(operands, options, is_recorded), key)
+    return prepared(CALLS, operands, full_options(operands, options, is_recorded), key)
 
 
 def norm_of_sum(
@@ -137,16 +137,16 @@ class _NormOfSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: tuple[Options, Ahead],
+        args: tuple[Options, Ahead],
         total: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        options, (y, statistics) = told
+        options, (y, statistics) = args
         ctx.is_invariant = is_on()
         # The alias shares memory and version counter with total, so autograd notices a write to either.
         again = total.detach()
-        ctx.told = options, None if bias is None else bias.dtype
+        ctx.args = options, None if bias is None else bias.dtype
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         if not total.requires_grad:
@@ -158,7 +158,7 @@ class _NormOfSum(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dagain: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return None, dagain, None, None
-        (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
+        (norm, _, weight_offset, _, cast), bias_dtype = ctx.args
         due = (*ctx.needs_input_grad[1:], False)
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[due])
         return None, *GRADIENTS[ctx.is_invariant](options, dy, *ctx.saved_tensors, None, dagain)[:3]

@@ -99,7 +99,7 @@ def _compiled(key: KernelKey, source: Source, target: Target) -> Code:
     return _checked(key, kernel.asm["ptx"], kernel.metadata._asdict())
 
 
-def _checked(key: KernelKey, ptx: str, told: Mapping[str, Any]) -> Code:
+def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:
     """Return the kernel, or raise CompileError if jaxlib cannot launch the kernel."""
     for name, plain in (
         ("num_ctas", 1),
@@ -108,9 +108,9 @@ def _checked(key: KernelKey, ptx: str, told: Mapping[str, Any]) -> Code:
         ("launch_cooperative_grid", False),
         ("launch_pdl", False),
     ):
-        if (told.get(name) or plain) != plain:
+        if (metadata.get(name) or plain) != plain:
             raise CompileError(
-                f"{key} was compiled with {name}={told[name]}, which jaxlib cannot launch; compile it again with "
+                f"{key} was compiled with {name}={metadata[name]}, which jaxlib cannot launch; compile it again with "
                 "another release of Triton, which does not ask for it"
             )
-    return Code(str(told["name"]), ptx, int(told["num_warps"]), int(told["shared"]))
+    return Code(str(metadata["name"]), ptx, int(metadata["num_warps"]), int(metadata["shared"]))

@@ -133,8 +133,8 @@ class Folder:
                 f"{self.path} holds {key.symbol} without the PTX that JAX launches; compile it again: "
                 f"normforge aot --for jax --arch {self.arch} ... --out {self.path}"
             )
-        told, text = [self._verify(name, row.files[name]) for name in (f"{row.file}.json", f"{row.file}.ptx")]
-        return text.decode(), json.loads(told)
+        metadata, text = [self._verify(name, row.files[name]) for name in (f"{row.file}.json", f"{row.file}.ptx")]
+        return text.decode(), json.loads(metadata)
 
     def _row(self, key: KernelKey, source_sha256: str, target: Target) -> Row | None:
         """Return the index's row of a key, or None; raise if this GPU cannot run the folder's kernels."""

@@ -125,16 +125,16 @@ def kind_of(
         strides: row strides, by slots.
         misaligned: slots of pointers that are not multiples of 16 bytes.
     """
-    told = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
+    words = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
     apart = {}
     for slot, stride in _told_apart(strides, sizes.get("n", 0)).items():
         name = slot.removesuffix(_STRIDE)
-        if stride != _adjoining(name, told, sizes):
+        if stride != _adjoining(name, words, sizes):
             apart[name] = _word(stride)
     return CallKind(
         mode=mode,
         sizes=tuple(sizes.items()),
-        dtypes=tuple(sorted(told.items())),
+        dtypes=tuple(sorted(words.items())),
         strides=tuple(sorted(apart.items())),
         misaligned=tuple(sorted(slot.removesuffix(_POINTER) for slot in misaligned)),
         rows=ROWS[size],
@@ -144,8 +144,8 @@ def kind_of(
 def strides_of_kind(kind: CallKind, slots: Collection[str]) -> dict[str, RowStride]:
     """Return the row strides of a kind for some slots."""
     names = {slot: slot.removesuffix(_STRIDE) for slot in slots}
-    given, told = {name: _stride(word) for name, word in kind.strides}, dict(kind.dtypes)
-    return {slot: given.get(name, _adjoining(name, told, kind.size)) for slot, name in names.items()}
+    given, dtypes = {name: _stride(word) for name, word in kind.strides}, dict(kind.dtypes)
+    return {slot: given.get(name, _adjoining(name, dtypes, kind.size)) for slot, name in names.items()}
 
 
 def misaligned_of_kind(kind: CallKind) -> frozenset[str]:

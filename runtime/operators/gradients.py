@@ -105,16 +105,16 @@ def register_second(library: torch.library.Library, namespace: str, name: str) -
     tensors = [each for each, _, _ in takes.tensors]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        ctx.told = dict(zip(takes.passed, inputs, strict=True))
+        ctx.args = dict(zip(takes.passed, inputs, strict=True))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[ctx.told.pop(each) for each in tensors])
+        ctx.save_for_backward(*[ctx.args.pop(each) for each in tensors])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         from ..families import eager
         from .computing import by_formula
 
         def computed(*operands: Any) -> Sequence[torch.Tensor | None]:
-            found = by_formula(name, ctx.told | dict(zip(tensors, operands, strict=True)))
+            found = by_formula(name, ctx.args | dict(zip(tensors, operands, strict=True)))
             return [each for each in found if each is not None]
 
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
@@ -144,15 +144,15 @@ def _compute(
     due = {name: gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in due.values()]
     for result in takes.results:
-        if result.told:
+        if result.set_by:
             # One rounding each.
             types = [dtypes[name] for name, gradient in due.items() if gradient == result.name]
-            given[result.told] = dtype_of_all(types) if types else None
+            given[result.set_by] = dtype_of_all(types) if types else None
     given["wants"] = wants
-    said = {**dict(takes.defaults), **given}
-    if shares_no_row(backward, said):
-        made = by_formula(backward, said)
+    args = {**dict(takes.defaults), **given}
+    if shares_no_row(backward, args):
+        made = by_formula(backward, args)
     else:
-        made = operator(backward)(*[said[name] for name in takes.passed])
+        made = operator(backward)(*[args[name] for name in takes.passed])
     found = dict(zip(wants, [each for each in made if each is not None], strict=True))
     return {name: found[gradient].to(dtypes[name]) for name, gradient in due.items()}

@@ -49,10 +49,10 @@ class FusedBlock(Derived):
         """Return the block's own text, the fused sums, and the norms fused with their modulation."""
         block: Any = super()
         behind, modulated, inputs = self._normforge_fuses
-        said = [f"sum -> {name}" for name in behind]
-        said += [f"gradient of {name} + residual" for name in inputs]
-        said += [f"{name} -> its modulation" for name in modulated]
-        return ", ".join(filter(None, [block.extra_repr(), *said]))
+        fused = [f"sum -> {name}" for name in behind]
+        fused += [f"gradient of {name} + residual" for name in inputs]
+        fused += [f"{name} -> its modulation" for name in modulated]
+        return ", ".join(filter(None, [block.extra_repr(), *fused]))
 
 
 def _new(

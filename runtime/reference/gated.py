@@ -63,9 +63,9 @@ def gradients(
     vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     given = {name: vector.double().requires_grad_() for name, vector in vectors.items()}
     norm = FORWARD[Norm.RMS if bias is None else Norm.LAYER]
-    said: dict[str, Any] = {"gating": gating, "activation": activation, "eps": eps}
+    options: dict[str, Any] = {"gating": gating, "activation": activation, "eps": eps}
     d = dy.double()
-    dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **given, **said).z, (*rows, *given.values()), d)
+    dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **given, **options).z, (*rows, *given.values()), d)
     magnitudes = {
         name: gradient.abs() + gradient.abs().mean(-1, keepdim=True)
         for name, gradient in (("dx", dx), ("dgate", dgate))
@@ -73,6 +73,6 @@ def gradients(
     # Whatever signs the rows' shares have.
     ones = {name: torch.ones_like(vector) for name, vector in given.items()}
     with torch.no_grad():
-        whole = norm(rows[0], rows[1], **ones, **said).z.abs() + 1
+        whole = norm(rows[0], rows[1], **ones, **options).z.abs() + 1
     magnitudes |= {f"d{name}": (d.abs() * whole).sum_to_size(vector.shape) for name, vector in given.items()}
     return ReferenceGradients(dx, sums[0], sums[1] if bias is not None else None, magnitudes, dgate=dgate)

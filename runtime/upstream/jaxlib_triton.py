@@ -57,13 +57,13 @@ def message(
     """
     library = library or _library()
     kernel = library.TritonKernel(name, warps, 1, shared, ptx, "", capability)
-    told = [
+    parameters = [
         library.create_array_parameter(_CLEARED, _ALIGNMENT)
         if parameter is None
         else library.create_scalar_parameter(*parameter)
         for parameter in (*parameters, *_SCRATCH)
     ]
-    call = library.TritonKernelCall(kernel, *grid, told)
+    call = library.TritonKernelCall(kernel, *grid, parameters)
     return zlib.compress(call.to_proto(name, b""))
 
 

@@ -188,8 +188,8 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
   return status == CUDA_SUCCESS ? Py_NewRef(Py_None) : raise_status(self, status);
 }
 
-static int read_parameters(Launch *self, PyObject *told) {
-  Py_ssize_t count = PyTuple_GET_SIZE(told);
+static int read_parameters(Launch *self, PyObject *passed) {
+  Py_ssize_t count = PyTuple_GET_SIZE(passed);
   if (count > MOST_PARAMETERS) {
     PyErr_Format(PyExc_ValueError, "%zd parameters, of at most %d", count, MOST_PARAMETERS);
     return -1;
@@ -198,7 +198,7 @@ static int read_parameters(Launch *self, PyObject *told) {
   for (Py_ssize_t at = 0; at < count; ++at) {
     Parameter *parameter = &self->parameters[at];
     PyObject *value;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(told, at), "CnO", &parameter->kind, &parameter->place, &value))
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(passed, at), "CnO", &parameter->kind, &parameter->place, &value))
       return -1;
     if (parameter->place >= self->given || parameter->place < -1) {
       PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->given);

@@ -181,7 +181,7 @@ def test_a_row_speaks_of_what_there_is(family: Family, row: Parameter | Result) 
         for mode in modes(family, norm):
             assert not row.wanted or isinstance(attrgetter(row.wanted)(mode), bool)
     if isinstance(row, Result):
-        assert {row.told, *row.like} - {""} <= names
+        assert {row.set_by, *row.like} - {""} <= names
         assert not row.axis or row.axis in {field.name for field in fields(Mode)}
         return
     results = {result.name for result in family.results}

@@ -93,16 +93,16 @@ def forward(operands: GatedOperands, options: Options, group_size: int | None) -
 _MOST_GROUPS = 2**15
 
 
-def mode_of(told: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
+def mode_of(args: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
     """Return the mode of the backward kernels for rows of a dtype; `grouped` gives each group of columns a weight."""
     own = DTYPES[dtype]
     return Mode(
-        Norm(told.norm),
+        Norm(args.norm),
         own,
         own,
         direction=Direction.BACKWARD,
-        gating=word(Gating, "gating", told.gating),
-        gate_activation=word(GateActivation, "activation", told.activation),
+        gating=word(Gating, "gating", args.gating),
+        gate_activation=word(GateActivation, "activation", args.activation),
         grouped=grouped,
     )
 
@@ -118,9 +118,9 @@ def _serves(kept: GatedSaved) -> bool:
     return _groups(kept) <= _MOST_GROUPS
 
 
-def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
+def _problem(kept: GatedSaved, args: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
     groups = _groups(kept)
-    mode = mode_of(told, kept.x.dtype, groups > 0)
+    mode = mode_of(args, kept.x.dtype, groups > 0)
     rows = {"dy": dy, "x": kept.x, "gate": kept.gate}
     inputs: dict[str, torch.Tensor | None] = {
         **{name: _in_one_row(tensor, groups) for name, tensor in rows.items()},
@@ -133,14 +133,14 @@ def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: 
     # A vector for all of several groups is added up once more.
     dtypes = {
         row.name: sum_dtype(operand, parts) if row.is_sum else dtype
-        for row, operand, dtype, needed in zip(GATED_BWD.results, kept[:-2], told.dtypes, due, strict=True)
+        for row, operand, dtype, needed in zip(GATED_BWD.results, kept[:-2], args.dtypes, due, strict=True)
         if needed and operand is not None and dtype is not None
     }
     return Problem(mode, parts, inputs, dtypes, {"dweight": kept.weight, "dbias": kept.bias})
 
 
 def _of_results(
-    kept: GatedSaved, told: GatedArgs, results: Mapping[str, torch.Tensor], due: Sequence[bool]
+    kept: GatedSaved, args: GatedArgs, results: Mapping[str, torch.Tensor], due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     vectors = (("dweight", kept.weight), ("dbias", kept.bias))
     return [

@@ -25,20 +25,20 @@ _DTYPES = (*FLOATS, torch.float64)
 _NAMES = ("x", "weight", "bias", "num_groups", "eps", "activation")
 
 
-def normalise_known(operands: GroupOperands, told: row.Told) -> torch.Tensor | None:
+def normalise_known(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor | None:
     """Return the result of a call like an earlier one; None of another call."""
     known = not is_dynamo_compiling() and operands[0].__class__ in PLAIN
-    return row.normalise_known(operands, told) if known else None
+    return row.normalise_known(operands, key_args) if known else None
 
 
-def normalise(operands: GroupOperands, told: row.Told) -> torch.Tensor:
+def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
     """Run a call of the public function, whose options, from num_groups on, are as callers passed them."""
-    known = normalise_known(operands, told)
+    known = normalise_known(operands, key_args)
     if known is not None:
         return known
-    _, num_groups, eps, activation = told
+    _, num_groups, eps, activation = key_args
     if is_handed_on(operands):
-        given = dict(zip(_NAMES, (*operands, *told[1:]), strict=True))
+        given = dict(zip(_NAMES, (*operands, *key_args[1:]), strict=True))
         y: torch.Tensor = handed_on(row.NAME, operands, given, positional=5)
         return y
     x, *vectors = operands
@@ -51,16 +51,16 @@ def normalise(operands: GroupOperands, told: row.Told) -> torch.Tensor:
     options = GroupOptions(num_groups, check_number("eps", eps, least=0.0), silu, result_dtype("group", x))
     if is_sharded(*operands):
         # Each rank normalises its samples, in a call of plain tensors.
-        said = ("layer", *options[:-1])
+        own_args = ("layer", *options[:-1])
         whole: torch.Tensor = by_parts(
-            row.NAME, GROUP.inputs, operands, lambda parts: normalise(parts, said).contiguous(), x.dim() - 1
+            row.NAME, GROUP.inputs, operands, lambda parts: normalise(parts, own_args).contiguous(), x.dim() - 1
         )
         return whole
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return eager.group(operands, options)
     if becomes_operator(*operands):
         return row.normalise_traced(operands, options)
-    return row.normalise(operands, options, told)
+    return row.normalise(operands, options, key_args)
 
 
 _WORDS = tuple(activation.value for activation in Activation)

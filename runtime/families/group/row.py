@@ -39,7 +39,7 @@ _Vectors = Mapping[str, _Vector]
 # Channels, groups of a sample, and positions of a channel.
 Sizes = tuple[int, int, int]
 # The norm's word, and the options of a call as callers passed them, by which calls are known.
-Told = tuple[Any, ...]
+KeyArgs = tuple[Any, ...]
 # The launches of a call, the addresses of the operands, the operands, and what else a look-up returns.
 _Found = tuple[Any, ...]
 
@@ -183,7 +183,7 @@ def launched_backward(
 
     Args:
         arrived: the call.
-        due: which operands have a gradient that is asked for, as a look-up was told it.
+        due: which operands have a gradient that is asked for, as a look-up takes them.
         learnt: the key and tensors of a look-up, by which calls like this one become known; None has them stay unknown.
     """
     given, x, weight, bias, statistics, options, wants = arrived
@@ -217,11 +217,11 @@ def launched_backward(
     return GroupNormGradients(*found)
 
 
-def normalise_known(operands: GroupOperands, told: Told) -> torch.Tensor | None:
+def normalise_known(operands: GroupOperands, key_args: KeyArgs) -> torch.Tensor | None:
     """Return what `normalise` returns, if an earlier call had arguments of the same kind; None otherwise."""
     # Which operands require gradients is part of what a guard holds.
-    _, _, found = native.calls.group.find(operands, (*told, torch.is_grad_enabled()))
-    return None if found is None else _ran(found, told[2], record_at_once)
+    _, _, found = native.calls.group.find(operands, (*key_args, torch.is_grad_enabled()))
+    return None if found is None else _ran(found, key_args[2], record_at_once)
 
 
 def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
@@ -233,8 +233,8 @@ def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
     return recorded
 
 
-def normalise(operands: GroupOperands, options: GroupOptions, told: Told | None = None) -> torch.Tensor:
-    """Run a checked call by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
+def normalise(operands: GroupOperands, options: GroupOptions, key_args: KeyArgs | None = None) -> torch.Tensor:
+    """Run a checked call by kernels, recorded where a gradient is due, and known from then on by `key_args`.
 
     Where a dispatch mode sees operators, the call is one operator that saves the same tensors.
     """
@@ -248,8 +248,8 @@ def normalise(operands: GroupOperands, options: GroupOptions, told: Told | None 
     native.start()
     # Copies may be like the tensors of a call before.
     key, found = None, None
-    if told is not None:
-        key, _, found = native.calls.group.find(whole, (*told, torch.is_grad_enabled()))
+    if key_args is not None:
+        key, _, found = native.calls.group.find(whole, (*key_args, torch.is_grad_enabled()))
     return _ran(found or _prepared(whole, options, saves, key), options.eps, record)
 
 

@@ -83,7 +83,7 @@ def _serves(kept: ModulatedSaved) -> bool:
 
 def _problem(
     kept: ModulatedSaved,
-    told: ModulatedArgs,
+    args: ModulatedArgs,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: Sequence[bool],
@@ -91,7 +91,7 @@ def _problem(
     for_x, *_, for_residual, _, _ = due
     rows, gates = kept.x, kept.gate is not None
     samples = rows.numel() // rows.shape[-1] // rows_a_sample(kept)
-    x_dtype, *_, residual_dtype, _, _ = told.dtypes
+    x_dtype, *_, residual_dtype, _, _ = args.dtypes
     of_sum = [(x_dtype, for_x and not gates), (residual_dtype, for_residual)]
     summed = [dtype for dtype, needed in of_sum if needed and dtype is not None]
     inputs: dict[str, torch.Tensor | None] = {
@@ -113,7 +113,7 @@ def _problem(
     operands = {"dgate": kept.gate}
     if not _is_affine(kept):
         operands |= {"dweight": kept.scale, "dbias": kept.shift}
-    mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
+    mode = mode_of(Norm(args.norm), rows.dtype, dresidual_out is not None, gates)
     return Problem(mode, samples, inputs, dtypes, operands)
 
 
@@ -136,7 +136,7 @@ def _is_affine(kept: ModulatedSaved) -> bool:
 
 
 def _of_results(
-    kept: ModulatedSaved, told: ModulatedArgs, totals: Mapping[str, torch.Tensor], due: Sequence[bool]
+    kept: ModulatedSaved, args: ModulatedArgs, totals: Mapping[str, torch.Tensor], due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Return the gradients: of rows, and of what samples or all rows share, from what each sample's rows add up to."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
@@ -145,7 +145,7 @@ def _of_results(
     found[4] = totals.get("dx")
     dy_h, dy = totals.get("dweight"), totals.get("dbias")
     if for_scale and dy_h is not None:
-        dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + told.weight_offset)
+        dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + args.weight_offset)
         if kept.bias is not None and dy is not None:
             dscale = dscale + dy * kept.bias.float()
         found[1] = shared_sum(dscale, kept.scale)
