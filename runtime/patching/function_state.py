@@ -92,6 +92,9 @@ class Reads:
         code = frame.f_code
         if code in self._methods and not _is_fixed(self._methods[code]):
             self.names.add(code.co_name)
+        # Reached otherwise than by its name: through a module, a class or a tuple.
+        if self._functions and code not in self._local and all(each.__code__ is not code for each in self._functions):
+            self.names.add(code.co_name)
         variables = {*code.co_cellvars, *self._local.get(code, ())}
         self._local |= {inner: variables for inner in code.co_consts if isinstance(inner, CodeType)}
         return self._look
@@ -103,16 +106,16 @@ class Reads:
                 continue
             outside = frame.f_locals if is_cell else frame.f_globals
             value = outside.get(name, frame.f_builtins.get(name, _ABSENT))
-            if operation in _WRITES or not (self._follows(frame, name, value) or _is_fixed(value, path[1:], self._own)):
+            # A cell is a part of the function that reads it.
+            if self._functions and not is_cell:
+                self._globals.append((outside, name, outside.get(name, _ABSENT)))
+            if operation in _WRITES or not (self._follows(name, value) or _is_fixed(value, path[1:], self._own)):
                 self.names.add(".".join(path))
         return self._look
 
-    def _follows(self, frame: FrameType, name: str, value: Any) -> bool:
+    def _follows(self, name: str, value: Any) -> bool:
         """Return True if a later change of a value is seen, or the value says what is installed."""
         followed = bool(self._functions) and isinstance(value, (*_CONSTANTS, FunctionType)) and not _is_trusted(value)
-        # A cell is a part of the function that reads it.
-        if followed and name not in frame.f_code.co_freevars:
-            self._globals.append((frame.f_globals, name, value))
         if followed and isinstance(value, FunctionType):
             self.follow(value)
         return followed or (isinstance(value, bool) and "available" in name)

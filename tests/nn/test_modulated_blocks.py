@@ -477,6 +477,35 @@ def test_a_function_that_reads_what_is_set_otherwise_since(monkeypatch: pytest.M
     assert is_fused(by_default)
 
 
+add: Any = torch.add
+
+
+def by_alias(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = add(x * (1 + scale[:, None]), shift[:, None])
+    return y
+
+
+DTYPES = (torch.float64, torch.float16)
+
+
+def by_dtype(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return modulate(x, scale, shift) if DTYPES[0] is torch.float32 else modulate(x, shift, scale)
+
+
+def by_builtin(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * (abs(-1) + scale[:, None]) + shift[:, None]
+
+
+def test_a_function_whose_globals_are_others_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of torch's functions, a tuple of dtypes, or a name that a builtin had."""
+    replaced = {by_alias: ("add", torch.sub), by_dtype: ("DTYPES", (torch.float32,)), by_builtin: ("abs", lambda _: 2)}
+    for function, (name, value) in replaced.items():
+        before = modulating.formula_of(function, 2, ())
+        assert before == modulating.Formula(scale=1, by_sample=True)
+        monkeypatch.setitem(globals(), name, value)
+        assert modulating.formula_of(function, 2, ()) != before
+
+
 whole: Any = blocks
 SETTINGS = {"factor": 1.0}
 CALLS = 0
@@ -495,6 +524,19 @@ def of_its_own_attribute(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tens
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
+def of_a_function_of_a_module(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = whole.modulated(x, shift, scale)
+    return y
+
+
+class Holding:
+    modulated = staticmethod(modulate)
+
+
+def of_a_method(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return Holding.modulated(x, shift, scale)
+
+
 def counting(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     global CALLS
     CALLS += 1
@@ -507,13 +549,23 @@ def of_long_rows(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> t
 
 def test_a_function_of_what_may_change_unseen_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "FACTOR", 1.0, raising=False)
+    monkeypatch.setattr(blocks, "modulated", modulate, raising=False)
     monkeypatch.setattr(of_its_own_attribute, "factor", 1.0, raising=False)
     bound = SETTINGS
 
     def of_a_cell(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x * (bound["factor"] + scale[:, None]) + shift[:, None]
 
-    refused = (of_a_dictionary, of_a_module, of_its_own_attribute, counting, of_a_cell, of_long_rows)
+    def enclosed(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * (1 + scale[:, None]) + shift[:, None]
+
+    held = (enclosed,)
+
+    def of_a_tuple(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return held[0](x, shift, scale)
+
+    of_functions = (of_a_function_of_a_module, of_a_method, of_a_tuple)
+    refused = (of_a_dictionary, of_a_module, of_its_own_attribute, counting, of_a_cell, of_long_rows, *of_functions)
     assert [function for function in refused if is_fused(function)] == []
     assert all(map(is_fused, (modulate, modulate_scale_first)))
 
