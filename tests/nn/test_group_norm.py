@@ -528,6 +528,8 @@ def test_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked == []
     # Kernels are not compiled for an eps.
     call(torch.randn(2, 8, 5), eps=1e-2)
+    # A look-up takes floats alone, and the call is looked up again with one.
+    call(torch.randn(2, 8, 5), eps=1)
     assert checked == []
     others = (
         torch.randn(2, 8, 6),

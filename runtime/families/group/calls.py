@@ -60,7 +60,8 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
         return eager.group(operands, options)
     if becomes_operator(*operands):
         return row.normalise_traced(operands, options)
-    return row.normalise(operands, options, key_args)
+    # Numbers of other classes are known as what they are converted to.
+    return row.normalise(operands, options, ("layer", num_groups, options.eps, activation))
 
 
 _WORDS = tuple(activation.value for activation in Activation)
