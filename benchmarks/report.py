@@ -65,7 +65,7 @@ def pictures_of(folder: Path, page: Path) -> dict[str, str]:
 
 def page(folders: list[Path], summary: list[Grid]) -> str:
     """Return one HTML page: a summary, then every folder's pictures and tables."""
-    parts = [*map(_html, summary)]
+    parts = ["<h1>Benchmarks</h1>", *map(_html, summary)]
     for folder in folders:
         parts.append(f"<h2>{html.escape(folder.name)}</h2>")
         for path in sorted(folder.glob("*.png")):
