@@ -804,10 +804,14 @@ TIMED = [argv for argv in ANSWERED if "-h" in argv or argv[0] in ("aot", "list",
 
 
 @pytest.mark.parametrize("argv", first_of_each(TIMED, lambda argv: VERBS[argv[0]].parser.partition(":")[0], str))
-def test_help_and_refusals_take_half_a_second(argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_help_and_refusals_take_half_a_second(
+    argv: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Of the processor, because tests share the cores. The first try compiles all files to bytecode."""
+    (tmp_path / "file").touch()
     code = f"""
-import atexit, sys, time
+import atexit, os, sys, time
+os.chdir({str(tmp_path)!r})
 atexit.register(lambda: print(time.process_time()))
 sys.argv = ["normforge"]
 from normforge.tools.cli import main
