@@ -67,7 +67,7 @@ _Y = "y: x's shape and dtype."
 _RAISES = (
     "ShapeError: x has no columns, or another array another shape than described here.",
     "DTypeError: an array is of another type.",
-    "ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.",
+    "ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.",
     "NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are launched "
     "through, CompileError, AotError and FrozenError where a kernel cannot be had.",
 )

@@ -164,7 +164,8 @@ class Case:
         name = FAMILIES[self.family].functions[Norm(self["norm"])]
         if self.family == "plain":
             name = f"{'' if 'residual' in self['without'] else 'add_'}{Norm(self['norm']).row.function}"
-        return getattr(normforge, name)  # type: ignore[no-any-return]  # a function
+        function: Callable[..., Any] = getattr(normforge, name)
+        return function
 
     def run(self, given: Tensors) -> tuple[torch.Tensor, ...]:
         """Call the function: y and, if the family stores a sum, the sum."""

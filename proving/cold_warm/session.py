@@ -96,7 +96,7 @@ class Session:
             try:
                 if tensor.numel() and not _C._is_cow_tensor(tensor):
                     self.roles.setdefault(tensor.data_ptr(), f"{role}{' negated' * tensor.is_neg()}")
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 # torch has no address for a tensor without memory, such as a fake one.
                 return
 

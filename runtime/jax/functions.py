@@ -39,7 +39,7 @@ def layer_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
@@ -76,7 +76,7 @@ def rms_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
@@ -114,7 +114,7 @@ def add_layer_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
@@ -153,7 +153,7 @@ def add_rms_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
@@ -195,7 +195,7 @@ def quantised_layer_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type, or out_dtype or scale_dtype is none of those.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         GradientError: the function is differentiated.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
@@ -238,7 +238,7 @@ def quantised_rms_norm(
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
         DTypeError: an array is of another type, or out_dtype or scale_dtype is none of those.
-        ConflictError: eps is no number of at least 0, or a weight_offset has no weight to be added to.
+        ConflictError: eps is no number of at least 0, or an option lacks the array that it applies to.
         GradientError: the function is differentiated.
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.

@@ -295,7 +295,7 @@ def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
         normforge.load_aot(tmp_path)
     for path in ("a\0b", 3):
         with pytest.raises(AotError, match="is no path"):
-            normforge.load_aot(path)  # type: ignore[arg-type]
+            normforge.load_aot(path)  # type: ignore[arg-type]  # what the test is about
 
 
 def test_a_right_index_is_taken(tmp_path: Path) -> None:
