@@ -62,7 +62,6 @@ _DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
     Kind.SCALE: (torch.float32,),
     Kind.VALUE: (torch.float32,),
     Kind.PER_ROW: (torch.float32,),
-    Kind.RANDOM: (torch.int64,),
 }
 
 # How an error about a shape ends, to be formatted with the shapes that `_shapes` returns.
@@ -72,7 +71,6 @@ _TAKES: Mapping[Kind, str] = {
     Kind.PER_ROW: "; it takes one value a row, {0}",
     Kind.SCALE: "; it takes one value a row, {0} or {1}, or one for all, (1,)",
     Kind.VALUE: "; it takes one value, (1,)",
-    Kind.RANDOM: "; it takes {0}, seed and offset",
     Kind.SAMPLES: " and x {x}; it takes {shapes}: one for each sample (x's first dimension), for each row, or for all",
     Kind.GROUPS: " and x {x}; it takes {shapes}: one for all rows, or for each group",
 }
@@ -92,10 +90,15 @@ def check_operand(
     check_device(name, tensor, x)
     if kind in (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS):
         row_stride(name, tensor)
-    elif kind is Kind.VECTOR:
-        if tensor.shape[0] > 1 and tensor.stride(0) != 1:
-            raise LayoutError(f"{name} has stride {tensor.stride(0)} and kernels need 1; pass {name}.contiguous()")
-    elif not tensor.is_contiguous():
+    elif kind is Kind.VECTOR and not tensor.is_contiguous():
+        raise LayoutError(f"{name} has stride {tensor.stride(0)} and kernels need 1; pass {name}.contiguous()")
+    else:
+        check_contiguous(name, tensor)
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is contiguous."""
+    if not tensor.is_contiguous():
         raise LayoutError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 
 
@@ -104,9 +107,8 @@ def check_shape(kind: Kind, name: str, tensor: torch.Tensor, x: torch.Tensor) ->
     shapes = _shapes(kind, x)
     # Compares ranks first: tuples compare sizes first, and a traced call would guard on a dynamic one. Compares shapes
     # before the number of elements, which may depend on data.
-    if any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes):
-        return
-    if kind in (Kind.SCALE, Kind.VALUE) and tensor.numel() == 1:
+    fits = any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
+    if fits or (kind in (Kind.SCALE, Kind.VALUE) and tensor.numel() == 1):
         return
     takes = _TAKES[kind].format(*shapes, x=tuple(x.shape), shapes=" or ".join(map(str, shapes)))
     raise ShapeError(f"{name} has shape {tuple(tensor.shape)}{takes}")
@@ -126,8 +128,6 @@ def _shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
         return [leading]
     if kind is Kind.SCALE:
         return [leading, (*leading, 1)]
-    if kind is Kind.RANDOM:
-        return [(2,)]
     return [vector] if kind is Kind.VECTOR else []
 
 

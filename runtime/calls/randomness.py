@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.families import Kind
 from ..codegen.parameters import FORWARD
-from ..errors import ConflictError, DeviceError, DTypeError
+from ..errors import ConflictError, DeviceError, DTypeError, ShapeError
 from ..upstream.torch_internals import is_sharded
-from .argument_checks import check_number, check_operand
+from .argument_checks import check_contiguous, check_device, check_dtype, check_number
 
 _P = FORWARD["dropout_p"]
 _LARGEST_I64 = 2**63 - 1
@@ -105,7 +104,12 @@ def check_random(name: str, state: Any, x: torch.Tensor) -> None:
     if not isinstance(state, torch.Tensor):
         raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
     refuse_sharded(x, state)
-    check_operand(Kind.RANDOM, name, state, x)
+    # Not by `check_operand`: TorchDynamo, which traces this, cannot guard kinds that `function_named` returned.
+    check_dtype(name, state, (torch.int64,))
+    if tuple(state.shape) != (2,):
+        raise ShapeError(f"{name} has shape {tuple(state.shape)}; it takes (2,), seed and offset")
+    check_device(name, state, x)
+    check_contiguous(name, state)
 
 
 def refuse_sharded(*tensors: object) -> None:

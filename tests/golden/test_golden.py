@@ -40,8 +40,8 @@ from ..thorough import THOROUGH
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 
-# Committed where it is used: that is what is reviewed.
-EMITTED = {Path(path).name: path for path in calls.TEMPLATES}
+# Paths of texts that are committed where they are used: that is what is reviewed.
+EMITTED = tuple(calls.TEMPLATES)
 
 MODES = (
     Mode(Norm.LAYER, DType.BF16, DType.BF16, save_mv=True),
@@ -181,7 +181,7 @@ TABLES = {
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    """Each file's name and text, made as they are asked for."""
+    """Yield each file's name, or path if it is committed elsewhere, and its text, made as they are asked for."""
     for mode in (*MODES, *GROUP_MODES):
         yield f"{mode.name}.py", emit.render_module(mode, mode.pipelines)
     ladder = tiling.standard_ladder()
@@ -195,7 +195,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     ]
     folder = emit.render_folder(instances)
     yield from ((name, folder[name]) for name in _SHARED)
-    yield from ((name, calls.render_calls(path)) for name, path in EMITTED.items())
+    yield from ((path, calls.render_calls(path)) for path in EMITTED)
 
 
 _SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "dispatch.py", "__init__.py")
@@ -208,7 +208,7 @@ _ANEW = "generated/ gained or lost a module: run `NORMFORGE_UPDATE_GOLDEN=1 pyte
 
 def _committed(name: str) -> Path:
     """Return the module outside tests/golden that a text may be committed as."""
-    return ROOT / EMITTED.get(name, f"generated/{name}")
+    return ROOT / (name if name in EMITTED else f"generated/{name}")
 
 
 def _is_committed(name: str) -> bool:
