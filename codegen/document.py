@@ -203,12 +203,10 @@ class Section:
 
     def word(self, node: Node, what: str, legal: Sequence[str]) -> str:
         """Read one of the legal words; a word that is a number may be quoted or not."""
-        if self.is_number(node) and node.value in legal:
+        if (self.is_number(node) or self.is_string(node)) and node.value in legal:
             return str(node.value)
         word = self.string(node, what, one_of(legal), _meant(node, legal))
-        if word not in legal:
-            raise self.error(node, unknown(what, word, legal))
-        return word
+        raise self.error(node, unknown(what, word, legal))
 
     def _boolean(self, node: Node, what: str) -> bool:
         value = _boolean_of(node)
