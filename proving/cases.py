@@ -259,20 +259,24 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     return (y, total) if "residual" in given else (y,)
 
 
-def gradients(outputs: Sequence[torch.Tensor], given: Tensors, arriving: Sequence[torch.Tensor]) -> Tensors:
-    """Return the gradients of the operands that require one."""
+def gradients(outputs: Sequence[torch.Tensor], given: Tensors, arriving: Sequence[torch.Tensor | None]) -> Tensors:
+    """Return the gradients of the operands that require one; None arrives at an output that nothing follows."""
     due = [name for name, tensor in given.items() if tensor.requires_grad]
-    found = torch.autograd.grad(outputs, [given[name] for name in due], arriving)
-    return dict(zip(due, found, strict=True))
+    pairs = [(y, dy) for y, dy in zip(outputs, arriving, strict=True) if dy is not None and y.requires_grad]
+    ends, at_ends = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ends, [given[name] for name in due], at_ends, allow_unused=True)
+    return {name: gradient for name, gradient in zip(due, found, strict=True) if gradient is not None}
 
 
-def exact(case: Case, given: Tensors, arriving: Sequence[torch.Tensor]) -> Tensors:
+def exact(case: Case, given: Tensors, arriving: Sequence[torch.Tensor | None]) -> Tensors:
     """Return the gradients of fp64 autograd, by the formula."""
     wide = doubled(given)
-    return gradients(formula(case, wide), wide, [gradient.double() for gradient in arriving])
+    for name, tensor in wide.items():
+        tensor.requires_grad_(given[name].requires_grad)
+    return gradients(formula(case, wide), wide, [None if dy is None else dy.double() for dy in arriving])
 
 
-def check(case: Case, given: Tensors, arriving: Sequence[torch.Tensor] | None = None) -> None:
+def check(case: Case, given: Tensors, arriving: Sequence[torch.Tensor | None] | None = None) -> None:
     """Run a case, and fail unless outputs and gradients are fp64 autograd's, of the right shapes and dtypes."""
     outputs = case.run(given)
     with torch.no_grad():
@@ -288,6 +292,7 @@ def check(case: Case, given: Tensors, arriving: Sequence[torch.Tensor] | None = 
 
 def agree(given: Tensors, found: Tensors, wanted: Tensors, coarse: torch.dtype = torch.float32) -> None:
     """Fail unless each gradient has its operand's shape and dtype and is as wanted, but for a rounding to `coarse`."""
+    assert found.keys() == wanted.keys()
     for name, gradient in found.items():
         assert (gradient.shape, gradient.dtype) == (given[name].shape, given[name].dtype), name
         tolerance = BACKWARD_TOLERANCES[coarser(coarse, gradient.dtype)]

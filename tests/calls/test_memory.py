@@ -12,11 +12,12 @@ import torch
 import normforge
 from normforge.calls.known import all_plans
 from normforge.selection import dispatch
+from proving.cases import operands
 
 from ..calling import each_device, each_float
 from ..nn import models
 from ..nn.models import WIDTH
-from ..nn.oracle import Operands, backward, call, each_function, each_norm, operands
+from ..nn.oracle import backward, each_function, each_norm, plain
 
 M, N = 6, 640
 
@@ -42,13 +43,13 @@ def kept_bytes(tensors: list[torch.Tensor]) -> int:
 @each_float
 @each_function
 def test_what_is_kept_is_one_tensor_of_xs_size(norm: str, dtype: torch.dtype, device: str) -> None:
-    given = operands(norm, (M, N), dtype, device=device)
-    outputs: list[torch.Tensor | None] = []
-    tensors = kept(lambda: outputs.extend(call(norm, given)))
+    case = plain(norm, shape=(M, N), dtype=dtype)
+    given = operands(case, device)
+    outputs: list[torch.Tensor] = []
+    tensors = kept(lambda: outputs.extend(case.run(given)))
     large = [tensor for tensor in tensors if tensor.numel() >= M * N]
     # Nobody pays for it: the caller holds x, and residual_out is an output.
-    normalised = given.x if given.residual is None else outputs[1]
-    assert normalised is not None
+    normalised = outputs[1] if "residual" in given else given["x"]
     assert [tensor.data_ptr() for tensor in large] == [normalised.data_ptr()]
     # A mean and rstd a row in one tensor, where rstd starts at a multiple of 16 bytes.
     statistics = M if norm.endswith("rms") else -(-M // 4) * 4 + M
@@ -95,8 +96,7 @@ def test_the_sum_is_kept_and_not_what_was_summed(add: Callable[..., tuple[torch.
 @each_norm
 def test_a_copy_of_x_is_made_once_and_kept(norm: str) -> None:
     x = torch.randn(N, M, requires_grad=True).T
-    given = Operands(x=x)
-    tensors = kept(lambda: call(norm, given))
+    tensors = kept(lambda: plain(norm, shape=(M, N)).run({"x": x}))
     (copy,) = [tensor for tensor in tensors if tensor.numel() == M * N]
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
@@ -105,22 +105,24 @@ def test_a_copy_of_x_is_made_once_and_kept(norm: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @each_function
 def test_nothing_is_kept_where_no_gradient_is_due(norm: str, grad: bool) -> None:
-    given = operands(norm, (M, N), torch.float32)
-    for tensor in given.present().values():
+    case = plain(norm, shape=(M, N))
+    given = operands(case)
+    for tensor in given.values():
         tensor.requires_grad_(not grad)
-    outputs: list[torch.Tensor | None] = []
+    outputs: list[torch.Tensor] = []
     with torch.set_grad_enabled(grad):
-        assert kept(lambda: outputs.extend(call(norm, given))) == []
-    assert not any(output.requires_grad for output in outputs if output is not None)
+        assert kept(lambda: outputs.extend(case.run(given))) == []
+    assert not any(output.requires_grad for output in outputs)
 
 
 @each_function
 def test_statistics_are_not_computed_where_no_gradient_is_due(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
-    given = operands(norm, (M, N), torch.float32)
+    case = plain(norm, shape=(M, N))
+    given = operands(case)
     for grad in (True, False, True, False):
         with torch.set_grad_enabled(grad):
-            call(norm, given)
+            case.run(given)
     assert [plan.dtypes[-1] is not None for plan in all_plans()] == [True, False]
 
 
@@ -141,10 +143,11 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 def test_memory_of_a_gpu_between_forward_and_backward(norm: str) -> None:
     """The allocator's own count: y, and next to nothing beside it."""
     m, n = 4096, 4096
-    given = operands(norm, (m, n), torch.bfloat16, device="cuda")
-    call(norm, given)
+    case = plain(norm, shape=(m, n), dtype=torch.bfloat16)
+    given = operands(case, "cuda")
+    case.run(given)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    y, _ = call(norm, given)
+    (y,) = case.run(given)
     grown = torch.cuda.memory_allocated() - before
     assert y.nbytes <= grown <= y.nbytes + 2 * m * 4 + 4096

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch.nn import functional
 
 import normforge
 from normforge.selection import dispatch
+from proving.cases import EPS, check, gradients, operands
 
-from ..calling import FLOATS, each_device, each_float
-from .oracle import Operands, backward, call, check, each_add, each_function, each_norm, operands
+from ..calling import FLOATS, each_device, each_float, same_bits
+from .oracle import FUNCTIONS, backward, each_add, each_function, each_norm, plain
 
 # Every pipeline's lengths but the longest, ragged and not.
 SHAPES = [(5, 1), (3, 13), (2, 2, 100), (7, 1024), (3, 1500), (2, 4099)]
@@ -29,19 +32,17 @@ OURS: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "
 @each_function
 def test_gradients(norm: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     # LayerNorm of one element is constant; of a sum that was rounded to be stored, its gradient is all rounding error.
-    residual = torch.float32 if shape[-1] == 1 else dtype
-    given = operands(norm, shape, dtype, device=device, residual=residual)
-    assert normforge.backend(given.x) == "kernel"
-    dy = torch.randn(shape, device=device, dtype=dtype)
-    dresidual_out = torch.randn(shape, device=device, dtype=residual) if given.residual is not None else None
-    check(norm, given, dy=dy, dresidual_out=dresidual_out)
+    case = plain(norm, shape=shape, dtype=dtype, residual=torch.float32 if shape[-1] == 1 else dtype)
+    given = operands(case, device)
+    assert normforge.backend(given["x"]) == "kernel"
+    check(case, given)
 
 
 @each_device
 @each_norm
 def test_gradients_of_a_long_row(norm: str, device: str) -> None:
-    given = operands(norm, (1, 20000), torch.bfloat16, device=device)
-    check(norm, given, dy=torch.randn(1, 20000, device=device, dtype=torch.bfloat16))
+    case = plain(norm, shape=(1, 20000), dtype=torch.bfloat16)
+    check(case, operands(case, device))
 
 
 @each_device
@@ -51,8 +52,12 @@ def test_gradients_of_a_long_row(norm: str, device: str) -> None:
 def test_weight_and_bias_of_any_type_or_none(
     dtype: torch.dtype, bias: torch.dtype | None, weight: torch.dtype | None, device: str
 ) -> None:
-    given = operands("layer", (3, 130), dtype, device=device, weight=weight, bias=bias)
-    check("layer", given, dy=torch.randn(3, 130, device=device, dtype=dtype))
+    case = plain("layer", shape=(3, 130), dtype=dtype)
+    given = operands(case, device)
+    for name, of in (("weight", weight), ("bias", bias)):
+        vector = given.pop(name).detach()
+        given |= {} if of is None else {name: vector.to(of).requires_grad_()}
+    check(case, given)
 
 
 @each_device
@@ -63,13 +68,10 @@ def test_weight_and_bias_of_any_type_or_none(
 def test_gradients_through_either_output_or_both(
     norm: str, dtype: torch.dtype, arrives: str, residual: torch.dtype, device: str
 ) -> None:
-    given = operands(norm, (3, 130), dtype, device=device, residual=residual)
-    check(
-        norm,
-        given,
-        dy=torch.randn(3, 130, device=device, dtype=dtype) if arrives != "residual_out" else None,
-        dresidual_out=torch.randn(3, 130, device=device, dtype=residual) if arrives != "y" else None,
-    )
+    case = plain(norm, shape=(3, 130), dtype=dtype, residual=residual)
+    given = operands(case, device)
+    dy, dresidual_out = (torch.randn(3, 130, device=device).to(of) for of in (dtype, residual))
+    check(case, given, [None if arrives == "residual_out" else dy, None if arrives == "y" else dresidual_out])
 
 
 @each_device
@@ -77,13 +79,11 @@ def test_gradients_through_either_output_or_both(
 @each_add
 def test_each_gradient_is_rounded_once(norm: str, dtype: torch.dtype, residual: torch.dtype, device: str) -> None:
     """The one in 16 bits is the other one rounded, and that one has not been."""
-    given = operands(norm, (3, 130), dtype, device=device, residual=residual)
-    assert given.residual is not None
-    y, residual_out = call(norm, given)
-    assert residual_out is not None
-    gradients = torch.randn_like(y), torch.randn_like(residual_out)
-    dx, dresidual = torch.autograd.grad((y, residual_out), (given.x, given.residual), gradients)
-    wide, narrow = (dresidual, dx) if residual is torch.float32 else (dx, dresidual)
+    case = plain(norm, shape=(3, 130), dtype=dtype, residual=residual)
+    given = operands(case, device)
+    outputs = case.run(given)
+    found = gradients(outputs, given, [torch.randn_like(output) for output in outputs])
+    wide, narrow = sorted((found["x"], found["residual"]), key=lambda gradient: -gradient.dtype.itemsize)
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(wide.bfloat16(), narrow)
     assert not torch.equal(wide, narrow.float())
@@ -93,30 +93,31 @@ def test_each_gradient_is_rounded_once(norm: str, dtype: torch.dtype, residual: 
 @pytest.mark.parametrize("asked", ["x", "weight", "bias", "residual"])
 @each_function
 def test_only_what_requires_a_gradient_gets_one(norm: str, asked: str, device: str) -> None:
-    given = operands(norm, (3, 130), torch.float32, device=device)
-    if asked not in given.present():
-        asked = "x"
-    for name, tensor in given.present().items():
-        tensor.requires_grad_(name == asked)
-    dresidual_out = (
-        torch.randn(3, 130, device=device) if asked in ("x", "residual") and given.residual is not None else None
-    )
-    check(norm, given, dy=torch.randn(3, 130, device=device), dresidual_out=dresidual_out)
+    case = plain(norm, shape=(3, 130))
+    given = operands(case, device)
+    for name, tensor in given.items():
+        tensor.requires_grad_(name == (asked if asked in given else "x"))
+    check(case, given)
+    backward(case.run(given)[0].sum())
+    assert [tensor.grad is not None for tensor in given.values()] == [tensor.requires_grad for tensor in given.values()]
 
 
 @each_device
-@pytest.mark.parametrize("shape", [(4, 3, 5), (2, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize(("shape", "dimensions"), [((4, 3, 5), 2), ((2, 3, 5, 7), 2), ((3, 5), 2)], ids=str)
 @each_norm
-def test_several_normalised_dimensions(norm: str, shape: tuple[int, ...], device: str) -> None:
-    given = operands(norm, shape, torch.float32, device=device, normalized=2)
-    check(norm, given, normalized=2, dy=torch.randn(shape, device=device))
-
-
-@each_device
-@each_norm
-def test_all_dimensions_normalised(norm: str, device: str) -> None:
-    given = operands(norm, (3, 5), torch.float32, device=device, normalized=2)
-    check(norm, given, normalized=2, dy=torch.randn(3, 5, device=device))
+def test_several_normalised_dimensions(norm: str, shape: tuple[int, ...], dimensions: int, device: str) -> None:
+    """They are one long row, forward and backward."""
+    last, first = shape[-dimensions:], shape[:-dimensions]
+    case = plain(norm, shape=(*first, math.prod(last)))
+    given = operands(case, device)
+    function = partial(OURS[norm], eps=EPS, normalized_shape=last)
+    x, *vectors = (tensor.view(*first, *last) if name == "x" else tensor.view(last) for name, tensor in given.items())
+    (wanted,), y = case.run(given), function(x, weight=vectors[0], **dict(zip(["bias"], vectors[1:], strict=False)))
+    assert same_bits(y, wanted.view(shape))
+    dy = torch.randn_like(wanted)
+    found = gradients([y], given, [dy.view(shape)])
+    assert all(same_bits(found[name], its) for name, its in gradients([wanted], given, [dy]).items())
+    check(case, given, [dy])
 
 
 @each_norm
@@ -157,82 +158,69 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
 @each_function
 def test_any_strides(norm: str, view: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
-    x = view(torch.randn(4, 5, 64, device=device)).detach().requires_grad_()
-    given = operands(norm, x.shape, torch.float32, device=device)
-    given.x = x
-    if given.residual is not None:
-        given.residual = view(torch.randn(4, 5, 64, device=device)).detach().requires_grad_()
-    dy = view(torch.randn(4, 5, 64, device=device))
-    check(norm, given, dy=dy, dresidual_out=None if given.residual is None else dy)
+    def rows() -> torch.Tensor:
+        return view(torch.randn(4, 5, 64, device=device))
+
+    case = plain(norm, shape=tuple(rows().shape))
+    given = operands(case, device)
+    given |= {name: rows().requires_grad_() for name in ("x", "residual") if name in given}
+    check(case, given, [rows()] * len(case.run(given)))
 
 
 @each_device
 @each_function
 def test_a_sum(norm: str, device: str) -> None:
     """`.sum()` sends back one element, expanded over everything."""
-    given = operands(norm, (2, 32, 256), torch.bfloat16, device=device)
-    ones = torch.ones((), device=device, dtype=torch.bfloat16).expand(2, 32, 256)
-    check(norm, given, dy=ones, dresidual_out=None if given.residual is None else ones)
+    # A sum rounded to bf16 would cost the weight's gradient more than its own rounding.
+    case = plain(norm, shape=(2, 32, 256), dtype=torch.bfloat16, residual=torch.float32)
+    given = operands(case, device)
+    check(case, given, [torch.ones_like(output.flatten()[0]).expand(output.shape) for output in case.run(given)])
 
 
 @each_device
 @each_norm
 def test_a_gradient_of_another_type(norm: str, device: str) -> None:
-    given = operands(norm, (3, 130), torch.float32, device=device)
-    check(norm, given, dy=torch.randn(3, 130, device=device, dtype=torch.bfloat16))
+    case = plain(norm, shape=(3, 130))
+    check(case, operands(case, device), [torch.randn(3, 130, device=device, dtype=torch.bfloat16)])
 
 
 @each_device
 @each_function
 def test_strided_weights(norm: str, device: str) -> None:
-    given = operands(norm, (3, 64), torch.float32, device=device)
+    case = plain(norm, shape=(3, 64))
+    given = operands(case, device)
     wide = torch.randn(128, device=device, requires_grad=True)
-    given.weight = wide[::2]
-    y, _ = call(norm, given)
-    backward(y.sum())
-    contiguous = operands(norm, (3, 64), torch.float32, device=device)
-    contiguous = Operands(given.x, given.residual, wide[::2].detach().contiguous().requires_grad_(), given.bias)
-    backward(call(norm, contiguous)[0].sum())
+    check(case, {**given, "weight": wide[::2]})
+    backward(case.run({**given, "weight": wide[::2]})[0].sum())
+    twin = wide.detach()[::2].contiguous().requires_grad_()
+    backward(case.run({**given, "weight": twin})[0].sum())
     assert wide.grad is not None
-    assert contiguous.weight is not None
-    assert contiguous.weight.grad is not None
-    assert torch.equal(wide.grad[::2], contiguous.weight.grad)
+    assert twin.grad is not None
+    assert torch.equal(wide.grad[::2], twin.grad)
     assert not wide.grad[1::2].any()
 
 
 @each_device
 @each_function
 def test_the_callers_gradient_is_not_written(norm: str, device: str) -> None:
-    given = operands(norm, (3, 130), torch.float32, device=device)
-    outputs = [output for output in call(norm, given) if output is not None]
-    gradients = [torch.randn(3, 130, device=device) for _ in outputs]
-    before = [gradient.clone() for gradient in gradients]
-    torch.autograd.backward(outputs, gradients)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True))
+    case = plain(norm, shape=(3, 130))
+    given = operands(case, device)
+    outputs = case.run(given)
+    arriving = [torch.randn_like(output) for output in outputs]
+    before = [gradient.clone() for gradient in arriving]
+    gradients(outputs, given, arriving)
+    assert all(map(torch.equal, arriving, before))
 
 
 @each_device
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=str)
 @each_function
 def test_no_rows(norm: str, shape: tuple[int, ...], device: str) -> None:
-    given = operands(norm, shape, torch.bfloat16, device=device)
-    y, residual_out = call(norm, given)
-    assert y.shape == shape
-    assert residual_out is None or residual_out.shape == shape
-    backward(y.sum())
-    for name, tensor in given.present().items():
-        assert tensor.grad is not None, name
-        assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
-        assert not tensor.grad.any()
-
-
-@each_device
-@each_function
-def test_two_runs_give_the_same_bits(norm: str, device: str) -> None:
-    given = operands(norm, (37, 1000), torch.bfloat16, device=device)
-    dy = torch.randn(37, 1000, device=device, dtype=torch.bfloat16)
-    runs = [torch.autograd.grad(call(norm, given)[0], list(given.present().values()), dy) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    case = plain(norm, shape=shape, dtype=torch.bfloat16)
+    given = operands(case, device)
+    check(case, given)
+    backward(case.run(given)[0].sum())
+    assert not any(tensor.grad is None or tensor.grad.any() for tensor in given.values())
 
 
 @pytest.mark.filterwarnings("ignore:Input .* not a double precision")
@@ -240,28 +228,29 @@ def test_two_runs_give_the_same_bits(norm: str, device: str) -> None:
 @each_function
 def test_gradcheck(norm: str, n: int) -> None:
     """Finite differences of the kernels themselves, with steps and tolerances that fp32 can bear."""
-    given = operands(norm, (2, n), torch.float32)
-    names, tensors = zip(*given.present().items(), strict=True)
+    case = plain(norm, shape=(2, n))
+    names, tensors = zip(*operands(case).items(), strict=True)
 
-    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = call(norm, Operands(**dict(zip(names, values, strict=True))), eps=0.1)
-        return tuple(output for output in outputs if output is not None)
+    def function(*values: torch.Tensor) -> Any:
+        return case.function(**dict(zip(names, values, strict=True)), **{**case.arguments, "eps": 0.1})
 
     # fast_mode compares one random projection instead of every element's column.
     assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=n > 5)
 
 
 def test_a_graph_of_gradients_may_be_asked_for_and_not_used() -> None:
-    given = operands("layer", (3, 64), torch.float32)
-    plain = torch.autograd.grad(call("layer", given)[0].square().sum(), given.x)
-    graph = torch.autograd.grad(call("layer", given)[0].square().sum(), given.x, create_graph=True)
-    assert torch.equal(plain[0], graph[0])
+    case = plain("layer", shape=(3, 64))
+    given = operands(case)
+    once, graph = (
+        torch.autograd.grad(case.run(given)[0].square().sum(), given["x"], create_graph=asked)[0]
+        for asked in (False, True)
+    )
+    assert torch.equal(once, graph)
 
 
 @each_norm
 def test_changing_x_before_the_backward_pass_is_noticed(norm: str) -> None:
-    given = operands(norm, (3, 64), torch.float32)
-    x = given.x * 1
+    x = torch.randn(3, 64, requires_grad=True) * 1
     y = OURS[norm](x, (64,))
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -329,23 +318,14 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, tuple[str, ...]]
 def test_bad_arguments(case: tuple[str, tuple[Any, ...], dict[str, Any], str, tuple[str, ...]], grad: bool) -> None:
     """Before any call, and after good ones like it, when nothing is checked that was checked before."""
     norm, arguments, keywords, error, says = case
-    functions: dict[str, Callable[..., object]] = {
-        "layer": normforge.layer_norm,
-        "rms": normforge.rms_norm,
-        "add_layer": normforge.add_layer_norm,
-        "add_rms": normforge.add_rms_norm,
-    }
     good = X.clone().requires_grad_(grad)
     messages = []
     for _ in range(3):
         with pytest.raises(getattr(normforge.errors, error)) as raised:
-            functions[norm](*arguments, **keywords)
+            FUNCTIONS[norm](*arguments, **keywords)
         messages.append(str(raised.value))
         for weight in (VECTOR, None):
-            if norm.startswith("add"):
-                functions[norm](good, X, weight)
-            else:
-                functions[norm](good, (64,), weight)
+            FUNCTIONS[norm](good, X if norm.startswith("add") else (64,), weight)
     assert len(set(messages)) == 1
     for words in says:
         assert words in messages[0]
@@ -391,11 +371,11 @@ def test_what_only_resembles_a_shape_is_refused_again(shape: Any) -> None:
 @each_norm
 def test_a_known_call_gives_what_the_first_one_gave(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
-    given = operands(norm, (5, 96), torch.float32)
-    dy = torch.randn(5, 96)
+    case = plain(norm, shape=(5, 96))
+    given, dy = operands(case), torch.randn(5, 96)
     results = []
     for _ in range(3):
-        y = call(norm, given)[0]
-        results.append((y, *torch.autograd.grad(y, list(given.present().values()), dy)))
+        outputs = case.run(given)
+        results.append((*outputs, *gradients(outputs, given, [dy]).values()))
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
     assert len(dispatch.plans) == 2

@@ -15,20 +15,16 @@ import normforge
 from normforge import errors
 from normforge.calls.row_layout import walkable
 from normforge.families.plain import as_operands
-from proving.cases import close, coarser
+from proving.cases import BACKWARD_TOLERANCES, EPS, Case, Tensors, agree, close, doubled, formula, gradients, operands
+from proving.cases import exact as exact_gradients
 
 from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import FUNCTIONS
+from .oracle import FUNCTIONS, plain
 
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 
-M, N, EPS = 3, 96, 1e-5
-
-# Of QuACK's backward pass, as `oracle` has them.
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-
-Tensors = dict[str, torch.Tensor]
+M, N = 3, 96
 
 # Both norms, and both with a sum and without; all four with time.
 each_function = pytest.mark.parametrize(
@@ -36,15 +32,17 @@ each_function = pytest.mark.parametrize(
 )
 
 
+def case_of(
+    norm: str, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (M, N), offset: float = 0.0
+) -> Case:
+    return plain(norm, x_bias=True, dtype=dtype, shape=shape, weight_offset=offset)
+
+
 def tensors(norm: str, dtype: torch.dtype, device: str = "cpu", shape: tuple[int, ...] = (M, N)) -> Tensors:
-    """Every tensor that a function takes, each a leaf; weight and x_bias are of other types than x."""
-    made = {"x": torch.randn(shape) + 0.3, "weight": torch.randn(N), "x_bias": torch.randn(N)}
-    if norm.startswith("add"):
-        made["residual"] = torch.randn(shape)
-    if norm.endswith("layer"):
-        made["bias"] = torch.randn(N)
-    types = {"x": dtype, "residual": dtype, "x_bias": torch.bfloat16 if dtype is torch.float32 else torch.float32}
-    return {name: tensor.to(device, types.get(name, torch.float32)).requires_grad_() for name, tensor in made.items()}
+    """Return every tensor that a function takes; x_bias is of another type than x, weight and bias are fp32."""
+    given = operands(case_of(norm, dtype, shape), device)
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    return given | {"x_bias": given["x_bias"].detach().to(other).requires_grad_()}
 
 
 def call(norm: str, given: Tensors, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -54,32 +52,19 @@ def call(norm: str, given: Tensors, **options: Any) -> tuple[torch.Tensor, ...]:
 
 
 def exact(norm: str, given: Tensors, weight_offset: float) -> tuple[Tensors, tuple[torch.Tensor, ...]]:
-    """fp64 copies, and the formulas of them."""
-    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-    total = wide["x"]
-    for name in ("x_bias", "residual"):
-        total = total + wide.get(name, 0.0)
-    centred = total - total.mean(-1, keepdim=True) if norm.endswith("layer") else total
-    h = centred * (centred.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    y = h * (wide["weight"] + weight_offset) if "weight" in wide else h
-    y = y + wide.get("bias", 0.0)
-    return wide, (y, total) if norm.startswith("add") else (y,)
+    """Return fp64 copies, and the formula of them."""
+    wide = doubled(given)
+    return wide, formula(case_of(norm, offset=weight_offset), wide)
 
 
 def check(norm: str, given: Tensors, actual: tuple[torch.Tensor, ...], weight_offset: float) -> None:
-    """Outputs, and gradients through all of them, of every tensor."""
-    wide, wanted = exact(norm, given, weight_offset)
-    dtype = given["x"].dtype
-    for output, expected in zip(actual, wanted, strict=True):
-        assert output.dtype is given["x"].dtype
-        close("output", output, expected, TOLERANCES[dtype])
+    """Fail unless outputs and gradients of a call are those of its formula."""
+    case, dtype = case_of(norm, offset=weight_offset), given["x"].dtype
+    for output, expected in zip(actual, exact(norm, given, weight_offset)[1], strict=True):
+        assert output.dtype is dtype
+        close("output", output, expected.detach(), BACKWARD_TOLERANCES[dtype])
     arriving = [torch.randn_like(output) for output in actual]
-    names = [name for name, tensor in given.items() if tensor.requires_grad]
-    gradients = torch.autograd.grad(actual, [given[name] for name in names], arriving)
-    expected_gradients = torch.autograd.grad(wanted, [wide[name] for name in names], [dy.double() for dy in arriving])
-    for name, gradient, expected in zip(names, gradients, expected_gradients, strict=True):
-        assert (gradient.dtype, gradient.shape) == (given[name].dtype, given[name].shape)
-        close(f"gradient of {name}", gradient, expected, TOLERANCES[coarser(dtype, gradient.dtype)])
+    agree(given, gradients(actual, given, arriving), exact_gradients(case, given, arriving), dtype)
 
 
 @each_device
@@ -107,7 +92,7 @@ def test_what_requires_no_gradient_changes_nothing_else(norm: str) -> None:
         dy = torch.randn_like(y)
         (gradient,) = torch.autograd.grad(y, [given[name]], dy)
         (expected,) = torch.autograd.grad(wanted, [wide[name]], dy.double())
-        close(name, gradient, expected, TOLERANCES[gradient.dtype])
+        close(name, gradient, expected, BACKWARD_TOLERANCES[gradient.dtype])
         assert all(total.requires_grad == (name in ("x", "residual", "x_bias")) for total in actual[1:])
         with torch.no_grad():
             assert torch.equal(call(norm, given, weight_offset=1.0)[0], y)
@@ -405,4 +390,4 @@ def test_rows_of_any_stride_are_not_copied(norm: str, rows: Callable[[int], torc
         gradients = torch.autograd.grad(actual, list(given.values()), arriving)
         expected = torch.autograd.grad(wanted, list(wide.values()), [dy.double() for dy in arriving])
         for name, gradient, exact_gradient in zip(given, gradients, expected, strict=True):
-            close(name, gradient, exact_gradient, TOLERANCES[gradient.dtype])
+            close(name, gradient, exact_gradient, BACKWARD_TOLERANCES[gradient.dtype])

@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from proving.cases import EPS, close
+from proving.cases import BACKWARD_TOLERANCES, EPS, close
 
 from ..calling import each_device
 from .oracle import each_function, each_norm
-from .test_options import TOLERANCES, call, exact, tensors
+from .test_options import call, exact, tensors
 
 
 class FP32LayerNorm(torch.nn.LayerNorm):
@@ -63,7 +63,7 @@ def test_of_every_operand_and_of_what_arrives(norm: str, dtype: torch.dtype, off
             assert not any(each.any() for each in (gradient, wish) if each is not None), name
             continue
         assert (gradient.dtype, gradient.shape) == (operand.dtype, operand.shape), name
-        close(name, gradient, wish, TOLERANCES[dtype])
+        close(name, gradient, wish, BACKWARD_TOLERANCES[dtype])
 
 
 @each_norm

@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from proving.cases import operands
 
 from ..calling import FORWARD, printed, same_bits
 from ..calls.test_bad_arguments import TABLES, Case, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
-from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, operands
+from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, plain
 from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -44,9 +45,9 @@ def pieces(output: Any) -> tuple[torch.Tensor, ...]:
 
 def flat(norm: str, shape: tuple[int, ...], **dtypes: Any) -> list[torch.Tensor]:
     """The tensors of a call of the functional API, each to be differentiated by."""
-    given = operands(norm, shape, torch.float32, **dtypes).present()
+    given = operands(plain(norm, shape=shape, **dtypes))
     order = ("x", "residual", "weight", "bias")
-    return [given[name].detach().requires_grad_() for name in order if name in given]
+    return [given[name] for name in order if name in given]
 
 
 def functional_call(norm: str) -> Callable[..., Any]:
