@@ -23,7 +23,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import normforge
 from normforge.errors import SettingError
-from normforge.families.plain_sum import add_ahead, norm_of_summand
 from normforge.patching import sums
 
 from ..calling import each_device
@@ -32,6 +31,7 @@ from . import models
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
 from .models import WIDTH, LlamaRMSNorm
 from .oracle import backward
+from .twins import Counted, assert_near, twins
 
 # Interpreted kernels take a tenth of a second each.
 each_family = pytest.mark.parametrize(
@@ -60,38 +60,20 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert actual.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        size = max(gradient.abs().max().item(), 1e-3)
-        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=tolerance * size, msg=name)
-
-
-class Joined:
-    """How many sums were made together with a norm, and how many norms gave the input for the sum behind them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._counts = [0, 0]
-        for index, function in enumerate((add_ahead, norm_of_summand)):
-            monkeypatch.setattr(sums, function.__name__, functools.partial(self._called, index, function))
-
-    def _called(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
-        result = function(*args)
-        self._counts[index] += result is not None
-        return result
-
-    def counts(self) -> tuple[int, int]:
-        """Since this was called last."""
-        found, self._counts = tuple(self._counts), [0, 0]
-        return found[0], found[1]
-
-
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
-    return Joined(monkeypatch)
+def joined(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """How many sums were made together with a norm, and how many norms gave the input for the sum behind them."""
+    return Counted(monkeypatch, sums, "add_ahead", "norm_of_summand")
 
 
-def test_a_small_sum_is_added_alone(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(model: Any, patched: Any, inner: Any = None) -> None:
+    """Run both forward and backward, the patched one within `inner`, and fail unless gradients are the same."""
+    for each in (model, inner or patched):
+        backward(loss_of(each, tokens()))
+    assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
+
+
+def test_a_small_sum_is_added_alone(joined: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("Llama")
     normforge.patch(model)
     given = tokens()
@@ -117,7 +99,7 @@ def test_a_threshold_that_is_no_number_is_refused(setting: str, monkeypatch: pyt
 
 @each_family
 @each_device
-def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, joined: Joined) -> None:
+def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, joined: Counted) -> None:
     model = made(family, device=device)
     patched = copy.deepcopy(model)
     done = normforge.patch(patched)
@@ -134,22 +116,21 @@ def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, jo
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
         backward(wanted)
         backward(actual)
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
         called = [name for name in inputs if name not in norms and name != "ln_cross"]
         assert joined.counts() == (2 * len(norms), 2 * len(called))
 
 
 @THOROUGH
 @every_family
-def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(family: str, joined: Joined) -> None:
+def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(family: str, joined: Counted) -> None:
     """The distance from fp64 is that of the unfused model, give or take."""
     exact = made(family, torch.float64)
     model = made(family, torch.bfloat16)
     with torch.no_grad():
         for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
             wide.copy_(narrow)
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(model)
     for each in (exact, model, patched, patched):
         each.zero_grad()
         backward(loss_of(each, tokens()))
@@ -164,10 +145,8 @@ def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(family: str, joined: Jo
 
 @THOROUGH
 @every_family
-def test_greedy_decoding_with_a_cache(family: str, joined: Joined) -> None:
-    model = made(family).eval()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+def test_greedy_decoding_with_a_cache(family: str, joined: Counted) -> None:
+    model, patched = twins(made(family).eval())
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             wanted = model.generate(tokens(), 4)
@@ -180,9 +159,7 @@ def test_greedy_decoding_with_a_cache(family: str, joined: Joined) -> None:
 @THOROUGH
 def test_a_hidden_state_has_the_gradient_that_it_has_unfused() -> None:
     """Of all that is computed from it: its norm, and the residual path behind it."""
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     loss_of(patched, tokens())
     found = []
     for each in (model, patched):
@@ -200,16 +177,14 @@ def test_a_hidden_state_has_the_gradient_that_it_has_unfused() -> None:
 
 @THOROUGH
 def test_a_hook_on_a_hidden_state_may_change_its_gradient() -> None:
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     loss_of(patched, tokens())
     for each in (model, patched):
         hidden: list[torch.Tensor] = []
         loss = loss_of(each, tokens(), hidden=hidden)
         hidden[1].register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]  # likewise
         backward(loss)
-    assert_near(gradients(patched), gradients(model), 1e-4)
+    assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
 
 
 def written(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -250,8 +225,7 @@ FIRST = (("pre", "layers.1.input_layernorm"), ("writing to the output", "layers.
 def test_hooks_fire_and_see_what_they_saw(kind: str, path: str) -> None:
     model = made("Llama")
     model.layers[0].self_attn.register_forward_hook(lambda *_: None)
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(model)
     backward(loss_of(patched, tokens()))
     patched.zero_grad()
     found = []
@@ -264,16 +238,14 @@ def test_hooks_fire_and_see_what_they_saw(kind: str, path: str) -> None:
     assert len(found[0]) == len(found[1])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
-    assert_near(gradients(patched), gradients(model), 1e-4)
+    assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
 
 
 @THOROUGH
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
 def test_a_hook_that_writes_to_a_hidden_state_without_gradients(mode: Callable[[], Any]) -> None:
     """As activation steering does: the norm that was computed ahead is of what the state was."""
-    model = made("Llama").eval()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama").eval())
     with mode():
         patched(tokens())
         for each in (model, patched):
@@ -318,9 +290,7 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor], object]] = {
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_without_a_trace_between_a_block_and_a_norm(change: str, mode: Callable[[], Any]) -> None:
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     x = torch.randn(2, 3, WIDTH)
     with mode():
         for _ in range(2):  # The second call would know what the first one did.
@@ -329,7 +299,7 @@ def test_what_changes_without_a_trace_between_a_block_and_a_norm(change: str, mo
     if mode is torch.enable_grad and change != "weight written":
         for result in results:
             backward(result.square().sum())
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
 
 
 class Meddling(torch.nn.Module):
@@ -403,17 +373,14 @@ class WithTheResidualReplaced(Meddling):
     "cls", [InAStatement, InABranch, InAnExpression, InALoop, InACondition, BeforeTheResidual, WithTheResidualReplaced]
 )
 def test_what_a_block_does_to_a_sum_before_its_norm(cls: type[Meddling]) -> None:
-    torch.manual_seed(0)
-    module = cls()
-    patched = copy.deepcopy(module)
-    normforge.patch(patched)
+    module, patched = twins(cls())
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     for _ in range(2):
         torch.testing.assert_close(patched(x), module(x))
 
 
 @pytest.mark.parametrize("scope", ["norm", "every module"])
-def test_hooks_on_a_norm_behind_a_sum_are_called(scope: str, joined: Joined) -> None:
+def test_hooks_on_a_norm_behind_a_sum_are_called(scope: str, joined: Counted) -> None:
     module = Meddling()
     module.__class__ = InABranch
     normforge.patch(module)
@@ -442,8 +409,7 @@ class Handle:
 
 
 @THOROUGH
-def test_dropout_draws_what_it_drew(joined: Joined) -> None:
-    torch.manual_seed(0)
+def test_dropout_draws_what_it_drew(joined: Counted) -> None:
     model = Decoder(lambda: LlamaLayer(p=0.5), LlamaRMSNorm)
     patched = copy.deepcopy(model)
     assert len(normforge.patch(patched).fused) == 2
@@ -455,74 +421,44 @@ def test_dropout_draws_what_it_drew(joined: Joined) -> None:
             losses.append(loss_of(each, tokens()))
             backward(losses[-1])
         torch.testing.assert_close(*losses)
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
     assert joined.counts()[1] > 0
 
 
 @THOROUGH
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, joined: Joined) -> None:
+@pytest.mark.parametrize(
+    ("layers", "reentrant"), [((0, 1), False), ((0, 1), True), ((0,), False), ((1,), False), ((1,), True)], ids=str
+)
+def test_gradient_checkpointing(layers: tuple[int, ...], reentrant: bool, joined: Counted) -> None:
+    """A last layer's sum is made without gradients where a re-entrant checkpoint recomputes it; its norm is not."""
     model = made("Llama")
-    for layer in model.layers:
-        layer.gradient_checkpointing, layer.use_reentrant = True, reentrant
-    patched = copy.deepcopy(model)
-    assert len(normforge.patch(patched).fused) == 2
+    for layer in layers:
+        model.layers[layer].gradient_checkpointing, model.layers[layer].use_reentrant = True, reentrant
+    model, patched = twins(model)
     for step in range(6):
         if step == 3:  # What is learned outside a checkpoint is not used in one.
             with torch.no_grad():
                 patched.eval()(tokens())
             patched.train()
-        for each in (model, patched):
-            backward(loss_of(each, tokens()))
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        train(model, patched)
     assert joined.counts()[1] >= 6 * 2
 
 
 @THOROUGH
-def test_one_layer_of_two_checkpointed(joined: Joined) -> None:
-    for which in (0, 1):
-        model = made("Llama")
-        model.layers[which].gradient_checkpointing = True
-        patched = copy.deepcopy(model)
-        normforge.patch(patched)
-        for _ in range(4):
-            for each in (model, patched):
-                backward(loss_of(each, tokens()))
-            assert_near(gradients(patched), gradients(model), 1e-4)
-
-
-@THOROUGH
-def test_a_last_layer_recomputed_by_a_reentrant_checkpoint_hands_its_norm_the_gradient() -> None:
-    """There the sum is made without gradients, and its norm is called with them."""
-    model = made("Llama")
-    model.layers[1].gradient_checkpointing = model.layers[1].use_reentrant = True
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
-    for _ in range(4):
-        for each in (model, patched):
-            backward(loss_of(each, tokens()))
-        assert_near(gradients(patched), gradients(model), 1e-4)
-
-
-@THOROUGH
 def test_saved_tensors_offloaded() -> None:
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     for _ in range(2):
         with torch.autograd.graph.save_on_cpu():
             losses = [loss_of(each, tokens()) for each in (model, patched)]
         for loss in losses:
             backward(loss)
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
 
 
 @THOROUGH
 @every_family
 def test_a_compiled_model_is_one_graph(family: str) -> None:
-    model = made(family)
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made(family))
     wanted = loss_of(model, tokens())
     compiled = torch.compile(patched, fullgraph=True, backend="eager")
     for _ in range(2):
@@ -535,9 +471,7 @@ def test_a_compiled_model_is_one_graph(family: str) -> None:
 @THOROUGH
 def test_mixed_types_under_autocast() -> None:
     """fp32 weights and residuals, branches in bf16."""
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     for _ in range(3):
         found = []
         for each in (model, patched):
@@ -546,7 +480,7 @@ def test_mixed_types_under_autocast() -> None:
             backward(loss)
             found.append(loss)
         torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
-        assert_near(gradients(patched), gradients(model), 5e-2)
+        assert_near(gradients(patched), gradients(model), 5e-2, 1e-3)
 
 
 @THOROUGH
@@ -577,10 +511,8 @@ def test_sums_of_other_types_and_shapes() -> None:
 
 
 @THOROUGH
-def test_layers_called_singly_sliced_and_replaced(joined: Joined) -> None:
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+def test_layers_called_singly_sliced_and_replaced(joined: Counted) -> None:
+    model, patched = twins(made("Llama"))
     given = tokens()
     for _ in range(2):
         torch.testing.assert_close(patched(given), model(given))
@@ -628,7 +560,7 @@ def out_of_memory(*_: Any) -> None:
 
 
 @THOROUGH
-def test_copies_and_pickles_are_fused_and_can_be_unpatched(joined: Joined) -> None:
+def test_copies_and_pickles_are_fused_and_can_be_unpatched(joined: Counted) -> None:
     model = made("Llama")
     normforge.patch(model)
     wanted = model(tokens())
@@ -664,7 +596,7 @@ def test_unpatch_gives_back_what_there_was() -> None:
 
 
 @THOROUGH
-def test_fusing_can_be_left_out_and_added(joined: Joined) -> None:
+def test_fusing_can_be_left_out_and_added(joined: Counted) -> None:
     model = made("Llama")
     done = normforge.patch(model, fuse=False)
     assert (done.fused, done.unfused) == ((), ())
@@ -778,18 +710,16 @@ def test_a_model_on_meta_is_fused() -> None:
 
 
 @THOROUGH
-def test_a_branch_between_a_sum_and_its_norm(joined: Joined) -> None:
+def test_a_branch_between_a_sum_and_its_norm(joined: Counted) -> None:
     """GPT2's, where an encoder's output is given: the norm is of another sum."""
-    model = made("GPT2")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("GPT2"))
     encoded = torch.randn(2, 3, WIDTH)
     for _ in range(2):
         torch.testing.assert_close(patched(tokens(), encoded=encoded), model(tokens(), encoded=encoded))
 
 
 @THOROUGH
-def test_torchs_own_layers(joined: Joined) -> None:
+def test_torchs_own_layers(joined: Counted) -> None:
     for norm_first in (True, False):
         layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, norm_first=norm_first, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(WIDTH), enable_nested_tensor=False)
@@ -806,11 +736,9 @@ def test_torchs_own_layers(joined: Joined) -> None:
 
 
 @THOROUGH
-def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Joined) -> None:
+def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Counted) -> None:
     """Sums are joined within the layers, whose norms are gathered with them; and the layers stay sharded unpatched."""
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(made("Llama"))
     for layer in patched.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(patched, mesh=mesh)
@@ -820,7 +748,7 @@ def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Joined) -> None:
         for loss in losses:
             backward(loss)
         whole = {name: each.full_tensor() for name, each in gradients(patched).items() if isinstance(each, DTensor)}
-        assert_near(whole, gradients(model), 1e-4)
+        assert_near(whole, gradients(model), 1e-4, 1e-3)
     assert joined.counts() == (3 * 2, 3 * 2)
     normforge.unpatch(patched)
     assert [type(layer).__bases__ for layer in patched.layers] == [(FSDPModule, LlamaLayer)] * 2
@@ -829,15 +757,11 @@ def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Joined) -> None:
 
 
 @THOROUGH
-def test_distributed_data_parallel(mesh: DeviceMesh, joined: Joined) -> None:
-    model = made("Llama")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+def test_distributed_data_parallel(mesh: DeviceMesh, joined: Counted) -> None:
+    model, patched = twins(made("Llama"))
     parallel = torch.nn.parallel.DistributedDataParallel(patched)
     for _ in range(3):
-        for each in (model, parallel):
-            backward(loss_of(each, tokens()))
-        assert_near(gradients(patched), gradients(model), 1e-4)
+        train(model, patched, parallel)
     assert joined.counts()[1] >= 3 * 2
 
 

@@ -19,6 +19,7 @@ from normforge.patching import blocks, modulating
 from ..calling import each_device
 from .models import DimlessRMSNorm
 from .oracle import backward
+from .twins import Counted, assert_near, twins
 
 WIDTH, SAMPLES, TOKENS = 32, 2, 9
 
@@ -142,29 +143,10 @@ MODULATED: list[type[Modulated]] = [
 each_form = pytest.mark.parametrize("cls", MODULATED)
 
 
-class Counted:
-    """How often a norm was computed together with its modulation."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made = 0
-        fused = modulating._fused
-
-        def counted(*args: Any) -> Any:
-            result = fused(*args)
-            self.made += result is not None
-            return result
-
-        monkeypatch.setattr(modulating, "_fused", counted)
-
-    def count(self) -> int:
-        """Since this was called last."""
-        found, self.made = self.made, 0
-        return found
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
+    """How often a norm was computed together with its modulation."""
+    return Counted(monkeypatch, modulating, "_fused")
 
 
 def given(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,34 +166,21 @@ def run(model: torch.nn.Module, operands: tuple[torch.Tensor, ...]) -> dict[str,
     return {"y": y.detach(), **{name: each for name, each in found.items() if each is not None}}
 
 
-def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
-    assert actual.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            actual[name].double(),
-            tensor.double(),
-            rtol=0,
-            atol=tolerance * max(1.0, tensor.abs().max().item()),
-            msg=name,
-        )
-
-
 @each_device
 @each_form
 def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Counted) -> None:
-    torch.manual_seed(0)
     model = cls().to(device)
     patched = copy.deepcopy(model)
     (fused,) = normforge.patch(patched).fused
     assert (fused.path, fused.cls, fused.modulated) == ("", cls, ("norm",))
     operands = given(device)
     wanted = run(model, operands)
-    assert counted.count() == 0
-    assert_near(run(patched, operands), wanted)
-    assert counted.count() == 1
+    assert counted.counts() == (0,)
+    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+    assert counted.counts() == (1,)
     with torch.inference_mode():
         torch.testing.assert_close(patched(*operands), model(*operands), rtol=0, atol=1e-5)
-    assert counted.count() == 1
+    assert counted.counts() == (1,)
 
 
 @pytest.mark.parametrize(
@@ -227,24 +196,18 @@ def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Count
     ids=str,
 )
 def test_norms_with_weights_of_their_own(norm: torch.nn.Module, counted: Counted) -> None:
-    torch.manual_seed(0)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    model = ByFunction(copy.deepcopy(norm))
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction(copy.deepcopy(norm)))
     wanted = run(model, given())
-    assert_near(run(patched, given()), wanted)
-    assert counted.count() == 1
+    assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    assert counted.counts() == (1,)
 
 
 def test_bf16_is_nearer_to_the_exact_result_than_three_operators() -> None:
-    torch.manual_seed(0)
     model = WrittenOut()
     exact = run(copy.deepcopy(model).double(), given(dtype=torch.float64))
-    model = model.bfloat16()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(model.bfloat16())
     errors = [
         (run(each, given(dtype=torch.bfloat16))["y"].double() - exact["y"]).abs().mean() for each in (model, patched)
     ]
@@ -310,13 +273,12 @@ class OfAVariable(Modulated):
 
 @pytest.mark.parametrize("cls", [ScaleAlone, OtherFormula, UsedAgain, UsedTwice, OfAnother, WithAnEffect, OfAVariable])
 def test_what_is_not_a_modulation_runs_as_it_did(cls: type[Modulated], counted: Counted) -> None:
-    torch.manual_seed(0)
     model = cls()
     patched = copy.deepcopy(model)
     assert all(not each.modulated for each in normforge.patch(patched).fused)
     wanted = run(model, given())
-    assert_near(run(patched, given()), wanted)
-    assert counted.count() == 0
+    assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    assert counted.counts() == (0,)
 
 
 @pytest.mark.parametrize(
@@ -328,52 +290,40 @@ def test_what_is_not_a_modulation_runs_as_it_did(cls: type[Modulated], counted: 
     ],
 )
 def test_shapes(shape: tuple[int, ...], conditioning: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model = WrittenOut()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(WrittenOut())
     operands = torch.randn(shape).requires_grad_(), torch.randn(conditioning).requires_grad_()
     wanted = run(model, operands)
-    assert_near(run(patched, operands), wanted)
+    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
 
 
 def test_one_sample_whose_operands_serve_all(counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = ByFunction()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction())
     x, c = given()
     operands = x, c[:1].detach().requires_grad_()
     wanted = run(model, operands)
-    assert_near(run(patched, operands), wanted)
-    assert counted.count() == 0
+    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+    assert counted.counts() == (0,)
 
 
 def test_a_wider_modulation_makes_a_wider_result(counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = WrittenOut()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(WrittenOut())
     x, c = given()
     x = x.detach().bfloat16().requires_grad_()
     wanted, found = run(model, (x, c)), run(patched, (x, c))
     assert found["y"].dtype is wanted["y"].dtype is torch.float32
-    assert_near(found, wanted, 2e-2)
-    assert counted.count() == 0
+    assert_near(found, wanted, 2e-2, 1.0)
+    assert counted.counts() == (0,)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cls", [ByFunction, WrittenOut])
 def test_autocast(cls: type[Modulated], counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = cls().to("cuda")
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(cls().to("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         wanted, found = run(model, given("cuda")), run(patched, given("cuda"))
     assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in wanted.items()}
-    assert_near(found, wanted, 2e-2)
-    assert counted.count() == 1
+    assert_near(found, wanted, 2e-2, 1.0)
+    assert counted.counts() == (1,)
 
 
 @contextmanager
@@ -386,31 +336,27 @@ def everywhere(hook: Callable[..., None]) -> Iterator[None]:
 
 
 def test_hooks_on_the_norm_see_it_called(counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = ByFunction()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction())
     operands = given()
     wanted = run(model, operands)
     norm = patched.norm
     for register in (norm.register_forward_hook, norm.register_forward_pre_hook, norm.register_full_backward_hook):
         seen: list[Any] = []
         handle = register(lambda *args, seen=seen: seen.append(args) or None)
-        assert_near(run(patched, operands), wanted)
-        assert (len(seen), counted.count()) == (1, 0)
+        assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+        assert (len(seen), *counted.counts()) == (1, 0)
         handle.remove()
     seen = []
     with everywhere(lambda module, *_: seen.append(module)):
-        assert_near(run(patched, operands), wanted)
+        assert_near(run(patched, operands), wanted, 2e-5, 1.0)
     assert any(module is norm for module in seen)
-    assert counted.count() == 0
+    assert counted.counts() == (0,)
     run(patched, operands)
-    assert counted.count() == 1
+    assert counted.counts() == (1,)
 
 
 def test_a_norm_that_was_changed_since(counted: Counted) -> None:
     """Replaced, given another forward, or parametrised: it is called."""
-    torch.manual_seed(0)
     patched = ByFunction(torch.nn.LayerNorm(WIDTH))
     normforge.patch(patched)
     x, c = given()
@@ -420,18 +366,17 @@ def test_a_norm_that_was_changed_since(counted: Counted) -> None:
     del patched.norm.forward
     patched.norm = torch.nn.Identity()
     torch.testing.assert_close(patched(x, c), patched.last(modulate(x, shift, scale)))
-    assert counted.count() == 0
+    assert counted.counts() == (0,)
 
 
 def test_a_function_that_was_replaced_since(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = ByFunction()
     normforge.patch(model)
     x, c = given()
     shift, scale = model.said(c)
     monkeypatch.setitem(globals(), "modulate", lambda x, shift, scale: x - shift[:, None] * scale[:, None])
     torch.testing.assert_close(model(x, c), model.last(model.norm(x) - shift[:, None] * scale[:, None]))
-    assert counted.count() == 0
+    assert counted.counts() == (0,)
 
 
 FLAG = False
@@ -572,10 +517,7 @@ def test_a_function_of_what_may_change_unseen_is_called(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant: bool, counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = ByFunction()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction())
     wanted = run(model, given())
 
     class Checkpointed(torch.nn.Module):
@@ -587,15 +529,12 @@ def test_gradient_checkpointing(reentrant: bool, counted: Counted) -> None:
         def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
             return checkpoint(patched, x, c, use_reentrant=reentrant)
 
-    assert_near(run(Checkpointed(), given()), wanted)
-    assert counted.count() == 2
+    assert_near(run(Checkpointed(), given()), wanted, 2e-5, 1.0)
+    assert counted.counts() == (2,)
 
 
 def test_per_sample_gradients(counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = ByFunction()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction())
     x, c = given()
 
     def gradients(each: torch.nn.Module) -> Any:
@@ -611,34 +550,30 @@ def test_per_sample_gradients(counted: Counted) -> None:
 
 
 def test_compiled_it_is_one_graph_of_torchs_operators(counted: Counted) -> None:
-    torch.manual_seed(0)
-    model = ByFunction()
-    patched = copy.deepcopy(model)
-    normforge.patch(patched)
+    model, patched = twins(ByFunction())
     wanted = run(model, given())
     torch._dynamo.reset()
-    compiled = torch.compile(patched, backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(patched, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given()), wanted["y"], rtol=0, atol=1e-5)
-    assert counted.count() == 0
+    assert counted.counts() == (0,)
 
 
 def test_copies_and_pickles_are_fused_and_can_be_unpatched(counted: Counted) -> None:
-    torch.manual_seed(0)
     model = ByFunction()
     normforge.patch(model)
     wanted = model(*given())
-    counted.count()
+    counted.counts()
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
         assert type(other) is type(model)
         assert torch.equal(other(*given()), wanted)
-        assert counted.count() == 1
+        assert counted.counts() == (1,)
         normforge.unpatch(other)
         assert (type(other), type(other.norm)) == (ByFunction, torch.nn.LayerNorm)
         assert torch.equal(other(*given()), ByFunction.forward(other, *given()))
-        assert counted.count() == 0
+        assert counted.counts() == (0,)
 
 
 def test_a_pickle_of_a_release_without_modulations() -> None:
@@ -678,15 +613,14 @@ class Summed(Modulated):
 
 def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
-    torch.manual_seed(0)
     model = Summed()
     patched = copy.deepcopy(model)
     (fused,) = normforge.patch(patched).fused
     assert (fused.norms, fused.modulated) == (("second",), ("norm",))
     wanted = run(model, given())
     for _ in range(3):
-        assert_near(run(patched, given()), wanted)
-    assert counted.count() == 3
+        assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    assert counted.counts() == (3,)
     assert "sum -> second, norm -> its modulation" in repr(patched)
 
 
@@ -711,14 +645,13 @@ class ByReturnedSum(Modulated):
 
 def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
-    torch.manual_seed(0)
     model = Passing()
     patched = copy.deepcopy(model)
     assert [each.modulated for each in normforge.patch(patched).fused] == [("norm",), ("norm",)]
     wanted = run(model, given())
     for _ in range(3):
-        assert_near(run(patched, given()), wanted)
-    assert counted.count() == 6
+        assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    assert counted.counts() == (6,)
 
 
 def test_what_patch_says_of_it() -> None:

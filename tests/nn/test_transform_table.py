@@ -47,9 +47,9 @@ def layer_norm(x: torch.Tensor, shape: tuple[int], w: torch.Tensor, b: torch.Ten
     return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * w + b
 
 
-def pair(norm: str, device: str) -> tuple[Call, Call]:
+def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tuple[Call, Call]:
     """A function by normforge, known already, and the same by torch's operators."""
-    weight, bias = torch.randn(N, device=device), torch.randn(N, device=device)
+    weight, bias = (torch.randn(N, device=device, requires_grad=requires_grad) for _ in range(2))
     added = torch.randn(M, N, device=device)
 
     def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
@@ -79,7 +79,7 @@ def pair(norm: str, device: str) -> tuple[Call, Call]:
 
     # Of each kind that the transforms come to: with no gradient, and with one of x, of weight, and of both.
     for of_x, of_weight in product((False, True), repeat=2):
-        x, w = torch.randn(M, N, device=device), weight.clone()
+        x, w = torch.randn(M, N, device=device), weight.detach().clone()
         y = ours(x.requires_grad_(of_x), w.requires_grad_(of_weight))
         if y.requires_grad:
             torch.autograd.backward([y.square().sum()])

@@ -6,6 +6,7 @@ so these run. Modes, checkpoints and compiled autograd see normforge's.
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import warnings
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
-from torch import func
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -30,68 +30,28 @@ from proving.cases import EPS
 from ..calling import each_device, printed, python, same_bits
 from ..thorough import THOROUGH
 from .oracle import each_function
-
-M, N = 3, 64
+from .test_transform_table import GRAD, VMAP, Call, M, N, pair
 
 # Without torch's own types, which these mostly lack.
 forward_ad: Any = torch.autograd.forward_ad
 jit: Any = torch.jit
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 
-Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tuple[Call, Call]:
-    """A function of x alone by normforge, known already, and the same by torch's operators."""
-    weight, bias = (torch.randn(N, device=device, requires_grad=requires_grad) for _ in range(2))
-    residual = torch.randn(M, N, device=device)
-
-    def theirs(x: torch.Tensor) -> torch.Tensor:
-        total = x + residual if norm.startswith("add") else x
-        if norm.endswith("rms"):
-            y = functional.rms_norm(total, (N,), weight, EPS)
-        else:
-            y = functional.layer_norm(total, (N,), weight, bias, EPS)
-        return y * total if norm.startswith("add") else y
-
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        parameters = (weight,) if norm.endswith("rms") else (weight, bias)
-        y: torch.Tensor
-        if norm.startswith("add"):
-            y, total = getattr(normforge, f"{norm}_norm")(x, residual, *parameters, EPS)
-            y = y * total
-            return y
-        y = getattr(normforge, f"{norm}_norm")(x, (N,), *parameters, EPS)
-        return y
-
-    ours(torch.randn(M, N, device=device))
-    return ours, theirs
+TRANSFORMS = {name: (VMAP | GRAD)[name] for name in ("grad", "vmap", "jvp", "functionalize")}
 
 
 def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def squares(call: Call) -> Call:
-    return lambda x: call(x).square().sum()
-
-
-TRANSFORMS: dict[str, Callable[[Call, torch.Tensor], Any]] = {
-    "grad": lambda call, x: func.grad(squares(call))(x),
-    "vmap": lambda call, x: func.vmap(call)(torch.stack((x, 2 * x + 1))),
-    "jvp": lambda call, x: func.jvp(call, (x,), (x.cos(),)),
-    "functionalize": lambda call, x: func.functionalize(call)(x),
-}
-
-
 @each_device
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "functionalize"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_constant_within_a_transform(transform: str, device: str) -> None:
     """What is not transformed itself, in a call that was known before."""
     ours, theirs = pair("layer", device)
     x, constant = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
     within = TRANSFORMS[transform]
-    close(within(lambda x: x * ours(constant), x), within(lambda x: x * theirs(constant), x))
+    close(*(within(lambda x, f=f: x * f(constant), x, x.cos()) for f in (ours, theirs)))
 
 
 ONE, RSTD = torch.ones(M, N), torch.ones(M)
@@ -126,7 +86,7 @@ def test_the_forward_functions_refuse_a_transform(name: str, transform: str) -> 
     call(x)
     says = rf"^{argument} is wrapped by a transform of torch\.func .* call normforge\.layer_norm, rms_norm .* or make"
     with pytest.raises(errors.TransformError, match=says):
-        TRANSFORMS[transform](call, x)
+        TRANSFORMS[transform](call, x, x.cos())
 
 
 @pytest.mark.parametrize("name", [name for name in UNFOLLOWED if name != "weight"])
@@ -232,16 +192,6 @@ def test_a_frozen_residual_block_in_forward_mode(device: str) -> None:
 
 @each_device
 @each_function
-def test_batched_gradients(norm: str, device: str) -> None:
-    ours, theirs = pair(norm, device)
-    x = torch.randn(M, N, device=device, requires_grad=True)
-    arriving = torch.randn(5, M, N, device=device)
-    actual, expected = (torch.autograd.grad(f(x), x, arriving, is_grads_batched=True) for f in (ours, theirs))
-    close(actual, expected)
-
-
-@each_device
-@each_function
 def test_jit_trace_records_torchs_operator(norm: str, device: str) -> None:
     ours, theirs = pair(norm, device)
     with warnings.catch_warnings():
@@ -284,38 +234,32 @@ def test_a_model_is_scripted_once_it_is_unpatched() -> None:
     assert same_bits(jit.script(model)(x), model(x))
 
 
-@pytest.mark.parametrize("module", [normforge.LayerNorm, normforge.RMSNorm], ids=["layer", "rms"])
-def test_fx_records_one_call(module: type[torch.nn.Module]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(N, N), module(N))
-    traced = torch.fx.symbolic_trace(model)
-    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert called in ([normforge.layer_norm], [normforge.rms_norm])
-    x = torch.randn(M, N)
-    assert same_bits(traced(x), model(x))
-
-
-@pytest.mark.parametrize("cls", [normforge.AddLayerNorm, normforge.AddRMSNorm])
-def test_fx_records_a_fused_add(cls: type[torch.nn.Module]) -> None:
-    module = cls(N)
-    x, residual = torch.randn(M, N), torch.randn(M, N)
+@pytest.mark.parametrize(
+    ("module", "recorded", "dtype"),
+    [
+        (normforge.LayerNorm(N), normforge.layer_norm, torch.float32),
+        (normforge.RMSNorm(N), normforge.rms_norm, torch.float32),
+        (normforge.AddLayerNorm(N), plain_calls.normalise, torch.float32),
+        (normforge.AddRMSNorm(N), plain_calls.normalise, torch.float32),
+        (normforge.RMSNorm(N, cast_before_weight=True), plain_calls.normalise_cast_before_weight, torch.bfloat16),
+    ],
+)
+def test_fx_records_one_call(module: torch.nn.Module, recorded: object, dtype: torch.dtype) -> None:
     traced = torch.fx.symbolic_trace(module)
-    assert all(map(same_bits, traced(x, residual), module(x, residual)))
-
-
-@pytest.mark.parametrize("function", [normforge.add_layer_norm, normforge.add_rms_norm])
-def test_fx_records_a_fused_add_by_its_name(function: Callable[..., Any]) -> None:
-    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
-        return function(x, residual)
-
-    traced = torch.fx.symbolic_trace(call)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [function]
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [recorded]
+    given = torch.randn(2, M, N).to(dtype)[: len(inspect.signature(module.forward).parameters)]
+    actual, expected = (torch.utils._pytree.tree_leaves(each(*given)) for each in (traced, module))
+    assert all(map(same_bits, actual, expected))
 
 
 @pytest.mark.parametrize(
     ("function", "vectors"),
-    [(normforge.l2_norm, 1), (normforge.modulated_rms_norm, 2), (normforge.gated_layer_norm, 1)],
+    [
+        *((normforge.add_layer_norm, 1), (normforge.add_rms_norm, 1), (normforge.l2_norm, 1)),
+        *((normforge.modulated_rms_norm, 2), (normforge.gated_layer_norm, 1)),
+    ],
 )
-def test_fx_records_a_norm_of_each_family_by_its_name(function: Callable[..., Any], vectors: int) -> None:
+def test_fx_records_a_function_by_its_name(function: Callable[..., Any], vectors: int) -> None:
     def call(x: torch.Tensor, others: torch.Tensor) -> Any:
         return function(x, *[others] * vectors)
 
@@ -326,13 +270,6 @@ def test_fx_records_a_norm_of_each_family_by_its_name(function: Callable[..., An
 @pytest.mark.parametrize("name", ["normalise", "normalise_cast_before_weight", "dropped_add_normalise"])
 def test_saved_graphs_find_what_modules_call(name: str) -> None:
     assert pickle.loads(f"cnormforge.families.plain_functions\n{name}\n.".encode()) is getattr(plain_calls, name)
-
-
-def test_fx_records_the_norm_that_casts_first() -> None:
-    module = normforge.RMSNorm(N, cast_before_weight=True)
-    traced = torch.fx.symbolic_trace(module)
-    x = torch.randn(M, N).bfloat16()
-    assert same_bits(traced(x), module(x))
 
 
 class Asked(torch.Tensor):

@@ -1,0 +1,52 @@
+"""A model beside a patched copy: how both are made and compared, and how often what patch fuses was computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+
+
+def twins(model: Any) -> tuple[Any, Any]:
+    """Return a model and a patched copy of it."""
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    return model, patched
+
+
+def assert_near(
+    actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, least: float
+) -> None:
+    """Fail unless tensors differ by no more than a tolerance of their own size, or of `least` where that is more."""
+    assert actual.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        size = max(tensor.abs().max().item(), least)
+        torch.testing.assert_close(actual[name].double(), tensor.double(), rtol=0, atol=tolerance * size, msg=name)
+
+
+class Counted:
+    """How often functions of a module made something, by function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
+        self._counts = dict.fromkeys(names, 0)
+        for name in names:
+            monkeypatch.setattr(module, name, self._counting(name, getattr(module, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            result = function(*args)
+            self._counts[name] += result is not None
+            return result
+
+        return counted
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the counts since this was called last."""
+        found = tuple(self._counts.values())
+        self._counts = dict.fromkeys(self._counts, 0)
+        return found
