@@ -17,44 +17,37 @@ from normforge.calls import check as checking
 from normforge.families import eager, plain_calls
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
+from proving.cases import Tensors, formula, operands
 
 from ..calling import each_device, same_bits
 from ..thorough import THOROUGH
+from .oracle import plain
 
 N = 96
 P = 0.3
 STATE = (3, 2**63 + 4)
 SIGNED = torch.tensor([3, 4 - 2**63])
+EVERY = ("x", "residual", "weight", "bias", "x_bias")
 
-Leaves = dict[str, torch.Tensor]
 ADD: dict[str, Callable[..., Any]] = {"layer": normforge.add_layer_norm, "rms": normforge.add_rms_norm}
 each_add = pytest.mark.parametrize("norm", ADD)
 # Where what is tested is written once for both.
 either_add = pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])
 
 
-def leaves(norm: str, *leading: int, device: str = "cpu", **dtypes: torch.dtype) -> Leaves:
-    """Fresh operands that require gradients."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "x": (*leading, N), "residual": (*leading, N), "weight": (N,), "bias": (N,), "x_bias": (N,),
-    }  # fmt: skip
-    if norm == "rms":
-        del shapes["bias"]
-    made = {name: torch.randn(shape, device=device).to(dtypes.get(name)) for name, shape in shapes.items()}
-    return {name: tensor.requires_grad_() for name, tensor in made.items()}
+def leaves(norm: str, *leading: int, device: str = "cpu", **at: torch.dtype) -> Tensors:
+    """Return fresh operands that require gradients."""
+    return operands(plain(f"add_{norm}", x_bias=True, shape=(*leading, N), **at), device)
 
 
-def expected(norm: str, given: Leaves, p: float, rng: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch's operators make of them, in fp64."""
+def expected(norm: str, given: Tensors, p: float, rng: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what the formula makes of operands in fp64, from the elements of x that are kept."""
     wide = {name: tensor.double() for name, tensor in given.items()}
-    x = wide["x"] + wide["x_bias"] if "x_bias" in wide else wide["x"]
-    total = dropped(x, p, rng) + wide["residual"]
-    if norm == "layer":
-        return torch.nn.functional.layer_norm(total, (N,), wide["weight"], wide["bias"], 1e-5), total
-    return torch.nn.functional.rms_norm(total, (N,), wide["weight"], 1e-5), total
+    wide["x"] = dropped(wide["x"] + wide.pop("x_bias", torch.zeros(())), p, rng)
+    return formula(plain(f"add_{norm}"), wide)
 
 
-def gradients(loss: torch.Tensor, given: Leaves) -> tuple[torch.Tensor, ...]:
+def gradients(loss: torch.Tensor, given: Tensors) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(loss, list(given.values()), create_graph=False)
 
 
@@ -65,36 +58,40 @@ def loss_of(both: Any, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tens
 
 @each_device
 @each_add
-@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=str)
-def test_gradients_are_those_of_torchs_operators(norm: str, leading: tuple[int, ...], device: str) -> None:
+@pytest.mark.parametrize(
+    ("leading", "arrives", "asked"),
+    [
+        *(((5,), (0, 1), EVERY), ((2, 3), (0, 1), EVERY), ((4,), (0,), EVERY)),
+        ((4,), (1,), ("x", "residual", "x_bias")),
+        *(((3,), (0,), (alone,)) for alone in ("x", "residual", "weight")),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_torchs_operators(
+    norm: str, leading: tuple[int, ...], arrives: tuple[int, ...], asked: tuple[str, ...], device: str
+) -> None:
+    """Of both outputs and of either, and of some operands alone."""
     given = leaves(norm, *leading, device=device)
-    rng = SIGNED.to(device)
-    both = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
-    want = expected(norm, given, P, rng)
+    for name, tensor in given.items():
+        tensor.requires_grad_(name in asked)
+    both, again = (ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE) for _ in range(2))
+    want = expected(norm, given, P, SIGNED.to(device))
     for got, exact in zip(both, want, strict=True):
         torch.testing.assert_close(got, exact.float(), atol=1e-5, rtol=1e-5)
-    weights = torch.randn_like(both[0]), torch.randn_like(both[0])
-    found = gradients(loss_of(both, weights), given)
-    for name, got, exact in zip(given, found, gradients(loss_of(want, weights), given), strict=True):
+    weights = torch.randn(2, *both[0].shape, device=device)
+    due = {name: tensor for name, tensor in given.items() if tensor.requires_grad}
+    found, wanted = (
+        gradients(torch.stack([(each[at] * weights[at]).sum() for at in arrives]).sum(), due) for each in (both, want)
+    )
+    for name, got, exact in zip(due, found, wanted, strict=True):
         torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4, msg=name)
-
-
-@each_add
-@pytest.mark.parametrize("of", ["y", "total"])
-def test_one_of_the_two_gradients_may_be_all_there_is(norm: str, of: str) -> None:
-    given = leaves(norm, 4)
-    at = int(of == "total")
-    found = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)[at].square().sum()
-    want = expected(norm, given, P, SIGNED)[at].square().sum()
-    names = list(given) if of == "y" else ["x", "residual", "x_bias"]
-    some = {name: given[name] for name in names}
-    for got, exact in zip(gradients(found, some), gradients(want, some), strict=True):
-        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
+    torch.autograd.backward([again[arrives[0]].square().sum()])
+    assert [name for name, tensor in given.items() if tensor.grad is not None] == [*due]
 
 
 @each_add
 def test_gradients_have_the_types_of_what_they_are_of(norm: str) -> None:
-    given = leaves(norm, 4, x=torch.bfloat16, residual=torch.float32, weight=torch.float16, x_bias=torch.float16)
+    given = leaves(norm, 4, dtype=torch.bfloat16, residual=torch.float32, vectors=torch.float16)
     y, total = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
     assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     found = gradients(loss_of((y, total), (torch.ones_like(y), torch.ones_like(total))), given)
@@ -105,17 +102,6 @@ def test_gradients_have_the_types_of_what_they_are_of(norm: str) -> None:
     exact = gradients(loss_of(expected(norm, given, P, SIGNED), (torch.ones(4, N), torch.ones(4, N))), given)
     torch.testing.assert_close(found[1], exact[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[0], exact[0], atol=1e-2, rtol=1e-2)
-
-
-@each_add
-def test_what_needs_no_gradient_gets_none(norm: str) -> None:
-    for alone in ("x", "residual", "weight"):
-        given = {name: tensor.detach().requires_grad_(name == alone) for name, tensor in leaves(norm, 3).items()}
-        y, _ = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
-        y.square().sum().backward()
-        assert [name for name, tensor in given.items() if tensor.grad is not None] == [alone]
-        (exact,) = gradients(expected(norm, given, P, SIGNED)[0].square().sum(), {alone: given[alone]})
-        torch.testing.assert_close(given[alone].grad, exact, atol=1e-4, rtol=1e-4)
 
 
 @each_add
