@@ -11,6 +11,8 @@ import torch
 
 import normforge
 
+Tensors = dict[str, torch.Tensor]
+
 
 def twins(model: Any) -> tuple[Any, Any]:
     """Return a model and a patched copy of it."""
@@ -19,9 +21,16 @@ def twins(model: Any) -> tuple[Any, Any]:
     return model, patched
 
 
-def assert_near(
-    actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, least: float
-) -> None:
+def results(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+    """Return what a module makes of x, and gradients of x and parameters by one that arrives, the same for all."""
+    leaf = x.detach().clone().requires_grad_()
+    leaves = {"x": leaf, **dict(module.named_parameters())}
+    y = module(leaf)
+    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return y.detach(), dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], arriving), strict=True))
+
+
+def assert_near(actual: Tensors, wanted: Tensors, tolerance: float, least: float) -> None:
     """Fail unless tensors differ by no more than a tolerance of their own size, or of `least` where that is more."""
     assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
