@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from itertools import combinations
-from math import comb, prod
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,9 +32,11 @@ def every_mode() -> tuple[Mode, ...]:
     return tuple(legal_modes())
 
 
+@cache
 def axes_of(mode: Mode) -> tuple[Any, ...]:
-    """A mode as the first columns of a row."""
-    return tuple(getattr(mode, field.name) for field in fields(Mode))
+    """Return a mode as the first columns of a row: words by their names, which hash faster than enums."""
+    values = (getattr(mode, field.name) for field in fields(Mode))
+    return tuple(value.name if isinstance(value, Enum) else value for value in values)
 
 
 def covering(space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], strength: int) -> list[T]:
@@ -48,23 +51,25 @@ def covering(space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], streng
     where covertable, which is told rules and not members, takes 797 in 125.
     """
     rows = _places([columns(member) for member in space])
-    # [combination of columns][row]: which combination of values, numbered through all of them.
-    codes = np.empty((comb(rows.shape[1], strength), len(space)), dtype=np.int32)
-    count = 0
-    for code, chosen in zip(codes, combinations(rows.T, strength), strict=True):
-        shape = [column.max() + 1 for column in chosen]
-        code[:] = np.ravel_multi_index(chosen, shape) + count
-        count += prod(shape)
-    wanted = np.ones(count, dtype=np.bool_)
+    sizes = rows.max(axis=0) + 1
+    together = [list(chosen) for chosen in combinations(range(rows.shape[1]), strength)]
+    # [combination of columns][row]: which combination of values, numbered from that of the columns' first.
+    counts = [prod(sizes[chosen]) for chosen in together]
+    codes = np.empty((len(together), len(space)), dtype=np.min_scalar_type(max(counts)))
+    for code, chosen in zip(codes, together, strict=True):
+        code[:] = np.ravel_multi_index(tuple(rows.T[chosen]), tuple(sizes[chosen]))
+    starts = np.cumsum([0, *counts])
+    wanted = np.ones(starts[-1], dtype=np.bool_)
     # Of each row, how many combinations nothing chosen has: the row of most is chosen next.
-    lacking = np.full(len(space), len(codes))
+    lacking = np.full(len(space), len(codes), dtype=np.int32)
     taken = []
     while lacking.any():
         row = int(lacking.argmax())
         taken.append(space[row])
-        for code in codes[wanted[codes[:, row]]]:
+        values = starts[:-1] + codes[:, row]
+        for code in map(codes.__getitem__, np.flatnonzero(wanted[values])):
             lacking -= code == code[row]
-            wanted[code[row]] = False
+        wanted[values] = False
     return taken
 
 

@@ -67,7 +67,7 @@ class Case:
 
 def columns(case: Case) -> tuple[Any, ...]:
     """A case as a row of the space that arrays cover."""
-    return (*axes_of(case.mode), case.part, case.target.name)
+    return (*axes_of(case.mode), case.part.name, case.target.name)
 
 
 def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
