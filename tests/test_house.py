@@ -37,13 +37,13 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_760,
+    "all by hand": 13_638,
     "C": 800,
     "emitted": 931,
     "ahead_of_time": 726,
     "calls": 2_416,
     "families": 2_045,
-    "compiled": 662,
+    "compiled": 540,
     "integrations": 380,
     "jax": 597,
     "kernels": 1_110,

@@ -1,4 +1,4 @@
 """Passes over torch.compile's graphs, which join the operators with what stands beside them.
 
-Stands on calls/, selection/ and upstream/.
+Stands on calls/, codegen/, selection/ and upstream/.
 """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +10,8 @@ from torch.fx import Graph
 
 from .._version import __version__
 from ..upstream import torch_inductor
-from . import backward, forward
 from .operators import servable
-
-_log = logging.getLogger(__name__)
-
-# The rules, in the order in which they run.
-_RULES: tuple[Callable[..., bool], ...] = (
-    forward.join_cast,
-    forward.join_sum,
-    backward.join_widening,
-    backward.join_gradient,
-    backward.join_column_sum,
-)
+from .patterns import fuse as fuse
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as _Base
@@ -51,31 +36,11 @@ class FuseNeighbours(_Base):
     def uuid(self) -> Any | None:
         """Return the key of this pass in Inductor's caches; None, which disables them, if another pass has no key."""
         others = [each.uuid() if hasattr(each, "uuid") else None for each in self._others()]
-        return None if None in others else (_digest(), servable(), *others)
+        sources = sorted([*Path(__file__).parent.glob("*.py"), Path(torch_inductor.__file__)])
+        code = custom_graph_pass.get_hash_for_files(tuple(map(str, sources)), __version__)
+        return None if None in others else (code, servable(), *others)
 
     def _others(self) -> tuple[Any, ...]:
         if self.before is None:
             return ()
         return tuple(self.before) if isinstance(self.before, (list, tuple)) else (self.before,)
-
-
-def fuse(graph: Graph) -> dict[str, int]:
-    """Join what can be joined, and return how often each rule was applied."""
-    applied = {rule.__name__: 0 for rule in _RULES}
-    for rule in _RULES:
-        for node in list(graph.nodes):
-            # A rule may have erased this node already.
-            if not node._erased and rule(graph, node):
-                applied[rule.__name__] += 1
-    if any(applied.values()):
-        graph.lint()
-        _log.debug("joined with norms: %s", applied)
-    return applied
-
-
-@cache
-def _digest() -> str:
-    """Return a hash of this package's code and of the interface to Inductor."""
-    sources = [*Path(__file__).parent.glob("*.py"), Path(torch_inductor.__file__)]
-    texts = [__version__, *[path.read_text() for path in sorted(sources)]]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()

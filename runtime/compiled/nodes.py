@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from ..dtypes import HALVES
 from ..upstream.torch_inductor import all_equal, without_guards
@@ -16,6 +17,7 @@ from ..upstream.torch_inductor import all_equal, without_guards
 _ATEN = torch.ops.aten
 RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 ADD = _ATEN.add.Tensor
+SUM = _ATEN.sum.dim_IntList
 CONVERT = torch.ops.prims.convert_element_type.default
 
 # Operators of these Inductor makes code of, and fuses; all others are kernels of their own.
@@ -25,7 +27,6 @@ _KERNELS = re.compile(
     r"aten::(?:_scaled_dot_product_\w+|_(?:efficient|flash)_attention_forward"
     r"|(?:_int_|_grouped_|_scaled_|_scaled_grouped_|add|b|baddb)?mm|convolution(?:_backward)?)"
 )
-_OURS = "normforge"
 
 
 def value(node: Node) -> torch.Tensor:
@@ -62,44 +63,31 @@ def origin(node: Node) -> Node:
 
 def has_one_user(nodes: list[Node]) -> bool:
     """Return True if each node is read once, in one place."""
-    return all(sum(_reads(user, node) for user in node.users) == 1 for node in nodes)
-
-
-def _reads(user: Node, node: Node) -> int:
-    """Return the number of places where a node reads another."""
-    return sum(each is node for each in torch.utils._pytree.tree_leaves((user.args, user.kwargs)))
-
-
-def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is contiguous for all values of its symbolic sizes."""
-    step, strides = 1, []
-    for size in reversed(tensor.shape):
-        strides.append(step)
-        step = step * size
-    return all_equal(tensor.stride(), strides[::-1])
-
-
-def is_walkable(tensor: torch.Tensor) -> bool:
-    """Return True if rows have one stride for all values of the symbolic sizes."""
-    size, stride = tensor.shape, tensor.stride()
-    return (
-        tensor.dim() > 0
-        and all_equal(stride[-1:], [1])
-        and all_equal(stride[:-2], [size[i + 1] * stride[i + 1] for i in range(tensor.dim() - 2)])
+    return all(
+        sum(leaf is node for user in node.users for leaf in tree_leaves((user.args, user.kwargs))) == 1
+        for node in nodes
     )
+
+
+def is_walkable(tensor: torch.Tensor, *, contiguous: bool = False) -> bool:
+    """Return True if rows have one stride for all values of the symbolic sizes, and no gaps if `contiguous`."""
+    size, stride, free = tensor.shape, tensor.stride(), 1 if contiguous else 2
+    nested = [size[i + 1] * stride[i + 1] for i in range(tensor.dim() - free)]
+    return all_equal(stride[-1:], [1]) and all_equal(stride[:-free], nested)
+
+
+def _is_kernel(node: Node) -> bool:
+    """Return True if a node's operator has kernels of its own, which Inductor fuses nothing into."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in _FUSED or _KERNELS.fullmatch(node.target._schema.name) is not None
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def is_opaque(node: Node) -> bool:
     """Return True if a node's value is always in memory: Inductor fuses nothing into the kernel that computes it."""
-    if node.op in ("placeholder", "get_attr"):
-        return True
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_opaque(node.args[0])
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace not in _FUSED or _KERNELS.fullmatch(node.target._schema.name) is not None
-    return False
+    return node.op in ("placeholder", "get_attr") or _is_kernel(node)
 
 
 def writes(node: Node) -> bool:
@@ -110,104 +98,85 @@ def writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _written_by(node: Node) -> Iterator[Node]:
-    if isinstance(node.target, torch._ops.OpOverload):
-        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                several = given if isinstance(given, (list, tuple)) else (given,)
-                yield from [each for each in several if isinstance(each, Node)]
-        yield from [each for each in node.kwargs.values() if isinstance(each, Node)]
-    else:
-        yield from node.all_input_nodes
+def _written_by(node: Node) -> list[Node]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.all_input_nodes
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    written = [arg for argument, arg in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return [each for each in tree_leaves((written, node.kwargs)) if isinstance(each, Node)]
 
 
-class Order:
-    """The order of a graph's nodes, and the written nodes. A changed graph needs a new instance."""
+def is_light(node: Node) -> bool:
+    """Return True if a node writes nothing and is no long kernel.
 
-    def __init__(self, graph: Graph) -> None:
-        self.nodes = list(graph.nodes)
-        self.at = {node: index for index, node in enumerate(self.nodes)}
-        self.written = {origin(target) for node in self.nodes if writes(node) for target in _written_by(node)}
-
-    def is_written(self, *nodes: Node) -> bool:
-        """Return True if a tensor is written to anywhere, or copied into a written tensor."""
-        return any(origin(node) in self.written or any(writes(user) for user in node.users) for node in nodes)
-
-    def is_defined(self, nodes: list[Node], before: Node) -> bool:
-        """Return True if all nodes precede another."""
-        return all(self.at[node] < self.at[before] for node in nodes)
-
-    def is_anything_written_between(self, first: Node, last: Node) -> bool:
-        """Return True if a node between two nodes writes to anything."""
-        return any(writes(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
-
-    def is_light_between(self, first: Node, last: Node) -> bool:
-        """Return True if nothing writes and no long kernel runs between two nodes.
-
-        What one of them keeps alive until the other then costs no memory worth the name.
-        """
-        return all(_is_light(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
-
-    def is_in_memory(self, node: Node, reader: Node) -> bool:
-        """Return True if a reader finds a value in memory, whatever Inductor fuses.
-
-        What is not opaque becomes part of the reader's own kernel, unless some kernel between the two reads it too.
-        """
-        node = origin(node)
-        if is_opaque(node):
-            return True
-        ways, seen = [(reader, False)], {(reader, False)}
-        while ways:
-            at, passed = ways.pop()
-            for source in at.all_input_nodes:
-                if source is node and passed:
-                    return True
-                way = (source, passed or is_opaque(source))
-                if self.at[source] > self.at[node] and way not in seen:
-                    seen.add(way)
-                    ways.append(way)
-        return False
+    A tensor that is kept alive while such nodes run costs no memory worth the name.
+    """
+    namespace = getattr(node.target, "namespace", "")
+    return not writes(node) and (namespace == "normforge" or not _is_kernel(node))
 
 
-def _is_light(node: Node) -> bool:
-    if writes(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace == _OURS or not is_opaque(node)
-    # getitem, arithmetic of sizes, and what is an input.
-    return True
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """Yield the nodes between two nodes."""
+    node = first.next
+    while node < last:
+        yield node
+        node = node.next
 
 
-def reshape(graph: Graph, before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
+def is_written(*nodes: Node) -> bool:
+    """Return True if a tensor is written to anywhere in the graph, or copied into a written tensor."""
+    written = {origin(each) for node in nodes[0].graph.nodes if writes(node) for each in _written_by(node)}
+    return any(origin(node) in written or any(map(writes, node.users)) for node in nodes)
+
+
+def is_in_memory(node: Node, reader: Node) -> bool:
+    """Return True if a reader finds a value in memory, whatever Inductor fuses.
+
+    What is not opaque becomes part of the reader's own kernel, unless some kernel between the two reads it too.
+    """
+    node = origin(node)
+    if is_opaque(node):
+        return True
+    ways, seen = [(reader, False)], {(reader, False)}
+    while ways:
+        at, passed = ways.pop()
+        for source in at.all_input_nodes:
+            if source is node and passed:
+                return True
+            way = (source, passed or is_opaque(source))
+            if source > node and way not in seen:
+                seen.add(way)
+                ways.append(way)
+    return False
+
+
+def reshape(before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
     """Insert a reshape of a tensor to the shape of `like`, with `sizes` as its arguments."""
-    with graph.inserting_before(before):
-        made = graph.call_function(_ATEN.reshape.default, (node, list(sizes)))
+    with before.graph.inserting_before(before):
+        reshaped = before.graph.call_function(_ATEN.reshape.default, (node, list(sizes)))
     with without_guards(like):
-        made.meta["val"] = value(node).new_empty(like.shape)
-    return made
+        reshaped.meta["val"] = value(node).new_empty(like.shape)
+    return reshaped
 
 
-def sizes_of(graph: Graph, before: Node, node: Node) -> list[Any]:
+def sizes_of(before: Node, node: Node) -> list[Any]:
     """Return the sizes of a tensor as arguments; symbolic sizes are nodes."""
-    sizes: list[Any] = []
-    for dimension, size in enumerate(value(node).shape):
+    sizes: list[Any] = list(value(node).shape)
+    for dimension, size in enumerate(sizes):
         if not isinstance(size, int):
-            with graph.inserting_before(before):
-                asked = graph.call_function(_ATEN.sym_size.int, (node, dimension))
-            asked.meta["val"] = size
-            sizes.append(asked)
-        else:
-            sizes.append(size)
+            with before.graph.inserting_before(before):
+                sizes[dimension] = before.graph.call_function(_ATEN.sym_size.int, (node, dimension))
+            sizes[dimension].meta["val"] = size
     return sizes
 
 
-def erase(graph: Graph, *nodes: Node) -> None:
+def erase(nodes: Iterable[Node]) -> None:
     """Erase what nothing reads any more, and what was there for it alone."""
     for node in nodes:
         if node.op == "call_function" and not node.users and not node._erased and not writes(node):
             sources = node.all_input_nodes
-            graph.erase_node(node)
-            erase(graph, *sources)
+            node.graph.erase_node(node)
+            erase(sources)
 
 
 def widened_from(node: Node) -> Node:
@@ -218,41 +187,33 @@ def widened_from(node: Node) -> Node:
     return node
 
 
-def sum_of_two(node: Node) -> tuple[Node, Node] | None:
-    """Return the two tensors that a node adds up; None if it does something else.
-
-    They are of its shape, in memory of their own each, and not scaled (alpha): neither a number nor what is broadcast.
-    """
-    if node.target is not ADD or node.kwargs.get("alpha", 1) != 1 or not is_tensor(node):
-        return None
-    first, second = node.args
-    if not is_tensor(first) or not is_tensor(second):
-        return None
-    same = all(
-        all_equal(value(each).shape, value(node).shape) and value(each).device == value(node).device
-        for each in (first, second)
-    )
-    return (first, second) if same and origin(first) is not origin(second) else None
+def addends(node: Node) -> list[tuple[Node, Node]]:
+    """Return the two tensors that a node adds up unscaled, in both orders; none if it does something else."""
+    if node.target is ADD and node.kwargs.get("alpha", 1) == 1 and is_tensor(node):
+        first, second = node.args
+        if is_tensor(first) and is_tensor(second):
+            return [(first, second), (second, first)]
+    return []
 
 
-def summed_over_rows(node: Node) -> Node | None:
-    """Return the tensor that a node adds up over all dimensions but the last; None if it does something else."""
-    if node.target is not _ATEN.sum.dim_IntList or not is_tensor(node) or not is_tensor(node.args[0]):
-        return None
-    given: tuple[Any, ...] = node.args
-    rank = value(given[0]).dim()
-    over_rows = rank > 1 and sorted(dim % rank for dim in given[1] or ()) == [*range(rank - 1)]
-    return given[0] if over_rows else None
+def row_addends(node: Node) -> list[tuple[Node, Node]]:
+    """Return the `addends` of a node if each has the node's shape, and memory of its own: none is broadcast."""
+    return [
+        pair
+        for pair in addends(node)
+        if origin(pair[0]) is not origin(pair[1])
+        and all(all_equal(value(each).shape, value(node).shape) for each in pair)
+    ]
 
 
 def zeros(graph: Graph, n: int, like: torch.Tensor) -> Node:
     """Return a row of zeros of another tensor's dtype, shared by all callers, at the start of the graph."""
-    asked: dict[str, Any] = {"dtype": like.dtype, "layout": torch.strided, "device": like.device}
-    known: list[Node] = [node for node in graph.nodes if node.meta.get("normforge_zeros") == (n, asked)]
+    options: dict[str, Any] = {"dtype": like.dtype, "layout": torch.strided, "device": like.device}
+    known: list[Node] = [node for node in graph.nodes if node.meta.get("normforge_zeros") == (n, options)]
     if known:
         return known[0]
     with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
-        made = graph.call_function(_ATEN.full.default, ([n], 0), asked)
+        row = graph.call_function(_ATEN.full.default, ([n], 0), options)
     with without_guards(like):
-        made.meta |= {"val": like.new_zeros(n), "normforge_zeros": (n, asked)}
-    return made
+        row.meta |= {"val": like.new_zeros(n), "normforge_zeros": (n, options)}
+    return row

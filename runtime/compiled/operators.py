@@ -1,14 +1,13 @@
-"""The nodes of a graph that are operators of ours: what they were given and return, by name, and how to change that."""
+"""The nodes of a graph that are operators of ours: their arguments and results by name, and how to change both."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .. import settings
 from ..calls import traced
@@ -19,30 +18,25 @@ from ..dtypes import rounded_to
 from ..errors import NormforgeError
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards
+from .nodes import reshape, value
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """A node that is an operator of ours.
 
     Attributes:
-        node: it.
-        function: the function that it is.
-        given: its arguments by name; nodes where they are tensors.
-        call: the call that it makes, of fake tensors.
-        results: the nodes of what it returns, by name; those that nothing reads are missing.
+        node: the node.
+        function: the name of the function.
+        args: the arguments by name; nodes where they are tensors.
+        call: the call, of fake tensors.
+        results: the nodes of the results by name; a result that nothing reads is missing.
     """
 
     node: Node
     function: str
-    given: Mapping[str, Any]
+    args: Mapping[str, Any]
     call: Call
     results: Mapping[str, Node]
-
-    @property
-    def is_backward(self) -> bool:
-        """Return True if the operator computes gradients."""
-        return self.call.mode.is_backward
 
 
 def read(node: object) -> Operator | None:
@@ -52,8 +46,8 @@ def read(node: object) -> Operator | None:
     function = node.target._schema.name.removeprefix("normforge::")
     if function not in FUNCTIONS or node.target is not traced.operator(function):
         return None
-    given = {**dict(zip(FUNCTIONS[function].passed, node.args, strict=False)), **node.kwargs}
-    call = _checked(function, given)
+    args = {**dict(zip(FUNCTIONS[function].passed, node.args, strict=False)), **node.kwargs}
+    call = _checked(function, args)
     if call is None:
         return None
     names = [row.name for row in call.function.family.results if row.name in call.wants]
@@ -63,60 +57,57 @@ def read(node: object) -> Operator | None:
         if not isinstance(index, int) or not 0 <= index < len(names) or names[index] in results:
             return None
         results[names[index]] = user
-    return Operator(node, function, given, call, results)
+    return Operator(node, function, args, call, results)
 
 
-def checked(old: Operator, given: Mapping[str, Any]) -> Call | None:
-    """Return the call of an operator on other arguments, or None.
+def checked(old: Operator, args: Mapping[str, Any]) -> Call | None:
+    """Return the call of an operator with other arguments, or None.
 
-    It is None where the operator lacks one of the arguments, or where that call is illegal, would round in other places
+    The result is None if the operator lacks one of the arguments, or if the call is illegal, rounds in other places
     than the operator does, or is served by no kernel of a process that may make none.
     """
-    call = _checked(old.function, given) if given.keys() <= old.given.keys() else None
+    call = _checked(old.function, args) if args.keys() <= old.args.keys() else None
     if call is None or _rounds_first_to(call) != _rounds_first_to(old.call) or not _is_served(call):
         return None
     return call
 
 
-def change(old: Operator, given: Mapping[str, Any], call: Call) -> None:
-    """Give an operator other arguments, of which it returns the same results, in other types perhaps."""
-    old.node.args, old.node.kwargs = _arguments(old.function, given), {}
-    made = _results(call)
-    _describe(old.node, made)
-    for name, result in old.results.items():
-        result.meta["val"] = made[name]
+def change(old: Operator, args: Mapping[str, Any], call: Call, before: Node, view: Node | None) -> dict[str, Node]:
+    """Give an operator other arguments, and return the nodes of its results by name, new ones among them.
 
-
-def insert(graph: Graph, old: Operator, given: Mapping[str, Any], call: Call, before: Node) -> dict[str, Node]:
-    """Put an operator like another, of other arguments, before a node, and return the nodes of its results, by name."""
-    made = _results(call)
-    results = {}
-    with graph.inserting_before(before):
-        node = graph.call_function(traced.operator(old.function), _arguments(old.function, given))
-        node.meta = dict(old.node.meta)
-        _describe(node, made)
-        for index, (name, fake) in enumerate(made.items()):
-            results[name] = graph.call_function(operator.getitem, (node, index))
-            results[name].meta = {**old.node.meta, "val": fake}
-    return results
-
-
-def _describe(node: Node, made: Mapping[str, torch.Tensor]) -> None:
-    """Set the fake results of an operator, and the fake arguments, whose strides Inductor keeps."""
-    given = torch.fx.map_arg(node.args, lambda each: each.meta["val"])
-    node.meta |= {"val": list(made.values()), "eager_input_vals": (given, {})}
-
-
-def _arguments(function: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple([given[name] for name in FUNCTIONS[function].passed])
-
-
-def _results(call: Call) -> dict[str, torch.Tensor]:
-    """Return the fake results of an operator by name."""
+    Args:
+        old: the operator.
+        args: all arguments by name.
+        call: the call of these arguments.
+        before: the node that the operator is moved in front of; its own node to stay.
+        view: the reshape of the rows that the operator normalised, if the arguments no longer have the new shape.
+    """
+    node = old.node
     with without_guards(call.x):
-        made = results_of(call, call.x.new_empty)
-    named = zip([row.name for row in call.function.family.results], made, strict=True)
-    return {name: tensor for name, tensor in named if tensor is not None}
+        fakes = results_of(call, call.x.new_empty)
+    names = [row.name for row in call.function.family.results]
+    returned = {name: fake for name, fake in zip(names, fakes, strict=True) if fake is not None}
+    node.args, node.kwargs = tuple([args[name] for name in call.function.passed]), {}
+    # Inductor keeps the strides of the fake arguments.
+    eager = torch.fx.map_arg(node.args, lambda each: each.meta["val"])
+    node.meta |= {"val": list(returned.values()), "eager_input_vals": (eager, {})}
+    before.prepend(node)
+    results = {}
+    for index, (name, fake) in reversed([*enumerate(returned.items())]):
+        result = old.results.get(name)
+        if result is None:
+            result = node.graph.call_function(operator.getitem, (node, index))
+            result.meta = dict(node.meta)
+        elif view is not None:
+            rows: Any = view.args[1]
+            reshaped = reshape(view, result, rows if name == "y" else rows[:-1], value(result))
+            result.replace_all_uses_with(reshaped)
+            reshaped.update_arg(0, result)
+        result.args = (node, index)
+        result.meta["val"] = fake
+        node.append(result)
+        results[name] = result
+    return results
 
 
 def servable() -> tuple[Any, ...]:
@@ -126,10 +117,10 @@ def servable() -> tuple[Any, ...]:
     return tuple(sorted((entry.mode, entry.first, entry.last or 0) for entry in dispatch.loaded()))
 
 
-def _checked(function: str, given: Mapping[str, Any]) -> Call | None:
-    if any(isinstance(each, Node) and "val" not in each.meta for each in given.values()):
+def _checked(function: str, args: Mapping[str, Any]) -> Call | None:
+    if any(isinstance(each, Node) and "val" not in each.meta for each in args.values()):
         return None
-    values = {name: each.meta["val"] if isinstance(each, Node) else each for name, each in given.items()}
+    values = {name: each.meta["val"] if isinstance(each, Node) else each for name, each in args.items()}
     try:
         with without_guards(values["x"]):
             return check(function, values, addressed=False)

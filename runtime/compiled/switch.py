@@ -55,14 +55,11 @@ def is_enabled() -> bool:
 def _switch(enabled: bool) -> None:
     global _enabled, _waits
     with _lock:
-        _enabled, _waits = enabled, False
-        if enabled:
-            # Whoever compiles nothing does not wait for Inductor's import.
-            _waits = not torch_inductor.is_loaded()
-            if not _waits:
-                _install()
-        elif torch_inductor.is_loaded():
-            _uninstall()
+        # Whoever compiles nothing does not wait for Inductor's import.
+        loaded = torch_inductor.is_loaded()
+        _enabled, _waits = enabled, enabled and not loaded
+        if loaded:
+            (_install if enabled else _uninstall)()
 
 
 def settle() -> None:

@@ -1,0 +1,271 @@
+"""The table of patterns: what stands beside an operator of ours, and how the operator computes it too.
+
+Forward, a norm adds the residual or the bias that is added before it, and casts y. An addition joins where both
+operands lie in memory anyway. A tensor that Inductor computes in the addition's own kernel, dropout's or an
+activation's say, would have to be written first, and read again: that moves as many bytes as is saved, or more.
+Backward, a norm reads dy in 16 bits, adds a residual's gradient to dx, and sums dx over rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from ..codegen.values import Direction
+from ..dtypes import FLOATS, HALVES
+from ..upstream.torch_inductor import all_equal
+from .nodes import (
+    ADD,
+    CONVERT,
+    RESHAPES,
+    SUM,
+    addends,
+    between,
+    erase,
+    has_one_user,
+    is_in_memory,
+    is_light,
+    is_tensor,
+    is_walkable,
+    is_written,
+    reshape,
+    row_addends,
+    sizes_of,
+    value,
+    widened_from,
+    without_reshapes,
+    writes,
+    zeros,
+)
+from .operators import Operator, change, checked, read
+
+_log = logging.getLogger(__name__)
+
+
+class Match(NamedTuple):
+    """One way in which an operator can compute what nodes beside it compute; legal if the operator takes the arguments.
+
+    Attributes:
+        norm: the operator.
+        args: the arguments that change, by name.
+        before: the node that the operator moves in front of.
+        replaced: nodes that go, each with what replaces it: one of its operands, or the name of a result.
+        view: the reshape of the rows that the operator reads no longer, or None.
+    """
+
+    norm: Operator
+    args: Mapping[str, Any]
+    before: Node
+    replaced: Sequence[tuple[Node, Any]] = ()
+    view: Node | None = None
+
+
+def _casts(norm: Operator) -> Iterator[Match]:
+    """Match the casts of an fp32 y to the same 16 bits by all of its readers: y is rounded once either way."""
+    y = norm.results.get("y")
+    if y is None or value(y).dtype is not torch.float32 or norm.call.mode.fquant.quantises:
+        return
+    passed, casts = [y], []
+    for each in passed:
+        for user in each.users:
+            if user.target in RESHAPES:
+                passed.append(user)
+            elif user.target is CONVERT:
+                casts.append(user)
+            else:
+                return
+    dtypes = {cast.args[1] for cast in casts}
+    if len(dtypes) == 1 and dtypes <= set(HALVES):
+        yield Match(norm, {"out_dtype": dtypes.pop()}, norm.node, [(cast, cast.args[0]) for cast in casts])
+
+
+def _sum(norm: Operator) -> Iterator[Match]:
+    """Match the addition of a residual or a bias before a norm, which returns the sum if others read the sum."""
+    total, chain = without_reshapes(norm.args["x"])
+    # Rows that were cut in pieces, or put together, are others.
+    if total.target is not ADD or not all_equal(value(total).shape[-1:], norm.call.x.shape[-1:]):
+        return
+    dtype, mode = value(total).dtype, norm.call.mode
+    is_near = is_walkable(value(total), contiguous=True) and all(map(is_light, between(total, norm.node)))
+    if dtype not in FLOATS or mode.x_bias or mode.fadd.adds or not is_near:
+        return
+    stores = not has_one_user([total, *chain])
+    # A family without the word always returns the sum.
+    words = {"fadd": "pre_add_store" if stores else "pre_add"} if "fadd" in norm.args else {}
+    options = [] if stores else [*_biased(total)]
+    for each, other in row_addends(total):
+        x, residual = widened_from(each), other if stores else widened_from(other)
+        # The sum is returned in the residual's dtype.
+        if not stores or value(other).dtype is dtype:
+            options += [{**option, "residual": residual, **words} for option in (*_biased(x), {"x": x})]
+    for args in options:
+        rows = [args[name] for name in ("x", "residual") if name in args]
+        walkable = all(is_walkable(value(each)) and is_in_memory(each, total) for each in rows)
+        if walkable and not is_written(*rows, total):
+            args["out_dtype"] = norm.args["out_dtype"] or norm.call.dtype_of("y")
+            replaced = [(total, "residual_out")] if stores else []
+            yield Match(norm, args, min(total.users), replaced, chain[0] if chain else None)
+
+
+def _biased(node: Node) -> Iterator[dict[str, Any]]:
+    """Yield the operand of a bias, and the bias, if nothing else reads their sum."""
+    for x, bias in addends(node) if has_one_user([node]) else []:
+        of_one_shape = all_equal(value(x).shape, value(node).shape) and value(x).dtype in FLOATS
+        if of_one_shape and all_equal(value(bias).shape, value(node).shape[-1:]) and value(x).dim() > 1:
+            yield {"x": x, "x_bias": bias}
+
+
+def _narrow_dy(norm: Operator) -> Iterator[Match]:
+    """Match the widening of dy from 16 bits, which is exact."""
+    dy = norm.args["dy"]
+    if dy is None:
+        return
+    narrow = widened_from(dy)
+    if narrow is not dy and is_walkable(value(narrow)) and all(map(is_light, between(dy, norm.node))):
+        yield Match(norm, {"dy": narrow}, norm.node)
+
+
+def _gradient(total: Node) -> Iterator[Match]:
+    """Match the addition of another gradient to dx."""
+    rows = [(norm, dx, other) for dx, other in row_addends(total) if (norm := _that_computes(dx)) is not None]
+    # The later of two that could: what it adds is the earlier one's dx.
+    for last, dx, other in sorted(rows, key=lambda row: row[0].node, reverse=True):
+        first = _first_of(last)
+        if first is None or is_written(last.results["dx"], other, total):
+            continue
+        dtype, x = value(total).dtype, first.args["x"]
+        dtypes = {value(other).dtype, first.call.dtype_of("dx"), last.call.dtype_of("dx")}
+        # A chain of operators must round each intermediate dx to the dtype of the sum.
+        if not {dtype, value(other).dtype} <= set(FLOATS) or (first.node is not last.node and dtypes != {dtype}):
+            continue
+        of_one_shape = all_equal(value(other).shape, value(x).shape)
+        waits = other > first.node
+        readers = [user for result in first.results.values() for user in result.users]
+        may_wait = min(readers) >= total and all(map(is_light, between(first.node, total)))
+        if (
+            not is_walkable(value(other), contiguous=not of_one_shape)
+            or (waits and not (first.node is last.node and of_one_shape and may_wait))
+            or any(map(writes, between(first.node, total)))
+        ):
+            continue
+        if not of_one_shape:
+            other = reshape(first.node, other, sizes_of(first.node, x), value(x))
+        args = {"dresidual_out": other, "dx_dtype": dtype}
+        yield Match(first, args, total if waits else first.node, [(total, dx)])
+
+
+def _that_computes(node: Node) -> Operator | None:
+    """Return the backward operator whose dx, possibly reshaped, a node is, if dx is read once."""
+    dx, chain = without_reshapes(node)
+    return _of_dx(dx) if has_one_user([dx, *chain]) else None
+
+
+def _of_dx(node: Node) -> Operator | None:
+    """Return the backward operator whose dx a node is, if no other result is computed from dx."""
+    norm = read(node.args[0]) if node.target is operator.getitem else None
+    if norm is None or norm.results.get("dx") is not node:
+        return None
+    # dx_bias would be the sum of what is added to dx, too, and ddropped and dgated would have it.
+    return None if any(getattr(norm.call.mode, axis) for axis in ("x_bias", "dropout", "x_gate")) else norm
+
+
+def _first_of(last: Operator) -> Operator | None:
+    """Return the first of a chain of operators that each add the previous dx, if the first adds nothing."""
+    first: Operator | None = last
+    while first is not None and first.args.get("dresidual_out") is not None:
+        first = _that_computes(first.args["dresidual_out"])
+    return first
+
+
+def _column_sum(node: Node) -> Iterator[Match]:
+    """Match the sum of dx over rows: the gradient of the bias of a linear layer before the norm.
+
+    An operator returns such a sum for a bias of x. A bias of zeros changes nothing else, and dx is not read again.
+    """
+    args: tuple[Any, ...] = node.args
+    rank = value(args[0]).dim() if is_tensor(node) and is_tensor(args[0]) else 0
+    if rank < 2 or sorted(dim % rank for dim in args[1] or ()) != [*range(rank - 1)]:
+        return
+    dx, passed = without_reshapes(args[0], CONVERT)
+    norm = _of_dx(dx)
+    if norm is None or not isinstance(norm.call.n, int) or not all_equal(value(args[0]).shape[-1:], [norm.call.n]):
+        return
+    if not is_written(dx) and {value(each).dtype for each in (node, *passed)} <= set(FLOATS):
+        bias = zeros(node.graph, norm.call.n, value(node))
+        wants = [*norm.args["wants"], "dx_bias"]
+        yield Match(norm, {"x_bias": bias, "wants": wants}, norm.node, [(node, "dx_bias")])
+
+
+class Pattern(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: the name, in the log and in tests.
+        anchor: the direction of the operators of ours, or the operator of torch, at which the search starts.
+        matches: from the operator of ours, or the node of torch's, to the ways to join, best first.
+    """
+
+    name: str
+    anchor: Any
+    matches: Callable[[Any], Iterator[Match]]
+
+    def at(self, node: Node) -> Iterator[Match]:
+        """Yield the matches at a node."""
+        norm = read(node) if isinstance(self.anchor, Direction) else None
+        if norm is not None and norm.call.function.direction is self.anchor:
+            yield from self.matches(norm)
+        elif node.target is self.anchor:
+            yield from self.matches(node)
+
+
+# In the order in which graphs are searched for them.
+PATTERNS = (
+    Pattern("join_cast", Direction.FORWARD, _casts),
+    Pattern("join_sum", Direction.FORWARD, _sum),
+    Pattern("join_widening", Direction.BACKWARD, _narrow_dy),
+    Pattern("join_gradient", ADD, _gradient),
+    Pattern("join_column_sum", SUM, _column_sum),
+)
+
+
+def fuse(graph: Graph) -> dict[str, int]:
+    """Join what can be joined, and return how often each pattern was found."""
+    applied = {pattern.name: 0 for pattern in PATTERNS}
+    for pattern in PATTERNS:
+        for node in list(graph.nodes):
+            # A match may have erased this node already.
+            if not node._erased:
+                applied[pattern.name] += any(map(_is_applied, pattern.at(node)))
+    if any(applied.values()):
+        graph.lint()
+        _log.debug("joined with norms: %s", applied)
+    return applied
+
+
+def _is_applied(match: Match) -> bool:
+    """Rewrite the graph by a match and return True, if the operator takes the arguments and they exist in time."""
+    args = {**match.norm.args, **match.args}
+    call = checked(match.norm, args)
+    if call is None or not all(each < match.before for each in _nodes(args)):
+        erase(_nodes(match.args))
+        return False
+    results = change(match.norm, args, call, match.before, match.view)
+    for node, replacement in match.replaced:
+        if isinstance(replacement, str):
+            replacement = results[replacement]
+            if value(replacement).dim() != value(node).dim():
+                replacement = reshape(node, replacement, list(value(node).shape), value(node))
+        for each in without_reshapes(replacement)[1]:
+            each.meta["val"] = value(each).to(value(node).dtype)
+        node.replace_all_uses_with(replacement)
+    erase([*[node for node, _ in match.replaced], *_nodes(match.norm.args), *results.values()])
+    return True
+
+
+def _nodes(args: Mapping[str, Any]) -> list[Node]:
+    return [each for each in args.values() if isinstance(each, Node)]
