@@ -92,7 +92,8 @@ def _sum(norm: Operator) -> Iterator[Match]:
         return
     dtype, mode = value(total).dtype, norm.call.mode
     is_near = is_walkable(value(total), contiguous=True) and all(map(is_light, between(total, norm.node)))
-    if dtype not in FLOATS or mode.x_bias or mode.fadd.adds or not is_near:
+    # Of rows in another shape, scales of groups cannot be put back into theirs.
+    if dtype not in FLOATS or mode.x_bias or mode.fadd.adds or (chain and mode.serves) or not is_near:
         return
     stores = not has_one_user([total, *chain])
     # A family without the word always returns the sum.

@@ -56,8 +56,7 @@ def twice(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch
 
 def read_first(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     total = x + residual
-    other = total * 2
-    return other, norm(total, p.weight)
+    return total * 2, norm(total, p.weight)
 
 
 def reshaped(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -75,7 +74,8 @@ def quantised(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[t
 
 
 def quantised_by_groups(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    found = normforge.quantised_rms_norm(x + residual, p.weight, group_size=32, out_dtype=torch.float8_e4m3fn)
+    total = (x + residual).flatten(0, -2)
+    found = normforge.quantised_rms_norm(total, p.weight, group_size=32, out_dtype=torch.float8_e4m3fn)
     assert found.y_scale is not None
     return found.y.float(), found.y_scale
 
@@ -187,6 +187,7 @@ NOT_SUMS: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "behind a long kernel": (behind_a_long_kernel, [rows(), rows(), rows(N, N)]),
     "a weight of the sum": (with_a_weight_of_the_sum, [rows(), rows()]),
     "a transposed sum": (transposed, [rows(N, M).t(), rows(N, M).t()]),
+    "rows in another shape whose scales are of groups": (quantised_by_groups, [rows(2, M, N), rows(2, M, N)]),
     "other rows": (lambda p, x, r: (s := x + r, norm(s.view(-1, N // 2))), [rows(), rows()]),
     "two 16-bit types": (lambda p, x, r: (s := x + r, norm(s)), [rows(dtype=HALF), rows(dtype=torch.float16)]),
     "what is added to a residual already": (with_fadd, [rows(), rows(), rows()]),
@@ -264,8 +265,7 @@ def beside_dweight(
 
 
 def made_in_between(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    gradient = dx(p, dy, x)
-    return gradient + torch.relu(g)
+    return dx(p, dy, x) + torch.relu(g)
 
 
 # The call, its operands, how many additions join, and how many stay.
