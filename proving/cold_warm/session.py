@@ -30,7 +30,7 @@ _KEPT = ("normforge.calls.native",)
 
 # Dictionaries that calls fill, where they are.
 DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
-    (modulating, "_found"),
+    (modulating, "_known"),
     (torch_internals, "_ends"),
 )
 

@@ -7,15 +7,18 @@ modulates is identified by trying it (see `modulating`).
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
-from .probing import mixed_in
-from .report import Fused, LeftAloneError, Unfused
+from .probing import attempt, mixed_in
+from .report import Fused, LeftAloneError
 from .rewriting import MODULATE, SUMS, Forward, read, rewritten
 from .sums import Sums, may_follow, rounds_once
 from .text import Modulation, dotted
@@ -32,19 +35,6 @@ class FusedBlock(Derived):
     # their input, which is added again.
     _normforge_fuses: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
-    @classmethod
-    def fused_class(cls) -> type[torch.nn.Module]:
-        """Return the class that `fuse` made, of which this class may be a subclass."""
-        # A module's class, and a FusedBlock's.
-        made: type[Any] = next(base for base in cls.__mro__ if "_normforge_fuses" in vars(base))
-        return made
-
-    @classmethod
-    def block_class(cls) -> type[torch.nn.Module]:
-        """Return the class that a block had before its adds were fused."""
-        block: type[torch.nn.Module] = cls._normforge_recipe[1][0]
-        return block
-
     def extra_repr(self) -> str:
         """Return the block's own text, the fused sums, and the norms fused with their modulation."""
         block: Any = super()
@@ -55,6 +45,12 @@ class FusedBlock(Derived):
         return ", ".join(filter(None, [block.extra_repr(), *fused]))
 
 
+def block_class(cls: Any) -> type[torch.nn.Module]:
+    """Return the class that a block had before its adds were fused; a module's own class if none were."""
+    block: type[torch.nn.Module] = cls._normforge_recipe[1][0] if issubclass(cls, FusedBlock) else cls
+    return block
+
+
 def _new(
     cls: Any, added: tuple[int, ...], modulated: tuple[int, ...] = (), norms: tuple[str, ...] = ()
 ) -> torch.nn.Module:
@@ -62,12 +58,10 @@ def _new(
 
     Earlier releases pickled the additions that are replaced, and some of them neither modulations nor norms.
     """
-    try:
-        made = _made(cls, modulated, norms)
-    except LeftAloneError:
-        # The text changed or is missing: the module adds as before.
-        made = cls
-    module: torch.nn.Module = made.__new__(made)
+    # A module whose class's text changed or is missing adds as before.
+    with suppress(LeftAloneError):
+        cls = _fused(cls, modulated, norms)
+    module: torch.nn.Module = cls.__new__(cls)
     return module
 
 
@@ -85,43 +79,39 @@ def _may_add(module: torch.nn.Module) -> bool:
     return not any(isinstance(each, Replacing) for each in listed) and not all(map(_is_norms, children))
 
 
-def fuse(path: str, module: torch.nn.Module) -> Fused | Unfused | None:
-    """Fuse a module if it is a block; return why it is left alone, or None if it has nothing to fuse.
+def fuse(path: str, module: torch.nn.Module) -> Fused | None:
+    """Fuse a module if it is a block; return None if it has nothing to fuse.
 
     The module is not called, and no hook runs.
+
+    Raises:
+        LeftAloneError: the module is a block that is left as it is.
     """
-    cls: Any = type(module)
-    try:
-        found = _fuse(path, module)
-    except LeftAloneError as left:
-        found = str(left)
-    return Unfused(path, cls, found) if isinstance(found, str) else found
-
-
-def _fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
     cls: Any = type(module)
     if isinstance(module, FusedBlock) or not any(map(_is_norms, module.children())):
         return None
     adds, followers = _may_add(module), _followers(module)
     try:
         forward = read(cls)
-    except LeftAloneError as left:
-        return str(left) if adds and followers else None
+    except LeftAloneError:
+        if adds and followers:
+            raise
+        return None
     modulated = tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
-    if not modulated and not (adds and followers and forward.sums):
-        return _why_unfused(module, forward) if adds else None
-    if "forward" in vars(module):
-        return "its forward is overridden on the instance"
-    if mixed := mixed_in(cls):
-        return f"{cls.__name__} is also a {mixed}; patch before it is made one"
     # Fusing a norm with its modulation saves more than fusing it with the sum before it.
     names = {forward.modulations[which].norm for which in modulated}
     norms = tuple(name for name in followers if name not in names)
-    fuses = _fused_by(forward, modulated, norms)
-    if not any(fuses):
-        return _why_unfused(module, forward)
-    module.__class__ = _made(cls, modulated, norms)
-    return Fused(path, cls, *fuses)
+    if modulated or (adds and followers and forward.sums):
+        if "forward" in vars(module):
+            raise LeftAloneError("its forward is overridden on the instance")
+        if mixed := mixed_in(cls):
+            raise LeftAloneError(f"{cls.__name__} is also a {mixed}; patch before it is made one")
+        if any(fuses := _fused_by(forward, modulated, norms)):
+            module.__class__ = _fused(cls, modulated, norms)
+            return Fused(path, cls, *fuses)
+    if adds and (reason := _why_unfused(module, forward)) is not None:
+        raise LeftAloneError(reason)
+    return None
 
 
 def _followers(module: torch.nn.Module) -> tuple[str, ...]:
@@ -164,25 +154,19 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
         return False
     if modulation.function is None:
         return True
-    function = _function(forward, dotted(modulation.function) or "")
-    named = tuple(keyword.arg or "" for keyword in modulation.named)
-    return formula_of(function, len(modulation.given), named) is not None
-
-
-def _function(forward: Forward, dotted: str) -> Any:
-    """Return the object a name in a forward refers to outside the forward; None for a local variable."""
-    first, *others = dotted.split(".")
-    if first in forward.function.__code__.co_varnames:
-        return None
+    path = dotted(modulation.function) or ""
+    # A local variable may be any function.
+    if path.partition(".")[0] in forward.function.__code__.co_varnames:
+        return False
     names = inspect.getclosurevars(forward.function)
-    found = {**names.builtins, **names.globals, **names.nonlocals}.get(first)
-    for name in others:
-        found = getattr(found, name, None)
-    return found
+    outside = SimpleNamespace(**{**names.builtins, **names.globals, **names.nonlocals})
+    function = attempt(partial(attrgetter(path), outside), None)
+    keywords = tuple(keyword.arg or "" for keyword in modulation.keywords)
+    return formula_of(function, len(modulation.args), keywords) is not None
 
 
 @cache
-def _made(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
+def _fused(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
     """Return the class whose forward fuses some modulations, and the sums of some norms, cached by arguments."""
     namespace = {
         "forward": rewritten(cls, norms, modulated),

@@ -159,7 +159,7 @@ def _defaults_of(function: FunctionType) -> list[Any]:
 def _loads_of(code: CodeType) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
     """Return what each line of code reads or writes outside the function: operations, and the names with attributes."""
     starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
-    found: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+    loads: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     reading: list[tuple[str, tuple[str, ...]]] | None = None
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
@@ -167,11 +167,11 @@ def _loads_of(code: CodeType) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
             operation, path = reading.pop()
             reading.append((operation, (*path, each.argval)))
         elif each.opname in _READS | _CELLS | _WRITES or each.argval == "__class__":
-            reading = found.setdefault(line, [])
+            reading = loads.setdefault(line, [])
             reading.append((each.opname, (each.argval,)))
         else:
             reading = None
-    return found
+    return loads
 
 
 def _is_trusted(value: Any) -> bool:

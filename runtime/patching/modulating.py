@@ -12,8 +12,9 @@ something else only for other sizes, or only under other settings of torch, is n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -28,7 +29,7 @@ from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from ..families.operands import DEFAULT_EPS
 from ..families.plain_modules import LayerNorm
 from .function_state import Reads
-from .probing import apart
+from .probing import apart, attempt
 from .sums import is_bare, is_of_length, rounds_once, vectors_of
 
 logger = logging.getLogger("normforge")
@@ -51,33 +52,33 @@ class Formula:
     by_sample: bool
 
 
+_FORMULAS = [Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False))]
 _TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
 
 # An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
 
 
-def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given: Any, **named: Any) -> Any:
-    """Compute function(norm(x), *given, **named) in the forward of a fused module.
+def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute function(norm(x), *args, **kwargs) in the forward of a fused module.
 
     Args:
         block: the module.
         function: the function that modulates; None for `norm(x) * (1 + scale) + shift`.
         norm: its norm.
         x: the norm's input.
-        given: the function's other positional arguments; scale and shift if function is None.
-        named: the function's keyword arguments.
+        args: the function's other positional arguments; scale and shift if function is None.
+        kwargs: the function's keyword arguments.
     """
     if x.__class__ in PLAIN and not is_dynamo_compiling() and is_bare(norm) and rounds_once(norm):
-        formula = WRITTEN_OUT if function is None else formula_of(function, len(given), tuple(named))
-        if formula is not None:
-            made = _fused(formula, norm, x, (*given, *named.values()))
-            if made is not None:
-                return made
+        formula = WRITTEN_OUT if function is None else formula_of(function, len(args), tuple(kwargs))
+        fused = None if formula is None else _fused(formula, norm, x, (*args, *kwargs.values()))
+        if fused is not None:
+            return fused
     y = norm(x)
     if function is not None:
-        return function(y, *given, **named)
-    scale, shift = given
+        return function(y, *args, **kwargs)
+    scale, shift = args
     return y * (1 + scale) + shift
 
 
@@ -86,61 +87,54 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
 
     Args:
         function: anything.
-        positional: how many of the two it is given behind the rows.
+        positional: how many of the two operands it takes by position, behind the rows.
         named: the names of the others.
     """
     if function.__class__ is not FunctionType:
         return None
     key = (function, positional, named)
-    found = _found.get(key)
-    if found is not None and (found[0].names or found[0].still()):
-        return found[1]
+    known = _known.get(key)
+    if known is not None and (known[0].names or known[0].still()):
+        return known[1]
     reads = Reads()
     reads.follow(function)
-    formula = _formula_of(function, positional, named, reads)
+
+    def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return function(y, *operands[:positional], **dict(zip(named, operands[positional:], strict=True)))
+
+    with apart():
+        formula = next((each for each in _FORMULAS if attempt(partial(_computes, called, each, reads), False)), None)
     if reads.names:
         unseen = ", ".join(sorted(reads.names))
         logger.debug("%s is called, and not fused with the norm before it: it reads %s", function.__name__, unseen)
         formula = None
     # The oldest goes.
-    if len(_found) >= _MOST_FUNCTIONS:
-        _found.pop(next(iter(_found), key), None)
-    _found[key] = (reads, formula)
+    if len(_known) >= _MOST_FUNCTIONS:
+        _known.pop(next(iter(_known), key), None)
+    _known[key] = (reads, formula)
     return formula
 
 
 # Functions that read what may change unseen are never fused.
-_found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[Reads, Formula | None]] = {}
-
-
-def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...], reads: Reads) -> Formula | None:
-    def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
-        by_name: Mapping[str, torch.Tensor] = dict(zip(named, operands[positional:], strict=True))
-        function(y.clone(), *operands[:positional], **by_name)
-        with reads:
-            return function(y, *operands[:positional], **by_name)
-
-    formulas = (Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False)))
-    with apart():
-        return next((formula for formula in formulas if _computes(called, formula)), None)
+_known: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[Reads, Formula | None]] = {}
 
 
 # B differs from T, because (B, N) would otherwise pass for (T, N). The last size is close to a model's own.
 _SIZES = ((2, 3, 8), (3, 1, 16), (1, 260, 72))
 
 
-def _computes(called: Callable[..., Any], formula: Formula) -> bool:
+def _computes(called: Callable[..., Any], formula: Formula, reads: Reads) -> bool:
+    """Return True if a function computes a formula, and have its reads watched; raise what the function raises."""
     generator = torch.Generator("cpu").manual_seed(0)
     for (samples, tokens, width), (dtype, tolerance) in product(_SIZES, _TYPES):
         y = torch.randn(samples, tokens, width, generator=generator, dtype=torch.float64).to(dtype)
         beside = torch.randn(2, samples, 1, width, generator=generator, dtype=torch.float64).to(dtype)
         wanted = y * (1 + beside[formula.scale]) + beside[1 - formula.scale]
-        operands = beside.squeeze(2) if formula.by_sample else beside
-        try:
-            made = called(y.clone(), *operands.clone())
-            torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
-        except Exception:  # A model's function may raise anything.
-            return False
+        operands = (beside.squeeze(2) if formula.by_sample else beside).clone()
+        called(y.clone(), *operands)
+        with reads:
+            actual = called(y, *operands)
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
     return True
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -43,7 +43,7 @@ class Formula:
     input_name: str
 
 
-EPSILON_NAMES = ("variance_epsilon", "eps")
+_Result = TypeVar("_Result")
 
 _FORMULA = "weight * x / sqrt(mean(x**2) + eps)"
 
@@ -58,20 +58,33 @@ def calls_only(module: torch.nn.Module, base: Any) -> bool:
             which its constructor chooses a way to compute, are taken as they are.
     """
     reads = Reads(*type(module).__mro__)
-    try:
+    calls_alike = partial(_calls_alike, module, base)
+
+    def is_alike() -> bool:
         _check_class(type(module))
         if len(inspect.signature(module.forward).parameters) != 1:
             return False
         with apart():
-            if not all(_calls_alike(module, base, reads, dtype, mode) for dtype, mode in product(_TYPES, _MODES)):
+            if not all(calls_alike(reads, dtype, mode) for dtype, mode in product(_TYPES, _MODES)):
                 return False
             for name, value in _attributes_of(module, _KEPT | {*base.__constants__}):
-                if not (isinstance(value, (bool, str)) or _ignores(module, base, name)):
+                unreadable = partial(calls_alike, Reads(), torch.float32, _MODES[1] | {name: _UNREADABLE})
+                if not (isinstance(value, (bool, str)) or attempt(unreadable, False)):
                     reads.names.add(name)
-    except Exception:  # A model's forward may raise anything.
+        return True
+
+    if not attempt(is_alike, False):
         return False
     _refuse_reads(reads.names)
     return True
+
+
+def attempt(run: Callable[[], _Result], failed: _Result) -> _Result:
+    """Return the result of a trial of a model's code, or `failed` if the code raises."""
+    try:
+        return run()
+    except Exception:  # A model's code may raise anything.
+        return failed
 
 
 def _refuse_reads(names: Iterable[str]) -> None:
@@ -83,14 +96,6 @@ def _refuse_reads(names: Iterable[str]) -> None:
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def _ignores(module: torch.nn.Module, base: Any, name: str) -> bool:
-    """Return True if a forward is its base class's also where an attribute cannot be read."""
-    try:
-        return _calls_alike(module, base, Reads(), torch.float32, _MODES[1] | {name: _UNREADABLE})
-    except Exception:  # A model's forward may raise anything.
-        return False
-
-
 def _calls_alike(
     module: torch.nn.Module, base: Any, reads: Reads, dtype: torch.dtype, attributes: dict[str, Any]
 ) -> bool:
@@ -98,44 +103,43 @@ def _calls_alike(
     sizes = (2, twin.num_channels, 3) if isinstance(module, torch.nn.GroupNorm) else (2, 3, *twin.normalized_shape)
     # Numbers that a cast to fewer bits rounds.
     x = torch.ones(sizes, dtype=dtype).cumsum(-1).sin()
-    forwards = (type(twin).forward, base.forward)
+    upcasts = base is torch.nn.LayerNorm
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            one, other = (forward(twin, x) for forward in forwards)
-            calls = [_calls_of(forward, twin, x, upcasts=base is torch.nn.LayerNorm) for forward in forwards]
+            one, other = (forward(twin, x) for forward in (type(twin).forward, base.forward))
+            with _Calls(upcasts) as own:
+                returned = type(twin).forward(twin, x)
+            with _Calls(upcasts) as expected:
+                base.forward(twin, x)
             with reads:
-                forwards[0](twin, x)
+                type(twin).forward(twin, x)
         # This raises where the dtypes differ.
-        if not torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) or None in calls or calls[0] != calls[1]:
+        if not torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) or returned is not own.result:
+            return False
+        if len(own.calls) != 1 or own.calls != expected.calls:
             return False
     return True
-
-
-def _calls_of(forward: Callable[..., Any], twin: Any, x: torch.Tensor, upcasts: bool) -> list[Any] | None:
-    """Return the one function of torch that a forward calls, and its arguments; None if the forward does more."""
-    with _Calls(_CASTS if upcasts else ()) as calls:
-        returned = forward(twin, x)
-    return calls.made if len(calls.made) == 1 and returned is calls.result else None
 
 
 class _Calls(TorchFunctionMode):
     """A record of torch's functions that are called, and of their arguments; tensors go by their identity.
 
-    Casts return the tensor that they are given, and are not recorded.
+    Args:
+        upcasts: whether casts return the tensor that they take, and are not recorded.
     """
 
-    def __init__(self, casts: tuple[Any, ...]) -> None:
+    def __init__(self, upcasts: bool) -> None:
         super().__init__()
-        self._casts = casts
-        self.made: list[tuple[Any, list[Any]]] = []
+        self._casts = _CASTS if upcasts else ()
+        self.calls: list[tuple[Any, list[Any]]] = []
         self.result: Any = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in self._casts:
             return args[0].dtype if function == _DTYPE.__get__ else args[0]
-        given = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        self.made.append((function, [id(each) if isinstance(each, torch.Tensor) else each for each in given]))
+        every = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        self.calls.append((function, [id(each) if isinstance(each, torch.Tensor) else each for each in every]))
         self.result = function(*args, **kwargs)
         return self.result
 
@@ -210,11 +214,12 @@ def formula_of(module: torch.nn.Module) -> Formula:
     Raises:
         LeftAloneError: the forward computes another formula, or has side effects.
     """
-    names = _epsilon_names(module)
+    eps = epsilons_of(module)
+    _check_build(module, eps)
     _check_class(type(module))
     try:
         with apart():
-            return _try(_Trial(module, _input_of(module)), names)
+            return _try(_Trial(module), eps)
     except LeftAloneError:
         raise
     except Exception as error:  # A model's forward may raise anything.
@@ -223,35 +228,34 @@ def formula_of(module: torch.nn.Module) -> Formula:
         ) from error
 
 
-def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the attributes of a module that may be its epsilon; refuse a module of another build."""
+def _check_build(module: torch.nn.Module, eps: dict[str, float]) -> None:
+    """Refuse a module that holds more than a weight and an epsilon, or less."""
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
     if weight is not None and torch.nn.parameter.is_lazy(weight):
         raise LeftAloneError("its weight has no shape yet; patch once the model has run")
-    names = tuple(name for name in EPSILON_NAMES if _is_number(vars(module).get(name)))
     is_vector = weight is None or weight.dim() == 1
-    if not is_vector or parameters or getattr(module, "bias", None) is not None or not names:
+    if not is_vector or parameters or getattr(module, "bias", None) is not None or not eps:
         raise LeftAloneError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
-    for what, held in (("buffers", module.named_buffers()), ("modules", module.named_children())):
-        if found := [name for name, _ in held]:
-            raise LeftAloneError(f"it holds {what} ({', '.join(found)}), which ours would neither read nor change")
-    return names
+    for what, contents in (("buffers", module.named_buffers()), ("modules", module.named_children())):
+        if names := [name for name, _ in contents]:
+            raise LeftAloneError(f"it holds {what} ({', '.join(names)}), which ours would neither read nor change")
 
 
-def _is_number(value: object) -> bool:
-    """Return True if torch takes a value as a number: also a scalar of NumPy's, and a tensor of no dimensions."""
-    return (isinstance(value, Real) and not isinstance(value, bool)) or (
-        isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-    )
+def epsilons_of(module: torch.nn.Module) -> dict[str, float]:
+    """Return the attributes of a module that may be its epsilon; refuse a number that kernels do not take.
 
-
-def check_epsilon(module: torch.nn.Module) -> None:
-    """Refuse a module whose epsilon kernels do not take."""
-    for name in EPSILON_NAMES:
+    Scalars of NumPy's are numbers to torch too, and so are tensors of no dimensions.
+    """
+    eps = {}
+    for name in ("variance_epsilon", "eps"):
         value: Any = vars(module).get(name)
-        if isinstance(value, bool) or (_is_number(value) and not bool(0 <= value < float("inf"))):
-            raise LeftAloneError(f"its {name} is {value}, and kernels take a finite number of at least 0")
+        is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+        if isinstance(value, Real) or is_scalar:
+            if isinstance(value, bool) or not bool(0 <= value < float("inf")):
+                raise LeftAloneError(f"its {name} is {value}, and kernels take a finite number of at least 0")
+            eps[name] = float(value)
+    return eps
 
 
 # Attributes of torch.nn.Module that a class may override and still be replaced.
@@ -316,8 +320,7 @@ _MODES: tuple[dict[str, Any], ...] = ({"training": True}, {"training": False})
 _OTHER_EPSILON = 0.37
 
 
-def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
-    eps = {name: float(vars(trial.module)[name]) for name in names}
+def _try(trial: _Trial, eps: dict[str, float]) -> Formula:
     # Without a weight there is nothing to round before.
     among = set(CastOrder) if trial.has_weight else {CastOrder.AFTER_WEIGHT}
     probes = list(trial.probes())
@@ -330,7 +333,7 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
         raise LeftAloneError(f"its forward computes something else than {_FORMULA}{only}")
     if not (matching := training & evaluation):
         raise LeftAloneError("its forward rounds elsewhere in training than in evaluation")
-    for name in names:
+    for name in eps:
         followed = matching
         for mode in _MODES:
             followed = trial.orders(followed, probes[:1], {_OTHER_EPSILON}, mode | {name: _OTHER_EPSILON})
@@ -339,7 +342,7 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
             _check_extremes(trial, order, eps[name])
             _check_reads(trial, name)
             return Formula(order, name, trial.input.name)
-    raise LeftAloneError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
+    raise LeftAloneError(f"its forward does not read its epsilon from {' or '.join(eps)} when it is called")
 
 
 # The length of rows for a norm without a weight, which takes any.
@@ -352,18 +355,19 @@ class _Trial:
     The number of rows is even. The weight of a module without one is ones.
     """
 
-    def __init__(self, module: torch.nn.Module, given: inspect.Parameter) -> None:
-        held = module._parameters.get("weight")
-        n = _SOME_LENGTH if held is None else held.numel()
+    def __init__(self, module: torch.nn.Module) -> None:
+        weight = module._parameters.get("weight")
+        n = _SOME_LENGTH if weight is None else weight.numel()
         generator = torch.Generator("cpu").manual_seed(0)
         count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
-        self.module, self.input, self.has_weight = module, given, held is not None
+        self.module, self.input, self.has_weight = module, _input_of(module), weight is not None
         self.reads = Reads(*type(module).__mro__)
         self.rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
         # Rows of every size down to that of eps, so that eps must be in its place.
         self.rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
-        weight = torch.randn(n, generator=generator, dtype=torch.float32)
-        self.weight = weight if self.has_weight else torch.ones(n)
+        self.weight = torch.ones(n)
+        if self.has_weight:
+            self.weight = torch.randn(n, generator=generator, dtype=torch.float32)
 
     def call(self, x: torch.Tensor, weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
         """Return the forward's result for x with another weight, in the mode and with the other attributes given.
@@ -456,14 +460,19 @@ def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     """Refuse a forward that reads more than its tensors and epsilon: our module would not see a change of the rest."""
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
     read = set(trial.reads.names)
+
+    def outcome(weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+        parameter = torch.nn.Parameter(weight.clone())
+        return attempt(partial(trial.call, trial.rows.clone(), parameter, attributes), _RAISED)
+
     for (name, value), mode in product(_attributes_of(trial.module, _KEPT | {epsilon_name}), _MODES):
-        changed, allowed = _UNREADABLE, [_outcome(trial, weight, mode)]
+        changed, allowed = _UNREADABLE, [outcome(weight, mode)]
         if isinstance(value, bool):
             # A flag may say whether there is a weight.
-            changed, allowed = not value, [*allowed, _outcome(trial, ones, mode), _RAISED]
+            changed, allowed = not value, [*allowed, outcome(ones, mode), _RAISED]
         elif isinstance(value, (int, tuple)) and value in (n, (n,)):
             changed, allowed = n + 1 if value == n else (n + 1,), [*allowed, _RAISED]
-        if not any(_agree(_outcome(trial, weight, mode | {name: changed}), each) for each in allowed):
+        if not any(_agree(outcome(weight, mode | {name: changed}), each) for each in allowed):
             read.add(name)
     _refuse_reads(read)
 
@@ -474,13 +483,6 @@ def _attributes_of(module: torch.nn.Module, known: set[str]) -> Iterator[tuple[s
     for name, value in held.items():
         if not (name in known or name[:2] == "__" or value is None or hasattr(type(value), "__get__")):
             yield name, value
-
-
-def _outcome(trial: _Trial, weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
-    try:
-        return trial.call(trial.rows.clone(), torch.nn.Parameter(weight.clone()), attributes)
-    except Exception:  # A forward may do anything with an attribute of another value.
-        return _RAISED
 
 
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:

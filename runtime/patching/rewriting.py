@@ -18,7 +18,7 @@ from typing import Any
 
 from .function_state import content_of
 from .report import LeftAloneError
-from .text import SCOPES, Modulation, Sum, call_of_norm, modulations_of, norm_of, sums_of
+from .text import SCOPES, Modulation, Sum, call_of_norm, modulations_of, sums_of
 
 # The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
 # `sums.Sums`, by whose methods the forward adds and calls norms.
@@ -114,10 +114,10 @@ class _Replacing(ast.NodeTransformer):
         self._branches = {branch for each in sums for branch in each.branches}
         self._modulations = {each.node: each for each in modulations}
         self._dropped = {each.before for each in modulations}
-        definition.body = [made for made in map(self.visit, definition.body) if made is not None]
+        definition.body = [node for node in map(self.visit, definition.body) if node is not None]
         if sums:
-            made = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
-            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], made))
+            begins = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
+            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], begins))
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, SCOPES):
@@ -133,19 +133,19 @@ class _Replacing(ast.NodeTransformer):
             behind = self._sums[node]
             norm = ast.Constant(behind if behind in self._norms else None)
             return ast.copy_location(_called(SUMS, "add", [norm, node.left, node.right]), node)
-        elif (call := call_of_norm(node, self._first)) is not None and norm_of(call) in self._norms:
+        elif (call := call_of_norm(node, self._first)) is not None and call.func.attr in self._norms:
             return ast.copy_location(_called(SUMS, "normalise", [call.func, *call.args]), node)
         return node
 
     def _modulated(self, modulation: Modulation) -> ast.Call:
         function = modulation.function or ast.Constant(None)
-        rows, *given = map(self.visit, (*modulation.call.args, *modulation.given))
-        named = [ast.keyword(keyword.arg, self.visit(keyword.value)) for keyword in modulation.named]
-        return _called(self._first, MODULATE, [function, modulation.call.func, rows, *given], named)
+        rows, *args = map(self.visit, (*modulation.call.args, *modulation.args))
+        keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in modulation.keywords]
+        return _called(self._first, MODULATE, [function, modulation.call.func, rows, *args], keywords)
 
 
-def _called(owner: str, name: str, given: list[ast.expr], named: Iterable[ast.keyword] = ()) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name(owner, ast.Load()), name, ast.Load()), given, list(named))
+def _called(owner: str, name: str, args: list[ast.expr], keywords: Iterable[ast.keyword] = ()) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(owner, ast.Load()), name, ast.Load()), args, list(keywords))
 
 
 def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
@@ -187,17 +187,17 @@ def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> 
     within, itself = _decorated(inner, old, new), types.CellType()
     replaced = {id(inner): types.CellType(within), id(outer): itself}
     closure = tuple(replaced.get(id(content_of(cell)), cell) for cell in cells)
-    itself.cell_contents = made = _like(outer.__code__, outer, closure)
-    made.__dict__["__wrapped__"] = within
-    return made
+    itself.cell_contents = decorated = _like(outer.__code__, outer, closure)
+    decorated.__dict__["__wrapped__"] = within
+    return decorated
 
 
 def _like(
     code: types.CodeType, old: types.FunctionType, closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
     """Return a function that is another one with other code, or another closure."""
-    made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
-    made.__kwdefaults__ = old.__kwdefaults__
-    update_wrapper(made, old)
-    del made.__dict__["__wrapped__"]
-    return made
+    new = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
+    new.__kwdefaults__ = old.__kwdefaults__
+    update_wrapper(new, old)
+    del new.__dict__["__wrapped__"]
+    return new

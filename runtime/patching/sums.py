@@ -82,20 +82,19 @@ class Sums:
             x: its input.
         """
         joined, self._joined = self._joined, None
+        outputs = None
         if joined is not None and joined.total is x and joined.norm is norm:
             y, statistics = joined.ahead
             if statistics is None:
                 return y
-            made: Any = norm_of_sum(joined.options, joined.ahead, x, *vectors_of(norm))
+            outputs = norm_of_sum(joined.options, joined.ahead, x, *vectors_of(norm))
         elif self._is_large(x) and torch.is_grad_enabled() and x.requires_grad and is_bare(norm):
-            weight, bias = vectors_of(norm)
-            made = norm_of_summand((x, weight, bias, None, None), options_of(norm, x.dtype, x))
-        else:
-            made = None
-        if made is None:
+            outputs = norm_of_summand((x, *vectors_of(norm), None, None), options_of(norm, x.dtype, x))
+        if outputs is None:
             return norm(x)
-        self._summand = _Summand(x, made[1], _state(x))
-        return made[0]
+        y, again = outputs
+        self._summand = _Summand(x, again, _state(x))
+        return y
 
     def forget(self) -> None:
         """Forget the norm of the last sum: the forward took a branch, which may run any code."""
@@ -128,12 +127,12 @@ class Sums:
             return None
         options = options_of(norm, dtype, x)
         try:
-            made = add_ahead((x, *vectors_of(norm), residual, None), options)
+            launched = add_ahead((x, *vectors_of(norm), residual, None), options)
         except NormforgeError as error:
             _unserved.add(self._block)
             logger.warning("a residual add and %s are left two kernels: %s", type(norm).__name__, error)
             return None
-        return None if made is None else _Joined(*made, norm, options)
+        return None if launched is None else _Joined(*launched, norm, options)
 
 
 # Blocks with a sum and a norm that no kernel serves.

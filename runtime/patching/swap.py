@@ -19,10 +19,10 @@ from ..families.plain_modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from ..families.replaced import ORIGINAL, class_for
 from ..locks import fork_safe
 from ..settings import fuse_from
-from .blocks import FusedBlock
+from .blocks import FusedBlock, block_class
 from .blocks import fuse as fuse_block
 from .huggingface import ANY_LENGTH, EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
-from .probing import calls_only, check_epsilon, formula_of, ignores_scale
+from .probing import calls_only, epsilons_of, formula_of, ignores_scale
 from .report import Bypassed, Fused, LeftAloneError, Patch, Skipped, Swapped, Unfused
 
 __all__ = ["patch", "unpatch"]
@@ -41,13 +41,13 @@ _Replacement = tuple[type[torch.nn.Module], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Original:
-    """The state of a module before `patch`, and the class it was given.
+    """The state of a module before `patch`, and the class that `patch` set.
 
     Attributes:
         cls: the class it had.
-        new: the class of normforge's it was given, or that its class was derived from.
-        given: the names of the attributes it was given.
-        had: the values it had under them.
+        new: the class of normforge's that `patch` set, or derived the module's class from.
+        given: the names of the attributes that `patch` set. Pickles hold this name.
+        had: the module's own values of these attributes.
         asked: the cast_before_weight that patch was called with.
     """
 
@@ -140,10 +140,13 @@ def patch(
             is_sequential = type(module) is torch.nn.Sequential and "forward" not in vars(module)
             if fuse and is_sequential and GroupNormSequential.serves(module):
                 rows.append(_swap(path, module, (GroupNormSequential, {}), cast_before_weight))
-            if fuse and (found := fuse_block(path, module)) is not None:
-                rows.append(found)
+            try:
+                if fuse and (fused := fuse_block(path, module)) is not None:
+                    rows.append(fused)
+            except LeftAloneError as left:
+                rows.append(Unfused(path, type(module), str(left)))
             if _bypasses(module):
-                rows.append(Bypassed(path, _unfused(type(module)), _FAST_PATH))
+                rows.append(Bypassed(path, block_class(type(module)), _FAST_PATH))
     groups: list[tuple[Any, ...]] = [
         tuple(row for row in rows if type(row) is kind) for kind in (Swapped, Skipped, Bypassed, Fused, Unfused)
     ]
@@ -155,11 +158,6 @@ def patch(
 def _check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-
-
-def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return the class that a block had before its adds were fused."""
-    return cls.block_class() if issubclass(cls, FusedBlock) else cls
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
@@ -180,7 +178,7 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
     """
     _check_model(model)
     with _lock:
-        found = []
+        patched = []
         # Modules that share a class keep sharing a class, as under fully_shard.
         derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
         for path, module in model.named_modules():
@@ -188,15 +186,14 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
             if original is not None:
                 old = type(module)
                 cls = _class_before(path, module, original)
-                found.append((module, original, Swapped(path, old, derived.setdefault((old, original.cls), cls))))
-        for module, original, swapped in found:
+                patched.append((module, original, Swapped(path, old, derived.setdefault((old, original.cls), cls))))
+        for module, original, swapped in patched:
             attributes = vars(module)
-            attributes.update(original.had)
             module.__class__ = swapped.new
             for name in (*original.given, ORIGINAL):
-                if name not in original.had:
-                    attributes.pop(name, None)
-        return tuple(swapped for _, _, swapped in found)
+                attributes.pop(name, None)
+            attributes.update(original.had)
+        return tuple(swapped for _, _, swapped in patched)
 
 
 def _original(module: torch.nn.Module) -> _Original | None:
@@ -204,7 +201,8 @@ def _original(module: torch.nn.Module) -> _Original | None:
     cls = type(module)
     if issubclass(cls, FusedBlock):
         # Known by its class alone: no reference to such a class can be pickled.
-        return _Original(_unfused(cls), cls.fused_class(), (), {}, True)
+        fused = next(base for base in cls.__mro__ if "_normforge_fuses" in vars(base))
+        return _Original(block_class(cls), fused, (), {}, True)
     original: _Original | None = vars(module).get(ORIGINAL)
     return original
 
@@ -219,10 +217,10 @@ def _class_before(path: str, module: torch.nn.Module, original: _Original) -> ty
         )
     # Releases before derived no class.
     either = (class_for(original.new, original.cls), original.new)
-    made: type[Any] | None = next((cls for cls in type(module).__mro__ if cls in either), None)
-    if made is None:
+    ours: type[Any] | None = next((cls for cls in type(module).__mro__ if cls in either), None)
+    if ours is None:
         raise PatchError(f"{what} is a {type(module).__name__} now, which is none; undo first what made it one")
-    return _derived(type(module), made, original.cls, what)
+    return _derived(type(module), ours, original.cls, what)
 
 
 # How to remove a library's hook of a module, by the attribute that holds the hook.
@@ -292,7 +290,7 @@ def _bypasses(module: torch.nn.Module) -> bool:
     """
     return (
         isinstance(module, torch.nn.TransformerEncoderLayer)
-        and _unfused(type(module)).forward is torch.nn.TransformerEncoderLayer.forward
+        and block_class(type(module)).forward is torch.nn.TransformerEncoderLayer.forward
         and any(isinstance(norm, LayerNorm) for norm in (module.norm1, module.norm2))
         and module.self_attn.batch_first
         and module.self_attn.in_proj_bias is not None
@@ -322,7 +320,7 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
         raise LeftAloneError(
             f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
         )
-    check_epsilon(module)
+    epsilons_of(module)
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if cls is not base and not calls_only(module, base):
@@ -361,10 +359,10 @@ def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _swap(path: str, module: torch.nn.Module, replacement: _Replacement, asked: bool) -> Swapped:
-    cls, given = replacement
+    cls, options = replacement
     old, attributes = type(module), vars(module)
-    had = {name: attributes[name] for name in given if name in attributes}
-    attributes[ORIGINAL] = _Original(old, cls, tuple(given), had, asked)
-    attributes.update(given)
+    had = {name: attributes[name] for name in options if name in attributes}
+    attributes[ORIGINAL] = _Original(old, cls, tuple(options), had, asked)
+    attributes.update(options)
     module.__class__ = class_for(cls, old)
     return Swapped(path, old, type(module))

@@ -14,6 +14,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 # Nodes that begin a scope of their own.
 SCOPES = (
@@ -22,28 +23,12 @@ SCOPES = (
 )
 
 
-def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function in the order of its text, without the contents of inner scopes."""
-    waiting: list[ast.AST] = list(reversed(definition.body))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, SCOPES):
-            waiting += reversed(list(ast.iter_child_nodes(node)))
-
-
-def call_of_norm(node: ast.AST, first: str) -> ast.Call | None:
-    """Return a node that is `self.norm(x)`, with one argument, or else None."""
+def call_of_norm(node: Any, first: str) -> Any:
+    """Return a node that is `self.norm(x)`, with one argument, or else None; `.func.attr` is the norm's name."""
     match node:
         case ast.Call(ast.Attribute(ast.Name(owner)), [argument], []):
             return node if owner == first and not isinstance(argument, ast.Starred) else None
     return None
-
-
-def norm_of(call: ast.Call) -> str:
-    """Return the name of the norm that a call `self.norm(x)` calls."""
-    assert isinstance(call.func, ast.Attribute)
-    return call.func.attr
 
 
 # Sums
@@ -68,11 +53,8 @@ class Sum:
 
 
 def sums_of(definition: ast.FunctionDef) -> tuple[Sum, ...]:
-    """Return the sums of a method, in the order of the text, without those of inner scopes."""
-    additions = (node for node in nodes_of(definition) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add))
-    sums: dict[ast.AST, Sum] = {node: Sum(node) for node in additions}
-    _Run(definition, sums)
-    return tuple(sums.values())
+    """Return the sums of a method, in the order in which they run, without those of inner scopes."""
+    return tuple(_Run(definition).sums)
 
 
 # Nodes that run no code that could change a tensor, once their parts have run. Attribute look-ups are assumed harmless.
@@ -85,11 +67,11 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.If)
 
 
 class _Run:
-    """A run through the text of a forward, which notes of each sum the norms it meets."""
+    """A run through the text of a forward, which notes its sums, and of each sum the norms it meets."""
 
-    def __init__(self, definition: ast.FunctionDef, sums: dict[ast.AST, Sum]) -> None:
+    def __init__(self, definition: ast.FunctionDef) -> None:
         self._first = definition.args.args[0].arg
-        self._sums = sums
+        self.sums: list[Sum] = []
         # The value of each variable: an expression's node, or an object for a value from elsewhere.
         self._values: dict[str, object] = {}
         # The norms that were called, each with its input.
@@ -123,14 +105,15 @@ class _Run:
         last, stored = self._last, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
         if isinstance(node, ast.Name) and stored:
             self._values[node.id] = node
-        elif isinstance(node, ast.BinOp) and node in self._sums:
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             operands = [self._value(node.left), self._value(node.right)]
-            self._last, self._passed = self._sums[node], []
-            self._last.inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
+            inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
+            self._last, self._passed = Sum(node, inputs=inputs), []
+            self.sums.append(self._last)
         elif not _is_idle(node) or (isinstance(node, ast.Attribute) and stored):
             self._last = None
-        if isinstance(node, ast.Call) and call_of_norm(node, self._first) is not None:
-            norm, value = norm_of(node), self._value(node.args[0])
+        if (call := call_of_norm(node, self._first)) is not None:
+            norm, value = call.func.attr, self._value(call.args[0])
             self._calls.append((norm, value))
             if last is not None and value is last.node:
                 last.behind, last.branches = norm, self._passed
@@ -176,41 +159,45 @@ class Modulation:
         node: the expression that modulates.
         call: the call of the norm.
         function: the function that modulates, a name with dots; None where it is written out.
-        given: the further positional arguments; scale and shift where they are written out.
-        named: the keyword arguments.
+        args: the further positional arguments; scale and shift where they are written out.
+        keywords: the keyword arguments.
         spent: the additions that are part of the modulation.
         before: the statement that only gives the norm's result its name.
     """
 
     node: ast.expr
-    call: ast.Call
+    call: Any
     function: ast.expr | None
-    given: list[ast.expr]
-    named: list[ast.keyword] = field(default_factory=list)
+    args: list[ast.expr]
+    keywords: list[ast.keyword] = field(default_factory=list)
     spent: tuple[ast.expr, ...] = ()
     before: ast.stmt | None = None
 
     @property
     def norm(self) -> str:
         """The name of the norm in its module."""
-        return norm_of(self.call)
+        name: str = self.call.func.attr
+        return name
 
 
 def modulations_of(definition: ast.FunctionDef) -> tuple[Modulation, ...]:
     """Return the places in a method where a norm's result is modulated."""
-    first = definition.args.args[0].arg
-    found: list[Modulation] = []
-    for node in (definition, *nodes_of(definition)):
-        if isinstance(node, ast.expr):
-            found += _matched(node, lambda rows: call_of_norm(rows, first))
-        # The statements of an inner scope are not this function's.
-        if node is definition or not isinstance(node, SCOPES):
-            for _, statements in ast.iter_fields(node):
-                found += _named_first(statements, first) if isinstance(statements, list) else ()
-    return tuple(found)
+    # Pickles of blocks hold positions in this order.
+    return tuple(_modulations_in(ast.Module(definition.body, []), definition.args.args[0].arg))
 
 
-def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Modulation]:
+def _modulations_in(node: ast.AST, first: str) -> Iterator[Modulation]:
+    """Yield the modulations within a node, without those of inner scopes."""
+    for _, statements in ast.iter_fields(node):
+        yield from _named_first(statements, first) if isinstance(statements, list) else ()
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.expr):
+            yield from _matched(inner, lambda rows: call_of_norm(rows, first))
+        if not isinstance(inner, SCOPES):
+            yield from _modulations_in(inner, first)
+
+
+def _named_first(statements: Iterable[Any], first: str) -> Iterator[Modulation]:
     """Yield the places where a statement names the norm's result and the next statement modulates the name."""
     for before, after in pairwise(statements):
         match before, after:
@@ -218,11 +205,11 @@ def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Modulati
                 call = call_of_norm(rows, first)
                 loads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
                 if call is not None and len(loads) == 1:
-                    calls: dict[ast.expr, ast.Call] = {loads[0]: call}
+                    calls: dict[ast.expr, Any] = {loads[0]: call}
                     yield from (replace(each, before=before) for each in _matched(value, calls.get))
 
 
-def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> Iterator[Modulation]:
+def _matched(node: ast.expr, source: Callable[[ast.expr], Any]) -> Iterator[Modulation]:
     """Yield the modulation that an expression is, if any.
 
     Args:
@@ -230,10 +217,10 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> I
         source: maps an expression to the call of a norm whose result the expression is, or to None.
     """
     if isinstance(node, ast.Call) and node.args and dotted(node.func):
-        call, given, named = source(node.args[0]), node.args[1:], node.keywords
-        beside = [*given, *(keyword.value for keyword in named if keyword.arg is not None)]
-        if call is not None and len(beside) == 2 == len(given) + len(named) and all(map(_is_quiet, beside)):
-            yield Modulation(node, call, node.func, given, named)
+        call, args, keywords = source(node.args[0]), node.args[1:], node.keywords
+        beside = [*args, *(keyword.value for keyword in keywords if keyword.arg is not None)]
+        if call is not None and len(beside) == 2 == len(args) + len(keywords) and all(map(_is_quiet, beside)):
+            yield Modulation(node, call, node.func, args, keywords)
     for product, shift in _terms(node, ast.Add):
         for rows, factor in _terms(product, ast.Mult):
             call, less = source(rows), _less_one(factor)
