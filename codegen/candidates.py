@@ -182,16 +182,16 @@ def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
     """
     least, most = _GROUP_VALUES[kind.direction]
     is_last = kind.layout == GROUP_LAYOUTS[True]
-    found = []
+    candidates = []
     for warps, most_block in product((1, 2, 4, 8, 16, 32), (512, 2048)):
         threads, block = warps * WARP, min(most_block, power_of_two(n))
         is_short = n <= min(_LONGEST_WHOLE_GROUP, _MOST_TILES[is_last] * block)
         if is_short and min(least * threads, 32 * warps) <= n <= most * threads:
-            found.append(Tile(_ONE_PASS, 1, block, warps))
+            candidates.append(Tile(_ONE_PASS, 1, block, warps))
     # With channels innermost, a program has several groups, because the channels of one group do not fill a memory
     # transaction.
     longest = 2 * n * (_GROUPS_BESIDE if is_last else 1)
     for (warps, block, held), runs in product(_GROUP_PARTS[kind.direction], _GROUP_RUNS[few]):
         if n >= _SHORTEST_IN_PARTS and block * held * runs < longest:
-            found.append(Tile(_TWO_PASS, runs, block, warps, held=held))
-    return list(dict.fromkeys(found))
+            candidates.append(Tile(_TWO_PASS, runs, block, warps, held=held))
+    return list(dict.fromkeys(candidates))

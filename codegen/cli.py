@@ -116,8 +116,8 @@ def _with_calls(verb: str, calls: CallsFile, again: str) -> int:
     return DONE
 
 
-def _joined(given: list[str] | None) -> str | None:
-    return None if given is None else ",".join(given)
+def _joined(names: list[str] | None) -> str | None:
+    return None if names is None else ",".join(names)
 
 
 def _write(manifest: Manifest, planned: Plan, again: str) -> int:
@@ -153,8 +153,8 @@ def _check(manifest: Manifest, planned: Plan, again: str) -> int:
         print(f"{_size(manifest)}: {planned.folder} is up to date")
         return DONE
     sys.stdout.writelines(planned.diff())
-    found = (("missing", planned.missing), ("changed", planned.changed), ("stale", planned.stale))
-    differs = [f"{len(names)} {what}" for what, names in found if names]
+    problems = (("missing", planned.missing), ("changed", planned.changed), ("stale", planned.stale))
+    differs = [f"{len(names)} {what}" for what, names in problems if names]
     if planned.foreign:
         differs.append(f"{len(planned.foreign)} not made by normforge ({planned.foreign_names}), to be moved elsewhere")
     sys.stdout.flush()
@@ -246,5 +246,5 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _without_check(prog: str, given: Sequence[str]) -> str:
-    return " ".join([prog, *(shlex.quote(argument) for argument in given if argument != "--check")])
+def _without_check(prog: str, argv: Sequence[str]) -> str:
+    return " ".join([prog, *(shlex.quote(argument) for argument in argv if argument != "--check")])

@@ -27,11 +27,11 @@ class _Once(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        given = namespace.__dict__.setdefault("_given", set())
-        if self.dest in given:
+        passed = namespace.__dict__.setdefault("_given", set())
+        if self.dest in passed:
             raise argparse.ArgumentError(self, "it is given twice; keep one of the two")
         if option_string:
-            given.add(self.dest)
+            passed.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
@@ -65,9 +65,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
             SystemExit: --help was asked for, or the arguments are no command; argparse has said so.
         """
-        given = self.parse_args(argv)
-        given.parser, given.argv = self, tuple(argv)
-        return given if self._resolve is None else self._resolve(self, given)
+        args = self.parse_args(argv)
+        args.parser, args.argv = self, tuple(argv)
+        return args if self._resolve is None else self._resolve(self, args)
 
 
 def options_given(namespace: argparse.Namespace) -> frozenset[str]:

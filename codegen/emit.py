@@ -54,9 +54,9 @@ class Rendered(str):
 
     def __new__(cls, text: str, shape: Sketch) -> Rendered:
         """Create a text with its shape."""
-        made = super().__new__(cls, text)
-        made.shape = shape
-        return made
+        rendered = super().__new__(cls, text)
+        rendered.shape = shape
+        return rendered
 
 
 def render_folder(instances: Sequence[Instance]) -> dict[str, str]:

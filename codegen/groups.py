@@ -78,8 +78,8 @@ class GroupMode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Return the pipelines that have kernels."""
-        found = (Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)
-        return found[:-1] if self.is_backward else found
+        pipelines = (Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)
+        return pipelines[:-1] if self.is_backward else pipelines
 
     @cached_property
     def name(self) -> str:
@@ -126,5 +126,5 @@ def mode_named(name: str) -> AnyMode:
     Raises:
         IllegalCombinationError: no mode has the name.
     """
-    found = next((mode for mode in group_modes() if mode.name == name), None)
-    return Mode.from_name(name) if found is None else found
+    mode = next((mode for mode in group_modes() if mode.name == name), None)
+    return Mode.from_name(name) if mode is None else mode

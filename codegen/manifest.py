@@ -85,13 +85,13 @@ class Manifest:
         """Return the instances; each name occurs once."""
         # Thousands of modes share a few kinds of tiles.
         tiles: dict[Hashable, dict[Bucket, tuple[tuple[str, Tiles], ...]]] = {}
-        made: list[Instance] = []
+        instances: list[Instance] = []
         for asked in self.asked:
             alike = tiled_alike(asked.mode)
             if alike not in tiles:
                 tiles[alike] = {bucket: tiles_of(asked.mode, bucket, self.tables) for bucket in self.buckets}
-            made += [Instance(asked.mode, bucket, tiles[alike][bucket]) for bucket in asked.groups]
-        return tuple(made)
+            instances += [Instance(asked.mode, bucket, tiles[alike][bucket]) for bucket in asked.groups]
+        return tuple(instances)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -195,19 +195,19 @@ def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _W
 
 
 def _expand(groups: list[Group]) -> tuple[Asked, ...]:
-    found: dict[AnyMode, Mapping[Bucket, Group]] = {}
+    modes: dict[AnyMode, Mapping[Bucket, Group]] = {}
     for group in groups:
         own = dict.fromkeys(group.buckets, group)
         for mode in _modes(group):
-            others = found.get(mode)
+            others = modes.get(mode)
             if others is None:
-                found[mode] = own
+                modes[mode] = own
                 continue
             for bucket in group.buckets:
                 if bucket in others:
                     raise _made_twice(f"{mode.name}_{bucket.name}", others[bucket], group)
-            found[mode] = _merged(own, others)
-    return tuple(map(Asked, found, found.values()))
+            modes[mode] = _merged(own, others)
+    return tuple(map(Asked, modes, modes.values()))
 
 
 def _modes(group: Group) -> Iterator[AnyMode]:

@@ -460,9 +460,9 @@ class Mode:
         Raises:
             IllegalCombinationError: no mode has the name.
         """
-        found = _names().fullmatch(name)
-        if found is not None:
-            parts = found.groupdict()
+        match = _names().fullmatch(name)
+        if match is not None:
+            parts = match.groupdict()
             dtype_in = DType(parts["dtype_in"][1:])
             values = {
                 "norm": next(norm for norm in Norm if norm.prefix == parts["norm"]),
@@ -475,10 +475,10 @@ class Mode:
                 },
             }
             with suppress(IllegalCombinationError):
-                made = cls(**values)
+                mode = cls(**values)
                 # Names do not repeat a dtype that is the default.
-                if made.name == name:
-                    return made
+                if mode.name == name:
+                    return mode
         raise IllegalCombinationError(
             f"no mode is called {name!r}; names are like ln_fwd_bf16 or rms_fwd_fp16_addst_mv"
         )

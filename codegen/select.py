@@ -82,18 +82,18 @@ def _matching(every: Sequence[Asked], globs: str) -> Sequence[Asked]:
     for glob in _parts(globs, "--filter"):
         matches = re.compile(fnmatch.translate(glob)).match
         head = re.split(r"[*?\[]", glob, maxsplit=1)[0]
-        found = [
+        matching = [
             (asked.mode, bucket)
             for asked in every
             if f"{asked.mode.name}_".startswith(head[: len(asked.mode.name) + 1])
             for bucket in asked.groups
             if matches(f"{asked.mode.name}_{bucket.name}")
         ]
-        if not found:
+        if not matching:
             near = _nearest(glob, [f"{asked.mode.name}_{bucket.name}" for asked in every for bucket in asked.groups])
             hint = "" if glob.endswith("*") else "; a glob must match a whole name, so end it in * to match a prefix"
             raise SelectionError(f"--filter {glob!r} matches no instance; the nearest are {', '.join(near)}{hint}")
-        for mode, bucket in found:
+        for mode, bucket in matching:
             kept.setdefault(mode, set()).add(bucket)
     return [asked.over(kept[asked.mode]) for asked in every if asked.mode in kept]
 

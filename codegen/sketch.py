@@ -128,8 +128,8 @@ class Sketch:
     def names(self, words: Mapping[str, str]) -> set[str]:
         """Return the functions that the filled text calls, and the constants that it holds."""
 
-        def word(found: re.Match[str]) -> str:
-            return words[found[1].replace(_DOT, ".")]
+        def word(match: re.Match[str]) -> str:
+            return words[match[1].replace(_DOT, ".")]
 
         return {_BLANK.sub(word, name) if "\x01" in name else name for name in self._names}
 

@@ -169,13 +169,13 @@ def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tup
     for text, pair in section.mapping(node, "ranges of row lengths, as first..last: tiles").items():
         bucket = read_range(section, text, pair.key, text)
         sizes = section.mapping(pair.value, "large: tile and small: tile")
-        for size, given in sizes.items():
+        for size, tile in sizes.items():
             if size not in _SIZES:
-                raise section.error(given.key, unknown("size of M", size, _SIZES))
+                raise section.error(tile.key, unknown("size of M", size, _SIZES))
         for size in (size for size in _SIZES if size in REQUIRED_SIZES):
             if size not in sizes:
                 raise section.error(pair.key, f"{text} has no tile for {size} M; add {size}: {{pipeline: ...}}")
-        tiles = {size: _read_tile(section, kind, arch, bucket, given.value) for size, given in sizes.items()}
+        tiles = {size: _read_tile(section, kind, arch, bucket, tile.value) for size, tile in sizes.items()}
         if "invariant" in tiles and not tiles["invariant"].pipeline.takes_rows_alike:
             raise section.error(
                 sizes["invariant"].value,
@@ -270,8 +270,8 @@ def tile_words(tile: Tile) -> dict[str, str | int]:
 
 def tiles_by_size(tiles: Tiles) -> dict[str, Tile]:
     """Return the tiles of a range by size of M, as tables have them, without absent ones."""
-    given = {size: getattr(tiles, size) for size in _SIZES}
-    return {size: tile for size, tile in given.items() if tile is not None}
+    by_size = {size: getattr(tiles, size) for size in _SIZES}
+    return {size: tile for size, tile in by_size.items() if tile is not None}
 
 
 def _flow(tile: Tile) -> str:

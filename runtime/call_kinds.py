@@ -92,13 +92,13 @@ def lines_of(kinds: Iterable[CallKind]) -> list[str]:
 
 def _document(alike: list[CallKind]) -> dict[str, Any]:
     first, classes = alike[0], {kind.rows for kind in alike}
-    found: dict[str, Any] = {"mode": first.mode, **first.size, "rows": [word for word in ROWS if word in classes]}
+    document: dict[str, Any] = {"mode": first.mode, **first.size, "rows": [word for word in ROWS if word in classes]}
     for name in ("dtypes", "strides"):
         if getattr(first, name):
-            found[name] = dict(getattr(first, name))
+            document[name] = dict(getattr(first, name))
     if first.misaligned:
-        found["misaligned"] = list(first.misaligned)
-    return {**found, "invariant": True} if first.invariant else found
+        document["misaligned"] = list(first.misaligned)
+    return {**document, "invariant": True} if first.invariant else document
 
 
 def read_line(line: str) -> Iterator[CallKind]:
@@ -150,10 +150,10 @@ def _size(document: Mapping[str, Any], name: str) -> int:
 
 
 def _words(document: Mapping[str, Any], name: str, legal: re.Pattern[str]) -> Words:
-    found = document.get(name, {})
-    if not isinstance(found, dict) or not all(_is(_NAME, key) and _is(legal, word) for key, word in found.items()):
-        raise ValueError(f"{name} is {found!r}, and takes words by the names of tensors")
-    return tuple(sorted(found.items()))
+    words = document.get(name, {})
+    if not isinstance(words, dict) or not all(_is(_NAME, key) and _is(legal, word) for key, word in words.items()):
+        raise ValueError(f"{name} is {words!r}, and takes words by the names of tensors")
+    return tuple(sorted(words.items()))
 
 
 def _is(legal: re.Pattern[str], word: object) -> bool:

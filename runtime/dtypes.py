@@ -67,16 +67,16 @@ def word(kind: type[E], argument: str, value: object) -> E:
     if isinstance(value, kind):
         return value
     words, codes = _WORDS[kind], _CODES.get(kind, {})
-    found: Enum | None = None
+    member: Enum | None = None
     if isinstance(value, str):
-        found = words.get(value)
+        member = words.get(value)
     elif type(value) is int:
         # No bool, although True == 1.
-        found = codes.get(value)
-    if found is None:
+        member = codes.get(value)
+    if member is None:
         raise ConflictError(f"{argument}={value!r} is no mode; it takes {_listed(words, codes)}")
-    assert isinstance(found, kind)
-    return found
+    assert isinstance(member, kind)
+    return member
 
 
 def _listed(words: dict[str, Enum], codes: dict[int, Enum]) -> str:

@@ -45,12 +45,12 @@ _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
 def _of_process(placeholder: re.Match[str]) -> str:
     """Return the replacement of a letter behind a % in NORMFORGE_RECORD."""
     letter, name = placeholder[1], os.environ["NORMFORGE_RECORD"]
-    found = {"p": str(os.getpid()), "r": os.environ.get("RANK"), "%": "%"}
-    if letter not in found:
+    values = {"p": str(os.getpid()), "r": os.environ.get("RANK"), "%": "%"}
+    if letter not in values:
         raise RecordError(
             f"NORMFORGE_RECORD={name!r} has {placeholder[0]!r}; it takes %p (the process's id), %r (its RANK) and %%"
         )
-    value = found[letter]
+    value = values[letter]
     if not value:
         raise RecordError(
             f"NORMFORGE_RECORD={name!r} has '%r', and RANK, which torchrun sets, is not set; write %p, the process's id"
@@ -127,11 +127,11 @@ def _path(variable: str, error: type[NormforgeError], replaced: str | None = Non
     Raises:
         NormforgeError: the given error; there can be no such path.
     """
-    given = os.environ.get(variable) if replaced is None else replaced
-    if not given:
+    value = os.environ.get(variable) if replaced is None else replaced
+    if not value:
         return None
     # An absolute or a home's path is what joining gives back.
-    return named(given if given.startswith("~") or _START is None else _START / given, error)
+    return named(value if value.startswith("~") or _START is None else _START / value, error)
 
 
 # An index or a recording of every kernel there is takes some MiB.

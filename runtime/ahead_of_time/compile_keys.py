@@ -154,18 +154,18 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
             "no GPU was found to compile for; name an architecture instead: compile_keys(..., arch='sm_90'), or "
             "normforge aot --arch sm_90 ..., whose folder the machine with the GPU loads"
         )
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    if found.type != "cuda":
+    gpu_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    if gpu_device.type != "cuda":
         raise DeviceError(f"device is {device!r}, and kernels are compiled for GPUs; pass one, 'cuda:0' say")
-    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-    if not target_of(found).compiles:
+    gpu_device = torch.device("cuda", torch.cuda.current_device() if gpu_device.index is None else gpu_device.index)
+    if not target_of(gpu_device).compiles:
         raise DeviceError("TRITON_INTERPRET=1 has kernels interpreted, and nothing is compiled; unset it")
-    return found
+    return gpu_device
 
 
 def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
     """Return the keys of modes at row lengths and shapes; see `compile_keys`."""
-    found: dict[KernelKey, CompileKey] = {}
+    keys: dict[KernelKey, CompileKey] = {}
     sized = list(pairs)
     groups = [mode for mode, _ in sized if isinstance(mode, GroupMode)]
     # Calls of a forward mode save statistics if its backward mode is listed too.
@@ -179,8 +179,8 @@ def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> li
                 ms = size.least_groups(plan.entry, deployment.rows)
             for word in (word for word in deployment.rows if word in ms):
                 for launcher in plan.prepared(ms[word]).launchers:
-                    _add(found, launcher, plan.n, plan.entry.name, word)
-    return list(found.values())
+                    _add(keys, launcher, plan.n, plan.entry.name, word)
+    return list(keys.values())
 
 
 def recorded_keys(
@@ -224,17 +224,17 @@ def recorded_keys_for(
     """Return `recorded_keys` for a known GPU."""
     files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
     classes = None if rows is None else classes_of_rows(listed("rows", rows))
-    found: dict[KernelKey, CompileKey] = {}
+    keys: dict[KernelKey, CompileKey] = {}
     for kind in recorded_kinds(listed("recorded", files), classes):
         for entry, launcher in launchers_of(kind, target):
-            _add(found, launcher, kind.n, entry.name, kind.rows)
-    return list(found.values())
+            _add(keys, launcher, kind.n, entry.name, kind.rows)
+    return list(keys.values())
 
 
-def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
-    known = found.get(launcher.key)
+def _add(keys: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
+    known = keys.get(launcher.key)
     instances, classes = ((), ()) if known is None else (known.instances, known.rows)
-    found[launcher.key] = CompileKey(
+    keys[launcher.key] = CompileKey(
         launcher.key,
         n,
         tuple(dict.fromkeys((*instances, instance))),

@@ -58,13 +58,13 @@ class GroupShape:
         Raises:
             ShapeError: the text has another form, or the groups do not divide the channels.
         """
-        found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             raise ShapeError(
                 f"shapes has {text!r}; it takes x's shape and how many groups a sample has, '2x320x64x64/32' say, or "
                 "'*x320x64x64/32' for any number of samples"
             )
-        samples, sizes, groups = found[1], [int(size) for size in found[2][1:].split("x")], int(found[3])
+        samples, sizes, groups = match[1], [int(size) for size in match[2][1:].split("x")], int(match[3])
         if sizes[0] % groups:
             raise ShapeError(f"shapes has {text!r}, and {groups} groups do not divide {sizes[0]} channels")
         return cls(None if samples == "*" else int(samples), sizes[0], tuple(sizes[1:]), groups)
@@ -89,24 +89,24 @@ class GroupShape:
         Raises:
             ConflictError: there is no such class.
         """
-        found = least_groups(entry, self.groups)
+        sizes = least_groups(entry, self.groups)
         if self.samples is not None:
             m = self.samples * self.groups
-            found = {ROWS[entry.size(m)]: m}
-        taken = {word: found[word] for word in asked if word in found}
+            sizes = {ROWS[entry.size(m)]: m}
+        taken = {word: sizes[word] for word in asked if word in sizes}
         if not taken:
             raise ConflictError(
-                f"shapes has {str(self)!r}, whose groups in all samples are {' or '.join(found)} ({FEW} is up to "
+                f"shapes has {str(self)!r}, whose groups in all samples are {' or '.join(sizes)} ({FEW} is up to "
                 f"{entry.small_m}, {SOME} up to {entry.some_m}), and rows has {', '.join(asked)} alone; add "
-                f"{next(iter(found))!r} to it"
+                f"{next(iter(sizes))!r} to it"
             )
         return taken
 
 
 def least_groups(entry: Entry, groups: int) -> dict[str, int]:
     """Return the fewest groups of whole samples for each class of M; "most" takes the kernels of "many"."""
-    found = entry.least_rows(groups)
-    return found | {MOST: found.get(MANY, groups)}
+    sizes = entry.least_rows(groups)
+    return sizes | {MOST: sizes.get(MANY, groups)}
 
 
 def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:
@@ -116,14 +116,14 @@ def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Itera
         ConflictError: a shape has no mode.
     """
     for shape in shapes:
-        found = [mode for mode in modes if mode.takes(shape.channels, shape.space)]
-        if not found:
+        served = [mode for mode in modes if mode.takes(shape.channels, shape.space)]
+        if not served:
             other = "without channels_last" if shape.space else "of channels_last"
             raise ConflictError(
                 f"shapes has {str(shape)!r}, and modes has {', '.join(mode.name for mode in modes)}; such an x lies as "
                 f"modes {other} have it: name one of those"
             )
-        yield from ((mode, shape) for mode in found)
+        yield from ((mode, shape) for mode in served)
 
 
 # A mode of rows with their length, or GroupNorm's with a shape.
@@ -136,10 +136,10 @@ def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     Raises:
         ConflictError: there are no values.
     """
-    found = tuple(values)
-    if not found:
+    items = tuple(values)
+    if not items:
         raise ConflictError(f"{name} is empty, which leaves no call to compile for; leave it out, or say something")
-    return found
+    return items
 
 
 def _lengths(n: Iterable[int]) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: It
     named = _named(listed("modes", modes), bool(lengths), bool(sizes))
     rows = [mode for mode in named if isinstance(mode, Mode)]
     groups = [mode for mode in named if isinstance(mode, GroupMode)]
-    for given, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
-        if given and not there:
+    for asked, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
+        if asked and not there:
             raise ConflictError(f"{what}, and modes has none of those; leave it out, or name such modes")
     return [*product(rows, lengths), *fitting(groups, sizes)]
 
@@ -180,7 +180,7 @@ def pairs_served(
         MissingInstanceError: no mode serves one of the shapes.
     """
     known = list(modes)
-    found: list[Pair] = [
+    pairs: list[Pair] = [
         (mode, length) for length in lengths for mode, serves in known if isinstance(mode, Mode) and serves(length)
     ]
     for shape in shapes:
@@ -190,12 +190,12 @@ def pairs_served(
                 f"no instance of {where or dispatch.loaded().where} is GroupNorm's of groups of {shape.n} elements, "
                 f"as {shape} has; name modes, gn_fwd_bf16 say, or leave it out"
             )
-        found += fitting(serving, [shape])
-    return found
+        pairs += fitting(serving, [shape])
+    return pairs
 
 
 def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) -> tuple[AnyMode, ...]:
-    found: dict[AnyMode, None] = {}
+    matched: dict[AnyMode, None] = {}
     for mode in modes:
         try:
             named: list[AnyMode] = [mode_named(name) for name in _matching(mode)] if isinstance(mode, str) else [mode]
@@ -214,15 +214,15 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
             )
         if not has_lengths and all(isinstance(each, Mode) for each in named):
             raise ConflictError(f"modes has {asked!r}, of rows, and n no length of those; pass n=[4096], or --n 4096")
-        found.update(dict.fromkeys(named))
-    return tuple(found)
+        matched.update(dict.fromkeys(named))
+    return tuple(matched)
 
 
 def _matching(name: str) -> list[str]:
     """Return the modes that match a name or a glob: modes of the table in use, or else of GroupNorm."""
     for names in _known():
-        if found := [each for each in names if fnmatchcase(each, name)]:
-            return found
+        if matching := [each for each in names if fnmatchcase(each, name)]:
+            return matching
     # A mode that the table lacks is generated on demand, or refused, as for a call.
     return [name]
 

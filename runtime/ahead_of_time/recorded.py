@@ -73,15 +73,15 @@ def _launchers(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[
     scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
     # A scale for all rows and a scale per row need the same compilations.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
-    given = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
-    facts = Facts(*given, invariant=kind.invariant, sizes=kind.size)
+    described = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
+    facts = Facts(*described, invariant=kind.invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
     least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
     m = least.get(kind.rows, 0)
     if m == 0:
         raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
-    made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
-    for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
+    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
+    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
         yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
 
 

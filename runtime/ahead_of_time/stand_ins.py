@@ -59,24 +59,24 @@ class RowPlaces:
             ConflictError: the entry names an argument without rows, or two of conflicting sizes, or holds no strides.
             ShapeError: rows would overlap.
         """
-        given = asked if isinstance(asked, Mapping) else {} if asked is None else {"x": asked}
-        steps = {name: _checked(name, step) for name, step in given.items()}
+        by_name = asked if isinstance(asked, Mapping) else {} if asked is None else {"x": asked}
+        steps = {name: _checked(name, step) for name, step in by_name.items()}
         sizes = max((step[1::2] for step in steps.values()), key=len, default=())
         for name, step in steps.items():
             if step[1::2] != sizes[len(sizes) - len(step[1::2]) :]:
                 raise ConflictError(
-                    f"row_strides has {given!r}, and {name} is of another shape than the tensor of {sizes} rows; "
+                    f"row_strides has {by_name!r}, and {name} is of another shape than the tensor of {sizes} rows; "
                     "pass the same sizes for both, from the last"
                 )
         # Two rows, because the stride of a single row says nothing.
-        found = cls((2, *sizes, n), steps)
+        rows = cls((2, *sizes, n), steps)
         for name, step in steps.items():
-            if rows_overlap(found.empty(name, torch.int8)):
+            if rows_overlap(rows.empty(name, torch.int8)):
                 less = f"less than N = {n}" if len(step) == 1 else f"whose rows of N = {n} overlap"
                 raise ShapeError(
                     f"row_strides has {', '.join(map(str, step))}, {less}; it takes N or more, or None for N itself"
                 )
-        return found
+        return rows
 
     def empty(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the stand-in of an argument that has rows."""

@@ -190,7 +190,7 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 _FOLLOWED = "normforge.layer_norm, rms_norm or another differentiable function"
 
 
-def refuse_transformed(**given: object) -> None:
+def refuse_transformed(**args: object) -> None:
     """Refuse tensors that a transform of torch.func wraps, which no kernel can read or write.
 
     Raises:
@@ -198,7 +198,7 @@ def refuse_transformed(**given: object) -> None:
     """
     if not transforming():
         return
-    for name, value in given.items():
+    for name, value in args.items():
         if isinstance(value, torch.Tensor) and is_transformed(value):
             raise TransformError(
                 f"{name} is wrapped by a transform of torch.func (vmap, grad, jvp, functionalize), which follows no "

@@ -64,7 +64,7 @@ class Call:
         m: rows.
         n: their length.
         wants: the results that it returns, by name.
-        given: what it was given, by name: of words the enums' members; None, or 0.0 for a number, where there is none.
+        args: its arguments by name: of words the members of enums; None, or 0.0 for a number, where there is none.
     """
 
     function: Function = field(repr=False)
@@ -72,30 +72,30 @@ class Call:
     m: int
     n: int
     wants: tuple[str, ...]
-    given: Mapping[str, Any]
+    args: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for what is no field alone. Of an object that is being copied, `given` is none yet.
-        given = self.__dict__.get("given", {})
-        if name not in given:
+        # Asked for what is no field alone. Of an object that is being copied, `args` is none yet.
+        args = self.__dict__.get("args", {})
+        if name not in args:
             raise AttributeError(f"a call has no {name!r}")
-        return given[name]
+        return args[name]
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The sizes that plans depend on: "n", or "channels", "groups" and "positions" of GroupNorm."""
-        found: Mapping[str, int] = self.given.get("sizes", {"n": self.n})
-        return found
+        sizes: Mapping[str, int] = self.args.get("sizes", {"n": self.n})
+        return sizes
 
     def tensors_read(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the call reads, by the names that callers use."""
         takes = self.function
-        there = [(name, self.given[name]) for name, _, _ in takes.tensors if self.given[name] is not None]
+        there = [(name, self.args[name]) for name, _, _ in takes.tensors if self.args[name] is not None]
         return {takes.arguments.get(name, name): tensor for name, tensor in there}
 
-    def given_with(self, **given: Any) -> Call:
+    def with_args(self, **changed: Any) -> Call:
         """Return the call with other arguments in place of some."""
-        return replace(self, given={**self.given, **given})
+        return replace(self, args={**self.args, **changed})
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype of a result; None if the call does not return the result."""
@@ -103,23 +103,23 @@ class Call:
             if result.name == name and name in self.wants:
                 if result.axis:
                     return stored_dtype(getattr(self.mode, result.axis))
-                dtype: torch.dtype | None = self.given[result.set_by] if result.set_by else None
-                like = [self.given[operand].dtype for operand in result.like if self.given[operand] is not None]
+                dtype: torch.dtype | None = self.args[result.set_by] if result.set_by else None
+                like = [self.args[operand].dtype for operand in result.like if self.args[operand] is not None]
                 return dtype or (like[0] if like else torch.float32)
         return None
 
 
-def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, packed: bool = False) -> Call:
+def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True, packed: bool = False) -> Call:
     """Check everything that a call was given; see `layernorm2d_fwd` for the errors.
 
     Args:
         function: the name of what is called.
-        given: its arguments, by name. What is missing is the default.
+        arguments: its arguments, by name. What is missing is the default.
         addressed: whether tensors have addresses. What a trace holds has none, and outputs that overlap are not found.
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes = FUNCTIONS[function]
-    args = {**dict(takes.defaults), **given}
+    args = {**dict(takes.defaults), **arguments}
     if addressed:
         refuse_transformed(**args)
     modulated = takes.family_name == "modulated"
@@ -271,7 +271,7 @@ def _check_places(call: Call, addressed: bool) -> None:
     """Check what is written to, against all that is read and what is written to besides."""
     others = call.tensors_read() if addressed else {}
     for name, result in call.function.places:
-        output, dtype = call.given[name], call.dtype_of(result)
+        output, dtype = call.args[name], call.dtype_of(result)
         if output is not None and dtype is not None:
             check_output(name, output, call.x, dtype, others, addressed)
             if addressed:
@@ -279,13 +279,13 @@ def _check_places(call: Call, addressed: bool) -> None:
 
 
 def check_normalised(
-    function: str, given: Mapping[str, Any], normalized_shape: Sequence[int] | None, *, kernel: bool
+    function: str, arguments: Mapping[str, Any], normalized_shape: Sequence[int] | None, *, kernel: bool
 ) -> tuple[int, ...]:
     """Check what a call of the functional API was given, and return normalized_shape as a tuple.
 
     Args:
         function: the name of the forward function of the same norm.
-        given: those of its arguments that are taken here too, by name; vectors are of normalized_shape.
+        arguments: those of its arguments that are taken here too, by name; vectors are of normalized_shape.
         normalized_shape: x's last dimensions; None is refused.
         kernel: whether a kernel is to run, which takes no float64.
 
@@ -296,7 +296,7 @@ def check_normalised(
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, or weight_offset none that is added to a weight.
     """
-    x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
+    x, dtypes = arguments["x"], FLOATS if kernel else _DOUBLE
     check_tensor("x", x)
     takes = function_named(function)
     other = f"which has no {takes.family_name} norm"
@@ -309,7 +309,7 @@ def check_normalised(
             "it takes the last dimensions of x, one or more"
         )
     for name, kind, _ in takes.tensors:
-        operand = given.get(name)
+        operand = arguments.get(name)
         if operand is not None:
             wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)
@@ -319,9 +319,9 @@ def check_normalised(
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)
             check_device(name, operand, x)
-    args = completed(function, given)
+    args = completed(function, arguments)
     for name, words, _ in takes.words:
-        if name in given:
+        if name in arguments:
             word(words, name, args[name])
     for name, least, most in takes.numbers:
         check_number(name, args[name], least=least, most=most)

@@ -17,83 +17,83 @@ from ..selection import dispatch, invariance
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .check import Call, check, refuse_gradient
-from .known import MISALIGNED, PLAIN, Found, Key, Tensors, remember
+from .known import MISALIGNED, PLAIN, Key, PlannedCall, Tensors, remember
 from .launch import of_no_rows, run, run_backward
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
 from .randomness import settled as settled_mask
 from .traced import function_traced, is_dynamo_compiling
 
-Given = Mapping[str, Any]
+Args = Mapping[str, Any]
 
 
-def first(family: Family, norm: str, key: Key | None, given: Given) -> Any:
+def first(family: Family, norm: str, key: Key | None, args: Args) -> Any:
     """Run a call of a function of a norm alone that is not known.
 
     Args:
         family: the rows of the function, `FORWARD` or `BACKWARD`.
         norm: the norm's word.
         key: the key that the call was looked up by; None if the call cannot be known.
-        given: the arguments by name.
+        args: the arguments by name.
 
     Raises:
         NormforgeError: as `layernorm2d_fwd` and `layernorm2d_bwd` list them.
     """
     # An operator may take what no kernel does.
-    if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
-        return function_traced(family, norm, given)
-    return launched(family, norm, key, given)
+    if dispatch_modes() or any(sees_operators(args.get(row.name)) for row in family.operands):
+        return function_traced(family, norm, args)
+    return launched(family, norm, key, args)
 
 
-def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
+def traced_forward(norm: str, **args: Any) -> LayerNormOutput:
     """Run a forward call that TorchDynamo follows, as an operator."""
-    outputs: LayerNormOutput = function_traced(FORWARD, norm, _with_mask(given, draws=True))
+    outputs: LayerNormOutput = function_traced(FORWARD, norm, _with_mask(args, draws=True))
     return outputs
 
 
-def traced_backward(norm: str, **given: Any) -> NormGradients:
+def traced_backward(norm: str, **args: Any) -> NormGradients:
     """Run a backward call that TorchDynamo follows, as an operator."""
-    gradients: NormGradients = function_traced(BACKWARD, norm, _with_mask(given, draws=False))
+    gradients: NormGradients = function_traced(BACKWARD, norm, _with_mask(args, draws=False))
     return gradients
 
 
-def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
+def _with_mask(args: dict[str, Any], *, draws: bool) -> dict[str, Any]:
     """Return the arguments, what the mask of a dropout follows from being settled."""
-    p, rng = given.get("dropout_p", 0.0), given.get("dropout_rng")
+    p, rng = args.get("dropout_p", 0.0), args.get("dropout_rng")
     if p != 0.0 or rng is not None or type(p) is not float:
-        given["dropout_p"], given["dropout_rng"] = settled_mask(p, rng, given["x"], draws=draws)
-    return given
+        args["dropout_p"], args["dropout_rng"] = settled_mask(p, rng, args["x"], draws=draws)
+    return args
 
 
 @eager_only
-def launched(family: Family, norm: str, key: Key | None, given: Given, *, packed: bool = False) -> Any:
+def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: bool = False) -> Any:
     """Launch a call that nothing sees; of a backward call that is packed, rstd holds the means too, if any."""
-    call = check(family.functions[Norm(norm)], _resolved(family, given), packed=packed)
+    call = check(family.functions[Norm(norm)], _resolved(family, args), packed=packed)
     refuse_gradient(call)
     require_device(call.x)
     if family.direction is Direction.FORWARD:
         lies = as_invariant(call)
-        results = run(*prepared(lies, key if lies is call else None, given), lies.out, lies.residual_out)
+        results = run(*prepared(lies, key if lies is call else None, args), lies.out, lies.residual_out)
         return results if lies is call else _landed(call, results)
     if call.m == 0:
         return of_no_rows(call)
     x = call.x
     if call.dy is None:
         # One row of zeros, of stride 0, serves as all rows.
-        key, call = None, call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
+        key, call = None, call.with_args(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
     if packed:
         mean, rstd = unpacked(call.rstd, call.m)
-        call = call.given_with(mean=mean, rstd=rstd)
+        call = call.with_args(mean=mean, rstd=rstd)
     lies = as_invariant(call)
-    return run_backward(*prepared(lies, key if lies is call else None, given))
+    return run_backward(*prepared(lies, key if lies is call else None, args))
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
     """Return the results of a call of copies, copied to the places that were passed."""
     for place, result in passed.function.places:
-        own, made = passed.given[place], getattr(results, result)
-        if own is not None and own is not made:
-            results = results._replace(**{result: own.copy_(made)})
+        own, computed = passed.args[place], getattr(results, result)
+        if own is not None and own is not computed:
+            results = results._replace(**{result: own.copy_(computed)})
     return results
 
 
@@ -108,7 +108,7 @@ def settled(call: Call) -> Call:
     of_rows = [row.name for row in rows if row.kind.has_row_stride]
     # The copy of a place is written to, and the results are copied from there to the place that was passed.
     copies = copies_of({row.name: getattr(call, row.name) for row in rows}, call.n, of_rows)
-    return call.given_with(**copies) if copies else call
+    return call.with_args(**copies) if copies else call
 
 
 def copies_of(tensors: Mapping[str, torch.Tensor | None], n: int, of_rows: Collection[str]) -> dict[str, torch.Tensor]:
@@ -134,13 +134,13 @@ def lies_so(tensor: torch.Tensor, n: int, *, of_rows: bool) -> bool:
     return not of_rows or all(stride % row_alignment(n) == 0 for size, stride in leading if size > 1)
 
 
-def prepared(call: Call, key: Key | None, given: Given) -> Found:
+def prepared(call: Call, key: Key | None, args: Args) -> PlannedCall:
     """Plan a call that was checked, make calls like it known, and return what launches take.
 
     Args:
         call: the call, of tensors that kernels read and write.
         key: the key that the call was looked up by; None for a call that cannot be known.
-        given: the arguments that the call was looked up with, by name.
+        args: the arguments that the call was looked up with, by name.
 
     Raises:
         LayoutError: a tensor has no memory.
@@ -150,7 +150,7 @@ def prepared(call: Call, key: Key | None, given: Given) -> Found:
     tensors: Tensors = tuple([getattr(call, row.name) for row in rows])
     addresses = tuple([address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, tensors, strict=True)])
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
-    passed: Tensors = tuple([given.get(row.name) for row in rows])
+    passed: Tensors = tuple([args.get(row.name) for row in rows])
     there = [tensor for tensor in passed if tensor is not None]
     # A copy has not the layout that the key is of.
     if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):
@@ -158,17 +158,17 @@ def prepared(call: Call, key: Key | None, given: Given) -> Found:
         remember(plans, key, passed, _free(rows, passed, call.x), vectors, plan)
     inputs = len(family.inputs)
     numbers = [float(getattr(call, row.name)) for row in family.parameters if row.kind is Kind.NUMBER]
-    return cast("Found", (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers))
+    return cast("PlannedCall", (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers))
 
 
-def refuse_foreign(family: Family, given: Given) -> None:
+def refuse_foreign(family: Family, args: Args) -> None:
     """Refuse tensors that an operator can be given, and a kernel not.
 
     Raises:
         DTypeError: there is one.
     """
     for row in family.operands:
-        if sees_operators(tensor := given.get(row.name)):
+        if sees_operators(tensor := args.get(row.name)):
             raise DTypeError(
                 f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it wraps"
             )
@@ -181,9 +181,9 @@ def resolved(tensor: Any) -> Any:
     return tensor.resolve_neg() if is_asked else tensor
 
 
-def _resolved(family: Family, given: Given) -> dict[str, Any]:
+def _resolved(family: Family, args: Args) -> dict[str, Any]:
     inputs = {row.name for row in family.inputs}
-    return {name: resolved(value) if name in inputs else value for name, value in given.items()}
+    return {name: resolved(value) if name in inputs else value for name, value in args.items()}
 
 
 def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[int]:

@@ -161,6 +161,6 @@ def function_named(name: str) -> Function:
     return FUNCTIONS[name]
 
 
-def completed(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def completed(function: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a function by name, completed by defaults."""
-    return {**dict(function_named(function).defaults), **given}
+    return {**dict(function_named(function).defaults), **args}

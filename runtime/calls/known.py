@@ -43,7 +43,7 @@ Pattern = tuple[list["int | None"], list["int | None"]]
 Patterns = list[Pattern]
 # A plan, the addresses of what is read, these tensors, x's shape and its rows, eps and weight_offset; behind them
 # dropout_p where the family has it.
-Found = tuple[Any, Addresses, Tensors, torch.Size, int, float, float]
+PlannedCall = tuple[Any, Addresses, Tensors, torch.Size, int, float, float]
 
 
 class Known:

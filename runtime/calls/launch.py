@@ -63,11 +63,11 @@ run_recorded = partial(run, packed=True)
 Recorded = tuple[torch.Tensor, "torch.Tensor | None", torch.Tensor, bool]
 
 
-def recorded_of(found: Any) -> Recorded:
+def recorded_of(planned: Any) -> Recorded:
     """Launch a call that was looked up or planned, for autograd to record."""
-    y, total, _, _, statistics = run_recorded(*found)
+    y, total, _, _, statistics = run_recorded(*planned)
     assert statistics is not None
-    return y, total, statistics, found[0].is_invariant
+    return y, total, statistics, planned[0].is_invariant
 
 
 def run_backward(
@@ -88,8 +88,8 @@ def run_backward(
     if dropout_p:
         of_dropped = make_of(shape, plan.dtypes[-1])
         ddropped = None if of_dropped is None else plan.empty(*of_dropped)
-        (given,) = addresses_of((ddropped,)) if sized.layout.by_address else (ddropped,)
-        numbers = (weight_offset, dropout_p, given)
+        (further,) = addresses_of((ddropped,)) if sized.layout.by_address else (ddropped,)
+        numbers = (weight_offset, dropout_p, further)
     return make_output(NormGradients, (*run_sized(plan, sized, addresses, tensors, numbers), ddropped))
 
 
@@ -115,9 +115,9 @@ class Ready(NamedTuple):
         sized = self.at(x.shape)
         if sized is None:
             return None
-        given = self.inputs(with_statistics(addresses, sized.layout.to_rstd))
+        inputs = self.inputs(with_statistics(addresses, sized.layout.to_rstd))
         tensors = self.inputs((*arrived, None, arrived[-1]))
-        return self.order((*run_sized(self.plan, sized, given, tensors), None))
+        return self.order((*run_sized(self.plan, sized, inputs, tensors), None))
 
 
 def with_statistics(addresses: Sequence[int], to_rstd: int) -> tuple[int, ...]:
@@ -178,9 +178,9 @@ def run_sized(
         pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
         pieces, absent = [*pieces, exchange], None
     rows = len(written) - layout.sums
-    given = (*read, *written[:rows], *pieces, *own, *numbers)
+    inputs = (*read, *written[:rows], *pieces, *own, *numbers)
     for launch, grid in layout.steps:
-        launch(grid, given)
+        launch(grid, inputs)
     if layout.finish is not None:
         launch, grid = layout.finish
         launch(grid, layout.adds((layout.programs, absent, *written[rows:], *pieces)))
@@ -206,5 +206,5 @@ def _as_tensors(
     for name in plan.as_bytes:
         tensor = by_name[name]
         by_name[name] = None if tensor is None else tensor.view(torch.uint8)
-    found = tuple(by_name.values())
-    return found[: len(tensors)], list(found[len(tensors) :])
+    ordered = tuple(by_name.values())
+    return ordered[: len(tensors)], list(ordered[len(tensors) :])

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ..codegen.tables import ABSENT, FREE, Table
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from . import launch
-from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, Tensors, addresses_of, picking
+from .known import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, addresses_of, picking
 from .outputs import NormGradients
 from .overlap import may_write
 
@@ -77,7 +77,7 @@ class Lookup:
         """Make and keep what follows from which operands are None."""
         looks = self.table.looks
         places = [at for at, is_absent in enumerate(pattern) if not is_absent]
-        found = _Present(
+        present = _Present(
             mask=sum(1 << at for at in places),
             pick=picking(places),
             in_vectors=[self.table.in_vectors[at] for at in places],
@@ -86,8 +86,8 @@ class Lookup:
             of_rows=picking([at for at in places if looks[at] <= _SCALE]),
             scales=[at for at in places if looks[at] == _SCALE],
         )
-        self._patterns[pattern] = found
-        return found
+        self._patterns[pattern] = present
+        return present
 
     @eager_only
     def call(self, *arguments: Any) -> Any:
@@ -98,11 +98,11 @@ class Lookup:
             arguments = (*arguments[:at], *self.settled(p, rng, arguments[self._x]), *arguments[at + 2 :])
         if table.wants >= 0 and arguments[table.wants].__class__ is list:
             arguments = (*arguments[: table.wants], tuple(arguments[table.wants]))
-        key, _, found = self._look_up(table.norm, arguments, ())
-        if found is not None:
+        key, _, planned = self._look_up(table.norm, arguments, ())
+        if planned is not None:
             if table.rstd >= 0:
-                return launch.run_backward(*found)
-            plan, addresses, tensors, shape, m, eps, offset, dropout_p = found
+                return launch.run_backward(*planned)
+            plan, addresses, tensors, shape, m, eps, offset, dropout_p = planned
             out, residual_out = self._places((*arguments, None))
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
@@ -111,7 +111,7 @@ class Lookup:
         return self.otherwise(key, *arguments)
 
     @eager_only
-    def find(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, bool, Found | None]:
+    def find(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, bool, PlannedCall | None]:
         """Look a call of the functional API up.
 
         Returns:
@@ -120,11 +120,11 @@ class Lookup:
         """
         norm, *others = options
         if self.table.residual < 0:
-            key, _, found = self._look_up(norm, (*operands, *others), ())
-            return key, False, found
+            key, _, planned = self._look_up(norm, (*operands, *others), ())
+            return key, False, planned
         records = is_grad_enabled()
-        key, known, found = self._look_up(norm, (*operands, *others), (records,))
-        return key, found is not None and records and known.trains, found
+        key, known, planned = self._look_up(norm, (*operands, *others), (records,))
+        return key, planned is not None and records and known.trains, planned
 
     @eager_only
     def normalise(self, operands: Sequence[Any], options: Sequence[Any], normalized_shape: Sequence[int] | None) -> Any:
@@ -133,23 +133,23 @@ class Lookup:
         Arguments need no check before: a call that would copy or refuse something is not known. A normalized_shape of
         None is x's last dimension where there is a residual, and is refused elsewhere.
         """
-        _, records, found = self.find(operands, options)
+        _, records, planned = self.find(operands, options)
         residual = operands[self.table.residual]
-        if found is None or (normalized_shape is None and residual is None):
+        if planned is None or (normalized_shape is None and residual is None):
             return None
-        if normalized_shape is not None and not is_last(normalized_shape, found[3]):
+        if normalized_shape is not None and not is_last(normalized_shape, planned[3]):
             return None
         if records:
-            return self.record(operands, options, launch.recorded_of(found))
-        y, total, *_ = launch.run(*found)
+            return self.record(operands, options, launch.recorded_of(planned))
+        y, total, *_ = launch.run(*planned)
         return y if residual is None else (y, total)
 
     @eager_only
     def gradients(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, NormGradients | None]:
         """Return the key of a backward pass, or None; and the gradients, or None if no pass like it is known."""
         norm, *others = options
-        key, _, found = self._look_up(norm, (*operands, *others), ())
-        return key, None if found is None else launch.run_backward(*found)
+        key, _, planned = self._look_up(norm, (*operands, *others), ())
+        return key, None if planned is None else launch.run_backward(*planned)
 
     @eager_only
     def known_gradients(self, arrived: Tensors, args: Any, due: tuple[bool, ...]) -> tuple[Key, Any]:
@@ -221,16 +221,16 @@ class Lookup:
         for at, look in present.sized:
             if not _is_sized(tensors[at], look, shape):
                 return key, None, None
-        bits, found = 0, []
+        bits, pointers = 0, []
         for tensor, is_vector in zip(there, present.in_vectors, strict=True):
             at = tensor.data_ptr()
             # A tensor without memory is of no call that is known.
             if not at:
                 return key, None, None
-            found.append(at)
+            pointers.append(at)
             if is_vector:
                 bits |= at
-        addresses = present.spread((*found, 0))
+        addresses = present.spread((*pointers, 0))
         plan = known.plan_at(*self._vectors(addresses)) if bits & MISALIGNED else known.plan
         if plan is None:
             return key, None, None

@@ -180,20 +180,20 @@ def scale_columns(mode: Mode, n: int) -> int:
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """Return the results of a call, made by `make` and not by kernels; None for results that are not asked for."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
-    made: list[torch.Tensor | None] = []
+    results: list[torch.Tensor | None] = []
     for row in call.function.family.results:
         dtype = call.dtype_of(row.name)
         # A gradient of another kind has the shape of its operand, which may have one of several.
-        shape = shapes.get(row.kind) if row.kind in shapes or dtype is None else call.given[row.like[0]].shape
-        made.append(None if dtype is None else make(shape, dtype=dtype))
+        shape = shapes.get(row.kind) if row.kind in shapes or dtype is None else call.args[row.like[0]].shape
+        results.append(None if dtype is None else make(shape, dtype=dtype))
     if call.mode.dtype_out.packs > 1:
-        made[0] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
+        results[0] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
     scale_dtype = call.dtype_of("y_scale")
     if call.mode.group_size.code and scale_dtype is not None:
         columns = scale_columns(call.mode, call.n)
         scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
-        made[QuantisedOutput._fields.index("y_scale")] = scale
-    return tuple(made)
+        results[QuantisedOutput._fields.index("y_scale")] = scale
+    return tuple(results)
 
 
 def dtypes_of(operands: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, ...]:

@@ -38,13 +38,13 @@ class Prepared(NamedTuple):
     """The kernels for one class of M, ready to be launched.
 
     Attributes:
-        made: their recipes.
+        assembly: their recipes.
         launchers: of each recipe, in order.
         launches: how each is launched.
         by_address: whether launches take addresses, and not tensors.
     """
 
-    made: Assembly
+    assembly: Assembly
     launchers: tuple[Launcher, ...]
     launches: tuple[Launch, ...]
     by_address: bool
@@ -195,18 +195,18 @@ class Plan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         facts, on = self._facts, self._launches_on
-        made = assemble(facts, self.entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
+        assembly = assemble(facts, self.entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
         if on is not None:
             sizes, name = self.sizes, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
-        recipes = (*made.walkers, *([made.finisher] if made.finisher else ()))
+        recipes = (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ()))
         launchers = tuple([Launcher(self.entry.load(each.part), each, self._target, on) for each in recipes])
         launches = [launcher.launch for launcher in launchers if launcher.launch is not None]
         by_address = len(launches) == len(launchers)
         if not by_address:
             launches = [launcher.launch_tensors for launcher in launchers]
-        self._prepared[size] = found = Prepared(made, launchers, tuple(launches), by_address)
-        return found
+        self._prepared[size] = prepared = Prepared(assembly, launchers, tuple(launches), by_address)
+        return prepared
 
     def _at(self, shape: torch.Size) -> Sized:
         m = shape.numel() // self.n
@@ -227,26 +227,26 @@ class Plan:
         if m == 0:
             # For no rows nothing is to be compiled.
             return Layout()
-        made, _, launches, by_address = self.prepared(m)
-        each = made.programs(m, parts)
+        assembly, _, launches, by_address = self.prepared(m)
+        each = assembly.programs(m, parts)
         programs = parts * each
         columns = self.sizes.get("channels", self.n)
-        section, term = aligned_length(programs * columns), aligned_length(made.terms(m))
+        section, term = aligned_length(programs * columns), aligned_length(assembly.terms(m))
         starts: list[int | None] = []
         length = 0
         for dtype in self.sum_dtypes:
             starts.append(None if dtype is None else length)
             length += 0 if dtype is None else section
-        for _ in made.row_terms:
+        for _ in assembly.row_terms:
             starts.append(length)
             length += term
-        exchange = 0 if made.exchange is None else made.exchange(m)
+        exchange = 0 if assembly.exchange is None else assembly.exchange(m)
         steps = [
             (_with_numbers(launch, numbers), grid)
-            for launch, recipe in zip(launches, made.walkers, strict=False)
+            for launch, recipe in zip(launches, assembly.walkers, strict=False)
             for grid, numbers in _rounds(recipe, m, programs)
         ]
-        finisher = made.finisher
+        finisher = assembly.finisher
         return Layout(
             steps=tuple(steps),
             finish=None if finisher is None else (launches[-1], self._finishing_grid(finisher.grid(m, each), parts)),
@@ -282,11 +282,11 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
     strides = tuple(_row_strides(call).values())
     sizes, plans = tuple(call.sizes.items()), dispatch.plans
     key = ("parts", call.mode, sizes, dtypes, strides, frozenset(misaligned), call.x.device)
-    found: tuple[Plan, ...] = plans.get(key, ())
-    if not found:
-        found = (Plan(call, misaligned),)
-        dispatch.remember(plans, key, found)
-    return found[0]
+    known: tuple[Plan, ...] = plans.get(key, ())
+    if not known:
+        known = (Plan(call, misaligned),)
+        dispatch.remember(plans, key, known)
+    return known[0]
 
 
 def _rounds(recipe: Recipe, m: int, programs: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:

@@ -60,31 +60,31 @@ def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Te
         return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **options)
 
 
-def _state(given: Any, x: Any, *, draws: bool) -> Any:
+def _state(rng: Any, x: Any, *, draws: bool) -> Any:
     if not isinstance(x, torch.Tensor):
-        return given
-    if isinstance(given, torch.Tensor):
-        check_random("dropout_rng", given, x)
-        return given
+        return rng
+    if isinstance(rng, torch.Tensor):
+        check_random("dropout_rng", rng, x)
+        return rng
     refuse_sharded(x)
-    if isinstance(given, torch.Generator):
-        if given.device.type != x.device.type:
+    if isinstance(rng, torch.Generator):
+        if rng.device.type != x.device.type:
             raise DeviceError(
-                f"dropout_rng is a generator of {given.device} and x on {x.device}; pass one of x's device, "
+                f"dropout_rng is a generator of {rng.device} and x on {x.device}; pass one of x's device, "
                 f"torch.Generator({str(x.device)!r})"
             )
-        return drawn(x, given) if draws else None
-    if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
+        return drawn(x, rng) if draws else None
+    if not isinstance(rng, tuple) or len(rng) != 2 or not all(type(number) is int for number in rng):
         raise DTypeError(
-            f"dropout_rng is {given!r}; it takes (seed, offset), an int64 tensor of the two, or a torch.Generator"
+            f"dropout_rng is {rng!r}; it takes (seed, offset), an int64 tensor of the two, or a torch.Generator"
         )
-    for name, number in zip(("seed", "offset"), given, strict=True):
+    for name, number in zip(("seed", "offset"), rng, strict=True):
         if not -(2**63) <= number < 2**64:
             raise ConflictError(f"dropout_rng has {name} {number}; it takes 64 bits")
     # Filled on the device: a copy from the host would be waited for, and cannot be captured in a CUDA graph.
     with _beside(x):
         state = torch.empty(2, dtype=torch.int64, device=x.device)
-    for place, number in enumerate(given):
+    for place, number in enumerate(rng):
         state[place].fill_(number - 2**64 if number > _LARGEST_I64 else number)
     return state
 

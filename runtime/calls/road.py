@@ -23,7 +23,7 @@ from .argument_checks import check_output
 from .check import Call, check, refuse_gradient
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
-from .known import MISALIGNED, PLAIN, Found, Key
+from .known import MISALIGNED, PLAIN, Key, PlannedCall
 from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
@@ -72,9 +72,9 @@ def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: b
     return others
 
 
-def _launch(found: Found, options: Options, places: Places) -> LayerNormOutput:
+def _launch(planned: PlannedCall, options: Options, places: Places) -> LayerNormOutput:
     out, residual_out, *_ = places
-    return run(*found, out=out, residual_out=residual_out)
+    return run(*planned, out=out, residual_out=residual_out)
 
 
 def _nothing(*_: Any) -> NoReturn:
@@ -82,8 +82,8 @@ def _nothing(*_: Any) -> NoReturn:
     raise AssertionError("calls without gradients are never recorded")
 
 
-def _record(calls: FamilyCalls, operands: Operands, options: Options, found: Found | None) -> Any:
-    return record((calls.recording, (calls, options, found)), *operands)
+def _record(calls: FamilyCalls, operands: Operands, options: Options, planned: PlannedCall | None) -> Any:
+    return record((calls.recording, (calls, options, planned)), *operands)
 
 
 class FamilyCalls(NamedTuple):
@@ -116,7 +116,7 @@ class FamilyCalls(NamedTuple):
     options: tuple[str, ...]
     output: Any = LayerNormOutput
     check: Callable[[Call, Places, bool], object] = check_places
-    launch: Callable[[Found, Options, Places], Any] = _launch
+    launch: Callable[[PlannedCall, Options, Places], Any] = _launch
     eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     args: Callable[..., Any] = _nothing
@@ -124,18 +124,18 @@ class FamilyCalls(NamedTuple):
     record: Callable[..., Any] = _record
     looked_up: tuple[int | None, int | None] = (None, None)
 
-    def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
+    def find(self, operands: Operands, options: Options) -> tuple[Key | None, PlannedCall | None]:
         """Return the key of a call, or None; and what `launch.run` takes of a known call, or None of another."""
         rows, count = self.looked_up
-        key, _, found = getattr(native.calls, self.name).find(operands[:rows], options[:count])
-        return key, found if found is None or rows is None else with_rng(found, operands[-1])
+        key, _, planned = getattr(native.calls, self.name).find(operands[:rows], options[:count])
+        return key, planned if planned is None or rows is None else with_rng(planned, operands[-1])
 
 
-def with_rng(found: Found, rng: Any) -> Found:
+def with_rng(planned: PlannedCall, rng: Any) -> PlannedCall:
     """Complete what a look-up found of a call with a dropout, whose seed and offset it does not see."""
-    plan, addresses, tensors, *others = found
+    plan, addresses, tensors, *others = planned
     complete = (plan, (*addresses[:-1], address_of("dropout_rng", rng)), (*tensors[:-1], rng), *others)
-    return cast("Found", complete)
+    return cast("PlannedCall", complete)
 
 
 # By their names.
@@ -144,7 +144,7 @@ _ROWS: dict[str, FamilyCalls] = {}
 
 def calls_of(family: Family, **own: Any) -> FamilyCalls:
     """Return the row of a family; `own` is what the family's parameters do not say."""
-    found = {
+    facts = {
         "name": family.name,
         # By the word.
         "functions": {norm.value: name for norm, name in family.functions.items()},
@@ -152,8 +152,8 @@ def calls_of(family: Family, **own: Any) -> FamilyCalls:
         "inputs": tuple([row.name for row in family.inputs if row.functional]),
         "options": tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
     }
-    made = FamilyCalls(**(found | own))
-    return _ROWS.setdefault(made.name, made)
+    calls = FamilyCalls(**(facts | own))
+    return _ROWS.setdefault(calls.name, calls)
 
 
 @constant_in_traces
@@ -166,21 +166,21 @@ def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
 def named(calls: FamilyCalls, operands: Operands, options: Options) -> dict[str, Any]:
     """Return the arguments of a call by the names of its rows, the norm left out."""
     _, names = _function_of(calls.name, options[0])
-    given = dict(zip(names, (*operands, *options[1:]), strict=True))
+    args = dict(zip(names, (*operands, *options[1:]), strict=True))
     if options[0] == "layer":
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
-        del given["weight_offset"]
-    return given
+        del args["weight_offset"]
+    return args
 
 
-def operands_of(calls: FamilyCalls, given: Mapping[str, Any]) -> Operands:
+def operands_of(calls: FamilyCalls, args: Mapping[str, Any]) -> Operands:
     """Return the tensors of a call, given its arguments by name."""
-    return tuple([given.get(name) for name in calls.inputs])
+    return tuple([args.get(name) for name in calls.inputs])
 
 
-def options_of(calls: FamilyCalls, norm: str, given: Mapping[str, Any]) -> Options:
+def options_of(calls: FamilyCalls, norm: str, args: Mapping[str, Any]) -> Options:
     """Return the options of a call, given its arguments by name; 0 for a number that the norm lacks."""
-    return (norm, *[given.get(name, 0.0) for name in calls.options])
+    return (norm, *[args.get(name, 0.0) for name in calls.options])
 
 
 def as_operands(operands: Operands) -> Operands:
@@ -193,15 +193,15 @@ def normalise_known(calls: FamilyCalls, operands: Operands, options: Options) ->
     # A proxy of torch.fx records whatever it is asked.
     if operands[0].__class__ not in PLAIN:
         return None
-    _, _, found = getattr(native.calls, calls.name).find(operands, options)
-    return None if found is None else normalise_found(calls, operands, options, found)
+    _, _, planned = getattr(native.calls, calls.name).find(operands, options)
+    return None if planned is None else normalise_planned(calls, operands, options, planned)
 
 
-def normalise_found(calls: FamilyCalls, operands: Operands, options: Options, found: Found) -> Any:
+def normalise_planned(calls: FamilyCalls, operands: Operands, options: Options, planned: PlannedCall) -> Any:
     """Launch a call that was found, recording it where `options` ask for statistics: y, and the sum if there is one."""
     if options[-1]:
-        return record_at_once((calls.recording, (calls, options, found)), *operands)
-    y, total, *_ = run(*found)
+        return record_at_once((calls.recording, (calls, options, planned)), *operands)
+    y, total, *_ = run(*planned)
     return y if total is None else (y, total)
 
 
@@ -215,14 +215,16 @@ def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """
     # Resolved here, where autograd sees it, and not by what launches.
     rows = as_operands(tuple(map(resolved, operands)))
-    found: Found | None = None
+    planned: PlannedCall | None = None
     if not intercepted(*rows):
         # Copies may be like the tensors of a call before.
-        key, found = calls.find(rows, options)
-        found = found or prepared(calls, rows, options, key)
+        key, planned = calls.find(rows, options)
+        planned = planned or prepared(calls, rows, options, key)
     if options[-1]:
-        return calls.record(calls, rows, options, found)
-    return normalise_traced(calls, rows, options) if found is None else normalise_found(calls, rows, options, found)
+        return calls.record(calls, rows, options, planned)
+    return (
+        normalise_traced(calls, rows, options) if planned is None else normalise_planned(calls, rows, options, planned)
+    )
 
 
 def normalise_traced(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
@@ -241,25 +243,25 @@ def operate(
     calls: FamilyCalls, operands: Operands, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """Call the operator of a function, and return y, the sum if there is one, and the statistics that it saved."""
-    given = named(calls, operands, options)
-    given["out_dtype"] = _out_dtype(options[0], given)
-    if "cast" in given:
-        given["cast"] = word(Cast, "cast", given["cast"]).value
+    args = named(calls, operands, options)
+    args["out_dtype"] = _out_dtype(options[0], args)
+    if "cast" in args:
+        args["cast"] = word(Cast, "cast", args["cast"]).value
     function, _ = _function_of(calls.name, options[0])
-    y, *others = operated(function, given)
-    sums = given.get("residual") is not None
+    y, *others = operated(function, args)
+    sums = args.get("residual") is not None
     return y, others[0] if sums else None, others[sums:]
 
 
-def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
+def _out_dtype(norm: str, args: Mapping[str, Any]) -> torch.dtype | None:
     """Return y's dtype, which autocast has a say in unless y is quantised; None for the default."""
-    quantises = "fquant" in given and word(FusedQuant, "fquant", given["fquant"]).quantises
-    dtype: torch.dtype | None = given["out_dtype"]
-    return dtype if dtype is not None or quantises else result_dtype(norm, given["x"])
+    quantises = "fquant" in args and word(FusedQuant, "fquant", args["fquant"]).quantises
+    dtype: torch.dtype | None = args["out_dtype"]
+    return dtype if dtype is not None or quantises else result_dtype(norm, args["x"])
 
 
 @eager_only
-def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key | None) -> Found:
+def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key | None) -> PlannedCall:
     """Check a call, make its kind known, and return what `launch.run` and `recorded_of` are to be given.
 
     Args:
@@ -272,20 +274,20 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     native.start()
-    given = named(calls, operands, options)
-    given["out_dtype"] = _out_dtype(options[0], given)
-    call = check(calls.functions[options[0]], given)
+    args = named(calls, operands, options)
+    args["out_dtype"] = _out_dtype(options[0], args)
+    call = check(calls.functions[options[0]], args)
     require_device(call.x)
     lies = as_invariant(call)
     # The seed and offset of a mask are settled behind the look-up.
-    return planned(lies, key if lies is call else None, {**given, "dropout_rng": None})
+    return planned(lies, key if lies is call else None, {**args, "dropout_rng": None})
 
 
 def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Return all outputs of a call that autograd does not see, known or not."""
-    key, found = calls.find(operands, options)
+    key, planned = calls.find(operands, options)
     places = tuple([None] * len(calls.output._fields))
-    return calls.launch(found or prepared(calls, operands, options, key), options, places)
+    return calls.launch(planned or prepared(calls, operands, options, key), options, places)
 
 
 def options_2d(operands: Operands, options: Options) -> Options:
@@ -310,38 +312,36 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, places
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
-    given = named(calls, operands, options)
+    args = named(calls, operands, options)
     if is_dynamo_compiling() or intercepted(*operands, *places):
-        call = _checked(calls, given, options, places, addressed=False)
+        call = _checked(calls, args, options, places, addressed=False)
         results: Any = operated_as(calls.functions[options[0]], call, calls.output._fields)
         for at, place in enumerate(places):
             if place is not None and results[at] is not None:
                 # Scales may be wanted in another shape.
                 results[at] = place.copy_(results[at] if at < 2 else results[at].view(place.shape))
         return calls.output(*results)
-    _, _, found = getattr(native.calls, calls.name).find(operands, options)
-    if found is None or records(operands) or any(place is not None for place in places):
-        _checked(calls, given, options, places, addressed=True)
-    if found is None:
+    _, _, planned = getattr(native.calls, calls.name).find(operands, options)
+    if planned is None or records(operands) or any(place is not None for place in places):
+        _checked(calls, args, options, places, addressed=True)
+    if planned is None:
         rows = tuple(map(resolved, operands))
-        key, found = calls.find(rows, options)
-        found = found or prepared(calls, rows, options, key)
-    return calls.launch(found, options, places)
+        key, planned = calls.find(rows, options)
+        planned = planned or prepared(calls, rows, options, key)
+    return calls.launch(planned, options, places)
 
 
-def _checked(
-    calls: FamilyCalls, given: Mapping[str, Any], options: Options, places: Places, *, addressed: bool
-) -> Call:
+def _checked(calls: FamilyCalls, args: Mapping[str, Any], options: Options, places: Places, *, addressed: bool) -> Call:
     """Check all arguments of a call, and where its outputs go."""
-    call = check(calls.functions[options[0]], given, addressed=addressed)
+    call = check(calls.functions[options[0]], args, addressed=addressed)
     refuse_gradient(call)
     calls.check(call, places, addressed)
     return call
 
 
-def launch_recorded(call: tuple[FamilyCalls, Options, Found | None], operands: Operands) -> Launched:
+def launch_recorded(call: tuple[FamilyCalls, Options, PlannedCall | None], operands: Operands) -> Launched:
     """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
-    calls, options, found = call
-    y, total, statistics, is_invariant = run_seen(calls, operands, options) if found is None else recorded_of(found)
+    calls, options, planned = call
+    y, total, statistics, is_invariant = run_seen(calls, operands, options) if planned is None else recorded_of(planned)
     args = calls.args(options, dtypes_of(operands), y.dtype)
     return y, total, (*calls.saved(operands, total), statistics), args, is_invariant

@@ -169,9 +169,9 @@ def gradients(
         return known
     problem = backward.problem(saved, args, dy, dresidual_out, due)
     done = launched(backward, problem, saved[0].shape, args.weight_offset, learnt)
-    made = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
-    learn(plans, learnt, done, made)
-    return made
+    grads = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
+    learn(plans, learnt, done, grads)
+    return grads
 
 
 def launched(
@@ -281,12 +281,12 @@ def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(
-    found: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Sequence[bool]
+    grads: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Sequence[bool]
 ) -> Gradients:
     """Return the gradients that are due, each in the dtype of its operand."""
     return [
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
-        for gradient, dtype, needed in zip(found, dtypes, due, strict=True)
+        for gradient, dtype, needed in zip(grads, dtypes, due, strict=True)
     ]
 
 

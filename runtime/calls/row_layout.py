@@ -64,15 +64,15 @@ def group_stride(name: str, tensor: torch.Tensor) -> RowStride:
 
 def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Sizes and strides of the leading dimensions, where neighbours that one stride walks are one."""
-    found: list[tuple[int, int]] = []
+    collapsed: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         if size == 1:
             continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
+        if collapsed and collapsed[-1][1] == size * stride:
+            collapsed[-1] = (collapsed[-1][0] * size, stride)
         else:
-            found.append((size, stride))
-    return found
+            collapsed.append((size, stride))
+    return collapsed
 
 
 def as_rows(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:

@@ -54,9 +54,9 @@ def operator(name: str) -> Any:
     return getattr(torch.ops.normforge, f"{name}{INVARIANT}" if is_on() else name).default
 
 
-def operated(function: str, given: Mapping[str, Any]) -> Any:
+def operated(function: str, arguments: Mapping[str, Any]) -> Any:
     """Call the operator of a function by named arguments, completed by defaults, and return its results."""
-    args = completed(function, given)
+    args = completed(function, arguments)
     return operator(function)(*[args[name] for name in function_named(function).passed])
 
 
@@ -65,38 +65,38 @@ def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
 
     A field is None if the call does not return such a result.
     """
-    made = iter(operated(function, args_of(call)))
-    return [next(made) if name in call.wants else None for name in fields]
+    outputs = iter(operated(function, args_of(call)))
+    return [next(outputs) if name in call.wants else None for name in fields]
 
 
-def function_traced(family: Family, norm: str, given: Mapping[str, Any]) -> Any:
+def function_traced(family: Family, norm: str, arguments: Mapping[str, Any]) -> Any:
     """Run a call of a function of a norm alone as one operator, given its arguments by name.
 
     Overlap of outputs is not looked for.
     """
     function = family.functions[Norm(norm)]
-    call = check(function, given, addressed=False)
+    call = check(function, arguments, addressed=False)
     refuse_gradient(call)
     if call.function.direction is Direction.BACKWARD:
         return NormGradients(*operated_as(function, call, NormGradients._fields))
     places = call.function.places
-    if all(call.given[name] is None for name, _ in places):
+    if all(call.args[name] is None for name, _ in places):
         return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
     args = args_of(call)
     results: dict[str, Any] = {}
     for name, result in places:
         dtype = call.dtype_of(result)
         place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
-        results[result] = place if call.given[name] is None else call.given[name]
-    made = operator(f"{function}_into")(*[args[name] for name in call.function.passed], *results.values())
+        results[result] = place if call.args[name] is None else call.args[name]
+    outputs = operator(f"{function}_into")(*[args[name] for name in call.function.passed], *results.values())
     others = [name for name in LayerNormOutput._fields if name not in results]
-    results |= {name: value if name in call.wants else None for name, value in zip(others, made, strict=True)}
+    results |= {name: value if name in call.wants else None for name, value in zip(others, outputs, strict=True)}
     return LayerNormOutput(**results)
 
 
 def args_of(call: Call) -> dict[str, Any]:
     """Return the arguments of a call as operators take them."""
-    args = dict(call.given)
+    args = dict(call.args)
     for name, _, _ in call.function.words:
         args[name] = args[name].value
     if "wants" in args:

@@ -130,7 +130,7 @@ def _checked(function: str, args: Mapping[str, Any]) -> Call | None:
 
 def _rounds_first_to(call: Call) -> torch.dtype | None:
     """Return the dtype that rows are rounded to before the weight multiplies them."""
-    dy = call.given.get("dy")
+    dy = call.args.get("dy")
     return rounded_to(call.mode.cast, call.dtype_of("y") or (call.x if dy is None else dy).dtype, call.x.dtype)
 
 

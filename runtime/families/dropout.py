@@ -55,16 +55,16 @@ def _gradients(
     operands = (dy, total, weight, statistics, nothing, dresidual_out, rng)
     wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
     options = (norm, weight_offset, cast, residual_dtype, bias_dtype, wants, p, x_dtype)
-    key, found = None, None
+    key, grads = None, None
     if dy is None:
-        found = _of_the_sum(dresidual_out, p, rng, nothing)
+        grads = _of_the_sum(dresidual_out, p, rng, nothing)
     elif torch.is_grad_enabled():
-        found = _by_formula(operands, options)
+        grads = _by_formula(operands, options)
     elif not is_dynamo_compiling():
-        key, found = native.calls.dropped_gradients.gradients(operands, options)
-    if found is None:
-        found = gradients_first(_BACKWARD, key, operands, options, _by_formula)
-    return rounded((found.ddropped, found.dweight, found.dbias, found.dx, found.dx_bias, None), dtypes, due)
+        key, grads = native.calls.dropped_gradients.gradients(operands, options)
+    if grads is None:
+        grads = gradients_first(_BACKWARD, key, operands, options, _by_formula)
+    return rounded((grads.ddropped, grads.dweight, grads.dbias, grads.dx, grads.dx_bias, None), dtypes, due)
 
 
 # x, residual and x_bias make the sum.
@@ -109,11 +109,11 @@ def normalise_known(
     ):
         return None
     full = full_options(operands, options, records(operands), p)
-    _, _, found = native.calls.dropped.find(operands, full)
-    if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
+    _, _, planned = native.calls.dropped.find(operands, full)
+    if planned is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
     _, rng = settled(p, rng, x)
-    return road.normalise_found(CALLS, (*operands, rng), full, road.with_rng(found, rng))
+    return road.normalise_planned(CALLS, (*operands, rng), full, road.with_rng(planned, rng))
 
 
 def dropping(dropout: Dropout) -> Dropping:

@@ -262,12 +262,12 @@ def plain_gradients(
         ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
         ("ddropped", ddropped, (None if dropout is None else dropout.dtype) or x.dtype),
     )
-    made = {
+    grads = {
         name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)
         for name, rows, dtype in exact
         if name in wants
     }
-    return NormGradients(*[made.get(name) for name in NormGradients._fields])
+    return NormGradients(*[grads.get(name) for name in NormGradients._fields])
 
 
 # Gated norms: y = norm(x) * act(gate), or y = norm(x * act(gate)).
@@ -308,13 +308,13 @@ def gated_gradients(
     else:
         y = h if weight is None else h * weight
         dgate = dy * (y if saved.bias is None else y + saved.bias.float())
-    made = (
+    grads = (
         ds * factor if is_before else ds,
         dgate * _slope(args.activation, gate) if due[1] else None,
         None if saved.weight is None else over_rows(of_affine * h, saved.weight.dim()),
         None if saved.bias is None else over_rows(of_affine, saved.bias.dim()),
     )
-    return rounded(made, args.dtypes, due)
+    return rounded(grads, args.dtypes, due)
 
 
 def _activated(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
@@ -487,5 +487,5 @@ def differentiated(
     if not pairs or not wanted:
         return [None] * len(inputs)
     results, gradients = zip(*pairs, strict=True)
-    made = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
-    return [next(made) if needed else None for needed in is_due]
+    grads = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
+    return [next(grads) if needed else None for needed in is_due]

@@ -55,5 +55,5 @@ class InParts(NamedTuple):
         kept = self.saved(*tensors, *unpacked_of(tensors[0], statistics))
         if dy is None or by_formula or not self.takes(kept, dy, dresidual_out):
             return self.formula(kept, args, dy, dresidual_out, due)
-        found: Gradients = self.gradients(kept, args, (dy, dresidual_out), due, learnt)
-        return found
+        grads: Gradients = self.gradients(kept, args, (dy, dresidual_out), due, learnt)
+        return grads

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
 from ..calls.first import launched, resolved
-from ..calls.known import Found, Key
+from ..calls.known import Key, PlannedCall
 from ..calls.launch import Recorded, recorded_of
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from ..calls.record import arrived_in_memory, records, reentering
@@ -60,7 +60,7 @@ def named(operands: Operands, options: Options) -> dict[str, Any]:
 
 def as_operands(operands: Operands, dimensions: int) -> Operands:
     """Return operands as forward functions take them, with the last `dimensions` of x flattened to N."""
-    found = [
+    values = [
         None
         if operand is None
         else operand.flatten().contiguous()
@@ -68,7 +68,7 @@ def as_operands(operands: Operands, dimensions: int) -> Operands:
         else as_rows(operand, dimensions)
         for kind, operand in zip(_kinds(), operands, strict=True)
     ]
-    return cast("Operands", tuple(found))
+    return cast("Operands", tuple(values))
 
 
 @eager_only
@@ -86,10 +86,10 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
     calls, p, rng = drops or (CALLS, (), ())
-    made = road.normalise(calls, (*rows, *rng), full_options(rows, options, records(rows), *p))
-    if not isinstance(made, tuple):
-        return unflattened(made, shape)
-    return tuple([unflattened(each, shape) for each in made])
+    result = road.normalise(calls, (*rows, *rng), full_options(rows, options, records(rows), *p))
+    if not isinstance(result, tuple):
+        return unflattened(result, shape)
+    return tuple([unflattened(each, shape) for each in result])
 
 
 def full_options(operands: Operands, options: Options, saves: bool, *p: float) -> road.Options:
@@ -228,9 +228,9 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
 _record_seen = _recording(applied(_Normalise), applied(_AddNormalise))
 
 
-def _record(_: Any, operands: Any, options: Any, found: Found | None) -> Any:
+def _record(_: Any, operands: Any, options: Any, planned: PlannedCall | None) -> Any:
     """Record a call that is not known."""
-    return _record_seen(operands, options[:-2], None if found is None else recorded_of(found))
+    return _record_seen(operands, options[:-2], None if planned is None else recorded_of(planned))
 
 
 # The look-up itself finds out if a residual is added and if statistics are saved.
@@ -297,11 +297,11 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         # Recorded only if a gradient of the gradient may be asked for.
         differentiable: NormGradients = _differentiable_gradients_of(options, *operands)
         return differentiable
-    key, found = None, None
+    key, grads = None, None
     if not is_dynamo_compiling():
-        key, found = native.calls.gradients.gradients(operands, options)
+        key, grads = native.calls.gradients.gradients(operands, options)
     return (
-        gradients_first(_BACKWARD, key, operands, options, eager.plain_gradients_of_packed) if found is None else found
+        gradients_first(_BACKWARD, key, operands, options, eager.plain_gradients_of_packed) if grads is None else grads
     )
 
 
@@ -331,12 +331,12 @@ def gradients_first(
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may match the gradients of an earlier call.
-        found: NormGradients | None
-        key, found = getattr(native.calls, rows.name).gradients(copies, options)
-        if found is not None:
-            return found
-    made: NormGradients = launched(BACKWARD, options[0], key, road.named(rows, copies, options), packed=True)
-    return made
+        grads: NormGradients | None
+        key, grads = getattr(native.calls, rows.name).gradients(copies, options)
+        if grads is not None:
+            return grads
+    packed: NormGradients = launched(BACKWARD, options[0], key, road.named(rows, copies, options), packed=True)
+    return packed
 
 
 # Indexed by the batch invariance of the call.
@@ -350,15 +350,15 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     """Compute `gradients_of` by an operator, because a dispatch mode sees operators."""
-    given = road.named(rows, operands, options)
+    args = road.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
-        given[name] = walkable_gradient(given[name])
-    x = given["x"]
-    given["mean"], given["rstd"] = (
+        args[name] = walkable_gradient(args[name])
+    x = args["x"]
+    args["mean"], args["rstd"] = (
         None if statistic is None else statistic.view(x.shape[:-1])
-        for statistic in unpacked(given["rstd"], x.numel() // x.shape[-1])
+        for statistic in unpacked(args["rstd"], x.numel() // x.shape[-1])
     )
-    wants, given["wants"] = given["wants"], list(given["wants"])
-    given["cast"] = word(Cast, "cast", given["cast"]).value
-    found = iter(operated(rows.functions[options[0]], given))
-    return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])
+    wants, args["wants"] = args["wants"], list(args["wants"])
+    args["cast"] = word(Cast, "cast", args["cast"]).value
+    grads = iter(operated(rows.functions[options[0]], args))
+    return NormGradients(*[next(grads) if name in wants else None for name in NormGradients._fields])

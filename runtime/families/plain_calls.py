@@ -55,9 +55,9 @@ def dropped_add_normalise(
 ) -> Any:
     """Run `add_normalise` with a dropout of x; `asked` is dropout_p, dropout_rng and return_mask."""
     if not (is_dynamo_compiling() or asked[2]):
-        found = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
-        if found is not None:
-            return found
+        result = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
+        if result is not None:
+            return result
     if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
     return _first(operands, normalized_shape, options, adds=True, asked=asked)
@@ -82,8 +82,8 @@ def normalise(
         options: the norm's word and the other arguments. out_dtype is y's; None is as `layer_norm` says.
         module: the module that is called; None for a function.
     """
-    found = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
-    return normalise_first(operands, normalized_shape, options, module) if found is None else found
+    result = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
+    return normalise_first(operands, normalized_shape, options, module) if result is None else result
 
 
 def normalise_cast_before_weight(
@@ -164,30 +164,30 @@ def _first(
         # Drawn once nothing else can be refused.
         dropout_p, rng = settled(*asked[:2], x)
         if rng is None:
-            found = normalise(operands, normalized_shape, options)
-            return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
+            result = normalise(operands, normalized_shape, options)
+            return (*result, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else result
         drops = Dropout(dropout_p, rng)
     if not kernel:
-        found = eager.plain(operands, shape, options, drops)
+        result = eager.plain(operands, shape, options, drops)
     elif left or becomes_operator(*operands):
-        found = _seen(operands, shape, options, left, drops)
+        result = _seen(operands, shape, options, left, drops)
     else:
         resolved: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
-        found = recorded.normalise(operands, shape, resolved, None if drops is None else dropout.dropping(drops))
+        result = recorded.normalise(operands, shape, resolved, None if drops is None else dropout.dropping(drops))
     if drops is None or asked is None or not asked[2]:
-        return found
+        return result
     rows = (*x.shape[: -len(shape)], math.prod(shape))
-    return (*found, dropout_mask(rows, drops.p, drops.rng).view(x.shape))
+    return (*result, dropout_mask(rows, drops.p, drops.rng).view(x.shape))
 
 
 def _checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
     """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
     norm, eps, *_ = options
     with unrecorded():
-        given = named(operands, options)
+        args = named(operands, options)
         if eps is None and norm == "rms":
-            del given["eps"]
-        return check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel)
+            del args["eps"]
+        return check_normalised(FORWARD_OF[norm], args, normalized_shape, kernel=kernel)
 
 
 def _as_floats(options: Options) -> Options:
@@ -235,10 +235,10 @@ def by_parts(
         dimensions: how many are normalised together.
     """
     frame = Frame(function, {row.name: operand for row, operand in zip(rows, operands, strict=True)}, dimensions)
-    made = run(tuple([frame.part(row.kind, operand) for row, operand in zip(rows, operands, strict=True)]))
-    if isinstance(made, tuple):
-        return tuple([frame.whole(Kind.ROWS, each) for each in made])
-    return frame.whole(Kind.ROWS, made)
+    result = run(tuple([frame.part(row.kind, operand) for row, operand in zip(rows, operands, strict=True)]))
+    if isinstance(result, tuple):
+        return tuple([frame.whole(Kind.ROWS, each) for each in result])
+    return frame.whole(Kind.ROWS, result)
 
 
 def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
@@ -254,8 +254,8 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
     kernel = backend(x) == "kernel"
     left = left_to_torch(operands)
     with unrecorded():
-        given = road.named(calls, operands, options)
-        check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
+        args = road.named(calls, operands, options)
+        check_normalised(calls.functions[options[0]], args, x.shape[-1:], kernel=kernel and not left)
     numbers = ("eps", "weight_offset")
     pairs = zip(calls.options, options[1:], strict=True)
     floats = (options[0], *[float(value) if name in numbers else value for name, value in pairs])
@@ -299,20 +299,20 @@ def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:
     return strange and has_torch_function(operands)
 
 
-def handed_on(name: str, operands: tuple[Any, ...], given: dict[str, Any], positional: int) -> Any:
+def handed_on(name: str, operands: tuple[Any, ...], args: dict[str, Any], positional: int) -> Any:
     """Return the result of an operand's `__torch_function__` for a call.
 
     Args:
         name: the name of the public function that was called.
         operands: its tensors.
-        given: its arguments by name; those that it lacks have their defaults.
+        args: its arguments by name; those that it lacks have their defaults.
         positional: how many of them are handed on without.
     """
     # Public functions stand on this module, which cannot import them.
     function = getattr(sys.modules[__name__.rsplit(".", 2)[0]], name)
-    names = [name for name in inspect.signature(function).parameters if name in given]
-    first = [given[name] for name in names[:positional]]
-    return handle_torch_function(function, operands, *first, **{name: given[name] for name in names[positional:]})
+    names = [name for name in inspect.signature(function).parameters if name in args]
+    first = [args[name] for name in names[:positional]]
+    return handle_torch_function(function, operands, *first, **{name: args[name] for name in names[positional:]})
 
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:

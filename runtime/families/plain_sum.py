@@ -13,7 +13,7 @@ import torch
 
 from ..calls import native
 from ..calls.backend import backend, intercepted, left_to_torch
-from ..calls.known import Found
+from ..calls.known import PlannedCall
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.record import records
 from ..calls.road import prepared
@@ -41,19 +41,19 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
-    made: Any = native.calls.added_ahead.normalise(operands, options, None)
-    if made is None:
+    result: Any = native.calls.added_ahead.normalise(operands, options, None)
+    if result is None:
         if not _served(operands, options):
             return None
         is_recorded = records(operands)
-        found = _found(operands, options, is_recorded)
-        made = _record(operands, options, recorded_of(found)) if is_recorded else run(*found)
-    first, second, *_ = made
+        planned = _planned(operands, options, is_recorded)
+        result = _record(operands, options, recorded_of(planned)) if is_recorded else run(*planned)
+    first, second, *_ = result
     # A call without a gradient returns y and the sum.
     return (first, second) if isinstance(second, tuple) else (second, (first, None))
 
 
-def _found(operands: Operands, options: Options, is_recorded: bool) -> Found:
+def _planned(operands: Operands, options: Options, is_recorded: bool) -> PlannedCall:
     """Check and plan a call that is not known, and make its kind known."""
     key, _, _ = native.calls.added_ahead.find(operands, options)
     return prepared(CALLS, operands, full_options(operands, options, is_recorded), key)
@@ -85,7 +85,7 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
     both: tuple[torch.Tensor, torch.Tensor] | None
     both = native.calls.added_ahead.normalise(operands, options, operands[0].shape[-1:])
     if both is None and _served(operands, options):
-        both = _record(operands, options, recorded_of(_found(operands, options, True)))
+        both = _record(operands, options, recorded_of(_planned(operands, options, True)))
     return both
 
 

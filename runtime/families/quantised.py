@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from ..calls import road
 from ..calls.argument_checks import check_device, check_dtype, check_tensor, check_written
 from ..calls.check import Call
-from ..calls.known import MISALIGNED, Found
+from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Places, calls_of
@@ -37,8 +37,8 @@ def forward(operands: Any, options: Options, places: Places) -> QuantisedOutput:
         places = (*places[:2], None)
     group = ScaleGroup.NONE.value if group_size is None else group_size
     options = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales)
-    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
-    return found
+    result: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
+    return result
 
 
 def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
@@ -121,9 +121,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
+def _launch(planned: PlannedCall, options: Options, places: Places) -> QuantisedOutput:
     """Allocate the outputs that have no place, and launch the kernel of the plan."""
-    plan, addresses, tensors, shape, m, eps, weight_offset = found
+    plan, addresses, tensors, shape, m, eps, weight_offset = planned
     leading, (out, residual_out, y_scale, *_) = shape[:-1], places
     layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
     make = partial(_new, plan.empty)

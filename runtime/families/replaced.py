@@ -80,8 +80,8 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _new(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> torch.nn.Module:
-    made = class_for(ours, replaced)
-    return made.__new__(made)
+    module_class = class_for(ours, replaced)
+    return module_class.__new__(module_class)
 
 
 def own(module: torch.nn.Module, name: str) -> Any:
@@ -103,15 +103,15 @@ def class_for(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> t
 @cache
 def _derived(ours: Any, replaced: Any) -> type[torch.nn.Module]:
     both = (ours, replaced)
-    made: type[torch.nn.Module] = derived(*both, (_new, both), _normforge_serves=both)
-    return made
+    derived_class: type[torch.nn.Module] = derived(*both, (_new, both), _normforge_serves=both)
+    return derived_class
 
 
 def class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of normforge's that a module is of; any other module's own class."""
     cls = type(module)
-    made: tuple[type[torch.nn.Module], ...] = vars(cls).get("_normforge_serves", (cls,))
-    return made[0]
+    classes: tuple[type[torch.nn.Module], ...] = vars(cls).get("_normforge_serves", (cls,))
+    return classes[0]
 
 
 def name_of(cls: type) -> str:

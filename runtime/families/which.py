@@ -38,10 +38,10 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     kind = word(Norm, "norm", norm)
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
-    given = bound.arguments
-    if "dropout_p" in given:
-        given["dropout_p"], given["dropout_rng"] = described(given["dropout_p"], given["dropout_rng"], given["x"])
-    call = check(FORWARD.functions[kind], given)
+    args = bound.arguments
+    if "dropout_p" in args:
+        args["dropout_p"], args["dropout_rng"] = described(args["dropout_p"], args["dropout_rng"], args["x"])
+    call = check(FORWARD.functions[kind], args)
     if not functional:
         refuse_gradient(call)
     else:

@@ -61,9 +61,9 @@ def _around(serve: Norm, original: Callable[..., Any], norm: Any, *arguments: An
     """Call a norm's forward_cuda by a kernel, or else by the original with the same arguments."""
     # torch.compile traces SGLang's own operators here, which SGLang's passes recognise.
     if not is_dynamo_compiling() and _serves_as_asked():
-        found = _served(serve, norm, *arguments, **named)
-        if found is not None:
-            return found
+        result = _served(serve, norm, *arguments, **named)
+        if result is not None:
+            return result
     return original(norm, *arguments, **named)
 
 

@@ -129,8 +129,8 @@ def _swap_layer_norm() -> None:
 
     def forward_cuda(self: Any, x: Tensor) -> Tensor:
         """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
-        found = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
-        y: Tensor = base.forward_cuda(self, x) if found is None else found
+        normalised = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
+        y: Tensor = base.forward_cuda(self, x) if normalised is None else normalised
         return y
 
     own = {"__module__": __name__, "__doc__": "Its LayerNorm on a generated kernel.", "forward_cuda": forward_cuda}

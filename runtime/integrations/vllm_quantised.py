@@ -55,9 +55,9 @@ def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor |
         columns or in NVFP4's tiles has two dimensions, a scale in MXFP8's tiles has one, of bytes. For static
         quantisation the scale is the layer's own `input_scale`.
     """
-    found = _quantised(norm, x, linear, residual)
-    if found is not None:
-        return found
+    result = _quantised(norm, x, linear, residual)
+    if result is not None:
+        return result
     return norm(x) if residual is None else norm(x, residual)
 
 
@@ -88,10 +88,10 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
         return None
     # A byte holds two elements of NVFP4.
     data = out.y.view(key.dtype).view(*x.shape[:-1], -1)
-    made = QuantizedActivation(data, form.scale(out.y_scale, linear), x.dtype, x.shape, key)
+    activation = QuantizedActivation(data, form.scale(out.y_scale, linear), x.dtype, x.shape, key)
     if out.residual_out is None:
-        return made
-    return made, out.residual_out.view(x.shape)
+        return activation
+    return activation, out.residual_out.view(x.shape)
 
 
 def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantises, Vectors, Options] | None:
@@ -178,7 +178,7 @@ _GROUP = 128
 def _quantiser(linear: Any) -> Any:
     """Return the `QuantFP8` of a layer's kernel, which quantises rows of 16 bits, or None if the kernel has none."""
     kernels = (getattr(getattr(linear, name, None), "fp8_linear", None) for name in ("scheme", "quant_method"))
-    return next((found for kernel in kernels if (found := getattr(kernel, "quant_fp8", None)) is not None), None)
+    return next((quant for kernel in kernels if (quant := getattr(kernel, "quant_fp8", None)) is not None), None)
 
 
 def _packs(quantiser: Any) -> bool:

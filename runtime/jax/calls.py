@@ -41,9 +41,9 @@ class Quantised(NamedTuple):
     residual_out: jax.Array | None
 
 
-def normalised(norm: Norm, given: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
+def normalised(norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
     """Return y, and residual_out too if a residual is given; differentiable."""
-    operands = _checked(given, weight_offset, ("x", "residual"))
+    operands = _checked(args, weight_offset, ("x", "residual"))
     own = DTYPES[operands["x"].dtype.name]
     fadd = FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE
     op, arrays = _operation(Mode(norm, own, own, fadd), operands, eps, weight_offset)
@@ -52,10 +52,10 @@ def normalised(norm: Norm, given: Mapping[str, Any], eps: float, weight_offset: 
 
 
 def quantised(
-    norm: Norm, given: Mapping[str, Any], eps: float, out_dtype: Any, scale_dtype: Any, weight_offset: float = 0.0
+    norm: Norm, args: Mapping[str, Any], eps: float, out_dtype: Any, scale_dtype: Any, weight_offset: float = 0.0
 ) -> Quantised:
     """Return the results of a quantised norm."""
-    operands = _checked(given, weight_offset)
+    operands = _checked(args, weight_offset)
     mode = Mode(
         norm,
         DTYPES[operands["x"].dtype.name],
@@ -65,8 +65,8 @@ def quantised(
         scale_dtype=DTYPES[_named("scale_dtype", scale_dtype, _FLOATS)],
     )
     op, arrays = _operation(mode, operands, eps, weight_offset)
-    made = op.named(apply(op, *arrays))
-    return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
+    outputs = op.named(apply(op, *arrays))
+    return Quantised(outputs["y"], outputs["y_scale"], outputs.get("residual_out"))
 
 
 def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
@@ -79,9 +79,9 @@ def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
     return word
 
 
-def _checked(given: Mapping[str, Any], weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
+def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
     """Check the arrays and return them; inside `jax.shard_map` each varies over the axes of all."""
-    arrays = {name: _array(name, each) for name, each in given.items() if each is not None or name in required}
+    arrays = {name: _array(name, each) for name, each in args.items() if each is not None or name in required}
     rows = arrays["x"].shape
     if not rows or rows[-1] == 0:
         raise ShapeError(f"x has shape {rows}; it takes (..., N), with N of 1 or more")
@@ -139,20 +139,20 @@ def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
         return tuple(apply(op, *operands))
 
     def forward(*operands: jax.Array) -> Any:
-        made = saving.named(apply(saving, *operands))
-        given = dict(zip(op.operands, operands, strict=True))
-        kept = {name: each for name, each in {**given, **made}.items() if name in ("weight", "mean", "rstd")}
-        kept["x"] = made.get("residual_out", given["x"])
-        return tuple(made[name] for name, _ in op.results), kept
+        outputs = saving.named(apply(saving, *operands))
+        args = dict(zip(op.operands, operands, strict=True))
+        kept = {name: each for name, each in {**args, **outputs}.items() if name in ("weight", "mean", "rstd")}
+        kept["x"] = outputs.get("residual_out", args["x"])
+        return tuple(outputs[name] for name, _ in op.results), kept
 
     def backward(kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         arrived = op.named(cotangents)
         adds = "residual_out" in arrived
         tensors = {**kept, "dy": arrived["y"], "dresidual_out": arrived.get("residual_out")}
         gradient = gradient_of(op, {**own, "rows": kept["x"].dtype.name}, dx_dtype, adds)
-        found = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
-        found["dresidual"] = found["dx"]
-        return tuple(found[f"d{name}"].astype(dtype) for name, dtype in own.items())
+        grads = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
+        grads["dresidual"] = grads["dx"]
+        return tuple(grads[f"d{name}"].astype(dtype) for name, dtype in own.items())
 
     norm = jax.custom_vjp(plain)
     norm.defvjp(forward, backward)

@@ -56,9 +56,9 @@ def load_aot(folder: str | os.PathLike[str]) -> None:
             architecture, a damaged file, no PTX, and a kernel whose source has changed.
     """
     global _folder
-    found = read(named(folder, AotError))
+    aot_folder = read(named(folder, AotError))
     with _lock:
-        _folder = found
+        _folder = aot_folder
         _codes.clear()
 
 
@@ -71,10 +71,10 @@ def code_of(key: KernelKey, source: Source, target: Target) -> Code:
         CompileError: it is in no folder, and Triton is not installed; or it is none that jaxlib can launch.
     """
     with _lock:
-        found = _codes.get((key, target.arch))
-        if found is None:
-            found = _codes[key, target.arch] = _of_folder(key, source, target) or _compiled(key, source, target)
-        return found
+        code = _codes.get((key, target.arch))
+        if code is None:
+            code = _codes[key, target.arch] = _of_folder(key, source, target) or _compiled(key, source, target)
+        return code
 
 
 def _of_folder(key: KernelKey, source: Source, target: Target) -> Code | None:
@@ -82,8 +82,8 @@ def _of_folder(key: KernelKey, source: Source, target: Target) -> Code | None:
     global _folder
     if _folder is None and (path := settings.compiled_ahead()) is not None:
         _folder = read(path)
-    found = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
-    return None if found is None else _checked(key, *found)
+    ptx = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
+    return None if ptx is None else _checked(key, *ptx)
 
 
 def _compiled(key: KernelKey, source: Source, target: Target) -> Code:

@@ -18,10 +18,10 @@ def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     """Return the results of an operation."""
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
-        dtypes = dict(zip(given, (operand.dtype for operand in operands), strict=True))
-        made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given, dtypes)
-        return [made[name].astype(dtype) for name, dtype in op.results]
+        args = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
+        dtypes = dict(zip(args, (operand.dtype for operand in operands), strict=True))
+        outputs = _gradients(op, args) if op.mode.is_backward else _outputs(op, args, dtypes)
+        return [outputs[name].astype(dtype) for name, dtype in op.results]
 
 
 def _widened(operand: jax.Array) -> jax.Array:
@@ -35,39 +35,39 @@ def _as_stored(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
 
 
-def _outputs(op: Operation, given: Mapping[str, jax.Array], dtypes: Mapping[str, DTypeLike]) -> dict[str, jax.Array]:
-    total = given["x"]
-    if "residual" in given:
-        total = _as_stored(total + given["residual"], dtypes["residual"])
-    made = {"residual_out": total}
+def _outputs(op: Operation, args: Mapping[str, jax.Array], dtypes: Mapping[str, DTypeLike]) -> dict[str, jax.Array]:
+    total = args["x"]
+    if "residual" in args:
+        total = _as_stored(total + args["residual"], dtypes["residual"])
+    outputs = {"residual_out": total}
     centred = total
     if op.mode.norm.centres:
-        made["mean"] = mean = jnp.mean(total, axis=-1)
+        outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
-    made["rstd"] = rstd = 1 / jnp.sqrt(jnp.mean(centred * centred, axis=-1) + op.eps)
-    y = _scaled(op, centred * rstd[..., None], given)
+    outputs["rstd"] = rstd = 1 / jnp.sqrt(jnp.mean(centred * centred, axis=-1) + op.eps)
+    y = _scaled(op, centred * rstd[..., None], args)
     if op.mode.fquant.quantises:
-        y, made["y_scale"] = _quantised(op, y * given["smooth_scale"] if "smooth_scale" in given else y)
-    return {**made, "y": y}
+        y, outputs["y_scale"] = _quantised(op, y * args["smooth_scale"] if "smooth_scale" in args else y)
+    return {**outputs, "y": y}
 
 
-def _scaled(op: Operation, h: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:
-    if "weight" in given:
-        h = h * (given["weight"] + op.weight_offset)
-    return h + given["bias"] if "bias" in given else h
+def _scaled(op: Operation, h: jax.Array, args: Mapping[str, jax.Array]) -> jax.Array:
+    if "weight" in args:
+        h = h * (args["weight"] + op.weight_offset)
+    return h + args["bias"] if "bias" in args else h
 
 
-def _gradients(op: Operation, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    dy, rstd = given["dy"], given["rstd"][..., None]
-    h = given["x"] - given["mean"][..., None] if op.mode.norm.centres else given["x"]
+def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    dy, rstd = args["dy"], args["rstd"][..., None]
+    h = args["x"] - args["mean"][..., None] if op.mode.norm.centres else args["x"]
     h = h * rstd
-    g = dy * (given["weight"] + op.weight_offset) if "weight" in given else dy
+    g = dy * (args["weight"] + op.weight_offset) if "weight" in args else dy
     dx = g - h * jnp.mean(g * h, axis=-1, keepdims=True)
     if op.mode.norm.centres:
         dx = dx - jnp.mean(g, axis=-1, keepdims=True)
     dx = dx * rstd
-    if "dresidual_out" in given:
-        dx = dx + given["dresidual_out"]
+    if "dresidual_out" in args:
+        dx = dx + args["dresidual_out"]
     rows = tuple(range(dy.ndim - 1))
     return {"dx": dx, "dweight": jnp.sum(dy * h, axis=rows), "dbias": jnp.sum(dy, axis=rows)}
 

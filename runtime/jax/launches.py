@@ -37,8 +37,8 @@ def launched(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     facts = _facts(op, operands, n, target, invariant=entry.is_invariant)
     size = entry.size(m)
     dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
-    made = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
-    programs = made.programs(m, 1)
+    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
+    programs = assembly.programs(m, 1)
     results = {
         row.slot: (op.shape_of(row, (m, n)), jnp.dtype(dtype))
         for row, (_, dtype) in zip(op.outputs, op.results, strict=True)
@@ -46,14 +46,14 @@ def launched(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     # y as bytes, where kernels encode fp8 themselves.
     as_bytes = {"y_ptr": (results["y_ptr"][0], "uint8")} if in_software(op.mode.dtype_out, target) else {}
     partials = {f"{name}_ptr": ((programs, n), "float32") for name in SUMS}
-    terms = dict.fromkeys(made.row_terms, ((m,), "float32"))
+    terms = dict.fromkeys(assembly.row_terms, ((m,), "float32"))
     launch = _Launch(entry, target, m, programs, {"eps": op.eps, "weight_offset": op.weight_offset})
     known = {row.slot: each.reshape(op.shape_of(row, (m, n))) for row, each in zip(op.inputs, operands, strict=True)}
-    for recipe in made.walkers:
+    for recipe in assembly.walkers:
         known |= launch.results(recipe, known, {**results, **as_bytes, **partials, **terms})
-    if made.finisher is not None:
+    if assembly.finisher is not None:
         known |= {f"{name}_partials_ptr": known.pop(f"{name}_ptr") for name in SUMS if f"{name}_ptr" in known}
-        known |= launch.results(made.finisher, known, results)
+        known |= launch.results(assembly.finisher, known, results)
     known |= {slot: jax.lax.bitcast_convert_type(known[slot], results[slot][1]) for slot in as_bytes}
     return [known[row.slot].reshape(op.shape_of(row, shape)) for row in op.outputs]
 
@@ -93,19 +93,19 @@ class _Launch(NamedTuple):
         parameters = [None if name in pointers else (numbers[name], str(word)) for name, word in brought]
         capability = int(self.target.arch.removeprefix("sm_"))
         message = jaxlib_triton.message(code.name, code.ptx, code.warps, code.shared, capability, grid, parameters)
-        made = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
-        return dict(zip(writes, made(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
+        call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
+        return dict(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
 
 
-def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *, invariant: bool) -> Facts:
+def _facts(op: Operation, arrays: Sequence[jax.Array], n: int, target: Target, *, invariant: bool) -> Facts:
     """Return the facts that kernels are chosen by: XLA allocates aligned arrays without gaps."""
-    rows, dtypes = op.family.tensors, _dtypes(op, given)
+    rows, dtypes = op.family.tensors, _dtypes(op, arrays)
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in rows if row.row_stride_slot is not None}
     return Facts(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=invariant)
 
 
-def _dtypes(op: Operation, given: Sequence[jax.Array]) -> dict[str, Any]:
+def _dtypes(op: Operation, arrays: Sequence[jax.Array]) -> dict[str, Any]:
     """Return the dtypes of all tensors of the family by name; None for absent tensors."""
     dtypes: dict[str, Any] = dict.fromkeys([row.name for row in op.family.tensors])
-    dtypes |= {row.name: operand.dtype for row, operand in zip(op.inputs, given, strict=True)}
+    dtypes |= {row.name: operand.dtype for row, operand in zip(op.inputs, arrays, strict=True)}
     return dtypes | {name: jnp.dtype(dtype) for name, dtype in op.results}

@@ -78,9 +78,9 @@ class Operation:
         """Return the shape of the rows among some operands, or among their abstract values."""
         return tuple(operands[self.rows_at].shape)
 
-    def named(self, made: Sequence[Any]) -> dict[str, Any]:
+    def named(self, outputs: Sequence[Any]) -> dict[str, Any]:
         """Return results by their names."""
-        return dict(zip([name for name, _ in self.results], made, strict=True))
+        return dict(zip([name for name, _ in self.results], outputs, strict=True))
 
     def with_sums_in(self, dtype: str) -> Operation:
         """Return the operation with sums over rows in another dtype."""
@@ -117,10 +117,10 @@ def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bo
     mode = Mode(forward.mode.norm, own, own, fadd, direction=Direction.BACKWARD)
     family = family_of(mode)
     read = [row.name for row in family.inputs if row.is_wanted(mode)]
-    found = {"dx": dx, **{f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}}
+    grads = {"dx": dx, **{f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}}
     return Operation(
         mode,
         tuple(name for name in read if name != "weight" or name in forward.operands),
-        tuple((row.name, found[row.name]) for row in family.results if row.name in found),
+        tuple((row.name, grads[row.name]) for row in family.results if row.name in grads),
         weight_offset=forward.weight_offset,
     )

@@ -36,14 +36,14 @@ def apply(op: Operation, *operands: jax.Array) -> list[jax.Array]:
 
 def _abstract(*avals: Any, op: Operation) -> list[Any]:
     rows = avals[op.rows_at]
-    made = []
+    out_avals = []
     for row, (_, dtype) in zip(op.outputs, op.results, strict=True):
         shape = op.shape_of(row, rows.shape)
         spec = (*rows.sharding.spec, *[None] * (rows.ndim - len(rows.sharding.spec)))
         kept = {Kind.ROWS: spec, Kind.VECTOR: (None,), Kind.PER_ROW: spec[:-1]}[row.kind]
         sharding = rows.sharding.update(spec=PartitionSpec(*kept))
-        made.append(rows.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding))
-    return made
+        out_avals.append(rows.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding))
+    return out_avals
 
 
 @cache
@@ -67,12 +67,12 @@ def _partitioned(op: Operation) -> Any:
 
     def shardings(mesh: Any, arguments: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
         leading = _leading(arguments[op.rows_at])
-        given, made = ([NamedSharding(mesh, spec) for spec in specs] for specs in _specs(op, leading))
-        return leading, given, made
+        in_shardings, out_shardings = ([NamedSharding(mesh, spec) for spec in specs] for specs in _specs(op, leading))
+        return leading, in_shardings, out_shardings
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        leading, given, made = shardings(mesh, arguments)
-        return mesh, partial(_of_shard, op, _axes(leading)), made, tuple(given)
+        leading, in_shardings, out_shardings = shardings(mesh, arguments)
+        return mesh, partial(_of_shard, op, _axes(leading)), out_shardings, tuple(in_shardings)
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         return shardings(mesh, arguments)[2]
@@ -93,8 +93,8 @@ def _leading(rows: Any) -> tuple[Any, ...]:
 def _specs(op: Operation, leading: Sequence[Any]) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How operands and results lie where rows do so."""
     rows = (*leading, None)
-    given, made = ([PartitionSpec(*op.shape_of(row, rows)) for row in side] for side in (op.inputs, op.outputs))
-    return given, made
+    in_specs, out_specs = ([PartitionSpec(*op.shape_of(row, rows)) for row in side] for side in (op.inputs, op.outputs))
+    return in_specs, out_specs
 
 
 def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
@@ -140,11 +140,11 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
         results = apply(op, *joined)
         return results, [0] * len(results)
     others = op.without(op.sums)
-    made = others.named(apply(others, *joined))
-    alone = op.without(tuple(made))
+    outputs = others.named(apply(others, *joined))
+    alone = op.without(tuple(outputs))
     axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
-    made |= alone.named(jax.vmap(partial(computed, alone), axes_in)(*joined))
-    return [made[name] for name, _ in op.results], [0] * len(op.results)
+    outputs |= alone.named(jax.vmap(partial(computed, alone), axes_in)(*joined))
+    return [outputs[name] for name, _ in op.results], [0] * len(op.results)
 
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> tuple[Any, Any]:
@@ -181,12 +181,16 @@ def _of_explicit_shards(
 ) -> list[jax.Array]:
     """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
     leading = _leading(avals_in[op.rows_at])
-    given, made = _specs(op, leading)
+    inputs, outputs = _specs(op, leading)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
-            partial(_of_shard, op, _axes(leading)), mesh=mesh, in_specs=tuple(given), out_specs=made, check_vma=False
+            partial(_of_shard, op, _axes(leading)),
+            mesh=mesh,
+            in_specs=tuple(inputs),
+            out_specs=outputs,
+            check_vma=False,
         )
-        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, given, strict=True)]
+        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, inputs, strict=True)]
         return [
             jax.sharding.reshard(result, aval.sharding.spec)
             for result, aval in zip(mapped(*lying), avals_out, strict=True)

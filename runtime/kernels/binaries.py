@@ -169,10 +169,10 @@ class Folder:
         """Return the bytes of a file, and raise if the digest differs."""
         try:
             data = settings.contents(self.path / name)
-            found = hashlib.sha256(data).hexdigest()
+            actual = hashlib.sha256(data).hexdigest()
         except OSError as error:
             raise AotError(f"{self.path / name} cannot be read ({error.strerror}); {self._again}") from error
-        if found != digest:
+        if actual != digest:
             raise AotError(f"{self.path / name} is damaged: it is not what {INDEX} says; {self._again}")
         return data
 
@@ -239,9 +239,9 @@ def read(path: Path) -> Folder:
         raise AotError(f"{path} holds no compiled kernels: no {INDEX} ({error.strerror}); {make}") from error
     except (ValueError, RecursionError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
-    found = document.get("format") if isinstance(document, dict) else None
-    if type(found) is not int or found != FORMAT:
-        raise AotError(f"{path} has format {found!r} and this normforge reads {FORMAT}; remove it and {make}")
+    version = document.get("format") if isinstance(document, dict) else None
+    if type(version) is not int or version != FORMAT:
+        raise AotError(f"{path} has format {version!r} and this normforge reads {FORMAT}; remove it and {make}")
     try:
         about = {name: _text(document, name) for name in ("normforge", "triton", "arch")}
         rows = [_row(row) for row in document["kernels"]]

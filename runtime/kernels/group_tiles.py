@@ -132,16 +132,16 @@ def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target)
     tile fits, several programs that do not wait share each group.
     """
     for tile in tiles:
-        found = cut(mode, shape, tile)
-        if _fits(tile, found, target):
-            return tile, found
+        pieces = cut(mode, shape, tile)
+        if _fits(tile, pieces, target):
+            return tile, pieces
     tile = GROUP_PARTS_BACKWARD if mode.is_backward else GROUP_PARTS
     return tile, cut(mode, shape, tile)
 
 
-def _fits(tile: Tile, found: Cut, target: Target) -> bool:
+def _fits(tile: Tile, pieces: Cut, target: Target) -> bool:
     if tile.pipeline is Pipeline.ONE_PASS:
-        return found.tiles * found.block_c * found.block_s <= _MOST_VALUES * WARP * tile.warps
+        return pieces.tiles * pieces.block_c * pieces.block_s <= _MOST_VALUES * WARP * tile.warps
     if tile.pipeline is not Pipeline.SPREAD:
         return True
-    return found.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)
+    return pieces.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)

@@ -58,8 +58,8 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
         AotError: the folder of kernels compiled ahead of time does not fit.
         CacheError: Triton cannot write what it compiles.
     """
-    found = _compiled.get((key, device))
-    if found is None:
+    kernel = _compiled.get((key, device))
+    if kernel is None:
         if getattr(_this_thread, "only_compiled", False):
             raise FrozenError(
                 f"{key} is not loaded on device {device}, and a CUDA graph is being captured; make the call once before"
@@ -67,19 +67,19 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
         with _lock:
             lock = _locks[key, device]
         with lock:
-            found = _compiled.get((key, device))
-            if found is None:
+            kernel = _compiled.get((key, device))
+            if kernel is None:
                 from . import binaries
 
-                found = binaries.find(key, function, target) or compile_for(key, function, target)
+                kernel = binaries.find(key, function, target) or compile_for(key, function, target)
                 with _lock, _writing():
                     _start_driver()
                 # Triton loads a kernel when its launcher is first read, and sets the launcher before the kernel is
                 # loaded: a thread that read the launcher meanwhile would launch nothing.
                 with _writing():
-                    _ = found.run
-                _compiled[key, device] = found
-    return found
+                    _ = kernel.run
+                _compiled[key, device] = kernel
+    return kernel
 
 
 def obtained() -> tuple[tuple[KernelKey, int], ...]:

@@ -39,10 +39,10 @@ class RowWalk:
         """
         inner_first = tuple(reversed(self.strides))
         sizes = tuple(reversed(self.sizes))
-        found = [inner_first[0]]
+        steps = [inner_first[0]]
         for every, size, inner, outer in zip(accumulate(sizes, mul), sizes, inner_first, inner_first[1:], strict=False):
-            found += [every, *_reciprocal(every), outer - size * inner]
-        return tuple(found)
+            steps += [every, *_reciprocal(every), outer - size * inner]
+        return tuple(steps)
 
     def types(self, rows: str) -> tuple[str, ...]:
         """Return the types of the arguments in Triton's words: divisors of row numbers have the type of M, `rows`."""
@@ -127,7 +127,7 @@ def kind_of(
     """
     words = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
     apart = {}
-    for slot, stride in _told_apart(strides, sizes.get("n", 0)).items():
+    for slot, stride in _smallest(strides, sizes.get("n", 0)).items():
         name = slot.removesuffix(_STRIDE)
         if stride != _adjoining(name, words, sizes):
             apart[name] = _word(stride)
@@ -144,8 +144,8 @@ def kind_of(
 def strides_of_kind(kind: CallKind, slots: Collection[str]) -> dict[str, RowStride]:
     """Return the row strides of a kind for some slots."""
     names = {slot: slot.removesuffix(_STRIDE) for slot in slots}
-    given, dtypes = {name: _stride(word) for name, word in kind.strides}, dict(kind.dtypes)
-    return {slot: given.get(name, _adjoining(name, dtypes, kind.size)) for slot, name in names.items()}
+    strides, dtypes = {name: _stride(word) for name, word in kind.strides}, dict(kind.dtypes)
+    return {slot: strides.get(name, _adjoining(name, dtypes, kind.size)) for slot, name in names.items()}
 
 
 def misaligned_of_kind(kind: CallKind) -> frozenset[str]:
@@ -157,17 +157,17 @@ def _adjoining(name: str, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -
     return sizes["n"] if name in dtypes else 0
 
 
-def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride]:
+def _smallest(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride]:
     """Return, for each stride, the smallest stride with the same compilation of kernels for rows of n elements."""
-    found: dict[str, RowStride] = {
+    smallest: dict[str, RowStride] = {
         slot: _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n) for slot, stride in strides.items()
     }
     x, y = "x_row_stride", "y_row_stride"
     # Kernels for rows that start anywhere require that the strides of x and y are equal.
-    of_y = found.get(y)
-    if isinstance(of_y, int) and found.get(x) == of_y and strides[x] != strides[y]:
-        found[y] = of_y + MOST_ALIGNED
-    return found
+    of_y = smallest.get(y)
+    if isinstance(of_y, int) and smallest.get(x) == of_y and strides[x] != strides[y]:
+        smallest[y] = of_y + MOST_ALIGNED
+    return smallest
 
 
 def _like(stride: int, n: int) -> int:
@@ -176,8 +176,8 @@ def _like(stride: int, n: int) -> int:
         return stride
     alignment = row_alignment(stride)
     least = max(n, _WIDE if stride > LARGEST_I32 else 0) + 1
-    found = -(-least // alignment) * alignment
-    return found if row_alignment(found) == alignment else found + alignment
+    smallest = -(-least // alignment) * alignment
+    return smallest if row_alignment(smallest) == alignment else smallest + alignment
 
 
 def _walk(walk: RowWalk) -> RowWalk:

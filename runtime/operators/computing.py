@@ -28,94 +28,94 @@ Results = Sequence["torch.Tensor | None"]
 PUBLIC = {name: getattr(public, name) for name, takes in OPERATORS.items() if not takes.family_name}
 
 
-def run(function: str, given: Mapping[str, Any]) -> Results:
+def run(function: str, args: Mapping[str, Any]) -> Results:
     """Launch the kernels of an operator."""
     takes = OPERATORS[function]
-    refuse_foreign(takes.family, given)
+    refuse_foreign(takes.family, args)
     if takes.family_name == GROUP:
-        return grouped.run(given)
+        return grouped.run(args)
     is_backward = takes.direction is Direction.BACKWARD
     results: Results
     if not takes.family_name:
         if not dispatch_modes():
-            results = PUBLIC[function](**given)
+            results = PUBLIC[function](**args)
         else:
             # The modes that see operators have seen this operator already.
-            results = launched(takes.family, takes.norm.value, None, given)
+            results = launched(takes.family, takes.norm.value, None, args)
         return results
     if is_backward:
-        require_device(check(function, given).x)
+        require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
-        return [None if each is None else _apart(each, given.values()) for each in _gradients(function, given)]
+        return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
     calls = CALLS[takes.family_name]
-    options = road.options_of(calls, takes.norm.value, given)
-    results = road.launched(calls, road.operands_of(calls, given), options)
+    options = road.options_of(calls, takes.norm.value, args)
+    results = road.launched(calls, road.operands_of(calls, args), options)
     return results
 
 
-def run_named(*, function: str, **given: Any) -> Results:
+def run_named(*, function: str, **args: Any) -> Results:
     """Launch kernels, or call the operator if a mode or a class of tensors sees operators; see `intercepted`."""
     takes = OPERATORS[function]
-    if not intercepted(*[given[name] for name, _, _ in takes.tensors]):
-        return run(function, given)
+    if not intercepted(*[args[name] for name, _, _ in takes.tensors]):
+        return run(function, args)
     if takes.family_name == GROUP:
-        found = dict(zip(grouped.names_of(given), operator(function)(*given.values()), strict=True))
-        return [found.get(row.name) for row in takes.family.results]
-    call = check(function, given, addressed=False)
+        outputs = dict(zip(grouped.names_of(args), operator(function)(*args.values()), strict=True))
+        return [outputs.get(row.name) for row in takes.family.results]
+    call = check(function, args, addressed=False)
     return operated_as(function, call, [row.name for row in takes.family.results])
 
 
-def by_formula(function: str, given: Mapping[str, Any]) -> Results:
+def by_formula(function: str, args: Mapping[str, Any]) -> Results:
     """Compute the results of a backward operator by torch's operators, differentiable."""
     takes = OPERATORS[function]
     if takes.family_name == GROUP:
-        return grouped.by_formula(given)
+        return grouped.by_formula(args)
     if takes.family_name:
-        return _gradients(function, given, by_formula=True)
-    given = {**dict(takes.defaults), **given}
-    operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
-    options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
+        return _gradients(function, args, by_formula=True)
+    args = {**dict(takes.defaults), **args}
+    operands = tuple(args[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
+    options = tuple(args[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
     dropout = None
-    if given["dropout_rng"] is not None:
-        dropout = eager.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
-    return eager.plain_gradients(operands, given["mean"], (takes.norm.value, *options), dropout)
+    if args["dropout_rng"] is not None:
+        dropout = eager.Dropout(args["dropout_p"], args["dropout_rng"], args["dropped_dtype"])
+    return eager.plain_gradients(operands, args["mean"], (takes.norm.value, *options), dropout)
 
 
-def shares_no_row(function: str, given: Mapping[str, Any]) -> bool:
+def shares_no_row(function: str, args: Mapping[str, Any]) -> bool:
     """Return True if each row has a modulation of its own: kernels sum nothing, and torch's operators are fused."""
-    rank = given["x"].dim()
-    modulations = [given[name] for name, kind, _ in OPERATORS[function].tensors if kind is Kind.SAMPLES]
+    rank = args["x"].dim()
+    modulations = [args[name] for name, kind, _ in OPERATORS[function].tensors if kind is Kind.SAMPLES]
     return any(each is not None and each.dim() == rank > 1 for each in modulations)
 
 
-def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False) -> Results:
+def _gradients(function: str, args: Mapping[str, Any], by_formula: bool = False) -> Results:
     takes = OPERATORS[function]
     calls, norm = CALLS[takes.family_name], takes.norm.value
     assert calls.recording is not None
     gradients = dict(OPERATORS[calls.functions[norm]].gradients)
-    total, gated, dy = given["x"], given.get("gated"), given["dy"]
+    total, gated, dy = args["x"], args.get("gated"), args["dy"]
     # The sum has the residual's dtype. Without a gate its gradient is that of x, too.
     own = {"x": total} if gated is None else {"x": gated, "residual": total}
     gradients |= {"x": "dx" if gated is None else "dgated"}
-    operands = road.operands_of(calls, {**given, **own})
+    operands = road.operands_of(calls, {**args, **own})
     dtypes = list(dtypes_of(operands))
-    dtypes[0] = given.get("dx_dtype") or dtypes[0]
+    dtypes[0] = args.get("dx_dtype") or dtypes[0]
     named = [gradients.get(name, "") for name in calls.inputs]
-    due = tuple([name in given["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
-    found = calls.recording.gradients(
-        (*calls.saved(operands, total), (given.get("mean"), given["rstd"])),
-        calls.args(road.options_of(calls, norm, given), tuple(dtypes)),
+    due = tuple([name in args["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
+    grads = calls.recording.gradients(
+        (*calls.saved(operands, total), (args.get("mean"), args["rstd"])),
+        calls.args(road.options_of(calls, norm, args), tuple(dtypes)),
         torch.zeros_like(total) if dy is None else dy,
-        given.get("dresidual_out"),
+        args.get("dresidual_out"),
         due,
         by_formula,
         None,
     )
-    by_name = {name: each for name, each in zip(named, found, strict=True) if each is not None}
+    by_name = {name: each for name, each in zip(named, grads, strict=True) if each is not None}
     return [by_name.get(row.name) for row in takes.family.results]
 
 
-def _apart(result: torch.Tensor, given: Iterable[Any]) -> torch.Tensor:
-    if result.is_contiguous() and not any(result is each for each in given):
+def _apart(result: torch.Tensor, operands: Iterable[Any]) -> torch.Tensor:
+    if result.is_contiguous() and not any(result is each for each in operands):
         return result
     return result.clone(memory_format=torch.contiguous_format)

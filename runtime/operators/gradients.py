@@ -38,31 +38,31 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
     shared = [name for name in takes.passed if name in computes.passed and name not in kept]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        given = dict(takes.defaults) | dict(zip(takes.passed, inputs, strict=True))
+        args = dict(takes.defaults) | dict(zip(takes.passed, inputs, strict=True))
         if not takes.family_name:
-            _refuse(given)
-        if given["x"].dtype is output[0].dtype is torch.float32:
+            _refuse(args)
+        if args["x"].dtype is output[0].dtype is torch.float32:
             # With x and y in fp32 nothing is rounded before weight, whatever the dtype of the stored sum.
-            given["cast"] = "after_weight"
-        adds = given.get("residual") is not None
-        stores = adds and given.get("fadd", "pre_add_store") == "pre_add_store"
+            args["cast"] = "after_weight"
+        adds = args.get("residual") is not None
+        stores = adds and args.get("fadd", "pre_add_store") == "pre_add_store"
         refusal = None
         if adds and not stores:
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
-        elif not given["save_mv"]:
+        elif not args["save_mv"]:
             refusal = "mean and rstd were not saved; pass save_mv=True"
         ctx.refusal = refusal
-        ctx.shared = {name: given[name] for name in shared}
-        ctx.dtypes = {name: value.dtype for name, value in given.items() if isinstance(value, torch.Tensor)}
+        ctx.shared = {name: args[name] for name in shared}
+        ctx.dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, torch.Tensor)}
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         # y, and the sum if a tensor that is summed requires a gradient.
-        summed = [given.get(name) for name in _SUMMED]
+        summed = [args.get(name) for name in _SUMMED]
         sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
         # A quantised output has no gradient, although fp8 is a floating-point dtype of torch.
         ctx.mark_non_differentiable(*output[1 + sum_is_due if output[0].dtype in FLOATS else 0 :])
         if refusal is None:
-            held = {**given, "gated": None if given.get("gate") is None else given["x"]}
+            held = {**args, "gated": None if args.get("gate") is None else args["x"]}
             if stores:
                 # The sum includes x_bias already.
                 held |= {"x": output[1], "x_bias": None}
@@ -72,24 +72,24 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if ctx.refusal is not None:
             raise GradientError(f"a gradient was asked of a call that kept too little for one: {ctx.refusal}")
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
-        given = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
+        args = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
         # Without a stored sum no gradient can be computed of a call that adds.
         stores = "residual" in ctx.dtypes
         for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if stores else None), strict=True):
-            given[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
-        due = _compute(forward, backward, ctx.dtypes, needed, given)
+            args[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
+        due = _compute(forward, backward, ctx.dtypes, needed, args)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(namespace, forward, differentiate, keep, library)
 
 
-def _refuse(given: Mapping[str, Any]) -> None:
+def _refuse(args: Mapping[str, Any]) -> None:
     """Raise an error if a call of a 2d function's operator cannot have a gradient."""
-    if given["fquant"] != "none":
+    if args["fquant"] != "none":
         raise GradientError(
             "a tensor requires a gradient and a quantised output has none; call under torch.no_grad(), or detach it"
         )
-    if given["x"].dtype in FP8_INPUTS:
+    if args["x"].dtype in FP8_INPUTS:
         raise GradientError(f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()")
 
 
@@ -114,45 +114,45 @@ def register_second(library: torch.library.Library, namespace: str, name: str) -
         from .computing import by_formula
 
         def computed(*operands: Any) -> Sequence[torch.Tensor | None]:
-            found = by_formula(name, ctx.args | dict(zip(tensors, operands, strict=True)))
-            return [each for each in found if each is not None]
+            grads = by_formula(name, ctx.args | dict(zip(tensors, operands, strict=True)))
+            return [each for each in grads if each is not None]
 
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
-        found = eager.differentiated(computed, ctx.saved_tensors, [due[each] for each in tensors], arrived)
-        by_name = dict(zip(tensors, found, strict=True))
+        grads = eager.differentiated(computed, ctx.saved_tensors, [due[each] for each in tensors], arrived)
+        by_name = dict(zip(tensors, grads, strict=True))
         return tuple([by_name.get(each) for each in takes.passed])
 
     register_autograd(namespace, name, differentiate, keep, library)
 
 
 def _compute(
-    forward: str, backward: str, dtypes: Mapping[str, torch.dtype], needed: Sequence[str], given: dict[str, Any]
+    forward: str, backward: str, dtypes: Mapping[str, torch.dtype], needed: Sequence[str], saved: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the gradients that are due, by the names of their operands."""
     from .computing import by_formula, shares_no_row
 
-    if all(given[name] is None for name in _ARRIVE):
+    if all(saved[name] is None for name in _ARRIVE):
         return {}
     takes = OPERATORS[backward]
     gradients = dict(OPERATORS[forward].gradients)
     for operand, gradient in (("dropout_rng", "ddropped"), ("gated", "dgated")):
-        if given.get(operand) is not None:
+        if saved.get(operand) is not None:
             gradients["x"] = gradient
     if "residual" in dtypes and "x_bias" in needed:
         # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
-        given["x_bias"] = given["x"].new_zeros(given["x"].shape[-1:], dtype=dtypes["x_bias"])
+        saved["x_bias"] = saved["x"].new_zeros(saved["x"].shape[-1:], dtype=dtypes["x_bias"])
     due = {name: gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in due.values()]
     for result in takes.results:
         if result.set_by:
             # One rounding each.
             types = [dtypes[name] for name, gradient in due.items() if gradient == result.name]
-            given[result.set_by] = dtype_of_all(types) if types else None
-    given["wants"] = wants
-    args = {**dict(takes.defaults), **given}
+            saved[result.set_by] = dtype_of_all(types) if types else None
+    saved["wants"] = wants
+    args = {**dict(takes.defaults), **saved}
     if shares_no_row(backward, args):
-        made = by_formula(backward, args)
+        outputs = by_formula(backward, args)
     else:
-        made = operator(backward)(*[args[name] for name in takes.passed])
-    found = dict(zip(wants, [each for each in made if each is not None], strict=True))
-    return {name: found[gradient].to(dtypes[name]) for name, gradient in due.items()}
+        outputs = operator(backward)(*[args[name] for name in takes.passed])
+    grads = dict(zip(wants, [each for each in outputs if each is not None], strict=True))
+    return {name: grads[gradient].to(dtypes[name]) for name, gradient in due.items()}

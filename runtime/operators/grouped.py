@@ -18,52 +18,52 @@ from ..families.group import row as group
 Results = Sequence["torch.Tensor | None"]
 
 
-def names_of(given: Mapping[str, Any]) -> list[str]:
+def names_of(args: Mapping[str, Any]) -> list[str]:
     """Return the names of the results that an operator returns."""
-    if "wants" not in given:
-        return ["y", "rstd"] if given["save_mv"] else ["y"]
-    operands = {f"d{name}": given[name] for name in ("x", "weight", "bias")}
-    return [name for name, operand in operands.items() if name in given["wants"] and operand is not None]
+    if "wants" not in args:
+        return ["y", "rstd"] if args["save_mv"] else ["y"]
+    operands = {f"d{name}": args[name] for name in ("x", "weight", "bias")}
+    return [name for name, operand in operands.items() if name in args["wants"] and operand is not None]
 
 
-def run(given: Mapping[str, Any]) -> Results:
+def run(args: Mapping[str, Any]) -> Results:
     """Launch the kernels of an operator."""
-    options = _checked(given)
-    if "wants" in given:
-        return group.launched_backward(_arrived(given))
-    y, statistics = group.launched(given["x"], given["weight"], given["bias"], options, saves=given["save_mv"])
+    options = _checked(args)
+    if "wants" in args:
+        return group.launched_backward(_arrived(args))
+    y, statistics = group.launched(args["x"], args["weight"], args["bias"], options, saves=args["save_mv"])
     return y, None, statistics
 
 
-def fake(given: Mapping[str, Any]) -> Results:
+def fake(args: Mapping[str, Any]) -> Results:
     """Return the results of an operator without values."""
-    options, x, names = _checked(given), given["x"], names_of(given)
-    if "wants" in given:
+    options, x, names = _checked(args), args["x"], names_of(args)
+    if "wants" in args:
         dx = x.new_empty_strided(x.shape, x.stride()) if "dx" in names else None
-        vectors = [given[name] if f"d{name}" in names else None for name in ("weight", "bias")]
+        vectors = [args[name] if f"d{name}" in names else None for name in ("weight", "bias")]
         return dx, *[None if vector is None else vector.new_empty(vector.shape) for vector in vectors]
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
     shape = (2, x.shape[0], options.num_groups)
     return y, None, x.new_empty(shape, dtype=torch.float32) if "rstd" in names else None
 
 
-def by_formula(given: Mapping[str, Any]) -> Results:
+def by_formula(args: Mapping[str, Any]) -> Results:
     """Compute the results of the backward operator by torch's operators, differentiable."""
-    return eager.group_gradients(_arrived(given))
+    return eager.group_gradients(_arrived(args))
 
 
-def _options(given: Mapping[str, Any]) -> operands.GroupOptions:
-    return operands.GroupOptions._make([given.get(name) for name in operands.GroupOptions._fields])
+def _options(args: Mapping[str, Any]) -> operands.GroupOptions:
+    return operands.GroupOptions._make([args.get(name) for name in operands.GroupOptions._fields])
 
 
-def _arrived(given: Mapping[str, Any]) -> operands.GroupArrived:
-    own = {name: given[name] for name in operands.GroupArrived._fields if name != "options"}
-    return operands.GroupArrived(**own, options=_options(given))
+def _arrived(args: Mapping[str, Any]) -> operands.GroupArrived:
+    own = {name: args[name] for name in operands.GroupArrived._fields if name != "options"}
+    return operands.GroupArrived(**own, options=_options(args))
 
 
-def _checked(given: Mapping[str, Any]) -> operands.GroupOptions:
+def _checked(args: Mapping[str, Any]) -> operands.GroupOptions:
     """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
-    x, options = given["x"], _options(given)
+    x, options = args["x"], _options(args)
     if group.are_channels_last(x) is None:
         raise LayoutError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "

@@ -107,12 +107,12 @@ def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.T
     from ..compiled.switch import settle
 
     settle()
-    given = _named(function, arguments)
+    args = _named(function, arguments)
     if OPERATORS[function].family_name == GROUP:
         from . import grouped
 
-        return _handed(function, into, grouped.fake(given))
-    call = check(function, given, addressed=False)
+        return _handed(function, into, grouped.fake(args))
+    call = check(function, args, addressed=False)
     if into:
         refuse_gradient(call)
     return _handed(function, into, results_of(call, call.x.new_empty))

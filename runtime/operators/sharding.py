@@ -62,23 +62,23 @@ def _sharded(
 
     An operator that writes to places returns the other results, as tensors without elements if not asked for.
     """
-    given = dict(zip((*takes.passed, *places), args, strict=True))
-    frame = _frame(operator, given, takes)
-    written = {place: _written(frame, place, given[place]) for place in places if given[place] is not None}
-    results = function(**_parts(frame, takes, given), **written)
+    operands = dict(zip((*takes.passed, *places), args, strict=True))
+    frame = _frame(operator, operands, takes)
+    written = {place: _written(frame, place, operands[place]) for place in places if operands[place] is not None}
+    results = function(**_parts(frame, takes, operands), **written)
     returned = []
     for row, part in zip(takes.family.results, results, strict=True):
         if part is None:
             returned += [_nothing(frame)] if places and row.name not in places.values() else []
         elif row.name not in places.values():
-            returned.append(_whole(frame, takes, row, part, given))
+            returned.append(_whole(frame, takes, row, part, operands))
     return tuple(returned) if places else returned
 
 
-def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
     """Return the whole of a rank's part of a result."""
-    if row.name == "y_scale" and "scale_layout" in given:
-        return _scales(frame, part, given)
+    if row.name == "y_scale" and "scale_layout" in operands:
+        return _scales(frame, part, operands)
     if row.kind is Kind.PER_ROW and takes.family_name == GROUP:
         shape = torch.Size((part.shape[0], frame.like.shape[0], part.shape[2]))
         return assembled(part, frame.like, shape, _of_statistics(frame))
@@ -86,27 +86,27 @@ def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, given
         return frame.whole(Kind.ROWS, part.contiguous())
     # A gradient has the shape of its operand.
     is_gradient = takes.direction is Direction.BACKWARD and row.kind is not Kind.ROWS
-    return frame.whole(row.kind, part, given[row.like[0]] if is_gradient else None)
+    return frame.whole(row.kind, part, operands[row.like[0]] if is_gradient else None)
 
 
-def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
-    if given.get("dropout_rng") is not None:
-        refuse_sharded(given["x"])
-    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+def _frame(operator: Any, operands: Mapping[str, Any], takes: Function) -> Frame:
+    if operands.get("dropout_rng") is not None:
+        refuse_sharded(operands["x"])
+    tensors = {name: each for name, each in operands.items() if isinstance(each, torch.Tensor)}
     # All groups of a row are on one rank, and so are the weights of groups.
     grouped = any(name in tensors and tensors[name].dim() > 1 for name, _ in takes.by_groups)
     samples = takes.family_name == GROUP
-    return Frame(str(operator), tensors, given["x"].dim() - 1 if samples else 2 if grouped else 1)
+    return Frame(str(operator), tensors, operands["x"].dim() - 1 if samples else 2 if grouped else 1)
 
 
-def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(frame: Frame, takes: Function, operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a rank's call, without places."""
-    parts = {name: given[name] for name in takes.passed}
+    parts = {name: operands[name] for name in takes.passed}
     for name, kind, _ in takes.tensors:
         if kind is Kind.PER_ROW and takes.family_name == GROUP:
-            parts[name] = given[name].redistribute(placements=_of_statistics(frame)).to_local()
+            parts[name] = operands[name].redistribute(placements=_of_statistics(frame)).to_local()
             continue
-        part = frame.part(kind, given[name])
+        part = frame.part(kind, operands[name])
         # Kernels can walk the strides of the whole, but not always those of a part.
         if part is not None and kind.has_row_stride:
             part = walkable(part)
@@ -116,13 +116,13 @@ def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str,
     return parts
 
 
-def _scales(frame: Frame, part: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+def _scales(frame: Frame, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
     """Return a DTensor of a rank's scales, per row or per group: sharded as the rows are, in the layout of each part.
 
     Raises:
         LayoutError: scales are in tiles, and the rows of a tile are on several ranks.
     """
-    x, layout = frame.like, ScaleLayout(given["scale_layout"])
+    x, layout = frame.like, ScaleLayout(operands["scale_layout"])
     columns = part.shape[x.dim() - 1 :]
     if layout.swizzles:
         if frame.deals:

@@ -45,9 +45,9 @@ def serving(operator: str, torchs: Kernel) -> Kernel:
         if invariance.anywhere:
             _refuse_recorded(operator, (x, *others))
         if fits(x, *others):
-            found = attempted("override_torch leaves calls to torch's own kernel", run, x, *others)
-            if found is not None:
-                return found
+            result = attempted("override_torch leaves calls to torch's own kernel", run, x, *others)
+            if result is not None:
+                return result
         if not dispatch_modes() and x.numel():
             invariance.refuse_torch(f"aten.{operator} of {x.dtype} on {x.device}")
         return torchs(keys, x, *others)
@@ -148,7 +148,7 @@ def _layer_gradients(
     dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
 ) -> Tensors:
     rows = _rows(x, len(shape))
-    found = layernorm2d_bwd(
+    grads = layernorm2d_bwd(
         _rows(dy, len(shape)),
         rows,
         _vector(weight),
@@ -157,17 +157,17 @@ def _layer_gradients(
         bias_dtype=None if bias is None else bias.dtype,
         wants=_WANTS[tuple(due)],
     )
-    return _like(x, found.dx), _like(weight, found.dweight), _like(bias, found.dbias)
+    return _like(x, grads.dx), _like(weight, grads.dweight), _like(bias, grads.dbias)
 
 
 def _rms_gradients(
     dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
 ) -> Tensors:
     rows = _rows(x, len(shape))
-    found = rmsnorm2d_bwd(
+    grads = rmsnorm2d_bwd(
         _rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=_WANTS[tuple(due)]
     )
-    return _like(x, found.dx), _like(weight, found.dweight)
+    return _like(x, grads.dx), _like(weight, grads.dweight)
 
 
 def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
@@ -178,9 +178,9 @@ def _vector(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
 
-def _like(passed: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
+def _like(passed: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Return a result in the shape of the tensor that was passed, which has as many elements."""
-    return found if found is None or passed is None or passed.dim() == found.dim() else found.view(passed.shape)
+    return grad if grad is None or passed is None or passed.dim() == grad.dim() else grad.view(passed.shape)
 
 
 def _one_a_row(statistic: Any, dimensions: int, dtype: torch.dtype) -> torch.Tensor:

@@ -105,26 +105,26 @@ def _split(
     options: _Options, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     vectors = {"weight": weight, "bias": bias}
-    given: dict[str, Any] = {"x": x, **{name: each for name, each in vectors.items() if each is not None}}
-    for name, tensor in given.items():
+    operands: dict[str, Any] = {"x": x, **{name: each for name, each in vectors.items() if each is not None}}
+    for name, tensor in operands.items():
         check_dtype(name, check_tensor(name, tensor), (*FLOATS, torch.float64))
     if x.dim() == 0:
         raise ShapeError("x has no dimension; it takes (..., a share of N)")
     n = tuple(x.shape[-1:])
-    for name, tensor in given.items():
+    for name, tensor in operands.items():
         if name != "x" and tuple(tensor.shape) != n:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {n}, x's last")
-    sharded = [name for name, tensor in given.items() if isinstance(tensor, DTensor)]
+    sharded = [name for name, tensor in operands.items() if isinstance(tensor, DTensor)]
     if not sharded:
         if dist.get_rank(options.group) < 0:
             raise DeviceError(
                 "this rank is not in the group that rows are split over; call the norm on its ranks alone"
             )
         return _normalise(options, x, weight, bias)
-    for name, tensor in given.items():
+    for name, tensor in operands.items():
         if not isinstance(tensor, DTensor):
             raise DeviceError(f"{name} is a plain tensor and {sharded[0]} a DTensor; pass DTensors alone, or parts")
-        if tensor.device_mesh != given["x"].device_mesh:
+        if tensor.device_mesh != operands["x"].device_mesh:
             raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
     return _of_dtensors(options, x, weight, bias)
 

@@ -61,18 +61,18 @@ def gradients(
     """Every gradient of a gated norm, LayerNorm's where there is a bias, by autograd in fp64."""
     rows = [tensor.double().requires_grad_() for tensor in (x, gate)]
     vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    given = {name: vector.double().requires_grad_() for name, vector in vectors.items()}
+    leaves = {name: vector.double().requires_grad_() for name, vector in vectors.items()}
     norm = FORWARD[Norm.RMS if bias is None else Norm.LAYER]
     options: dict[str, Any] = {"gating": gating, "activation": activation, "eps": eps}
     d = dy.double()
-    dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **given, **options).z, (*rows, *given.values()), d)
+    dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **leaves, **options).z, (*rows, *leaves.values()), d)
     magnitudes = {
         name: gradient.abs() + gradient.abs().mean(-1, keepdim=True)
         for name, gradient in (("dx", dx), ("dgate", dgate))
     }
     # Whatever signs the rows' shares have.
-    ones = {name: torch.ones_like(vector) for name, vector in given.items()}
+    ones = {name: torch.ones_like(vector) for name, vector in leaves.items()}
     with torch.no_grad():
         whole = norm(rows[0], rows[1], **ones, **options).z.abs() + 1
-    magnitudes |= {f"d{name}": (d.abs() * whole).sum_to_size(vector.shape) for name, vector in given.items()}
+    magnitudes |= {f"d{name}": (d.abs() * whole).sum_to_size(vector.shape) for name, vector in leaves.items()}
     return ReferenceGradients(dx, sums[0], sums[1] if bias is not None else None, magnitudes, dgate=dgate)

@@ -111,10 +111,10 @@ def gradients(
         factor, x = _of_each_row(gate, rows), gated.double()
         dx, of_dx = ds * factor, of_ds * factor.abs()
         sums["dgate"] = (ds * x, of_ds * x.abs(), gate)
-    found = {name: _shared(each, operand) for name, (each, _, operand) in sums.items()}
+    grads = {name: _shared(each, operand) for name, (each, _, operand) in sums.items()}
     magnitudes = {name: _shared(each, operand) for name, (_, each, operand) in sums.items()}
     magnitudes |= {"dx": of_dx, "dresidual": of_ds}
-    return norm._replace(dx=dx, dresidual=ds, magnitudes=norm.magnitudes | magnitudes, **found)
+    return norm._replace(dx=dx, dresidual=ds, magnitudes=norm.magnitudes | magnitudes, **grads)
 
 
 def _shared(rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:

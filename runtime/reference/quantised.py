@@ -95,8 +95,8 @@ def _quantised(
     above = asked.get("global_scale")
     scale = scale_of(amax, out.qmax, kind, above).repeat_interleave(size, -1)[..., : z.shape[-1]]
     if word(FusedQuant, "fquant", asked.get("fquant", "dynamic")).is_static:
-        given = asked["column_scale"] if asked.get("static_scale") is None else asked["static_scale"]
-        scale = given.double().expand(z.shape)
+        static = asked["column_scale"] if asked.get("static_scale") is None else asked["static_scale"]
+        scale = static.double().expand(z.shape)
     y, unquantised = quantise(z / scale, out), rows.z.to(x.dtype)
     return ReferenceQuantised(
         packed(y) if out.is_fp4 else y,

@@ -196,9 +196,9 @@ def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
         from .missing import missing_instance
 
         raise missing_instance(mode, n, loaded())
-    made = _made(mode, n)
-    if made is not None:
-        return made
+    entry = _generated_for(mode, n)
+    if entry is not None:
+        return entry
 
     from . import on_demand
 
@@ -206,12 +206,12 @@ def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
         return on_demand.plan(mode, n)
     with _lock:
         # Another thread may have missed and generated the instance meanwhile.
-        entry = _made(mode, n)
+        entry = _generated_for(mode, n)
         if entry is None:
             entry = on_demand.generate(mode, n, loaded().where)
             _generated[entry.mode] = (*_generated.get(entry.mode, ()), entry)
         return entry
 
 
-def _made(mode: AnyMode, n: int) -> Entry | None:
-    return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)
+def _generated_for(mode: AnyMode, n: int) -> Entry | None:
+    return next((entry for entry in _generated.get(mode.name, ()) if entry.serves(n)), None)

@@ -47,7 +47,7 @@ def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     Raises:
         RecordError: a file cannot be read, or is not a recording that keeps calls.
     """
-    found = Recorded()
+    recorded = Recorded()
     for path in paths:
         absolute = named(path, RecordError)
         try:
@@ -63,10 +63,10 @@ def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
                 "--manifest FILE --n N"
             )
         try:
-            found |= read(absolute, data)
+            recorded |= read(absolute, data)
         except ValueError as error:
             raise RecordError(f"{absolute} cannot be read: {error}; {_ANEW}") from error
-    return found
+    return recorded
 
 
 _ANEW = "remove it, and record anew: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
@@ -82,12 +82,12 @@ def read(path: Path, data: bytes) -> Recorded:
         text = data.decode()
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
-    head, found, tail = text.partition(f"\n{_CALLS}")
+    head, marker, tail = text.partition(f"\n{_CALLS}")
     try:
-        instances = _instances(path, f"{head}\n" if found else text)
+        instances = _instances(path, f"{head}\n" if marker else text)
     except NormforgeError as error:
         raise ValueError(str(error)) from error
-    if not found:
+    if not marker:
         raise ValueError("it was written by a version of normforge that kept instances and no calls")
     calls: set[CallKind] = set()
     first, *lines = tail.split("\n")

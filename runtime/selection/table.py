@@ -267,10 +267,10 @@ def table_of(package: str, where: str) -> Table:
             f"{where} holds no dispatch table that can be read ({error}); "
             "generate it: python generate.py, or normforge generate"
         ) from error
-    found = dispatch.get("FORMAT")
-    if found != FORMAT:
+    version = dispatch.get("FORMAT")
+    if version != FORMAT:
         raise TableError(
-            f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
+            f"the dispatch table of {where} has format {version} and this normforge reads {FORMAT}; "
             "generate the folder anew with this version"
         )
     # A table without tiles for some rows has no SOME_M.

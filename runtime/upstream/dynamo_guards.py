@@ -60,8 +60,8 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
 _keys: Callable[[torch.Tensor], object] = getattr(torch._C, "_dispatch_keys", lambda tensor: None)
 
 
-def _matches(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(found) == len(wanted) and all(want in (None, size) for size, want in zip(found, wanted, strict=True))
+def _matches(sizes: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(sizes) == len(wanted) and all(want in (None, size) for size, want in zip(sizes, wanted, strict=True))
 
 
 def _surroundings() -> tuple[object, ...]:
@@ -127,20 +127,20 @@ def _is_right(make: Callable[..., Fits]) -> bool:
         rows(2, 1, 8),
         rows(8),
     ]
-    found = [fits(*pair) for pair in alike] + [not fits(other, vector) for other in others]
-    found.append(not fits(usual, rows(9)))
+    answers = [fits(*pair) for pair in alike] + [not fits(other, vector) for other in others]
+    answers.append(not fits(usual, rows(9)))
     with torch.no_grad():
-        found.append(fits(usual, vector))
+        answers.append(fits(usual, vector))
     for context in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), _Mode()):
         with context:
-            found.append(not fits(usual, vector))
+            answers.append(not fits(usual, vector))
 
     def within(row: torch.Tensor) -> torch.Tensor:
-        found.append(not fits(usual, vector))
+        answers.append(not fits(usual, vector))
         return row
 
     torch.func.vmap(within)(usual)
-    return all(found)
+    return all(answers)
 
 
 # From sizes, strides and a dtype, sizes and strides being tuples and no `torch.Size`.
@@ -203,8 +203,8 @@ def _makes_the_same(inner: Empty, public: Empty) -> bool:
     asked = ((2, 3), (4, 1), torch.float16)
     expected = public(*asked)
     try:
-        made = inner(*asked)
+        guarded = inner(*asked)
     except (RuntimeError, TypeError):
         return False
     is_like = by_attributes([expected], [expected.shape], [expected.stride()])
-    return isinstance(made, torch.Tensor) and is_like(made)
+    return isinstance(guarded, torch.Tensor) and is_like(guarded)

@@ -92,10 +92,10 @@ def _unknown(why: str) -> JaxError:
 
 
 def _installed() -> str:
-    found = []
+    installed = []
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(installed)

@@ -55,7 +55,7 @@ typedef struct {
   CUlaunchAttribute attributes[2];
   int ordinal;
   EACH_OBJECT(AS_OBJECT)
-  Py_ssize_t given, count;
+  Py_ssize_t n_values, count;
   Parameter parameters[MOST_PARAMETERS];
 } Launch;
 
@@ -160,8 +160,8 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
     return quiet < 0 ? NULL : PyObject_Vectorcall(self->observed, args, 2, NULL);
 
   PyObject *values = args[1];
-  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->given)
-    return PyErr_Format(PyExc_TypeError, "the values of this launch are a tuple of %zd", self->given);
+  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->n_values)
+    return PyErr_Format(PyExc_TypeError, "the values of this launch are a tuple of %zd", self->n_values);
   CUlaunchConfig config = self->config;
   if (read_grid(args[0], &config) < 0 || read_stream(self, &config.hStream) < 0)
     return NULL;
@@ -200,8 +200,8 @@ static int read_parameters(Launch *self, PyObject *passed) {
     PyObject *value;
     if (!PyArg_ParseTuple(PyTuple_GET_ITEM(passed, at), "CnO", &parameter->kind, &parameter->place, &value))
       return -1;
-    if (parameter->place >= self->given || parameter->place < -1) {
-      PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->given);
+    if (parameter->place >= self->n_values || parameter->place < -1) {
+      PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->n_values);
       return -1;
     }
     if (parameter->place < 0 && convert(parameter->kind, value, &parameter->fixed) < 0)
@@ -212,18 +212,18 @@ static int read_parameters(Launch *self, PyObject *passed) {
 
 #define TAKE_OBJECT(name) self->name = Py_NewRef(name);
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
-  static char *known[] = {"driver", "function",   "threads", "shared",         "pdl",   "cooperative",
-                          "given",  "parameters", "device",  "current_stream", "hooks", "observed",
+  static char *known[] = {"driver",   "function",   "threads", "shared",         "pdl",   "cooperative",
+                          "n_values", "parameters", "device",  "current_stream", "hooks", "observed",
                           NULL};
   const CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                                    .value = {.programmaticStreamSerializationAllowed = 1}};
   const CUlaunchAttribute together = {.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .value = {.cooperative = 1}};
   unsigned long long function, at[sizeof(Driver) / sizeof(void *)];
   int threads, shared, pdl, cooperative;
-  Py_ssize_t given;
+  Py_ssize_t n_values;
   PyObject *parameters, *device, *current_stream, *hooks, *enter, *leave, *observed;
   if (!PyArg_ParseTupleAndKeywords(args, names, "(KKKKKK)KiippnO!OO(OOO)O", known, &at[0], &at[1], &at[2], &at[3], &at[4],
-                                   &at[5], &function, &threads, &shared, &pdl, &cooperative, &given, &PyTuple_Type,
+                                   &at[5], &function, &threads, &shared, &pdl, &cooperative, &n_values, &PyTuple_Type,
                                    &parameters, &device, &current_stream, &hooks, &enter, &leave, &observed))
     return NULL;
   long ordinal = PyLong_AsLong(device);
@@ -241,7 +241,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   self->config = (CUlaunchConfig){.blockDimX = (unsigned)threads, .blockDimY = 1, .blockDimZ = 1,
                                   .sharedMemBytes = (unsigned)shared, .attrs = self->attributes};
   self->ordinal = (int)ordinal;
-  self->given = given;
+  self->n_values = n_values;
   if (pdl)
     self->attributes[self->config.numAttrs++] = early;
   if (cooperative)

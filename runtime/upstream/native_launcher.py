@@ -47,7 +47,7 @@ class Slot:
 def prepare(
     compiled: Any,
     taken: tuple[Any, ...],
-    given: int,
+    n_values: int,
     device: int,
     current_stream: Callable[[int], int],
     hooks: tuple[Any, Any, Any],
@@ -58,7 +58,7 @@ def prepare(
     Args:
         compiled: the kernel, loaded, without scratch memory.
         taken: its arguments in order, fixed values and slots.
-        given: how many values a launch brings.
+        n_values: how many values a launch brings.
         device: the index of its device.
         current_stream: a function from that index to the stream that launches go to.
         hooks: the settings that hold profilers' hooks, and the two chains there.
@@ -75,7 +75,7 @@ def prepare(
         module = library(build=may_build)
         return module and module.Launch(
             driver=_driver(),
-            given=given,
+            n_values=n_values,
             device=device,
             current_stream=current_stream,
             hooks=hooks,

@@ -27,8 +27,8 @@ def assembled(
     """
     if strides is not None or is_dynamo_compiling() or not _is_like(part, like, shape, placements):
         described = {"run_check": False, "shape": shape, "stride": strides or contiguous_strides(shape)}
-        made: torch.Tensor = type(like).from_local(part, like.device_mesh, placements, **described)
-        return made
+        dtensor: torch.Tensor = type(like).from_local(part, like.device_mesh, placements, **described)
+        return dtensor
     whole: torch.Tensor = applied(_Assembled)(part, like) if part.requires_grad else _wrapped(part, like)
     return whole
 

@@ -168,11 +168,11 @@ def _renaming(operator: Operator, lower: Callable[..., Any]) -> Callable[..., An
     def renamed(*args: Any, **kwargs: Any) -> Any:
         graph: Any = V.graph
         before = len(graph.operations)
-        made = lower(*args, **kwargs)
+        lowered = lower(*args, **kwargs)
         if not (kwargs or graph.cpp_wrapper or getattr(graph, "fx_wrapper", False)):
             for each in graph.operations[before:]:
                 if isinstance(each, ir.FallbackKernel) and each.op_overload is operator:
                     each.set_python_kernel_name(f"{each.python_kernel_name}.{AT_ONCE}")
-        return made
+        return lowered
 
     return renamed

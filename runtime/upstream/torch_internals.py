@@ -139,13 +139,13 @@ def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
     tensors that represent the negatives of their memory.
     """
     number: int = keys.raw_repr()
-    found = _ends.get(number)
-    if found is None:
+    ends = _ends.get(number)
+    if ends is None:
         below = keys & torch._C._after_ADInplaceOrView_keyset
         devices = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-        found = any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
-        _ends[number] = found
-    return found
+        ends = any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
+        _ends[number] = ends
+    return ends
 
 
 Apply = Callable[..., Any]

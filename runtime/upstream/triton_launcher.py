@@ -32,13 +32,13 @@ class Arguments:
 
     Attributes:
         arrange: puts a launch's values, with the fixed ones behind them, into the kernel's order.
-        given: how many values a launch brings.
+        n_values: how many values a launch brings.
         fixed: values that are the same at every launch.
         device: the index of the device, which is the current one at every launch.
     """
 
     arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    given: int
+    n_values: int
     fixed: tuple[Any, ...]
     device: int
 
@@ -77,9 +77,9 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     if type(launcher).__name__ != "CudaLauncher" or _needs_more(launcher):
         unobserved = (compiled.function, compiled.packed_metadata, None, None, None)
         return _quick(launcher, unobserved, arguments, observed)
-    taken = arguments.arrange((*map(Slot, range(arguments.given)), *arguments.fixed))
+    taken = arguments.arrange((*map(Slot, range(arguments.n_values)), *arguments.fixed))
     native: Launch | None = native_launcher.prepare(
-        compiled, taken, arguments.given, arguments.device, current_stream, _hooks(), observed
+        compiled, taken, arguments.n_values, arguments.device, current_stream, _hooks(), observed
     )
     if native is not None:
         return native

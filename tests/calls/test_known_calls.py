@@ -541,7 +541,7 @@ def test_recorded_calls_of_several_m_share_a_plan_and_no_grid(monkeypatch: pytes
     # A mean a row, up to a multiple of 16 bytes, and behind them rstd.
     for m, length, to_rstd in ((1, 5, 16), (5, 13, 32), (1000, 2000, 4000), (5, 13, 32)):
         sized = known.at(torch.Size((m, 64)))
-        assert [grid for _, grid in sized.layout.steps] == [known.prepared(m).made.walkers[0].grid(m)]
+        assert [grid for _, grid in sized.layout.steps] == [known.prepared(m).assembly.walkers[0].grid(m)]
         assert sized.recorded[-1] == ((length,), (1,), torch.float32)
         assert sized.layout.to_rstd == to_rstd
 

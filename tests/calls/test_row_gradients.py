@@ -81,7 +81,7 @@ def test_one_kernel_makes_gradients_of_what_programs_leave(device: str) -> None:
     assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3
     (plan,) = backward_plans()
     ready = plan.prepared(27)
-    assert ready.made.finisher is not None
+    assert ready.assembly.finisher is not None
     types = dict(ready.launchers[-1].key.arguments)
     assert str(types["dweight_ptr"]).startswith("*bf16")
     assert str(types["dweight_partials_ptr"]).startswith("*fp32")

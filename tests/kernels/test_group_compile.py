@@ -80,7 +80,7 @@ def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
     n = CHANNELS // GROUPS * POSITIONS
     with dispatch.using(RetiledTable(dispatch.loaded(), on_demand.generate(mode, n, "a test"), TILES[pipeline])):
         ready = plan_of(mode, arch).prepared(2 * GROUPS)
-        launchers = ready.launchers[: len(ready.made.walkers)]
+        launchers = ready.launchers[: len(ready.assembly.walkers)]
         assert launchers[-1].key.symbol == mode.kernel(pipeline)
         for launcher in launchers:
             compiled = compile_for(launcher.key, launcher.kernel, target)

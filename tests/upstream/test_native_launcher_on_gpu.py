@@ -140,5 +140,5 @@ def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_runs(bound: l
     assert launch is not None
     assert are_native(bound[-1:]) == {True}
     with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: invalid argument$"):
-        launch((1, 1, 1), (0,) * arguments.given)
+        launch((1, 1, 1), (0,) * arguments.n_values)
     assert same_bits(normforge.layernorm2d_fwd(x).y, expected)

@@ -21,11 +21,11 @@ def normalise(operands: GatedOperands, options: Any, group_size: int | None) -> 
 
 
 def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    found = None
+    result = None
     if group_size is None and not is_dynamo_compiling():
-        found = road.normalise_known(row.CALLS, operands, options)
-    if found is not None:
-        return found
+        result = road.normalise_known(row.CALLS, operands, options)
+    if result is not None:
+        return result
     if is_handed_on(operands):
         return _handed_on(operands, options, group_size)
     if is_sharded(*operands):
@@ -38,15 +38,15 @@ def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None)
 def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, *_ = operands
-    name, given = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
+    name, args = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
     # Parts may fit on one rank and not on another: the first would wait for the second.
-    check_normalised(name, given, x.shape[-1:], kernel=backend(x) == "kernel")
+    check_normalised(name, args, x.shape[-1:], kernel=backend(x) == "kernel")
     return by_parts(name, row.CALLS.rows, operands, lambda parts: _run(parts, options, group_size))
 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """Return the result of an operand's `__torch_function__`, as torch.fx's proxies have one."""
-    given = road.named(row.CALLS, operands, options)
-    given["norm_before_gate"] = given["gating"] == row.GATING[True]
-    given["group_size"] = group_size
-    return handed_on(row.CALLS.functions[options[0]], operands, given, positional=2)
+    args = road.named(row.CALLS, operands, options)
+    args["norm_before_gate"] = args["gating"] == row.GATING[True]
+    args["group_size"] = group_size
+    return handed_on(row.CALLS.functions[options[0]], operands, args, positional=2)

@@ -73,10 +73,10 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
             has = tuple(check_tensor(name, tensor).shape) if tensor is not None or name == "gate" else tuple(shape)
             if has != tuple(shape):
                 raise ShapeError(f"{name} has shape {has}; it takes {tuple(shape)}")
-    found: Any = [
+    result: Any = [
         None if each is None else each.view(*each.shape[:-1], n // group_size, group_size) for each in operands
     ]
-    grouped: GatedOperands = tuple(found)
+    grouped: GatedOperands = tuple(result)
     return grouped
 
 
@@ -85,8 +85,8 @@ def forward(operands: GatedOperands, options: Options, group_size: int | None) -
     options = road.options_2d(operands, with_words(options))
     if group_size is not None:
         operands = in_groups(operands, group_size)
-    found: LayerNormOutput = road.launched_2d(CALLS, operands, options)
-    return found if group_size is None else found._replace(y=found.y.flatten(-2))
+    result: LayerNormOutput = road.launched_2d(CALLS, operands, options)
+    return result if group_size is None else result._replace(y=result.y.flatten(-2))
 
 
 # The second dimension of a grid takes 65535, and each group has a program or more.
@@ -157,8 +157,8 @@ def _in_one_row(rows: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _laid_out(kept: GatedSaved, rows: torch.Tensor) -> torch.Tensor:
     """Return rows that kernels can walk, in their own shape: the very tensor, or a copy."""
-    found = _in_one_row(rows, _groups(kept))
-    return rows if found.data_ptr() == rows.data_ptr() else found.view(rows.shape)
+    laid_out = _in_one_row(rows, _groups(kept))
+    return rows if laid_out.data_ptr() == rows.data_ptr() else laid_out.view(rows.shape)
 
 
 def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:

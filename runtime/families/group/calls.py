@@ -38,8 +38,8 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
         return known
     _, num_groups, eps, activation = key_args
     if is_handed_on(operands):
-        given = dict(zip(_NAMES, (*operands, *key_args[1:]), strict=True))
-        y: torch.Tensor = handed_on(row.NAME, operands, given, positional=5)
+        args = dict(zip(_NAMES, (*operands, *key_args[1:]), strict=True))
+        y: torch.Tensor = handed_on(row.NAME, operands, args, positional=5)
         return y
     x, *vectors = operands
     check_tensor("x", x)

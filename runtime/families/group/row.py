@@ -41,7 +41,7 @@ Sizes = tuple[int, int, int]
 # The norm's word, and the options of a call as callers passed them, by which calls are known.
 KeyArgs = tuple[Any, ...]
 # The launches of a call, the addresses of the operands, the operands, and what else a look-up returns.
-_Found = tuple[Any, ...]
+_PlannedCall = tuple[Any, ...]
 
 
 def are_channels_last(x: torch.Tensor) -> bool | None:
@@ -99,16 +99,16 @@ def call_in_memory(mode: GroupMode, sizes: Sizes, tensors: _Vectors, dtypes: Map
         tensors: the tensors that kernels read, by name.
         dtypes: the dtypes of the results that are due, by name.
     """
-    given = {**tensors, "sizes": dict(zip(GROUP_SIZES, sizes, strict=True))}
+    args = {**tensors, "sizes": dict(zip(GROUP_SIZES, sizes, strict=True))}
     if mode.is_backward and not mode.activation.is_applied:
         # Gradients of what is not activated do not depend on bias.
-        given["bias"] = None
-    return call_of(mode, 0, sizes[0] // sizes[1] * sizes[2], given, dtypes)
+        args["bias"] = None
+    return call_of(mode, 0, sizes[0] // sizes[1] * sizes[2], args, dtypes)
 
 
 def slots_of(call: Call, misaligned: Collection[str]) -> set[str]:
     """Return the slots of the tensors of a call that are misaligned: rstd is, because it starts behind all means."""
-    return {"rstd_ptr", *[f"{name}_ptr" for name in misaligned if call.given.get(name) is not None]}
+    return {"rstd_ptr", *[f"{name}_ptr" for name in misaligned if call.args.get(name) is not None]}
 
 
 def _plan(direction: Direction, tensors: _Vectors, options: GroupOptions, dtypes: Mapping[str, torch.dtype]) -> Plan:
@@ -156,7 +156,7 @@ def _ready(plan: Plan, x: torch.Tensor, order: Callable[[Any], Any] = tuple) -> 
     return Ready(plan, _INPUTS, order, at)
 
 
-def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: Key | None) -> _Found:
+def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: Key | None) -> _PlannedCall:
     """Plan a call of operands that kernels can read, make its kind known by a key, and return what `_run` takes."""
     x, weight, bias = operands
     plans, addresses = dispatch.plans, tuple(addresses_of(operands))
@@ -167,9 +167,9 @@ def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: 
     return ready, addresses, operands
 
 
-def _run(found: _Found, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(planned: _PlannedCall, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate and launch; see `launched`."""
-    ready, addresses, operands, *_ = found
+    ready, addresses, operands, *_ = planned
     sized = ready.at(operands[0].shape)
     y, _, statistics = run_sized(ready.plan, sized, addresses, operands, (eps,), packed=True)
     return y, statistics
@@ -186,11 +186,11 @@ def launched_backward(
         due: which operands have a gradient that is asked for, as a look-up takes them.
         learnt: the key and tensors of a look-up, by which calls like this one become known; None has them stay unknown.
     """
-    given, x, weight, bias, statistics, options, wants = arrived
+    gradient, x, weight, bias, statistics, options, wants = arrived
     require_device(x)
     plans = dispatch.plans
     x, weight, bias = _readable(x, weight, bias)
-    dy = _aligned(_with_channels(given, last=are_channels_last(x)).resolve_neg())
+    dy = _aligned(_with_channels(gradient, last=are_channels_last(x)).resolve_neg())
     learnt, known = looked_up_again("group_gradients", learnt, _args(options, weight, bias), due, dy, None)
     if known is not None:
         return GroupNormGradients(*known)
@@ -207,29 +207,29 @@ def launched_backward(
     ready = _ready(_plan(Direction.BACKWARD, tensors, options, dtypes), x, order)
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
-    found = ready.run(launched, addresses)
-    assert found is not None
+    outputs = ready.run(launched, addresses)
+    assert outputs is not None
     if learnt is not None:
         key, own = learnt
         # Kernels read no copies, and all that a guard can hold.
         if addresses == addresses_of(own) and all(each is None or each.__class__ in PLAIN for each in own):
             remember(plans, key, own, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
-    return GroupNormGradients(*found)
+    return GroupNormGradients(*outputs)
 
 
 def normalise_known(operands: GroupOperands, key_args: KeyArgs) -> torch.Tensor | None:
     """Return what `normalise` returns, if an earlier call had arguments of the same kind; None otherwise."""
     # Which operands require gradients is part of what a guard holds.
-    _, _, found = native.calls.group.find(operands, (*key_args, torch.is_grad_enabled()))
-    return None if found is None else _ran(found, key_args[2], record_at_once)
+    _, _, planned = native.calls.group.find(operands, (*key_args, torch.is_grad_enabled()))
+    return None if planned is None else _ran(planned, key_args[2], record_at_once)
 
 
-def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
-    plan = found[0].plan
+def _ran(planned: _PlannedCall, eps: float, function: Any) -> torch.Tensor:
+    plan = planned[0].plan
     if not plan.saves_mean:
-        return _run(found, eps)[0]
+        return _run(planned, eps)[0]
     options = GroupOptions(plan.sizes["groups"], eps, plan.mode.activation.value, plan.dtypes[0])
-    recorded: torch.Tensor = function((_RECORDING, (options, found)), *found[2])
+    recorded: torch.Tensor = function((_RECORDING, (options, planned)), *planned[2])
     return recorded
 
 
@@ -247,17 +247,17 @@ def normalise(operands: GroupOperands, options: GroupOptions, key_args: KeyArgs 
         return seen
     native.start()
     # Copies may be like the tensors of a call before.
-    key, found = None, None
+    key, planned = None, None
     if key_args is not None:
-        key, _, found = native.calls.group.find(whole, (*key_args, torch.is_grad_enabled()))
-    return _ran(found or _prepared(whole, options, saves, key), options.eps, record)
+        key, _, planned = native.calls.group.find(whole, (*key_args, torch.is_grad_enabled()))
+    return _ran(planned or _prepared(whole, options, saves, key), options.eps, record)
 
 
 def normalise_traced(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
     """Run `normalise` as one operator, behind the copy that lays x out."""
     x, *vectors = operands
-    found: list[torch.Tensor] = operator(NAME)(laid_out(x), *vectors, *options, records(operands))
-    return found[0]
+    outputs: list[torch.Tensor] = operator(NAME)(laid_out(x), *vectors, *options, records(operands))
+    return outputs[0]
 
 
 def _args(options: GroupOptions, weight: _Vector, bias: _Vector) -> tuple[GroupOptions, bool, bool]:
@@ -265,11 +265,11 @@ def _args(options: GroupOptions, weight: _Vector, bias: _Vector) -> tuple[GroupO
     return options, weight is None, bias is None
 
 
-def _launch_recorded(call: tuple[GroupOptions, _Found | None], operands: GroupOperands) -> Launched:
-    options, found = call
-    if found is not None:
-        y, statistics = _run(found, options.eps)
-        is_invariant = found[0].plan.is_invariant
+def _launch_recorded(call: tuple[GroupOptions, _PlannedCall | None], operands: GroupOperands) -> Launched:
+    options, planned = call
+    if planned is not None:
+        y, statistics = _run(planned, options.eps)
+        is_invariant = planned[0].plan.is_invariant
     else:
         y, statistics = operator(NAME)(*operands, *options, True)
         is_invariant = is_on()

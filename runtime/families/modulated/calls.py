@@ -15,11 +15,11 @@ from . import row
 def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """Run a call of a public function; the last option is set here."""
     options = (*options[:-1], records(operands))
-    found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
-    if found is not None:
-        return found
+    result = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
+    if result is not None:
+        return result
     if is_handed_on(operands):
-        given = road.named(row.CALLS, operands, options)
-        return handed_on(row.CALLS.functions[options[0]], operands, given, positional=3)
+        args = road.named(row.CALLS, operands, options)
+        return handed_on(row.CALLS.functions[options[0]], operands, args, positional=3)
     row.check_gate(operands)
     return normalise_family(row.CALLS, operands, options)

@@ -53,8 +53,8 @@ def check_gate(operands: ModulatedOperands) -> None:
 def forward(operands: ModulatedOperands, options: ModulatedOptions, places: Places) -> LayerNormOutput:
     """Run a call of `modulated_layernorm2d_fwd` or `modulated_rmsnorm2d_fwd`."""
     check_gate(operands)
-    found: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), places)
-    return found
+    result: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), places)
+    return result
 
 
 def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
@@ -121,14 +121,14 @@ def _sums(kept: ModulatedSaved, samples: int, due: Sequence[bool]) -> dict[str, 
     """Return the dtypes of the sums that are due: the gradient's dtype, or fp32 if more is computed from the sum."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
     affine = _is_affine(kept)
-    found = {}
+    sums = {}
     if for_scale or for_weight:
-        found["dweight"] = torch.float32 if affine else sum_dtype(kept.scale, samples)
+        sums["dweight"] = torch.float32 if affine else sum_dtype(kept.scale, samples)
     if for_shift or for_bias or (for_scale and kept.bias is not None):
-        found["dbias"] = torch.float32 if affine else sum_dtype(kept.shift, samples)
+        sums["dbias"] = torch.float32 if affine else sum_dtype(kept.shift, samples)
     if for_gate and kept.gate is not None:
-        found["dgate"] = sum_dtype(kept.gate, samples)
-    return found
+        sums["dgate"] = sum_dtype(kept.gate, samples)
+    return sums
 
 
 def _is_affine(kept: ModulatedSaved) -> bool:
@@ -140,24 +140,24 @@ def _of_results(
 ) -> list[torch.Tensor | None]:
     """Return the gradients: of rows, and of what samples or all rows share, from what each sample's rows add up to."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
-    found: list[torch.Tensor | None] = [None] * len(due)
-    found[0] = totals.get("dx" if kept.gate is None else "dgated")
-    found[4] = totals.get("dx")
+    grads: list[torch.Tensor | None] = [None] * len(due)
+    grads[0] = totals.get("dx" if kept.gate is None else "dgated")
+    grads[4] = totals.get("dx")
     dy_h, dy = totals.get("dweight"), totals.get("dbias")
     if for_scale and dy_h is not None:
         dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + args.weight_offset)
         if kept.bias is not None and dy is not None:
             dscale = dscale + dy * kept.bias.float()
-        found[1] = shared_sum(dscale, kept.scale)
+        grads[1] = shared_sum(dscale, kept.scale)
     if for_shift and dy is not None:
-        found[2] = shared_sum(dy, kept.shift)
+        grads[2] = shared_sum(dy, kept.shift)
     if for_gate and kept.gate is not None:
-        found[3] = shared_sum(totals["dgate"], kept.gate)
+        grads[3] = shared_sum(totals["dgate"], kept.gate)
     if for_weight and dy_h is not None:
-        found[5] = (dy_h * (1 + kept.scale.float())).sum(0)
+        grads[5] = (dy_h * (1 + kept.scale.float())).sum(0)
     if for_bias and dy is not None:
-        found[6] = (dy * (1 + kept.scale.float())).sum(0)
-    return found
+        grads[6] = (dy * (1 + kept.scale.float())).sum(0)
+    return grads
 
 
 def _of_samples(operand: torch.Tensor, samples: int) -> torch.Tensor:
