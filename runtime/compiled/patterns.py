@@ -92,7 +92,7 @@ def _sum(norm: Operator) -> Iterator[Match]:
         return
     dtype, mode = value(total).dtype, norm.call.mode
     is_near = is_walkable(value(total), contiguous=True) and all(map(is_light, between(total, norm.node)))
-    # Of rows in another shape, scales of groups cannot be put back into theirs.
+    # A reshape of the results would lose the groups of scales.
     if dtype not in FLOATS or mode.x_bias or mode.fadd.adds or (chain and mode.serves) or not is_near:
         return
     stores = not has_one_user([total, *chain])
