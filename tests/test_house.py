@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_615,
+    "all by hand": 13_614,
     "C": 800,
     "emitted": 931,
     "ahead_of_time": 726,
@@ -51,7 +51,7 @@ MOST_CODE_LINES = {
     "operators": 527,
     "override": 211,
     "parallel": 204,
-    "patching": 1_417,
+    "patching": 1_416,
     "reference": 608,
     "selection": 808,
     "upstream": 721,

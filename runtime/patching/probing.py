@@ -365,9 +365,7 @@ class _Trial:
         self.rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
         # Rows of every size down to that of eps, so that eps must be in its place.
         self.rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
-        self.weight = torch.ones(n)
-        if self.has_weight:
-            self.weight = torch.randn(n, generator=generator, dtype=torch.float32)
+        self.weight = torch.randn(n, generator=generator, dtype=torch.float32) if self.has_weight else torch.ones(n)
 
     def call(self, x: torch.Tensor, weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
         """Return the forward's result for x with another weight, in the mode and with the other attributes given.

@@ -53,8 +53,8 @@ class Sum:
 
 
 def sums_of(definition: ast.FunctionDef) -> tuple[Sum, ...]:
-    """Return the sums of a method, in the order in which they run, without those of inner scopes."""
-    return tuple(_Run(definition).sums)
+    """Return the sums of a method, in the order of the text, without those of inner scopes."""
+    return tuple(_Run(definition).sums.values())
 
 
 # Nodes that run no code that could change a tensor, once their parts have run. Attribute look-ups are assumed harmless.
@@ -71,7 +71,7 @@ class _Run:
 
     def __init__(self, definition: ast.FunctionDef) -> None:
         self._first = definition.args.args[0].arg
-        self.sums: list[Sum] = []
+        self.sums: dict[ast.AST, Sum] = {}
         # The value of each variable: an expression's node, or an object for a value from elsewhere.
         self._values: dict[str, object] = {}
         # The norms that were called, each with its input.
@@ -97,6 +97,8 @@ class _Run:
             self._visit_all(targets)
             self._values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
         elif not isinstance(node, SCOPES):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                self.sums[node] = Sum(node)
             self._visit_all(ast.iter_child_nodes(node))
             self._run(node)
 
@@ -105,11 +107,10 @@ class _Run:
         last, stored = self._last, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
         if isinstance(node, ast.Name) and stored:
             self._values[node.id] = node
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        elif isinstance(node, ast.BinOp) and node in self.sums:
             operands = [self._value(node.left), self._value(node.right)]
-            inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
-            self._last, self._passed = Sum(node, inputs=inputs), []
-            self.sums.append(self._last)
+            self._last, self._passed = self.sums[node], []
+            self._last.inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
         elif not _is_idle(node) or (isinstance(node, ast.Attribute) and stored):
             self._last = None
         if (call := call_of_norm(node, self._first)) is not None:
