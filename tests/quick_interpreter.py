@@ -29,9 +29,12 @@ def install(interpreter: Any) -> None:
     interpreter._patch_builtin = _patch_builtin(interpreter)
     interpreter._patch_lang = _patch_lang(interpreter)
     interpreter._get_np_dtype = _get_np_dtype(interpreter)
-    _leave_out_unasserted_conditions(interpreter.interpreter_builder)
+    builder = interpreter.interpreter_builder
+    # Each sum, difference and product of integers is computed again in 64 bits, for an assertion that is only made in
+    # debug mode: 30 % of the time that kernels took.
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_shapes()
-    _pass_on_equal_shapes(type(interpreter.interpreter_semantic))
 
 
 @cache
@@ -83,13 +86,6 @@ def _get_np_dtype(interpreter: ModuleType) -> Callable[..., Any]:
     return get_np_dtype
 
 
-def _leave_out_unasserted_conditions(builder: Any) -> None:
-    # Each sum, difference and product of integers is computed again in 64 bits, for an assertion that is only made in
-    # debug mode: 30 % of the time that kernels took.
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
-
-
 def _remember_shapes() -> None:
     """Have blocks and tensors of a shape that was seen share the descriptions that follow from the shape."""
     new_type, new_tensor, unwrap = tl.block_type.__init__, tl.tensor.__init__, tl.core._unwrap_if_constexpr
@@ -119,13 +115,3 @@ def _remember_shapes() -> None:
     tl.block_type.__init__ = type_init
     tl.tensor.__init__ = tensor_init
     tl.core._unwrap_if_constexpr = unwrap_if_constexpr
-
-
-def _pass_on_equal_shapes(semantic: Any) -> None:
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        is_same = lhs.type.is_block() and rhs.type.is_block() and list(lhs.type.shape) == list(rhs.type.shape)
-        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
-
-    semantic.broadcast_impl_value = broadcast_impl_value

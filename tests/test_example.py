@@ -38,10 +38,10 @@ def example(script: Path) -> ModuleType:
 
 def run(script: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """Run the script in a process of its own, whose environment does not turn Triton's interpreter on."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, str(script), *argv],
-        env=inherited | {"OMP_NUM_THREADS": "1"},
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

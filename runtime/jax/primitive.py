@@ -181,16 +181,12 @@ def _of_explicit_shards(
 ) -> list[jax.Array]:
     """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
     leading = _leading(avals_in[op.rows_at])
-    inputs, outputs = _specs(op, leading)
+    reads, writes = _specs(op, leading)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
-            partial(_of_shard, op, _axes(leading)),
-            mesh=mesh,
-            in_specs=tuple(inputs),
-            out_specs=outputs,
-            check_vma=False,
+            partial(_of_shard, op, _axes(leading)), mesh=mesh, in_specs=tuple(reads), out_specs=writes, check_vma=False
         )
-        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, inputs, strict=True)]
+        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, reads, strict=True)]
         return [
             jax.sharding.reshard(result, aval.sharding.spec)
             for result, aval in zip(mapped(*lying), avals_out, strict=True)

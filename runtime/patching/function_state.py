@@ -9,6 +9,7 @@ tried again once one of these changed.
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -73,11 +74,14 @@ class Reads:
             self.names.add(function.__name__)
 
     def __enter__(self) -> None:
-        self._before = sys.gettrace()
+        self._before, self._restore = sys.gettrace(), gc.enable if gc.isenabled() else gc.disable
+        # The garbage collector would call its callbacks (JAX has one) within a function that is watched.
+        gc.disable()
         sys.settrace(self._enter)
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)
+        self._restore()
 
     def still(self) -> bool:
         """Return True if nothing that is followed has changed."""
@@ -90,10 +94,10 @@ class Reads:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED:
             return None
         code = frame.f_code
-        if code in self._methods and not _is_fixed(self._methods[code]):
-            self.names.add(code.co_name)
+        is_open = code in self._methods and not _is_fixed(self._methods[code])
         # Reached otherwise than by its name: through a module, a class or a tuple.
-        if self._functions and code not in self._local and all(each.__code__ is not code for each in self._functions):
+        is_named = code in self._local or any(each.__code__ is code for each in self._functions)
+        if is_open or (self._functions and not is_named):
             self.names.add(code.co_name)
         variables = {*code.co_cellvars, *self._local.get(code, ())}
         self._local |= {inner: variables for inner in code.co_consts if isinstance(inner, CodeType)}

@@ -96,10 +96,8 @@ def _refuse_reads(names: Iterable[str]) -> None:
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def _calls_alike(
-    module: torch.nn.Module, base: Any, reads: Reads, dtype: torch.dtype, attributes: dict[str, Any]
-) -> bool:
-    twin = _twin(module, _ones(module._parameters, dtype), attributes)
+def _calls_alike(module: torch.nn.Module, base: Any, reads: Reads, dtype: torch.dtype, state: dict[str, Any]) -> bool:
+    twin = _twin(module, _ones(module._parameters, dtype), state)
     sizes = (2, twin.num_channels, 3) if isinstance(module, torch.nn.GroupNorm) else (2, 3, *twin.normalized_shape)
     # Numbers that a cast to fewer bits rounds.
     x = torch.ones(sizes, dtype=dtype).cumsum(-1).sin()
@@ -114,9 +112,8 @@ def _calls_alike(
             with reads:
                 type(twin).forward(twin, x)
         # This raises where the dtypes differ.
-        if not torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) or returned is not own.result:
-            return False
-        if len(own.calls) != 1 or own.calls != expected.calls:
+        is_alike = torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) and returned is own.result
+        if not is_alike or len(own.calls) != 1 or own.calls != expected.calls:
             return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import os
@@ -591,6 +592,18 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "negative epsilon of Llama's": (lambda: models.LlamaRMSNorm(eps=-1e-6), "its variance_epsilon is -1e-06"),
     "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
 }
+
+
+def test_what_the_garbage_collector_calls_is_no_part_of_a_forward() -> None:
+    """JAX's callback and hypothesis's read variables of their modules, whenever a collection begins."""
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: print(end=phase[SETTINGS.scale > 0 :][:0]))
+    gc.set_threshold(1)
+    try:
+        assert normforge.patch(torch.nn.Sequential(models.LlamaRMSNorm())).swapped
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
 
 
 @pytest.mark.parametrize("case", SKIPPED.values(), ids=[name.replace(" ", "_") for name in SKIPPED])
