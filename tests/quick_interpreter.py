@@ -105,8 +105,7 @@ def _remember_shapes() -> None:
         if "of_tensor" not in vars(type):
             new_tensor(self, handle, type)
             type.of_tensor = vars(self).copy()
-        vars(self).update(type.of_tensor)
-        self.handle, self.type = handle, type
+        vars(self).update(type.of_tensor, handle=handle, type=type)
 
     def unwrap_if_constexpr(value: Any) -> Any:
         # Most are none, nor sequences of them.

@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_614,
+    "all by hand": 13_610,
     "C": 800,
     "emitted": 931,
     "ahead_of_time": 726,
@@ -45,7 +45,7 @@ MOST_CODE_LINES = {
     "families": 2_045,
     "compiled": 540,
     "integrations": 380,
-    "jax": 601,
+    "jax": 597,
     "kernels": 1_110,
     "normforge": 501,
     "operators": 527,

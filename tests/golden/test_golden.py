@@ -261,8 +261,7 @@ def test_a_golden_file_shows_every_macro(monkeypatch: pytest.MonkeyPatch) -> Non
     loader = environment.loader
     assert loader is not None
     original = loader.get_source
-    macros: set[tuple[str, str]] = set()
-    expanded: set[tuple[str, str]] = set()
+    macros, expanded = set[tuple[str, str]](), set[tuple[str, str]]()
 
     def noted(jinja: jinja2.Environment, template: str) -> tuple[str, str | None, Callable[[], bool] | None]:
         text, path, is_fresh = original(jinja, template)
