@@ -36,19 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if not compiled:
         os.environ["TRITON_INTERPRET"] = "1"
-        _hurry_the_interpreter()
+        from . import quick_interpreter
+
+        quick_interpreter.install()
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
     seed.settle(config, looks="gpu" in asked)
     config.pluginmanager.register(in_parts.Parts(config))
-
-
-def _hurry_the_interpreter() -> None:
-    from triton.runtime import interpreter
-
-    from . import quick_interpreter
-
-    quick_interpreter.install(interpreter)
 
 
 @pytest.fixture(autouse=True, scope="session")

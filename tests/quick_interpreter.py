@@ -15,14 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import triton.language as tl
+from triton.runtime import interpreter
 
 
-def install(interpreter: Any) -> None:
-    """Let Triton's module remember what it finds; what it replaces and what it computes stay as they are.
-
-    Args:
-        interpreter: `triton.runtime.interpreter`, outside of any launch.
-    """
+def install() -> None:
+    """Let Triton's module remember what it finds, outside of any launch; what it computes stays as it is."""
     # Looked through before a launch has replaced anything: a device function may know another of them than its kernel.
     for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins_of(package)
@@ -107,10 +104,7 @@ def _remember_shapes() -> None:
             type.of_tensor = vars(self).copy()
         vars(self).update(type.of_tensor, handle=handle, type=type)
 
-    def unwrap_if_constexpr(value: Any) -> Any:
-        # Most are none, nor sequences of them.
-        return value if isinstance(value, (int, float, tl.tensor)) else unwrap(value)
-
     tl.block_type.__init__ = type_init
     tl.tensor.__init__ = tensor_init
-    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+    # Most values are neither constants nor sequences of them.
+    tl.core._unwrap_if_constexpr = lambda value: value if isinstance(value, (int, float, tl.tensor)) else unwrap(value)

@@ -80,6 +80,10 @@ def main(store: str, modules: list[str]) -> None:
     dist.init_process_group(
         _BACKENDS[DEVICE], init_method=f"file://{store}", rank=_rank(), world_size=_world(), timeout=WAIT
     )
+    if DEVICE == "cpu":
+        from .. import quick_interpreter
+
+        quick_interpreter.install()
     # What is printed besides is not to be read as a case.
     lines, sys.stdout = sys.stdout, sys.stderr
     for module in modules:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..thorough import THOROUGH
+from ..thorough import LONG, THOROUGH
 from . import models, sharded, split, wrapped
 from .ranks import run
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+pytestmark = [LONG, pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")]
 
 MODULES = {"sharded": sharded, "split": split, "models": models}
 
