@@ -68,9 +68,9 @@ def gradients_of(
     can_be_known = recording.family and dy is not None and not by_formula and forward_ad._current_level < 0
     if can_be_known and isinstance(saved[-1], torch.Tensor):
         arrived = (dy, dresidual_out, *saved)
-        key, planned = getattr(native.calls, recording.family).known_gradients(arrived, args, due)
-        if planned is not None:
-            gradients: Gradients = planned
+        key, known = getattr(native.calls, recording.family).known_gradients(arrived, args, due)
+        if known is not None:
+            gradients: Gradients = known
             return gradients
         learnt = key, arrived
     return recording.gradients(saved, args, dy, dresidual_out, due, by_formula, learnt)
