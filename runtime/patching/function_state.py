@@ -21,8 +21,9 @@ import torch
 
 # Attributes and functions of these modules are assumed not to change.
 _TRUSTED = frozenset(("torch", "math", "operator", "einops", "builtins", "contextlib", "functools", "warnings"))
-# Modules whose functions are not looked into; os reads the environment, and others have a package "test" too.
-_PASSED = (sys.stdlib_module_names - {"os", "test"}) | _TRUSTED | {__name__.partition(".")[0]}
+# Modules whose functions are not looked into; os reads the environment, and others have a package "test" too. torch
+# 2.11 looks up types in its first backward passes.
+_PASSED = (sys.stdlib_module_names - {"os", "test"}) | _TRUSTED | {__name__.partition(".")[0], "typing_extensions"}
 # Types whose values cannot change in place.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Types of values that are no numbers, and neither switches nor words; the last is that of Tensor's methods.

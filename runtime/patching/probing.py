@@ -483,12 +483,13 @@ def _attributes_of(module: torch.nn.Module, known: set[str]) -> Iterator[tuple[s
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
     """Refuse a forward whose gradient is not its formula's: one that detaches the mean square, say."""
     # dy follows the row itself, so that the mean square's share of dx is large at any length.
-    dy = trial.rows * trial.weight
-    gradients = []
+    dy, gradients = trial.rows * trial.weight, []
     for forward in (partial(trial.call, attributes=_MODES[0]), partial(_expected, order, eps=eps)):
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
         # A missing gradient counts as zero, and so differs from the formula's.
         summed = (forward(*leaves) * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
+        # First calls may import, and fill caches.
+        torch.autograd.grad(summed, leaves[: 1 + trial.has_weight], retain_graph=True)
         with trial.reads:
             gradients.append(torch.autograd.grad(summed, leaves[: 1 + trial.has_weight]))
     # Bound the error by the size of dx's terms, per row: small rows have large terms. The order of sums costs 1e-6.
