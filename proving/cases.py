@@ -185,9 +185,14 @@ def cases(*families: str, vary: Sequence[str] | None = None, **at: Any) -> list[
         families: names of `FAMILIES`.
         vary: the axes whose values are combined with one another; None varies each axis by itself.
         at: the values on other axes, where they are not the usual ones.
+
+    Raises:
+        ValueError: none of the families has an axis.
     """
-    found = []
-    for family in families or FAMILIES:
+    families, found = families or tuple(FAMILIES), []
+    if unknown := {*at, *(vary or ())}.difference(*map(axes, families)):
+        raise ValueError(f"no axis of {', '.join(families)}: {', '.join(sorted(unknown))}")
+    for family in families:
         own = axes(family)
         usual = Case(family, tuple((axis, at.get(axis, values[0])) for axis, values in own.items()))
         if vary is None:

@@ -64,6 +64,11 @@ def agree(actual: LayerNormOutput, expected: reference.ReferenceOutput, rounding
     assert not wrong, wrong
 
 
+def pieces(outputs: Any) -> tuple[torch.Tensor, ...]:
+    """The outputs of a call in a tuple, a single one too."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two tensors are equal to the bit, NaN and all."""
     if a is None or b is None:

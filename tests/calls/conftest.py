@@ -1,12 +1,13 @@
-"""Counts the calls that are checked."""
+"""Fixtures of tests of calls: what is checked is counted, and nothing is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from normforge.calls import road
+from normforge.selection import dispatch
 
 
 @pytest.fixture
@@ -21,3 +22,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(road, "check", counted)
     return found
+
+
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    """No call of an earlier test is known, and none is left known for a later one."""
+    dispatch.forget()
+    yield
+    dispatch.forget()

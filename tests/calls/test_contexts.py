@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,11 +16,7 @@ from normforge.selection import dispatch, invariance
 WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    dispatch.forget()
-    yield
-    dispatch.forget()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 def plain(x: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ import torch
 
 import normforge
 
+from ..calling import pieces
+
 N = 32
 
 
@@ -60,8 +62,7 @@ def results(call: Callable[..., Any], given: dict[str, torch.Tensor], *, negated
     if negated in leaves:
         leaves[negated] = (-given[negated]).requires_grad_()
         passed[negated] = torch._neg_view(leaves[negated])
-    found = call(**passed)
-    outputs = found if isinstance(found, tuple) else (found,)
+    outputs = pieces(call(**passed))
     dy = [drawn(*output.shape) for output in outputs]
     if negated == "dy":
         dy = [torch._neg_view(-each) for each in dy]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,7 @@ class Handed(torch.Tensor):
         return "handed"
 
 
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    dispatch.forget()
-    yield
-    dispatch.forget()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 def outcome(call: Callable[[], Any]) -> Any:

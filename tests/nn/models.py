@@ -12,6 +12,13 @@ from torch.nn import functional
 WIDTH = 32
 
 
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
+    """Draw a module's parameters at random."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, 1.0)
+    return module
+
+
 class Block(torch.nn.Module):
     """A residual block with two norms of either kind."""
 

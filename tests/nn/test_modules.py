@@ -17,6 +17,7 @@ from normforge.families import replaced
 
 from ..calling import each_device, printed
 from ..thorough import THOROUGH
+from .models import randomised
 from .oracle import backward
 from .twins import results
 
@@ -44,12 +45,6 @@ FLAGS: list[dict[str, Any]] = [
 
 def accepted(cls: type[torch.nn.Module], flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name in inspect.signature(cls).parameters}
-
-
-def randomised(module: torch.nn.Module) -> torch.nn.Module:
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, 1.0)
-    return module
 
 
 @each_device

@@ -18,7 +18,7 @@ from normforge.families.plain import as_operands
 from proving.cases import BACKWARD_TOLERANCES, EPS, Case, Tensors, agree, close, doubled, formula, gradients, operands
 from proving.cases import exact as exact_gradients
 
-from ..calling import each_device
+from ..calling import each_device, pieces
 from ..thorough import THOROUGH
 from .oracle import FUNCTIONS, plain
 
@@ -47,8 +47,7 @@ def tensors(norm: str, dtype: torch.dtype, device: str = "cpu", shape: tuple[int
 
 def call(norm: str, given: Tensors, **options: Any) -> tuple[torch.Tensor, ...]:
     rest = {} if norm.startswith("add") else {"normalized_shape": (N,)}
-    made: Any = FUNCTIONS[norm](**given, **rest, eps=EPS, **options)
-    return made if isinstance(made, tuple) else (made,)
+    return pieces(FUNCTIONS[norm](**given, **rest, eps=EPS, **options))
 
 
 def exact(norm: str, given: Tensors, weight_offset: float) -> tuple[Tensors, tuple[torch.Tensor, ...]]:
@@ -268,8 +267,7 @@ def module_of(norm: str, **options: Any) -> Any:
 
 
 def module_call(module: Any, given: Tensors) -> tuple[torch.Tensor, ...]:
-    made = module(*(given[name] for name in ("x", "residual") if name in given))
-    return made if isinstance(made, tuple) else (made,)
+    return pieces(module(*(given[name] for name in ("x", "residual") if name in given)))
 
 
 @each_function

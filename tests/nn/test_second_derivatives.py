@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from proving.cases import BACKWARD_TOLERANCES, EPS, close
 
-from ..calling import each_device
+from ..calling import each_device, pieces
 from .oracle import each_function, each_norm
 from .test_options import call, exact, tensors
 
@@ -216,8 +216,7 @@ def test_second_derivatives_by_any_way_are_those_of_finite_differences(family: s
     x, r, c = torch.randn(3, 2, 6, dtype=torch.float64, generator=generator)
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        made = FAMILIES[family](x, r.to(x.dtype))
-        parts = made if isinstance(made, tuple) else (made,)
+        parts = pieces(FAMILIES[family](x, r.to(x.dtype)))
         return sum(((part.reshape(2, 6) * c.to(x.dtype)).sum() for part in parts), x.new_zeros(()))
 
     step = 1e-4

@@ -10,7 +10,7 @@ import inspect
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -357,14 +357,7 @@ def test_a_backward_pass_is_recorded_of_a_call_that_was_not(norm: str) -> None:
     assert same_bits(graph(dy), back(dy))
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @each_function
 def test_compiled_autograd_of_an_eager_call(norm: str) -> None:
     ours, _ = pair(norm, requires_grad=True)

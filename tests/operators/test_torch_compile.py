@@ -18,7 +18,7 @@ from normforge import errors
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from proving.cases import operands
 
-from ..calling import FORWARD, printed, same_bits
+from ..calling import FORWARD, pieces, printed, same_bits
 from ..calls.test_bad_arguments import TABLES, Case, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
@@ -39,13 +39,9 @@ def compiled(function: Any, **options: Any) -> tuple[Any, CompileCounterWithBack
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
-def pieces(output: Any) -> tuple[torch.Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
-def flat(norm: str, shape: tuple[int, ...], **dtypes: Any) -> list[torch.Tensor]:
+def flat(norm: str, shape: tuple[int, ...], device: str = "cpu", **dtypes: Any) -> list[torch.Tensor]:
     """The tensors of a call of the functional API, each to be differentiated by."""
-    given = operands(plain(norm, shape=shape, **dtypes))
+    given = operands(plain(norm, shape=shape, **dtypes), device)
     order = ("x", "residual", "weight", "bias")
     return [given[name] for name in order if name in given]
 

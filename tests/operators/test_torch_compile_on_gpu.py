@@ -11,13 +11,13 @@ from torch._dynamo.utils import counters
 
 import normforge
 
-from ..calling import FORWARD, same_bits
+from ..calling import FORWARD, pieces, same_bits
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import backward, each_function, each_norm
 from . import registered
 from .test_operators import MODES, arguments, gradient_arguments, made
-from .test_torch_compile import N, compiled, flat, functional_call, pieces
+from .test_torch_compile import N, compiled, flat, functional_call
 
 pytestmark = pytest.mark.gpu
 
