@@ -152,10 +152,10 @@ def listing(prog: str) -> Parser:
     return parser
 
 
-def _check_architecture(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
-    if given.arch != ANY and not is_architecture(given.arch):
-        parser.error(f"--arch {given.arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
-    return given
+def _check_architecture(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+    if args.arch != ANY and not is_architecture(args.arch):
+        parser.error(f"--arch {args.arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
+    return args
 
 
 def merge(prog: str) -> Parser:
@@ -181,10 +181,10 @@ def hub(prog: str) -> Parser:
     return parser
 
 
-def _check_owner(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
-    if not _OWNER.fullmatch(given.owner):
-        parser.error(f"--owner {given.owner!r} is no name on the Hub: letters, digits, '.', '_' and '-'")
-    return _check_folder_argument(parser, given)
+def _check_owner(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+    if not _OWNER.fullmatch(args.owner):
+        parser.error(f"--owner {args.owner!r} is no name on the Hub: letters, digits, '.', '_' and '-'")
+    return _check_folder_argument(parser, args)
 
 
 def backendbench(prog: str) -> Parser:
@@ -210,13 +210,13 @@ def warmup(prog: str) -> Parser:
     return parser
 
 
-def _check_warmup(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
-    _check_compilations(parser, given)
-    if given.arch is not None and not given.list:
-        parser.error(f"--arch {given.arch} goes with --list; to compile for a GPU that is not here: normforge aot")
-    given.target = None if given.arch is None else named_target(given.arch)
-    given.pairs = _pairs(given)
-    return given
+def _check_warmup(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+    _check_compilations(parser, args)
+    if args.arch is not None and not args.list:
+        parser.error(f"--arch {args.arch} goes with --list; to compile for a GPU that is not here: normforge aot")
+    args.target = None if args.arch is None else named_target(args.arch)
+    args.pairs = _pairs(args)
+    return args
 
 
 def aot(prog: str) -> Parser:
@@ -254,24 +254,24 @@ def aot(prog: str) -> Parser:
     return parser
 
 
-def _check_aot(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
-    _check_compilations(parser, given)
-    given.arch = tuple(dict.fromkeys(given.arch))
-    if len(given.arch) > 1 and given.multiprocessors is not None:
+def _check_aot(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+    _check_compilations(parser, args)
+    args.arch = tuple(dict.fromkeys(args.arch))
+    if len(args.arch) > 1 and args.multiprocessors is not None:
         parser.error("--multiprocessors is of one GPU, and --arch names several; compile for them one by one")
-    for_jax = given.framework == "jax"
-    given.targets = [replace(named_target(arch, given.multiprocessors), plainly=for_jax) for arch in given.arch]
-    for target in given.targets:
+    for_jax = args.framework == "jax"
+    args.targets = [replace(named_target(arch, args.multiprocessors), plainly=for_jax) for arch in args.arch]
+    for target in args.targets:
         if for_jax and not target.is_nvidia:
             raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
-    given.pairs = _pairs(given)
+    args.pairs = _pairs(args)
     # Triton, whose import takes a while, is asked only if the answer may be yes.
     if "TRITON_INTERPRET" in os.environ and interpreting():
         raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
-    given.folders = [given.out / target.arch if len(given.targets) > 1 else given.out for target in given.targets]
-    for folder, target in zip(given.folders, given.targets, strict=True):
+    args.folders = [args.out / target.arch if len(args.targets) > 1 else args.out for target in args.targets]
+    for folder, target in zip(args.folders, args.targets, strict=True):
         check_folder(folder.expanduser().resolve(), target)
-    return given
+    return args
 
 
 def check_folder(out: Path, target: Target) -> None:
@@ -303,12 +303,12 @@ def _make(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def _check_folder_argument(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+def _check_folder_argument(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     try:
-        _make(given.folder)
+        _make(args.folder)
     except OSError as error:
-        parser.error(f"{given.folder} cannot be written ({error.strerror}); name another DIR")
-    return given
+        parser.error(f"{args.folder} cannot be written ({error.strerror}); name another DIR")
+    return args
 
 
 def _add_compilations(parser: argparse.ArgumentParser) -> None:
@@ -375,38 +375,38 @@ def _add_compilations(parser: argparse.ArgumentParser) -> None:
 _BESIDE_RECORDED = {"instances", "rows", "jobs", "arch", "out", "multiprocessors", "framework"}
 
 
-def _check_compilations(parser: Parser, given: argparse.Namespace) -> argparse.Namespace:
+def _check_compilations(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments, or refuse combinations of them that name no compilations."""
-    if given.recorded is not None:
-        beside = [f"--{name.replace('_', '-')} is" for name in sorted(options_given(given) - _BESIDE_RECORDED)]
-        beside += ["modes are"] if given.modes else []
+    if args.recorded is not None:
+        beside = [f"--{name.replace('_', '-')} is" for name in sorted(options_given(args) - _BESIDE_RECORDED)]
+        beside += ["modes are"] if args.modes else []
         if beside:
             parser.error(f"{beside[0]} given beside --recorded, and recordings say what calls bring; leave one out")
-        return given
-    if given.manifest is not None and given.modes:
+        return args
+    if args.manifest is not None and args.modes:
         parser.error("modes are named, and --manifest too; leave one of them out")
-    if not (given.n or given.shape):
+    if not (args.n or args.shape):
         parser.error(
             "there are no sizes; pass row lengths, --n 4096 say, or --shape 2x320x64x64/32 of GroupNorm, or what was "
             "recorded: --recorded FILE"
         )
-    return given
+    return args
 
 
-def _pairs(given: argparse.Namespace) -> list[Pair]:
+def _pairs(args: argparse.Namespace) -> list[Pair]:
     """Return the modes and sizes that arguments name, none beside recordings; load the table that --instances names.
 
     Raises:
         NormforgeError: there is no such table, recording, manifest or mode.
     """
-    if given.instances is not None:
-        dispatch.load_instances(given.instances)
-    if given.recorded is not None:
-        recordings(given.recorded)
+    if args.instances is not None:
+        dispatch.load_instances(args.instances)
+    if args.recorded is not None:
+        recordings(args.recorded)
         return []
-    if given.manifest is None:
-        return pairs_of(given.n, given.modes or None, given.shape)
-    return _manifest(given.manifest, given.n, tuple(map(GroupShape.parse, given.shape)))
+    if args.manifest is None:
+        return pairs_of(args.n, args.modes or None, args.shape)
+    return _manifest(args.manifest, args.n, tuple(map(GroupShape.parse, args.shape)))
 
 
 def _manifest(path: Path, lengths: Sequence[int], shapes: Sequence[GroupShape]) -> list[Pair]:

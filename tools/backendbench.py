@@ -26,9 +26,9 @@ def {folder}_kernel_impl({parameters}):
 '''
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge backendbench`; returns 0."""
-    folder: Path = given.folder
+    folder: Path = args.folder
     schemas = {operator: getattr(torch.ops.aten, operator).default._schema for operator in OPERATORS}
     texts = {
         folder / _folder(operator) / _file(operator): _text(operator, [argument.name for argument in schema.arguments])
@@ -36,7 +36,7 @@ def main(given: argparse.Namespace) -> int:
     }
     for path in texts:
         if (problem := _in_the_way(path)) is not None:
-            given.parser.error(problem)
+            args.parser.error(problem)
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -66,8 +66,8 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
 
     def call() -> NormGradients:
         if not (mode.fadd.stores and mode.x_bias):
-            given: NormGradients = run(**operands, wants=wants)
-            return given
+            result: NormGradients = run(**operands, wants=wants)
+            return result
         gradients: NormGradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
         dtype = arguments["x_bias"].dtype
         wide = {
@@ -115,10 +115,10 @@ class _Forward(NamedTuple):
 
 def _forward(problem: Problem, device: torch.device) -> _Forward:
     mode, family = problem.mode, family_of(problem.mode)
-    given = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
+    args = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
     calls = CALLS[family.name]
-    operands = road.operands_of(calls, given)
-    options = road.options_of(calls, mode.norm.value, given)
+    operands = road.operands_of(calls, args)
+    options = road.options_of(calls, mode.norm.value, args)
     outputs = road.launched(calls, operands, options)
     kept = (*calls.saved(operands, outputs.residual_out), outputs.mean, outputs.rstd)
     return _Forward(operands, kept, calls.args(options, dtypes_of(operands)))
@@ -130,9 +130,9 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
     exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
     taken = gated.mode_of(forward.args, kept.x.dtype, mode.grouped)
 
-    def validate(found: GatedGradients) -> tuple[Finding, ...]:
+    def validate(gradients: GatedGradients) -> tuple[Finding, ...]:
         expected = gating_reference.gradients(dy, *forward.operands, **exact)
-        return tuple(compare_gradients(found, expected, forward.named(GatedGradients._fields)))
+        return tuple(compare_gradients(gradients, expected, forward.named(GatedGradients._fields)))
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
@@ -144,20 +144,20 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
 def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedGradients]:
     """Prepare the backward pass of a modulated norm; `Problem` has checked that kernels take the call."""
-    forward, arrived = _forward(problem, device), gradients_in(problem, device)
+    forward, arriving = _forward(problem, device), gradients_in(problem, device)
     kept = ModulatedSaved(*forward.kept)
-    dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
+    dy, dresidual_out = arriving["dy"], arriving.get("dresidual_out")
     gates = kept.gate is not None
     taken = modulated.mode_of(problem.mode.norm, kept.x.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
-        found = modulated.IN_PARTS.gradients(kept, forward.args, (dy, dresidual_out), forward.due)
-        return ModulatedGradients(*found)
+        gradients = modulated.IN_PARTS.gradients(kept, forward.args, (dy, dresidual_out), forward.due)
+        return ModulatedGradients(*gradients)
 
-    def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
+    def validate(gradients: ModulatedGradients) -> tuple[Finding, ...]:
         rows, others = kept.x, {name: each for name, each in kept._asdict().items() if name != "x"}
         expected = modulation_reference.gradients(dy, rows, **others, dresidual_out=dresidual_out)
-        return tuple(compare_gradients(found, expected, forward.named(ModulatedGradients._fields)))
+        return tuple(compare_gradients(gradients, expected, forward.named(ModulatedGradients._fields)))
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),

@@ -89,9 +89,9 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     function = family.functions[mode.norm]
     oracle = _BESIDE[family.name].FORWARD[mode.norm]
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
-    given, calls = completed(function, arguments), CALLS[family.name]
-    operands = road.operands_of(calls, given)
-    options = road.options_of(calls, mode.norm.value, given)
+    args, calls = completed(function, arguments), CALLS[family.name]
+    operands = road.operands_of(calls, args)
+    options = road.options_of(calls, mode.norm.value, args)
     return Run(
         entry=lambda: dispatch.find(mode, problem.row_length),
         call=lambda: road.launched(calls, operands, options),
@@ -104,7 +104,7 @@ def _validate(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output, over slices of rows, tokens or samples that the reference can hold."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
         if problem.mode.dropout:
@@ -113,8 +113,8 @@ def _validate(
         outputs = result._replace(
             **{name: value[rows] for name, value in result._asdict().items() if value is not None}
         )
-        found += compare(outputs, oracle(**sliced), problem.mode.rounding)
-    return worst_of(found)
+        findings += compare(outputs, oracle(**sliced), problem.mode.rounding)
+    return worst_of(findings)
 
 
 def _validate_quantised(
@@ -124,7 +124,7 @@ def _validate_quantised(
     result: QuantisedOutput,
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
@@ -137,8 +137,8 @@ def _validate_quantised(
             name: value[rows] for name, value in result._replace(y_scale=None)._asdict().items() if value is not None
         }
         outputs = result._replace(**parts)
-        found += compare_quantised(outputs, None if scale is None else scale[rows], oracle(**sliced))
-    return worst_of(found)
+        findings += compare_quantised(outputs, None if scale is None else scale[rows], oracle(**sliced))
+    return worst_of(findings)
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:

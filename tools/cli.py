@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _function(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
+def _function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(import_module(module, __package__), name)
     return function

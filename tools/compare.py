@@ -67,10 +67,13 @@ class Tolerance(NamedTuple):
 def worst_of(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """One finding of each output, from those of its parts."""
     worst: dict[str, Finding] = {}
-    for found in findings:
-        so_far = worst.setdefault(found.name, found)
-        worst[found.name] = Finding(
-            found.name, max(so_far.error, found.error), max(so_far.tolerance, found.tolerance), so_far.ok and found.ok
+    for finding in findings:
+        so_far = worst.setdefault(finding.name, finding)
+        worst[finding.name] = Finding(
+            finding.name,
+            max(so_far.error, finding.error),
+            max(so_far.tolerance, finding.tolerance),
+            so_far.ok and finding.ok,
         )
     return tuple(worst.values())
 

@@ -27,31 +27,31 @@ from ..kernels.strides import strides_told
 from .arguments import ABSENT
 
 
-def warmup(given: argparse.Namespace) -> int:
+def warmup(args: argparse.Namespace) -> int:
     """Compile for the GPU that is here, or list the compilations; returns 0.
 
     Raises:
         NormforgeError: see `normforge.warmup`; also for what the arguments name and is not there.
     """
-    keys = _keys(given, given.target or find_target(None))
-    if given.list:
+    keys = _keys(args, args.target or find_target(None))
+    if args.list:
         print(_table(keys))
         return 0
-    ahead.load(keys, gpu(None), jobs=given.jobs, progress=True)
+    ahead.load(keys, gpu(None), jobs=args.jobs, progress=True)
     print(f"{len(keys)} kernels are compiled")
     return 0
 
 
-def aot(given: argparse.Namespace) -> int:
+def aot(args: argparse.Namespace) -> int:
     """Compile for named architectures into a folder, without a GPU; returns 0.
 
     Raises:
         NormforgeError: see `build`; also for what the arguments name and is not there.
     """
-    for target, folder in zip(given.targets, given.folders, strict=True):
-        keys = _keys(given, target)
-        out, ptx = folder.expanduser().resolve(), given.framework == "jax"
-        built = build(keys, target, out, jobs=given.jobs, progress=True, ptx=ptx)
+    for target, folder in zip(args.targets, args.folders, strict=True):
+        keys = _keys(args, target)
+        out, ptx = folder.expanduser().resolve(), args.framework == "jax"
+        built = build(keys, target, out, jobs=args.jobs, progress=True, ptx=ptx)
         print(
             f"{len(keys)} kernels for {target.arch} in {folder}: {built.compiled} compiled, {built.kept} unchanged, "
             f"{built.removed} removed"
@@ -59,27 +59,27 @@ def aot(given: argparse.Namespace) -> int:
     return 0
 
 
-def _keys(given: argparse.Namespace, target: Target) -> list[CompileKey]:
+def _keys(args: argparse.Namespace, target: Target) -> list[CompileKey]:
     """Return the compilations that parsed arguments ask for.
 
     Raises:
         NormforgeError: a recording cannot be read, or the arguments are not those of any call.
     """
-    if given.recorded is not None:
-        return recorded_keys_for(given.recorded, target, given.rows)
+    if args.recorded is not None:
+        return recorded_keys_for(args.recorded, target, args.rows)
     deployment = Deployment(
-        weight_dtypes=_kinds(given.weight),
-        bias_dtypes=None if given.bias is None else _kinds(given.bias),
-        residual_dtypes=_kinds(given.residual),
-        smooth_dtypes=_kinds(given.smooth),
-        dy_dtypes=_kinds(given.dy),
+        weight_dtypes=_kinds(args.weight),
+        bias_dtypes=None if args.bias is None else _kinds(args.bias),
+        residual_dtypes=_kinds(args.residual),
+        smooth_dtypes=_kinds(args.smooth),
+        dy_dtypes=_kinds(args.dy),
         wants=None,
-        row_strides=(None, *(given.row_stride or ())),
+        row_strides=(None, *(args.row_stride or ())),
         misaligned=((),),
-        rows=given.rows or USUAL_ROWS,
-        y_dtypes=_kinds(given.y),
+        rows=args.rows or USUAL_ROWS,
+        y_dtypes=_kinds(args.y),
     )
-    return keys_of(given.pairs, target, deployment)
+    return keys_of(args.pairs, target, deployment)
 
 
 def _kinds(words: Iterable[str]) -> tuple[Kind, ...]:

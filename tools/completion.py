@@ -10,9 +10,9 @@ import shtab
 from .cli import VERBS
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge completion`; returns 0."""
-    print(shtab.complete(every_verb(), given.shell))
+    print(shtab.complete(every_verb(), args.shell))
     return 0
 
 

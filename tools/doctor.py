@@ -115,7 +115,7 @@ class _Report:
         if not settings.native_launcher():
             return "switched off by NORMFORGE_NATIVE_LAUNCHER=0"
         try:
-            found = native_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
+            launcher = native_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
         except NormforgeError:
             raise
         except Exception as error:
@@ -128,7 +128,7 @@ class _Report:
             return (
                 f"not built ({why}); launches take more host time without it. It needs gcc or clang, and Triton's cache"
             )
-        return "built" if found else "not built, and NORMFORGE_FROZEN=1 forbids building"
+        return "built" if launcher else "not built, and NORMFORGE_FROZEN=1 forbids building"
 
     def _cache(self) -> str:
         folder = cache_folder()
@@ -169,11 +169,11 @@ def _tiles(arch: str) -> str:
     )
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge doctor`; returns 0, or 1 if the report names a problem."""
     report = _Report()
     report.look()
-    if given.json:
+    if args.json:
         print(json.dumps({"ok": not report.problems, "facts": report.facts, "problems": report.problems}))
     else:
         width = max(map(len, report.facts))

@@ -38,7 +38,7 @@ def check_tune(_: Request) -> None:
         raise DeviceError(NO_GPU_TO_TIME)
 
 
-def check_warmup(given: argparse.Namespace) -> None:
+def check_warmup(args: argparse.Namespace) -> None:
     """Raise DeviceError if `normforge warmup` has no GPU to compile for, and none was named."""
-    if given.target is None and is_missing():
+    if args.target is None and is_missing():
         raise DeviceError(_NO_GPU_TO_COMPILE_FOR)

@@ -80,7 +80,7 @@ class Explanation:
         return "\n".join(map(str, self.kernels)) if self.kernels else f"no kernel of normforge's ran: {self.reason}"
 
 
-class _Asked:
+class _Observer:
     """An observer that keeps the kinds of call, each once, in order."""
 
     def __init__(self) -> None:
@@ -114,17 +114,17 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(normforge.explain(normforge.layer_norm, x, (4096,), weight, bias))
     """
-    asked = _Asked()
-    with dispatch.observed(asked):
+    observer = _Observer()
+    with dispatch.observed(observer):
         result = f(*args, **kwargs)
     tensors = list(_tensors((f, args, kwargs, _closure(f))))
-    if not asked.kinds:
+    if not observer.kinds:
         return Explanation("torch", (), _reason(tensors), result)
     target = target_of(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
-    found = [
-        _use(kind, entry, launcher, target) for kind in asked.kinds for entry, launcher in launchers_of(kind, target)
+    uses = [
+        _use(kind, entry, launcher, target) for kind in observer.kinds for entry, launcher in launchers_of(kind, target)
     ]
-    return Explanation("kernel", tuple(found), "", result)
+    return Explanation("kernel", tuple(uses), "", result)
 
 
 def _use(kind: CallKind, entry: Entry, launcher: Launcher, target: Target) -> KernelUse:
@@ -177,8 +177,8 @@ def _closure(f: Callable[..., Any]) -> tuple[Any, ...]:
     """Return the variables of a function's surroundings that the function uses: a lambda often takes no arguments."""
     if not inspect.isfunction(f):
         return ()
-    found = inspect.getclosurevars(f)
-    return (*found.nonlocals.values(), *found.globals.values())
+    variables = inspect.getclosurevars(f)
+    return (*variables.nonlocals.values(), *variables.globals.values())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -92,12 +92,12 @@ def _channels(n: int) -> int:
 
 
 def group_problem(
-    given: argparse.Namespace, defaults: Mapping[str, Any], dtypes: Mapping[str, DType], auto: str
+    args: argparse.Namespace, defaults: Mapping[str, Any], dtypes: Mapping[str, DType], auto: str
 ) -> GroupProblem:
     """Return the problem that parsed arguments ask for.
 
     Args:
-        given: the arguments.
+        args: the arguments.
         defaults: of every option.
         dtypes: what x and y may be, by their words.
         auto: the word that leaves a type or an activation open.
@@ -105,43 +105,43 @@ def group_problem(
     Raises:
         ValueError: GroupNorm has no such option, word or size.
     """
-    refuse_unread(given, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {_listed((*OWN, *_SHARED))}")
+    refuse_unread(args, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {_listed((*OWN, *_SHARED))}")
     for name in ("prec_i", "prec_o"):
-        word = getattr(given, name)
+        word = getattr(args, name)
         if word not in dtypes and not (name == "prec_o" and word == auto):
             raise ValueError(f"-{name} {word} does not go with -norm {GROUP}; pass one of {', '.join(dtypes)}")
-    if given.bwd and given.prec_o != auto:
+    if args.bwd and args.prec_o != auto:
         raise ValueError(
-            f"-prec_o {given.prec_o} does not go with -bwd 1: gradients are of the types of what they belong to"
+            f"-prec_o {args.prec_o} does not go with -bwd 1: gradients are of the types of what they belong to"
         )
     activations = {activation.value: activation for activation in Activation}
-    word = Activation.NONE.value if given.activation == auto else given.activation
+    word = Activation.NONE.value if args.activation == auto else args.activation
     if word not in activations:
         raise ValueError(f"-activation {word} does not go with -norm {GROUP}; pass one of {', '.join(activations)}")
     mode = GroupMode(
-        dtypes[given.prec_i],
-        Direction.BACKWARD if given.bwd else Direction.FORWARD,
+        dtypes[args.prec_i],
+        Direction.BACKWARD if args.bwd else Direction.FORWARD,
         activations[word],
-        LAYOUTS[given.layout],
+        LAYOUTS[args.layout],
     )
-    shape = _shape(given.shape)
-    if given.groups < 1 or shape[1] % given.groups:
-        raise ValueError(f"-groups {given.groups} does not divide the {shape[1]} channels of -shape {given.shape}")
+    shape = _shape(args.shape)
+    if args.groups < 1 or shape[1] % args.groups:
+        raise ValueError(f"-groups {args.groups} does not divide the {shape[1]} channels of -shape {args.shape}")
     if not mode.takes(shape[1], shape[2:]):
         other = next(name for name, last in LAYOUTS.items() if last is not mode.channels_last)
-        raise ValueError(f"-shape {given.shape} lies in memory as -layout {other} does: pass that")
-    eps = DEFAULT_EPS if given.e is None else given.e
-    return GroupProblem(mode, shape, given.groups, eps, None if given.prec_o == auto else dtypes[given.prec_o])
+        raise ValueError(f"-shape {args.shape} lies in memory as -layout {other} does: pass that")
+    eps = DEFAULT_EPS if args.e is None else args.e
+    return GroupProblem(mode, shape, args.groups, eps, None if args.prec_o == auto else dtypes[args.prec_o])
 
 
-def refuse_unread(given: argparse.Namespace, defaults: Mapping[str, Any], read: Collection[str], reason: str) -> None:
+def refuse_unread(args: argparse.Namespace, defaults: Mapping[str, Any], read: Collection[str], reason: str) -> None:
     """Refuse options that were given and are not read.
 
     Raises:
         ValueError: there is one.
     """
     for name, default in defaults.items():
-        value = getattr(given, name)
+        value = getattr(args, name)
         if name not in read and value != default:
             raise ValueError(f"-{name} {value} would be ignored: {reason}; leave it out")
 

@@ -76,12 +76,12 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
     def check(outputs: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         (y,) = outputs
         assert y is not None
-        found = []
+        findings = []
         for some in _slices(problem):
             want = group_reference.group_norm(x[some], problem.groups, weight, bias, **arguments).y
             got = LayerNormOutput(y[some], None, None, None, None)
-            found += compare(got, ReferenceOutput(want.to(out or dtype), None, None, None, None, want))
-        return worst_of(found)
+            findings += compare(got, ReferenceOutput(want.to(out or dtype), None, None, None, None, want))
+        return worst_of(findings)
 
     if not mode.is_backward:
         return Run(
@@ -93,12 +93,12 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
     _, statistics = group.launched(x, weight, bias, options, saves=True)
     assert statistics is not None
 
-    def check_gradients(found: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
+    def check_gradients(gradients: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         parts = (
             group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **arguments)
             for some in _slices(problem)
         )
-        return tuple(compare_gradients(GroupNormGradients(*found), _together(parts), GroupNormGradients._fields))
+        return tuple(compare_gradients(GroupNormGradients(*gradients), _together(parts), GroupNormGradients._fields))
 
     return Run(
         entry=lambda: dispatch.find(mode, problem.size.group_length),

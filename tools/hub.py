@@ -9,35 +9,35 @@ from ..codegen.command import DONE
 from ..codegen.hub import MARK, PACKAGE, Repository, layers_of, repository
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge hub`; returns 0."""
-    folder: Path = given.folder
-    made = repository(given.owner)
-    stale = _stale(folder, made)
-    if (problem := _in_the_way(folder, made)) is not None:
-        given.parser.error(problem)
-    for path, text in made.files.items():
+    folder: Path = args.folder
+    repo = repository(args.owner)
+    stale = _stale(folder, repo)
+    if (problem := _in_the_way(folder, repo)) is not None:
+        args.parser.error(problem)
+    for path, text in repo.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     for old in stale:
         old.unlink()
-    layers = [name for name, _ in layers_of(made.files[f"torch-ext/{PACKAGE}/layers.py"])]
-    print(f"{made.name}: {len(made.files)} files in {folder}; layers: {', '.join(layers)}")
+    layers = [name for name, _ in layers_of(repo.files[f"torch-ext/{PACKAGE}/layers.py"])]
+    print(f"{repo.name}: {len(repo.files)} files in {folder}; layers: {', '.join(layers)}")
     return DONE
 
 
-def _in_the_way(folder: Path, made: Repository) -> str | None:
+def _in_the_way(folder: Path, repo: Repository) -> str | None:
     """Why the folder is not to be written to."""
-    for path, text in made.files.items():
-        found = folder / path
-        if found.exists() and not _is_ours(found, text):
-            return f"{found} is there already and normforge did not write it; move it away, or name another DIR"
+    for path, text in repo.files.items():
+        existing = folder / path
+        if existing.exists() and not _is_ours(existing, text):
+            return f"{existing} is there already and normforge did not write it; move it away, or name another DIR"
     return None
 
 
-def _is_ours(found: Path, text: str) -> bool:
+def _is_ours(existing: Path, text: str) -> bool:
     try:
-        there = found.read_text()
+        there = existing.read_text()
     except (OSError, UnicodeDecodeError):
         return False
     # Metadata has no place for a mark; its own name says whose it is.
@@ -46,8 +46,8 @@ def _is_ours(found: Path, text: str) -> bool:
     )
 
 
-def _stale(folder: Path, made: Repository) -> list[Path]:
+def _stale(folder: Path, repo: Repository) -> list[Path]:
     """Files of an earlier repository that are not in this one: what is imported has to be of one release."""
-    known = {folder / path for path in made.files}
+    known = {folder / path for path in repo.files}
     ours = [*folder.glob("torch-ext/**/*.py"), *folder.glob("build/torch-*/**/*.py")]
     return [path for path in ours if path not in known and _is_ours(path, "")]

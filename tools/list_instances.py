@@ -14,14 +14,14 @@ from ..selection.dispatch import instances
 from ..selection.table import Entry
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge list`; returns 0."""
-    globs, arch = given.globs, given.arch
+    globs, arch = args.globs, args.arch
     entries = instances()
     for glob in globs:
         if not any(fnmatchcase(entry.name, glob) for entry in entries):
             near = difflib.get_close_matches(glob.rstrip("*"), [entry.name for entry in entries], n=3)
-            given.parser.error(f"no instance matches {glob!r}; {_hint(near, given.parser.prog)}")
+            args.parser.error(f"no instance matches {glob!r}; {_hint(near, args.parser.prog)}")
     shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
     few, some = entries[0].small_m, entries[0].some_m
     # A column for ragged rows, and for some, where they have tiles of their own.

@@ -8,12 +8,12 @@ from ..selection.recorded import recordings
 from ..selection.recording import add
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `normforge merge`; returns 0.
 
     Raises:
         RecordError: a recording cannot be read, or the output cannot be written or is no recording.
     """
-    found = add(given.out, recordings(given.recordings))
-    print(f"{len(found.instances)} instances and {len(found.calls)} kinds of call in {given.out}")
+    merged = add(args.out, recordings(args.recordings))
+    print(f"{len(merged.instances)} instances and {len(merged.calls)} kinds of call in {args.out}")
     return 0

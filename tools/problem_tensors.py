@@ -65,8 +65,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         if parameter.kind is Kind.RANDOM:
             return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
         if parameter.kind is Kind.VALUE:
-            given = {"scale_ub": problem.scale_ub, "global_scale": _GLOBAL_SCALE}
-            return torch.full((1,), given.get(name, 1 / problem.mode.dtype_out.qmax), device=device)
+            scales = {"scale_ub": problem.scale_ub, "global_scale": _GLOBAL_SCALE}
+            return torch.full((1,), scales.get(name, 1 / problem.mode.dtype_out.qmax), device=device)
         if name == "column_scale":
             # None that divides by nothing; a little of y is cut off.
             values = torch.empty(n, device=device).uniform_(bound, 2 * bound, generator=generator)

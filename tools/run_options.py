@@ -258,81 +258,81 @@ def parser(prog: str) -> _Parser:
     return parser
 
 
-def _resolve(given: argparse.Namespace) -> Request:
-    _check_sizes(given)
+def _resolve(args: argparse.Namespace) -> Request:
+    _check_sizes(args)
     return Request(
-        _group_problem(given) if given.norm == GROUP else _problem(given),
-        _FLAG[given.v],
-        _FLAG[given.kname],
-        given.warmup,
-        given.repeat,
-        _FLAG[given.json],
-        None if given.jsonfile is None else _writable(Path(given.jsonfile)),
+        _group_problem(args) if args.norm == GROUP else _problem(args),
+        _FLAG[args.v],
+        _FLAG[args.kname],
+        args.warmup,
+        args.repeat,
+        _FLAG[args.json],
+        None if args.jsonfile is None else _writable(Path(args.jsonfile)),
     )
 
 
-def _group_problem(given: argparse.Namespace) -> GroupProblem:
+def _group_problem(args: argparse.Namespace) -> GroupProblem:
     defaults = {option.name: option.default for option in OPTIONS}
-    return group_problem.group_problem(given, defaults, _FLOATS, AUTO)
+    return group_problem.group_problem(args, defaults, _FLOATS, AUTO)
 
 
-def _problem(given: argparse.Namespace) -> Problem:
+def _problem(args: argparse.Namespace) -> Problem:
     own = {option.name: option.default for option in OPTIONS if option.name in group_problem.OWN}
-    group_problem.refuse_unread(given, own, (), f"only -norm {GROUP} reads it")
-    fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
-    _check_used("prec_sm", given.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
-    _check_used("prec_sy", given.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")
-    _check_layout(given)
-    _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
-    _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
-    _check_backward(given)
-    _check_samples(given)
-    _check_gate(given)
-    prec_i = _INPUTS[given.prec_i]
+    group_problem.refuse_unread(args, own, (), f"only -norm {GROUP} reads it")
+    fadd, fquant = _FADDS[args.fadd], _FQUANTS[args.fquant]
+    _check_used("prec_sm", args.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
+    _check_used("prec_sy", args.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")
+    _check_layout(args)
+    _check_used("xr_stride", args.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
+    _check_used("yr_stride", args.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
+    _check_backward(args)
+    _check_samples(args)
+    _check_gate(args)
+    prec_i = _INPUTS[args.prec_i]
     mode = Mode(
-        _NORMS[given.norm],
+        _NORMS[args.norm],
         prec_i,
-        _output(given.prec_o, prec_i, fquant),
+        _output(args.prec_o, prec_i, fquant),
         fadd=fadd,
         fquant=fquant,
-        x_bias=_FLAG[given.xbias],
-        save_mv=_FLAG[given.save_mv],
-        modulated=given.samples > 0,
-        x_gate=_FLAG[given.xgate],
-        gating=_GATINGS[given.gate],
-        gate_activation=_gate_activation(given.activation),
-        grouped=given.group > 0,
-        dropout=given.dropout > 0.0,
-        scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
-        scale_ub=given.scale_ub > 0.0,
-        **{name: words[getattr(given, name)] for name, words in _OWN.items()},
-        **_served(given),
+        x_bias=_FLAG[args.xbias],
+        save_mv=_FLAG[args.save_mv],
+        modulated=args.samples > 0,
+        x_gate=_FLAG[args.xgate],
+        gating=_GATINGS[args.gate],
+        gate_activation=_gate_activation(args.activation),
+        grouped=args.group > 0,
+        dropout=args.dropout > 0.0,
+        scale_dtype=DType.FP32 if args.prec_sy == AUTO else _FLOATS[args.prec_sy],
+        scale_ub=args.scale_ub > 0.0,
+        **{name: words[getattr(args, name)] for name, words in _OWN.items()},
+        **_served(args),
     )
     if family_of(mode) is QUANTISED:
-        _check_beside(given, f"norms of {QUANTISED.functions[mode.norm]}")
-    usual = Strides.usual(given.n, given.heads)
+        _check_beside(args, f"norms of {QUANTISED.functions[mode.norm]}")
+    usual = Strides.usual(args.n, args.heads)
     return Problem(
-        given.m,
-        given.n,
+        args.m,
+        args.n,
         mode,
-        backward=_FLAG[given.bwd],
-        prec_sm=DType.FP32 if given.prec_sm == AUTO else _FLOATS[given.prec_sm],
-        eps=given.e,
-        strides=Strides(**{name: _stride(given, option, getattr(usual, name)) for name, option in _STRIDES.items()}),
-        heads=given.heads,
-        samples=given.samples,
-        group=given.group,
-        dropout_p=given.dropout,
-        scale_layout=_SERVED["scale_layout"][given.scale_layout],
-        scale_ub=given.scale_ub,
+        backward=_FLAG[args.bwd],
+        prec_sm=DType.FP32 if args.prec_sm == AUTO else _FLOATS[args.prec_sm],
+        eps=args.e,
+        strides=Strides(**{name: _stride(args, option, getattr(usual, name)) for name, option in _STRIDES.items()}),
+        heads=args.heads,
+        samples=args.samples,
+        group=args.group,
+        dropout_p=args.dropout,
+        scale_layout=_SERVED["scale_layout"][args.scale_layout],
+        scale_ub=args.scale_ub,
     )
 
 
-def _served(given: argparse.Namespace) -> dict[str, Any]:
+def _served(args: argparse.Namespace) -> dict[str, Any]:
     """Return the axes that only `quantised_layer_norm` has."""
-    words = {name: words[getattr(given, name)] for name, words in _SERVED.items()}
+    words = {name: words[getattr(args, name)] for name, words in _SERVED.items()}
     words["scale_layout"] = words["scale_layout"].of_kernels
-    return words | {name: _FLAG[getattr(given, name)] for name in _SERVED_FLAGS}
+    return words | {name: _FLAG[getattr(args, name)] for name in _SERVED_FLAGS}
 
 
 def _gate_activation(word: str) -> GateActivation:
@@ -351,75 +351,75 @@ def _writable(path: Path) -> Path:
     return path
 
 
-def _check_sizes(given: argparse.Namespace) -> None:
+def _check_sizes(args: argparse.Namespace) -> None:
     for name, least in (("m", 1), ("n", 1), ("heads", 1), ("warmup", 0), ("repeat", 1), ("e", 0.0)):
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
     row = FORWARD["dropout_p"]
-    if not row.least <= given.dropout <= row.most:
-        raise ValueError(f"-dropout {given.dropout} will not do; it takes a number from 0 to below 1")
-    if given.m % given.heads:
+    if not row.least <= args.dropout <= row.most:
+        raise ValueError(f"-dropout {args.dropout} will not do; it takes a number from 0 to below 1")
+    if args.m % args.heads:
         raise ValueError(
-            f"-m {given.m} rows are no whole number of tokens with -heads {given.heads} each; "
-            f"pass a multiple, {given.m + -given.m % given.heads} say"
+            f"-m {args.m} rows are no whole number of tokens with -heads {args.heads} each; "
+            f"pass a multiple, {args.m + -args.m % args.heads} say"
         )
 
 
-def _check_layout(given: argparse.Namespace) -> None:
-    unset, in_groups = next(iter(_SERVED["scale_layout"])), given.group_size != next(iter(_SERVED["group_size"]))
-    _check_used("scale_layout", given.scale_layout, unset, in_groups, "only scales of -group_size lie in an order")
-    if not 0.0 <= given.scale_ub < float("inf"):
-        raise ValueError(f"-scale_ub {given.scale_ub} will not do; it takes a finite number above 0, or 0 for no bound")
+def _check_layout(args: argparse.Namespace) -> None:
+    unset, in_groups = next(iter(_SERVED["scale_layout"])), args.group_size != next(iter(_SERVED["group_size"]))
+    _check_used("scale_layout", args.scale_layout, unset, in_groups, "only scales of -group_size lie in an order")
+    if not 0.0 <= args.scale_ub < float("inf"):
+        raise ValueError(f"-scale_ub {args.scale_ub} will not do; it takes a finite number above 0, or 0 for no bound")
 
 
-def _check_samples(given: argparse.Namespace) -> None:
-    if not given.samples:
-        _check_used("xgate", given.xgate, 0, False, "only rows of -samples are gated")
+def _check_samples(args: argparse.Namespace) -> None:
+    if not args.samples:
+        _check_used("xgate", args.xgate, 0, False, "only rows of -samples are gated")
         return
-    if given.samples < 0 or given.m % given.samples:
-        raise ValueError(f"-m {given.m} rows are no whole number of rows a sample with -samples {given.samples}")
+    if args.samples < 0 or args.m % args.samples:
+        raise ValueError(f"-m {args.m} rows are no whole number of rows a sample with -samples {args.samples}")
     _check_beside(
-        given,
-        f"-samples {given.samples}",
+        args,
+        f"-samples {args.samples}",
         ("heads", 1, "samples are of rows that adjoin"),
     )
 
 
-def _check_gate(given: argparse.Namespace) -> None:
-    gates = _GATINGS[given.gate].gates
-    _check_used("activation", given.activation, AUTO, gates, f"only a -gate and -norm {GROUP} are activated")
-    _check_used("group", given.group, 0, gates, "only rows with a -gate are in groups")
-    if given.group < 0 or (given.group and given.n % given.group):
-        raise ValueError(f"-group {given.group} does not divide -n {given.n}")
+def _check_gate(args: argparse.Namespace) -> None:
+    gates = _GATINGS[args.gate].gates
+    _check_used("activation", args.activation, AUTO, gates, f"only a -gate and -norm {GROUP} are activated")
+    _check_used("group", args.group, 0, gates, "only rows with a -gate are in groups")
+    if args.group < 0 or (args.group and args.n % args.group):
+        raise ValueError(f"-group {args.group} does not divide -n {args.n}")
     if gates:
-        with_heads = [("heads", 1, "groups are of rows of one stride")] if given.group else []
+        with_heads = [("heads", 1, "groups are of rows of one stride")] if args.group else []
         _check_beside(
-            given,
-            f"-gate {given.gate}",
+            args,
+            f"-gate {args.gate}",
             ("samples", 0, "a norm has one neighbour"),
             *with_heads,
         )
 
 
-def _check_beside(given: argparse.Namespace, option: str, *own: tuple[str, int, str]) -> None:
+def _check_beside(args: argparse.Namespace, option: str, *own: tuple[str, int, str]) -> None:
     """Refuse options that gated and modulated norms lack, given the value that leaves each unused, and the reason."""
     places = [(name, -1, "they write where they allocate") for name in ("y_stride", "yr_stride")]
     for name, unset, reason in (*own, *places):
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value != unset:
             raise ValueError(f"-{name} {value} does not go with {option}: {reason}")
 
 
-def _check_backward(given: argparse.Namespace) -> None:
-    if not given.bwd:
+def _check_backward(args: argparse.Namespace) -> None:
+    if not args.bwd:
         return
     for name, value, reason in (
-        ("fquant", given.fquant, "quantised outputs have no gradient"),
-        ("prec_i", "" if given.prec_i in _FLOATS else given.prec_i, "norms of fp8 have no gradient"),
-        ("save_mv", given.save_mv, "mean and rstd are always saved for it"),
-        ("fadd", given.fadd if given.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
-        ("prec_o", 0 if given.prec_o == AUTO else given.prec_o, "gradients are of the types of what they belong to"),
+        ("fquant", args.fquant, "quantised outputs have no gradient"),
+        ("prec_i", "" if args.prec_i in _FLOATS else args.prec_i, "norms of fp8 have no gradient"),
+        ("save_mv", args.save_mv, "mean and rstd are always saved for it"),
+        ("fadd", args.fadd if args.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
+        ("prec_o", 0 if args.prec_o == AUTO else args.prec_o, "gradients are of the types of what they belong to"),
     ):
         if value:
             raise ValueError(f"-{name} {value} does not go with -bwd 1: {reason}")
@@ -443,14 +443,14 @@ def _output(word: str, prec_i: DType, fquant: FusedQuant) -> DType:
     return dtype
 
 
-def _stride(given: argparse.Namespace, name: str, usual: int) -> int:
-    own = getattr(given, name)
-    option, stride = ("stride", given.stride) if own == -1 else (name, own)
+def _stride(args: argparse.Namespace, name: str, usual: int) -> int:
+    own = getattr(args, name)
+    option, stride = ("stride", args.stride) if own == -1 else (name, own)
     if stride == -1:
         return usual
-    least = given.heads * given.n
+    least = args.heads * args.n
     if stride < least:
-        row = f"a row (-n {given.n})" if given.heads == 1 else f"a token's rows (-heads {given.heads} of -n {given.n})"
+        row = f"a row (-n {args.n})" if args.heads == 1 else f"a token's rows (-heads {args.heads} of -n {args.n})"
         raise ValueError(
             f"-{option} {stride} is shorter than {row}, so rows would overlap; pass at least {least}, or -1"
         )

@@ -209,14 +209,14 @@ class Case:
             Size.RAGGED: tiles.ragged or large,
             Size.INVARIANT: tiles.for_every_m,
         }[self.size]
-        asked = self.size.candidates
-        found = [tile for few in asked for tile in candidates(self.kind, self.bucket, self.n, arch, few=few)]
+        sizes = self.size.candidates
+        tried = [tile for few in sizes for tile in candidates(self.kind, self.bucket, self.n, arch, few=few)]
         if self.size is Size.INVARIANT:
-            found = [tile for tile in found if tile.pipeline.takes_rows_alike]
+            tried = [tile for tile in tried if tile.pipeline.takes_rows_alike]
         mode = self.mode
         if isinstance(mode, GroupMode):
-            found = [tile for tile in found if group_run.fits(mode, self.n, tile, target_of(device))]
-        return list(dict.fromkeys((present, *([many] if many else []), *found)))
+            tried = [tile for tile in tried if group_run.fits(mode, self.n, tile, target_of(device))]
+        return list(dict.fromkeys((present, *([many] if many else []), *tried)))
 
 
 @dataclass(frozen=True)
@@ -253,16 +253,16 @@ class Row:
 
     def decide(self, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> list[Outcome]:
         """Return the outcome of each case; see `decide`."""
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for case in self.cases:
-            found.append(decide(case, device, sizes, advance, self._many(case, device, found)))
-        return found
+            outcomes.append(decide(case, device, sizes, advance, self._many(case, device, outcomes)))
+        return outcomes
 
-    def _many(self, case: Case, device: torch.device, found: list[Outcome]) -> Tile | None:
+    def _many(self, case: Case, device: torch.device, outcomes: list[Outcome]) -> Tile | None:
         """Return the tile for many rows if that may serve a case: the one just found, kept or in use."""
         if not case.size.yields:
             return None
-        won = [each.winner.tile for each in found if each.case.size is Size.LARGE and each.winner is not None]
+        won = [each.winner.tile for each in outcomes if each.case.size is Size.LARGE and each.winner is not None]
         return won[0] if won else (self.kept or case.entry().tiles_on(architecture(device))).large
 
 

@@ -36,8 +36,8 @@ def add_remark(head: str, measured_on: str, row: Row) -> str:
         row: the row that was measured.
     """
     words = _SPACE.join(map(re.escape, measured_on.split(" ")))
-    found = re.search(rf"^# {words}:{_SPACE}({_ROWS}(?:,{_SPACE}{_ROWS})*)$", head, re.MULTILINE)
-    rows = [row] if found is None else [*_read(found[1]), row]
+    match = re.search(rf"^# {words}:{_SPACE}({_ROWS}(?:,{_SPACE}{_ROWS})*)$", head, re.MULTILINE)
+    rows = [row] if match is None else [*_read(match[1]), row]
     remark = textwrap.fill(
         f"{measured_on}: {listed(sorted(rows, key=lambda row: EVERY_CLASS.index(row.kind)))}",
         LINE_LENGTH,
@@ -46,9 +46,9 @@ def add_remark(head: str, measured_on: str, row: Row) -> str:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    if found is None:
+    if match is None:
         return f"{head}\n{remark}".strip("\n")
-    return f"{head[: found.start()]}{remark}{head[found.end() :]}"
+    return f"{head[: match.start()]}{remark}{head[match.end() :]}"
 
 
 def _read(text: str) -> Iterator[Row]:

@@ -90,8 +90,8 @@ def modulated_layer_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, bias)
     options = ("layer", eps, 0.0, "none", None, False)
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
-    return found
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
+    return result
 
 
 @overload
@@ -170,8 +170,8 @@ def modulated_rms_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, None)
     options = ("rms", eps, weight_offset, "none", None, False)
-    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
-    return found
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
+    return result
 
 
 def gated_layer_norm(
@@ -222,8 +222,8 @@ def gated_layer_norm(
     """
     operands = (x, gate, weight, bias)
     options = ("layer", norm_before_gate, activation, eps, 0.0, "none", None, False)
-    found: torch.Tensor = gated.normalise(operands, options, group_size)
-    return found
+    result: torch.Tensor = gated.normalise(operands, options, group_size)
+    return result
 
 
 def gated_rms_norm(
@@ -272,8 +272,8 @@ def gated_rms_norm(
     """
     operands = (x, gate, weight, None)
     options = ("rms", norm_before_gate, activation, eps, 0.0, "none", None, False)
-    found: torch.Tensor = gated.normalise(operands, options, group_size)
-    return found
+    result: torch.Tensor = gated.normalise(operands, options, group_size)
+    return result
 
 
 def group_norm(
@@ -322,5 +322,5 @@ def group_norm(
     """
     operands = (x, weight, bias)
     options = ("layer", num_groups, eps, activation)
-    found: torch.Tensor = group.normalise(operands, options)
-    return found
+    result: torch.Tensor = group.normalise(operands, options)
+    return result

@@ -182,8 +182,8 @@ def l2_norm(
     """
     operands = (x, weight, None, None, None)
     options = ("l2", eps, 0.0, None, "after_weight")
-    found: torch.Tensor = normalise_last(operands, options)
-    return found
+    result: torch.Tensor = normalise_last(operands, options)
+    return result
 
 
 @overload
@@ -289,10 +289,10 @@ def add_layer_norm(
     """
     operands = (x, weight, bias, residual, x_bias)
     options = ("layer", eps, weight_offset, None, cast)
-    found: tuple[torch.Tensor, torch.Tensor] = add_normalise(
+    result: tuple[torch.Tensor, torch.Tensor] = add_normalise(
         operands, None, options, (dropout_p, dropout_rng, return_mask)
     )
-    return found
+    return result
 
 
 @overload
@@ -393,7 +393,7 @@ def add_rms_norm(
     """
     operands = (x, weight, None, residual, x_bias)
     options = ("rms", eps, weight_offset, None, cast)
-    found: tuple[torch.Tensor, torch.Tensor] = add_normalise(
+    result: tuple[torch.Tensor, torch.Tensor] = add_normalise(
         operands, None, options, (dropout_p, dropout_rng, return_mask)
     )
-    return found
+    return result

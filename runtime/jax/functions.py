@@ -44,8 +44,8 @@ def layer_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight, "bias": bias}
-    found: jax.Array = normalised(Norm.LAYER, operands, eps)
-    return found
+    result: jax.Array = normalised(Norm.LAYER, operands, eps)
+    return result
 
 
 def rms_norm(
@@ -81,8 +81,8 @@ def rms_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight}
-    found: jax.Array = normalised(Norm.RMS, operands, eps, weight_offset)
-    return found
+    result: jax.Array = normalised(Norm.RMS, operands, eps, weight_offset)
+    return result
 
 
 def add_layer_norm(
@@ -119,8 +119,8 @@ def add_layer_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    found: tuple[jax.Array, jax.Array] = normalised(Norm.LAYER, operands, eps)
-    return found
+    result: tuple[jax.Array, jax.Array] = normalised(Norm.LAYER, operands, eps)
+    return result
 
 
 def add_rms_norm(
@@ -158,8 +158,8 @@ def add_rms_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "residual": residual, "weight": weight}
-    found: tuple[jax.Array, jax.Array] = normalised(Norm.RMS, operands, eps, weight_offset)
-    return found
+    result: tuple[jax.Array, jax.Array] = normalised(Norm.RMS, operands, eps, weight_offset)
+    return result
 
 
 def quantised_layer_norm(
@@ -201,8 +201,8 @@ def quantised_layer_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "smooth_scale": smooth_scale}
-    found: Quantised = quantised(Norm.LAYER, operands, eps, out_dtype, scale_dtype)
-    return found
+    result: Quantised = quantised(Norm.LAYER, operands, eps, out_dtype, scale_dtype)
+    return result
 
 
 def quantised_rms_norm(
@@ -244,5 +244,5 @@ def quantised_rms_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight, "residual": residual, "smooth_scale": smooth_scale}
-    found: Quantised = quantised(Norm.RMS, operands, eps, out_dtype, scale_dtype, weight_offset)
-    return found
+    result: Quantised = quantised(Norm.RMS, operands, eps, out_dtype, scale_dtype, weight_offset)
+    return result
