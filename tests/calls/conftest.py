@@ -1,27 +1,30 @@
-"""Fixtures of tests of calls: what is checked is counted, and nothing is known."""
+"""Fixtures of tests of calls: what is checked is listed, and nothing is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from normforge.calls import road
+from normforge.calls import check, first, road
 from normforge.selection import dispatch
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """What is added to at each call that is checked."""
-    found: list[None] = []
-    check: Callable[..., object] = vars(road)["check"]
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of x in the calls that are checked, rather than known."""
+    shapes: list[tuple[int, ...]] = []
+    usual = check.check
 
-    def counted(*arguments: object) -> object:
-        found.append(None)
-        return check(*arguments)
+    def noted(function: str, given: Any, **keywords: Any) -> Any:
+        shapes.append(tuple(given["x"].shape))
+        return usual(function, given, **keywords)
 
-    monkeypatch.setattr(road, "check", counted)
-    return found
+    # Of the 2d functions, and of all others.
+    for module in (first, road):
+        monkeypatch.setattr(module, "check", noted)
+    return shapes
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls import check as checking
-from normforge.calls import first
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
@@ -131,14 +129,7 @@ def test_what_x_stands_for_is_normalised_on_a_card(norm: str, n: int) -> None:
 
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("form", SCALES)
-def test_a_call_like_one_before_is_known_whatever_m_is(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-
-    def noted(*given: Any, **keywords: Any) -> Any:
-        checked.append(given)
-        return checking.check(*given, **keywords)
-
-    monkeypatch.setattr(first, "check", noted)
+def test_a_call_like_one_before_is_known_whatever_m_is(form: str, checked: list[tuple[int, ...]]) -> None:
     for m in (3, 7, 2):
         x = rows(FORMATS[0], m, 64)
         check("rms", x, x_scale=scale_of(x, form), **BF16)

@@ -34,7 +34,7 @@ def holds(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = Non
 
 
 @each_device
-def test_calls_of_other_numbers_of_rows_are_known(device: str, checked: list[None]) -> None:
+def test_calls_of_other_numbers_of_rows_are_known(device: str, checked: list[tuple[int, ...]]) -> None:
     weight = torch.randn(N, device=device)
     for m in (1, 5, 3, 400):
         wide = torch.randn(m, 2 * N, device=device)
@@ -46,7 +46,7 @@ def test_calls_of_other_numbers_of_rows_are_known(device: str, checked: list[Non
 
 
 @each_device
-def test_contiguous_calls_of_any_leading_sizes_are_known(device: str, checked: list[None]) -> None:
+def test_contiguous_calls_of_any_leading_sizes_are_known(device: str, checked: list[tuple[int, ...]]) -> None:
     for shape in ((2, 3, N), (4, 1, N), (3, 7, N)):
         holds(torch.randn(shape, device=device), torch.randn(shape, device=device))
     assert len(checked) == 1

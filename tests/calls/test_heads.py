@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import errors
-from normforge.calls import check, first, road
 from normforge.calls.overlap import extent_of
 from normforge.calls.row_layout import row_stride
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
@@ -178,22 +177,6 @@ def test_any_number_of_tokens(m: int) -> None:
     """Programs take 16 rows of this length each, and 3 heads do not divide that."""
     x = Packed(5, m, 3).filled("queries").queries
     agree(FORWARD["layer"](x, save_mv=True), ORACLE["layer"](x, save_mv=True))
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the calls that were checked, rather than known."""
-    shapes: list[tuple[int, ...]] = []
-    usual = check.check
-
-    def noted(function: str, given: Any, **keywords: Any) -> Any:
-        shapes.append(tuple(given["x"].shape))
-        return usual(function, given, **keywords)
-
-    # Of the 2-D functions, and of what autograd records.
-    for module in (first, road):
-        monkeypatch.setattr(module, "check", noted)
-    return shapes
 
 
 def test_calls_of_other_numbers_of_tokens_are_known(checked: list[tuple[int, ...]]) -> None:

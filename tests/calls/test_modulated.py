@@ -27,7 +27,7 @@ def exact(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Te
 
 
 @each_device
-def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, checked: list[None]) -> None:
+def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, checked: list[tuple[int, ...]]) -> None:
     """Rows a sample are part of a plan; how many samples there are is not."""
     for samples, rows in ((2, 3), (5, 3), (2, 3), (2, 4), (1, 3), (1, 6), (3, 2), (6, 1), (2, 3)):
         x = torch.randn(samples, rows, N, device=device)
@@ -40,7 +40,7 @@ def test_calls_with_other_numbers_of_samples_and_rows_are_right(device: str, che
 
 
 @each_device
-def test_a_known_kind_has_the_same_way_of_sharing(device: str, checked: list[None]) -> None:
+def test_a_known_kind_has_the_same_way_of_sharing(device: str, checked: list[tuple[int, ...]]) -> None:
     x = torch.randn(4, 4, N, device=device)
     shapes = ((4, N), (4, 4, N), (N,))
     for first in shapes:

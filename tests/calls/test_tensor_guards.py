@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge.calls import check as checks
-from normforge.calls import first
 from normforge.calls.known import Known, Patterns
 from normforge.errors import LayoutError
 from normforge.selection import dispatch
@@ -159,14 +157,7 @@ def test_an_output_over_a_vector_is_refused_by_whichever_guards() -> None:
 
 
 @pytest.mark.usefixtures("guards")
-def test_calls_are_known_and_right_by_whichever_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, usual = [], checks.check
-
-    def check(*given: Any, **keywords: Any) -> Any:
-        checked.append(given)
-        return usual(*given, **keywords)
-
-    monkeypatch.setattr(first, "check", check)
+def test_calls_are_known_and_right_by_whichever_guards(checked: list[tuple[int, ...]]) -> None:
     x, weight = torch.randn(M, N), torch.randn(N)
     for operand in (weight, weight.bfloat16(), torch._neg_view(weight), weight):
         agree(normforge.layernorm2d_fwd(x, operand), ORACLE["layer"](x, operand))
