@@ -10,6 +10,8 @@ import torch
 
 import normforge
 
+from .shared import there
+
 Results = dict[str, torch.Tensor]
 Call = Callable[[torch.Tensor], Results]
 
@@ -90,20 +92,14 @@ def as_nvfp4(x: torch.Tensor) -> Results:
 
 def backward(x: torch.Tensor) -> Results:
     _, _, _, mean, rstd = normforge.layernorm2d_fwd(x, vector(1, x), save_mv=True)
-    assert mean is not None
-    assert rstd is not None
-    return {"dx": gradient(normforge.layernorm2d_bwd(x.flip(-1), x, vector(1, x), mean=mean, rstd=rstd))}
+    found = normforge.layernorm2d_bwd(x.flip(-1), x, vector(1, x), mean=there(mean), rstd=there(rstd))
+    return {"dx": there(found.dx)}
 
 
 def added_backward(x: torch.Tensor) -> Results:
     rstd = normforge.rmsnorm2d_fwd(x, save_mv=True).rstd
-    assert rstd is not None
-    return {"dx": gradient(normforge.rmsnorm2d_bwd(x.flip(-1), x, vector(1, x), rstd=rstd, dresidual_out=x))}
-
-
-def gradient(found: Any) -> torch.Tensor:
-    assert isinstance(found.dx, torch.Tensor)
-    return found.dx
+    found = normforge.rmsnorm2d_bwd(x.flip(-1), x, vector(1, x), rstd=there(rstd), dresidual_out=x)
+    return {"dx": there(found.dx)}
 
 
 def gated(x: torch.Tensor) -> Results:

@@ -28,6 +28,7 @@ from normforge.selection.table import RetiledTable
 from .. import philox
 from ..calling import FORWARD, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH
+from .shared import there
 
 BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 REFERENCE: dict[str, Callable[..., reference.ReferenceGradients]] = {
@@ -73,8 +74,7 @@ def added(x: torch.Tensor, residual: torch.Tensor | None = None, **given: Any) -
     residual = torch.zeros_like(x) if residual is None else residual
     given = {"dropout_p": P, "dropout_rng": RNG, "norm": "rms", **given}
     total = FORWARD[given.pop("norm")](x, residual=residual, fadd="pre_add_store", **given).residual_out
-    assert total is not None
-    return total
+    return there(total)
 
 
 def signed(seed: int, offset: int) -> torch.Tensor:
@@ -115,10 +115,8 @@ def test_kernels_drop_what_the_formula_says(name: str) -> None:
                 torch.zeros_like(x), x, rstd=torch.ones(len(x)), dresidual_out=x, dropout_p=P,
                 dropout_rng=(seed, offset), wants=("dx", "ddropped"),
             )  # fmt: skip
-        assert found.dx is not None
-        assert torch.equal(found.dx, x)
-        assert found.ddropped is not None
-        assert torch.equal(found.ddropped, total)
+        assert torch.equal(there(found.dx), x)
+        assert torch.equal(there(found.ddropped), total)
 
 
 @pytest.mark.parametrize(("seed", "offset"), STATES)
@@ -387,9 +385,7 @@ def test_gradients_are_each_in_their_own_type(norm: str) -> None:
     )
     oracle = REFERENCE[norm](dy, x, **given)
     for got, want, dtype in ((found.dx, oracle.dx, torch.bfloat16), (found.ddropped, oracle.ddropped, torch.float16)):
-        assert got is not None
-        assert want is not None
-        torch.testing.assert_close(got, want.to(dtype), atol=1e-5, rtol=1e-2)
+        torch.testing.assert_close(there(got), there(want).to(dtype), atol=1e-5, rtol=1e-2)
     alone = BACKWARD[norm](dy, x, **given, dropped_dtype=torch.float16, wants=("ddropped",))
     assert alone.dx is None
     assert same_bits(alone.ddropped, found.ddropped)
@@ -400,6 +396,5 @@ def test_no_rows_are_dropped_from_none() -> None:
     given: dict[str, Any] = {"dropout_p": P, "dropout_rng": RNG}
     assert normforge.rmsnorm2d_fwd(x, residual=x, fadd="pre_add_store", **given).y.shape == (0, 64)
     found = rmsnorm2d_bwd(x, x, rstd=torch.empty(0), **given, wants=("dx", "ddropped"))
-    assert found.ddropped is not None
-    assert found.ddropped.shape == (0, 64)
+    assert there(found.ddropped).shape == (0, 64)
     assert dropout_mask((0, 64), P, torch.tensor(RNG)).shape == (0, 64)

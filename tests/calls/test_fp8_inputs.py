@@ -13,6 +13,7 @@ from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH, first_of_each
+from .shared import there
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -94,10 +95,9 @@ def test_every_byte_times_its_scale_is_an_fp32_number_before_it_is_added(
     values = x.float() * x_scale.unsqueeze(-1)
     residual = torch.randn(4, n, device=device) * x_scale.unsqueeze(-1)
     found = normforge.rmsnorm2d_fwd(x, x_scale=x_scale, residual=residual, fadd="pre_add_store", **BF16).residual_out
-    assert found is not None
     # Every byte is in every row but those of `rows`, which are shorter.
     assert n < 256 or len(set(x[0].view(torch.uint8).tolist())) == 256
-    torch.testing.assert_close(found, values + residual, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(there(found), values + residual, rtol=0, atol=0, equal_nan=True)
 
 
 @each_device
@@ -107,8 +107,7 @@ def test_a_nan_and_an_infinity_stay_in_their_rows(dtype: torch.dtype, device: st
     x[1, 3] = float("nan")
     given: dict[str, Any] = {"x_scale": torch.tensor(0.5, device=device), "fquant": "dynamic"}
     out = normforge.layernorm2d_fwd(x, **given)
-    assert out.y_scale is not None
-    assert out.y_scale.isnan().tolist() == [False, True, False, False]
+    assert there(out.y_scale).isnan().tolist() == [False, True, False, False]
     if dtype is torch.float8_e5m2:
         x[2, 5] = float("inf")
         y = normforge.layernorm2d_fwd(x, x_scale=given["x_scale"], **BF16).y
@@ -318,9 +317,7 @@ def test_a_backward_call_takes_what_x_stands_for() -> None:
 def test_a_traced_call_is_an_operator(norm: str) -> None:
     def run(x: torch.Tensor, x_scale: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = FORWARD[norm](x, x_scale=x_scale, residual=residual, fadd="pre_add_store", fquant="dynamic")
-        assert out.residual_out is not None
-        assert out.y_scale is not None
-        return out.y, out.residual_out, out.y_scale
+        return out.y, there(out.residual_out), there(out.y_scale)
 
     x, residual = rows(FORMATS[1], M, 64), torch.randn(M, 64)
     compiled = torch.compile(run, backend="eager", fullgraph=True)

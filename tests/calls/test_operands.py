@@ -10,6 +10,7 @@ import torch
 import normforge
 
 from ..calling import FLOATS, FORWARD, check, each_float, each_norm, each_pipeline
+from .shared import there
 
 M = 3
 OPERANDS = ("weight", "bias", "residual", "x_bias", "smooth_scale")
@@ -71,8 +72,7 @@ def test_outputs_are_rounded_once(norm: str, dtype: torch.dtype) -> None:
     x, residual = torch.randn(M, 700), torch.randn(M, 700).to(dtype)
     assert torch.equal(FORWARD[norm](x, out_dtype=dtype).y, FORWARD[norm](x).y.to(dtype))
     stored = FORWARD[norm](x, residual=residual, fadd="pre_add_store").residual_out
-    assert stored is not None
-    assert torch.equal(stored, (x + residual).to(dtype))
+    assert torch.equal(there(stored), (x + residual).to(dtype))
 
 
 @each_pipeline
@@ -80,10 +80,9 @@ def test_the_norm_is_of_the_stored_sum(n: int) -> None:
     """The norm of the unrounded sum is off by far more than the output's own rounding."""
     x, residual = 16 + torch.rand(M, n), torch.rand(M, n).bfloat16()
     actual = check("layer", x, residual=residual, fadd="pre_add_store")
-    assert actual.residual_out is not None
     of_stored, of_sum = (
         torch.nn.functional.layer_norm(rows, (n,))
-        for rows in (actual.residual_out.double(), x.double() + residual.double())
+        for rows in (there(actual.residual_out).double(), x.double() + residual.double())
     )
     torch.testing.assert_close(actual.y.double(), of_stored, rtol=0, atol=1e-5)
     assert (actual.y - of_sum).abs().max() > 0.05
@@ -93,5 +92,4 @@ def test_the_norm_is_of_the_stored_sum(n: int) -> None:
 def test_x_bias_is_added_to_every_row_and_to_the_stored_sum(n: int) -> None:
     x, x_bias, residual = torch.randn(M, n), torch.randn(n), torch.randn(M, n)
     actual = check("rms", x, x_bias=x_bias, residual=residual, fadd="pre_add_store")
-    assert actual.residual_out is not None
-    torch.testing.assert_close(actual.residual_out, x + x_bias + residual, rtol=0, atol=1e-6)
+    torch.testing.assert_close(there(actual.residual_out), x + x_bias + residual, rtol=0, atol=1e-6)

@@ -12,6 +12,7 @@ from normforge.codegen.values import QUANTISED_DTYPES
 from normforge.dtypes import DTYPES, TORCH_DTYPES
 
 from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised, same_bits
+from .shared import there
 
 # Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -32,8 +33,7 @@ def quantised(z: torch.Tensor, dtype: torch.dtype, **keywords: Any) -> torch.Ten
     """
     assert z.abs().max() == qmax(dtype)
     actual = FORWARD["rms"](torch.ones(1, len(z)), z, eps=0.0, fquant="dynamic", out_dtype=dtype, **keywords)
-    assert actual.y_scale is not None
-    assert actual.y_scale.tolist() == [1.0]
+    assert there(actual.y_scale).tolist() == [1.0]
     return actual.y[0]
 
 
@@ -49,8 +49,7 @@ def test_every_output_with_every_scale(norm: str, n: int, dtype: torch.dtype, sc
     x = torch.randn(2, n).bfloat16()
     smooth: dict[str, Any] = {"smooth_scale": torch.randn(n), "fquant": "smooth_dynamic"}
     actual = check(norm, x, torch.randn(n), out_dtype=dtype, scale_dtype=scale_dtype, **smooth)
-    assert actual.y_scale is not None
-    assert actual.y_scale.dtype == scale_dtype
+    assert there(actual.y_scale).dtype == scale_dtype
 
 
 @each_quantised
@@ -83,16 +82,14 @@ def test_rows_of_zeros(norm: str, n: int, dtype: torch.dtype, scale_dtype: torch
     x = torch.randn(3, n)
     x[1] = 0
     actual = check(norm, x, fquant="dynamic", out_dtype=dtype, scale_dtype=scale_dtype)
-    assert actual.y_scale is not None
-    assert actual.y_scale[1] == 1
+    assert there(actual.y_scale)[1] == 1
     assert actual.y[1].float().count_nonzero() == 0
 
 
 @each_norm
 def test_rows_that_a_weight_makes_zero(norm: str) -> None:
     actual = check(norm, torch.randn(2, 50), torch.zeros(50), fquant="dynamic")
-    assert actual.y_scale is not None
-    assert actual.y_scale.tolist() == [1.0, 1.0]
+    assert there(actual.y_scale).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("scale_dtype", SCALES[:2], ids=str)
@@ -141,8 +138,7 @@ def test_scales_that_overflow_are_seen(n: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, n), torch.full((n,), 1e5 * qmax(dtype))
     keywords: dict[str, Any] = {"out_dtype": dtype, "fquant": "dynamic"}
     actual = FORWARD["layer"](x, weight, scale_dtype=torch.float16, **keywords)
-    assert actual.y_scale is not None
-    assert actual.y_scale.tolist() == [torch.inf, torch.inf]
+    assert there(actual.y_scale).tolist() == [torch.inf, torch.inf]
     # fp32 and bf16 hold it.
     for scale_dtype in SCALES[1:]:
         check("layer", x, weight, scale_dtype=scale_dtype, **keywords)
@@ -232,6 +228,5 @@ def test_a_scale_that_fp32_cannot_invert_is_no_scale(dtype: torch.dtype) -> None
     x = torch.randn(3, 64)
     weight = torch.full((64,), 1e-37)
     actual = FORWARD["layer"](x, weight, fquant="dynamic", out_dtype=dtype)
-    assert actual.y_scale is not None
-    assert torch.equal(actual.y_scale, torch.ones(3))
+    assert torch.equal(there(actual.y_scale), torch.ones(3))
     assert not actual.y.float().any()

@@ -31,6 +31,7 @@ from normforge.reference import quantised as quantisation_reference
 
 from ..calling import each_norm, same_bits
 from ..kernels.problems import check_quantised
+from .shared import there
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
@@ -136,12 +137,11 @@ def test_swizzled_scales_are_those_of_rows_in_tiles(norm: str, m: int, n: int) -
     x = torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, n)))
     linear = FUNCTION[norm](x, **{**SWIZZLED, "scale_layout": "row_major"})
     made = check(norm, x, **SWIZZLED)
-    assert linear.y_scale is not None
     assert made.y_scale is not None
     assert made.y_scale.dtype == torch.float8_e8m0fnu
     groups = -(-n // 32)
     assert tuple(made.y_scale.shape) == (-(-m // 128) * 128, -(-groups // 4) * 4)
-    assert torch.equal(made.y_scale.view(torch.uint8).flatten(), blocked(linear.y_scale.view(torch.uint8)))
+    assert torch.equal(made.y_scale.view(torch.uint8).flatten(), blocked(there(linear.y_scale).view(torch.uint8)))
     assert same_bits(made.y, linear.y)
 
 
@@ -157,18 +157,16 @@ def test_swizzled_scales_in_the_callers_memory(norm: str) -> None:
     """Of rows in several dimensions, flat or not, whatever stood there."""
     x, residual = rows(2, 3, 160), rows(2, 3, 160)
     wanted = check(norm, x, residual=residual, **SWIZZLED)
-    assert wanted.y_scale is not None
     for place in (torch.empty(128, 8, dtype=torch.uint8), torch.empty(1024, dtype=torch.uint8)):
         scale = place.fill_(0xAA).view(torch.float8_e8m0fnu)
         made = FUNCTION[norm](x, residual=residual, y_scale=scale, **SWIZZLED)
         assert made.y_scale is scale
-        assert same_bits(scale.flatten(), wanted.y_scale.flatten())
+        assert same_bits(scale.flatten(), there(wanted.y_scale).flatten())
 
 
 def test_swizzled_scales_of_no_rows() -> None:
     made = normforge.quantised_rms_norm(rows(0, 64), **SWIZZLED)
-    assert made.y_scale is not None
-    assert tuple(made.y_scale.shape) == (0, 4)
+    assert tuple(there(made.y_scale).shape) == (0, 4)
 
 
 @each_norm
@@ -207,13 +205,11 @@ def test_y_in_xs_dtype_too(norm: str) -> None:
 def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | None) -> None:
     """To the bit: from the y that was stored, in fp32."""
     made = check("rms", rows(4, N), rows(N), group_size=size, quantise_rounded=True, save_unquant=True, out_dtype=E4M3)
-    assert made.unquantised is not None
-    assert made.y_scale is not None
     width = size or N
-    y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).view(4, -1, width)
+    y = torch.nn.functional.pad(there(made.unquantised).float(), (0, -N % width)).view(4, -1, width)
     # A tensor, since on a card torch multiplies by a number's reciprocal.
     scale = y.abs().amax(-1) / torch.full((), 448.0)
-    assert torch.equal(made.y_scale.reshape(scale.shape), scale)
+    assert torch.equal(there(made.y_scale).reshape(scale.shape), scale)
     q = (y * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(E4M3).flatten(-2)[..., :N]
     assert same_bits(made.y, q.contiguous())
 
@@ -222,8 +218,7 @@ def test_what_is_above_a_bound_saturates() -> None:
     x = rows(4, N)
     bound = torch.tensor([1.0])
     made = check("rms", x, scale_ub=bound, out_dtype=E4M3)
-    assert made.y_scale is not None
-    assert (made.y_scale == 1.0 / 448.0).all()
+    assert (there(made.y_scale) == 1.0 / 448.0).all()
     assert (made.y.float().abs() == 448.0).sum() > 4
     check("rms", x, scale_ub=bound, out_dtype=E4M3, group_size=128)
     high = check("rms", x, scale_ub=torch.tensor([1e6]), out_dtype=E4M3)
@@ -234,8 +229,7 @@ def test_a_bound_hides_no_nan() -> None:
     x = rows(2, N)
     x[1, 5] = float("nan")
     made = normforge.quantised_rms_norm(x, scale_ub=torch.ones(1), out_dtype=E4M3)
-    assert made.y_scale is not None
-    assert made.y_scale.isfinite().tolist() == [True, False]
+    assert there(made.y_scale).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
@@ -292,13 +286,11 @@ def test_what_is_no_bound(n: int, size: int | None) -> None:
     asked: dict[str, Any] = {"out_dtype": E4M3, "group_size": size}
     for bound in (float("nan"), -float("nan")):
         made = normforge.quantised_rms_norm(x, scale_ub=torch.tensor([bound]), **asked)
-        assert made.y_scale is not None
-        assert made.y_scale.isnan().all()
+        assert there(made.y_scale).isnan().all()
         assert made.y.float().isnan().all()
     for bound in (0.0, -0.0, -1e-30, -1.0, -1e38, -float("inf")):
         made = check("rms", x, scale_ub=torch.tensor([bound]), **asked)
-        assert made.y_scale is not None
-        assert (made.y_scale == 1.0).all()
+        assert (there(made.y_scale) == 1.0).all()
     unbounded = normforge.quantised_rms_norm(x, scale_ub=torch.tensor([float("inf")]), **asked)
     assert same_bits(unbounded.y_scale, normforge.quantised_rms_norm(x, **asked).y_scale)
 
@@ -312,8 +304,7 @@ def test_a_measured_scale_hides_no_nan(dtype: torch.dtype, spoilt: float, smooth
         x[1, 5] = spoilt
         asked: dict[str, Any] = {"fquant": "smooth_dynamic", "smooth_scale": torch.full((n,), -2.0)} if smooth else {}
         made = normforge.quantised_layer_norm(x, out_dtype=dtype, **asked)
-        assert made.y_scale is not None
-        assert made.y_scale.isfinite().tolist() == [True, False]
+        assert there(made.y_scale).isfinite().tolist() == [True, False]
 
 
 def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
@@ -324,8 +315,7 @@ def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
 def test_powers_of_two_are_rounded_up_and_exact() -> None:
     for largest, exponent in ((448.0, 127), (448.5, 128), (896.0, 128), (1e-30, 127 - 108), (0.0, 127)):
         made = of_weight([largest] + [0.0] * 31, group_size=32, scale_format="ue8m0", out_dtype=E4M3)
-        assert made.y_scale is not None
-        assert made.y_scale.view(torch.uint8).tolist() == [[exponent]]
+        assert there(made.y_scale).view(torch.uint8).tolist() == [[exponent]]
 
 
 def test_what_is_no_number_stays_in_its_group() -> None:
@@ -335,22 +325,19 @@ def test_what_is_no_number_stays_in_its_group() -> None:
         for kind, code in (("ue8m0", 255), ("ue8m0_packed", 255)):
             asked: dict[str, Any] = {"eps": 0.0, "group_size": 32, "out_dtype": E4M3, "scale_format": kind}
             made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), **asked)
-            assert made.y_scale is not None
-            codes = made.y_scale.view(torch.uint8).flatten().tolist()
+            codes = there(made.y_scale).view(torch.uint8).flatten().tolist()
             # 1 / 448 is rounded up to 2**-8. Bytes of groups that there are none of are 0.
             assert codes[:3] == [119, code, 119]
             assert codes[3:] in ([], [0])
         made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), eps=0.0, group_size=32)
-        assert made.y_scale is not None
-        assert made.y_scale.isfinite().tolist() == [[True, False, True]]
+        assert there(made.y_scale).isfinite().tolist() == [[True, False, True]]
         assert (made.y[0, :32] == 127).all()
         assert (made.y[0, 64:] == 127).all()
 
 
 def test_a_group_of_zeros() -> None:
     made = of_weight([0.0] * 64 + [2.0] * 64, group_size=64)
-    assert made.y_scale is not None
-    assert made.y_scale[0, 0] == 1.0
+    assert there(made.y_scale)[0, 0] == 1.0
     assert (made.y[0, :64] == 0).all()
 
 
@@ -384,8 +371,7 @@ def test_scales_of_groups_where_a_dimension_is_of_one_row(shape: tuple[int, ...]
     expected = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale
     assert expected is not None
     found = normforge.quantised_rms_norm(x, **asked, scale_layout="column_major").y_scale
-    assert found is not None
-    assert torch.equal(found.reshape(-1, 3), expected)
+    assert torch.equal(there(found).reshape(-1, 3), expected)
     strides = [*torch.empty(*shape, 3).stride()]
     strides[-2] = 999
     place = torch.zeros(4096).as_strided((*shape, 3), strides)
@@ -398,9 +384,8 @@ def test_rows_on_two_strides_and_none_at_all() -> None:
     qkv = rows(3, 4, 128)
     check("rms", qkv[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
     made = normforge.quantised_layer_norm(rows(0, 64), group_size=32, scale_layout="column_major")
-    assert made.y_scale is not None
     assert tuple(made.y.shape) == (0, 64)
-    assert tuple(made.y_scale.shape) == (0, 2)
+    assert tuple(there(made.y_scale).shape) == (0, 2)
 
 
 @each_norm
@@ -546,8 +531,7 @@ def test_scales_over_one_another_are_refused(
     )
     for m, apart in ((2, (2, 5)), (4, (1, 4)), (4, (columns, 1)), (4, (2, 9)), (1, (1, 1))):
         made = FUNCTION[norm](x[:m], **asked, y_scale=place(m, apart)).y_scale
-        assert made is not None
-        assert same_bits(made.contiguous(), FUNCTION[norm](x[:m], **asked).y_scale)
+        assert same_bits(there(made).contiguous(), FUNCTION[norm](x[:m], **asked).y_scale)
 
 
 def test_a_trace_refuses_scales_over_one_another_too() -> None:
@@ -599,8 +583,7 @@ def test_outputs_at_odd_addresses() -> None:
     with pytest.raises(LayoutError, match="out starts at no multiple of 16 bytes"):
         normforge.quantised_rms_norm(x, out=memory[1 : 1 + 4 * 64].view(4, 64))
     made = check("rms", x, y_scale=scales[1:9].view(4, 2), group_size=32)
-    assert made.y_scale is not None
-    assert made.y_scale.data_ptr() == scales[1:].data_ptr()
+    assert there(made.y_scale).data_ptr() == scales[1:].data_ptr()
     with pytest.raises(LayoutError, match="y_scale starts at no multiple of 16 bytes"):
         normforge.quantised_rms_norm(x, y_scale=scales[1:5])
     (key, *_) = normforge.compile_keys([4096], ["rms_fwd_bf16_int8_dq_g32"], arch="sm_90")

@@ -1,0 +1,34 @@
+"""What several files of this folder share: backward functions by norm, their oracle, and outputs that must be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from normforge import reference
+from normforge.calls.outputs import NormGradients
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.tools.compare import compare_gradients
+
+BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+BACKWARD_ORACLE: dict[str, Callable[..., reference.ReferenceGradients]] = {
+    "layer": reference.layernorm2d_bwd,
+    "rms": reference.rmsnorm2d_bwd,
+}
+
+
+def there(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return an output of a call, which must be there."""
+    assert tensor is not None
+    return tensor
+
+
+def check_backward(norm: str, **given: Any) -> NormGradients:
+    """Run a backward call, hold every gradient against the oracle, and return them."""
+    actual = BACKWARD[norm](**given)
+    inputs = {name: value for name, value in given.items() if name not in ("dx_dtype", "bias_dtype", "wants")}
+    wrong = [finding for finding in compare_gradients(actual, BACKWARD_ORACLE[norm](**inputs)) if not finding.ok]
+    assert not wrong, wrong
+    return actual
