@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
-from benchmarks.inputs import Inputs
+from benchmarks.inputs import Inputs, make_inputs
+from benchmarks.oracle import expect
 from benchmarks.provider import Prepared, Provider, named
-from benchmarks.results import OK, Results, make_row
-from benchmarks.runner import Plan
+from benchmarks.providers import find_providers
+from benchmarks.results import OK, Results, load, make_row
+from benchmarks.runner import Plan, prepare
 from benchmarks.timing import Spread
 
 HEADER = {"device": "a test", "revision": "none"}
@@ -46,3 +48,27 @@ def results(suite: str, *figures: tuple[Cell, str, float]) -> Results:
         spread = Spread(us, us, us, 1) if us else None
         made.add(make_row(cell, name, OK if us else "fails: RuntimeError: no such kernel", spread))
     return made
+
+
+def loaded(folder: Path, suite: str = "forward") -> Results:
+    """Results that a folder has to hold."""
+    found = load(folder, suite)
+    assert found is not None
+    return found
+
+
+def holds_to_the_oracle(peer: str, *cells: Cell) -> None:
+    """Fail unless a peer is here, computes each cell as the oracle does, and leaves to others what they are given."""
+    present, absent = find_providers([peer])
+    assert (list(present), absent) == ([peer], {})
+    for cell in cells:
+        inputs = make_inputs(cell, torch.device("cpu"))
+        given = _tensors_of(inputs)
+        before = [tensor.clone() for tensor in given]
+        (call,) = prepare(present[peer], [inputs], expect(inputs))
+        call()
+        assert all(map(torch.equal, given, before)), cell.id
+
+
+def _tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+    return [tensor for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.inputs import make_inputs
-from benchmarks.oracle import expect
 from benchmarks.providers import cudnn as provider
-from benchmarks.providers import every_provider, find_providers
-from benchmarks.runner import prepare
+from benchmarks.providers import every_provider
+
+from .small import holds_to_the_oracle
 
 PEER = "cudnn"
 STREAM = 7
@@ -147,12 +147,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("task", [Task.FORWARD, Task.BACKWARD], ids=lambda task: task.value)
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 def test_its_graphs_compute_what_is_asked_of_them(package: Any, norm: Norm, task: Task) -> None:
-    present, absent = find_providers([PEER])
-    assert (list(present), absent) == ([PEER], {})
-    for m in (1, 5):
-        inputs = make_inputs(Cell(task, norm, m, 96), torch.device("cpu"))
-        (call,) = prepare(present[PEER], [inputs], expect(inputs))
-        call()
+    holds_to_the_oracle(PEER, *(Cell(task, norm, m, 96) for m in (1, 5)))
 
 
 def test_copies_of_a_cells_inputs_share_a_plan_and_no_tensor(package: Any) -> None:
@@ -176,7 +171,3 @@ def test_copies_of_a_cells_inputs_share_a_plan_and_no_tensor(package: Any) -> No
 
 def test_the_header_names_the_library_too(package: Any) -> None:
     assert every_provider()[PEER].version().endswith("(cuDNN 9.20.0)")
-
-
-def test_rows_on_two_strides_are_not_offered() -> None:
-    assert every_provider()[PEER].builder(Cell(Task.FORWARD, Norm.LAYER, 8, 96, heads=(4, 6))) is None

@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cells import Cell, Norm, QuantisedCell, Task
-from benchmarks.inputs import Inputs, make_inputs
-from benchmarks.oracle import expect
-from benchmarks.providers import every_provider, find_providers
-from benchmarks.runner import prepare
+from benchmarks.providers import every_provider
 
-PEERS = ["flashinfer", "flashinfer-both"]
+from .small import holds_to_the_oracle
 
 
 def rmsnorm(input: Any, weight: Any, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> Any:
@@ -105,37 +102,9 @@ CELLS: dict[str, list[Cell]] = {
 }
 
 
-def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
-
-
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", CELLS)
 def test_its_norms_compute_what_is_asked_of_them(package: None, peer: str) -> None:
-    present, absent = find_providers(PEERS)
-    assert (list(present), absent) == (PEERS, {})
-    for cell in CELLS[peer]:
-        inputs = make_inputs(cell, torch.device("cpu"))
-        given = tensors_of(inputs)
-        (call,) = prepare(present[peer], [inputs], expect(inputs))
-        call()
-        # Other providers are given the same ones.
-        assert all(map(torch.equal, given, tensors_of(inputs))), cell.id
-
-
-def test_what_it_does_not_compute_is_not_offered() -> None:
-    others = [
-        Cell(Task.FORWARD, Norm.LAYER, 5, 256, "fp16"),
-        Cell(Task.FORWARD, Norm.LAYER, 8, 128, heads=(4, 6)),
-        Cell(Task.FORWARD, Norm.RMS, 5, 256, "fp32"),
-        Cell(Task.BACKWARD, Norm.RMS, 5, 256),
-        QuantisedCell(Task.ADD_QUANTISED, Norm.LAYER, 5, 256, static=True),
-        QuantisedCell(Task.QUANTISED, Norm.RMS, 5, 256),
-        QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 5, 256, columns=128),
-        QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 5, 256, packed=True, **GROUPS),
-        QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 5, 256, columns=64, column_major=True),
-    ]
-    known = every_provider()
-    assert [(peer, cell.id) for peer in PEERS for cell in others if known[peer].builder(cell)] == []
+    holds_to_the_oracle(peer, *CELLS[peer])
 
 
 def test_the_header_says_which_kernels_were_taken(package: None, monkeypatch: pytest.MonkeyPatch) -> None:

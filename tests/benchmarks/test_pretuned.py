@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from benchmarks.cells import Cell, Norm, QuantisedCell, Task
-from benchmarks.inputs import make_inputs
-from benchmarks.oracle import expect
-from benchmarks.providers import every_provider, find_providers
-from benchmarks.runner import prepare
+from benchmarks.providers import find_providers
+
+from .small import holds_to_the_oracle
 
 PEER = "helion"
 VARIABLE = "NORMFORGE_HELION"
@@ -80,42 +79,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("benchmarks.pretuned", None)
 
 
-CELLS = [
-    *(Cell(Task.FORWARD, norm, 4, 256) for norm in Norm),
-    Cell(Task.QUANT, Norm.RMS, 4, 256, out_dtype="int8"),
-    Cell(Task.ADD_QUANT, Norm.RMS, 4, 256, out_dtype="fp8"),
-    QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256),
-    QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, columns=128),
-    QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 4, 256, columns=128, column_major=True),
-]
-
-
 def test_its_kernels_compute_what_is_asked_of_them(checkout: Path) -> None:
-    present, absent = find_providers([PEER])
-    assert (list(present), absent) == ([PEER], {})
-    for cell in CELLS:
-        inputs = make_inputs(cell, torch.device("cpu"))
-        given = [tensor.clone() for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
-        (call,) = prepare(present[PEER], [inputs], expect(inputs))
-        call()
-        # Other providers are given the same ones.
-        left = [tensor for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]
-        assert all(map(torch.equal, given, left)), cell.id
-
-
-def test_what_no_pretuned_kernel_computes_is_not_offered() -> None:
-    peer = every_provider()[PEER]
-    others = [
-        Cell(Task.FORWARD, Norm.LAYER, 8, 256, heads=(4, 6)),
-        Cell(Task.QUANT, Norm.RMS, 4, 256, out_dtype="int8", smooth=True),
-        Cell(Task.BACKWARD, Norm.RMS, 4, 256),
-        QuantisedCell(Task.QUANTISED, Norm.LAYER, 4, 256),
-        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, static=True),
-        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, unquantised=True),
-        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, columns=128, column_major=True, packed=True),
-        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, columns=32),
-    ]
-    assert [cell.id for cell in others if peer.builder(cell)] == []
+    holds_to_the_oracle(
+        PEER,
+        *(Cell(Task.FORWARD, norm, 4, 256) for norm in Norm),
+        Cell(Task.QUANT, Norm.RMS, 4, 256, out_dtype="int8"),
+        Cell(Task.ADD_QUANT, Norm.RMS, 4, 256, out_dtype="fp8"),
+        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256),
+        QuantisedCell(Task.QUANTISED, Norm.RMS, 4, 256, columns=128),
+        QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 4, 256, columns=128, column_major=True),
+    )
 
 
 def test_a_search_that_needs_more_packages_is_not_made(checkout: Path) -> None:

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.cells import Cell, Norm, Task
-from benchmarks.inputs import make_inputs
-from benchmarks.oracle import expect
-from benchmarks.providers import every_provider, find_providers
-from benchmarks.runner import prepare
+from benchmarks.providers import find_providers
+
+from .small import holds_to_the_oracle
 
 PEER = "tutorial05"
 VARIABLE = "NORMFORGE_TUTORIAL05"
@@ -60,17 +58,7 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_its_function_is_called_and_nothing_else_is(tutorial: Path, task: Task) -> None:
     tutorial.write_text(STAND_IN)
-    present, absent = find_providers([PEER])
-    assert (list(present), absent) == ([PEER], {})
-    inputs = make_inputs(Cell(task, Norm.LAYER, 3, 48, "fp16"), torch.device("cpu"))
-    (call,) = prepare(present[PEER], [inputs], expect(inputs))
-    call()
-
-
-def test_it_offers_layer_norm_alone() -> None:
-    peer = every_provider()[PEER]
-    assert peer.builder(Cell(Task.FORWARD, Norm.RMS, 3, 48)) is None
-    assert peer.builder(Cell(Task.ADD, Norm.LAYER, 3, 48)) is None
+    holds_to_the_oracle(PEER, Cell(task, Norm.LAYER, 3, 48, "fp16"))
 
 
 def test_where_it_is_looked_for_is_said(tutorial: Path) -> None:
