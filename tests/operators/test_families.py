@@ -1,8 +1,9 @@
-"""What operators of modulated and of gated norms have in common, and what torch makes of their functions."""
+"""What operators of modulated, gated and group norms have in common, and what torch makes of their functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,25 +12,26 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from normforge.calls import road
 from normforge.calls.functions import FUNCTIONS as FUNCTIONS_OF
-from normforge.errors import GradientError, NormforgeError
+from normforge.errors import DTypeError, GradientError, LayoutError, NormforgeError
 from normforge.families.public import CALLS
 
 from ..calling import same_bits
-from .neighbours import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_norm
+from .families import BACKWARD, BLOCKS, FUNCTIONS, OPERATORS, N, arguments, by_name, each_family, each_norm
 
-# A call's tensors behind x, and what else it is told, by family.
-_BEHIND: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
-    "gated": (((2, 3, N),), {"group_size": 8, "norm_before_gate": False}),
-    "modulated": (((2, N), (2, N)), {}),
+# The shapes of a call's tensors, and what else it is told, by family.
+_CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "gated": (((2, 3, N), (2, 3, N)), {"group_size": 8, "norm_before_gate": False}),
+    "modulated": (((2, 3, N), (2, N), (2, N)), {}),
+    "group": (((2, 8, 5),), {"num_groups": 4, "activation": "silu"}),
 }
 
 
 def call(name: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    shapes, told = _BEHIND[name.partition("_")[0]]
-    return [torch.randn(shape) for shape in ((2, 3, N), *shapes)], {**told, "eps": 1e-3}
+    shapes, told = _CALLS[name.partition("_")[0]]
+    return [torch.randn(shape) for shape in shapes], {**told, "eps": 1e-3}
 
 
-@each_norm
+@each_family
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_operators_are_what_torch_wants(name: str, full: bool, grad: bool) -> None:
@@ -54,7 +56,7 @@ def test_an_operator_returns_what_is_asked_for(name: str) -> None:
     assert len(OPERATORS[name](*arguments(name, full=False, save_mv=False))) == 1
 
 
-@each_norm
+@each_family
 def test_a_gradient_needs_statistics(name: str) -> None:
     y = OPERATORS[name](*arguments(name, full=False, grad=True, save_mv=False))[0]
     with pytest.raises(GradientError, match="mean and rstd were not saved; pass save_mv=True"):
@@ -71,17 +73,20 @@ def test_what_is_quantised_has_no_gradient(name: str, dtype: torch.dtype) -> Non
 def gradient_arguments(name: str, *, full: bool, m: int = 3) -> tuple[Any, ...]:
     """A call of a backward operator for the gradients of all that is there."""
     forward = arguments(name, full=full, rows=m)
-    given = dict(zip([argument.name for argument in OPERATORS[name]._schema.arguments], forward, strict=True))
+    given = by_name(name, forward)
     y, *others = OPERATORS[name](*forward)
     given |= {"dy": torch.randn_like(y), "mean": others[-2] if name.endswith("layer") else None, "rstd": others[-1]}
     if given.get("residual") is not None:
         given |= {"x": others[0], "gated": given["x"], "dresidual_out": torch.randn_like(y)}
-    takes = FUNCTIONS_OF[f"{name}_norm_backward"]
-    given["wants"] = [row.name for row in takes.results if not row.like or given.get(row.like[0]) is not None]
-    return tuple(given.get(each) for each in takes.passed)
+    if name == "group":
+        given |= {"statistics": others[-1], "wants": ["dx", "dweight", "dbias"]}
+    else:
+        results = FUNCTIONS_OF[f"{name}_norm_backward"].results
+        given["wants"] = [row.name for row in results if not row.like or given.get(row.like[0]) is not None]
+    return tuple(given.get(argument.name) for argument in BACKWARD[name]._schema.arguments)
 
 
-@each_norm
+@each_family
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("m", [3, 9])
 def test_backward_operators_are_what_torch_wants(name: str, full: bool, m: int) -> None:
@@ -103,19 +108,19 @@ def test_a_backward_operator_is_differentiated(name: str, full: bool) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_gradients_of_a_graph_are_the_bits_of_an_eager_call(name: str, full: bool) -> None:
     forward = arguments(name, full=full, grad=True, rows=9)
-    names = [argument.name for argument in OPERATORS[name]._schema.arguments]
-    tensors = {each: given for each, given in zip(names, forward, strict=True) if isinstance(given, torch.Tensor)}
+    named = by_name(name, forward)
+    tensors = {each: given for each, given in named.items() if isinstance(given, torch.Tensor)}
     arrived = [torch.randn(tensors["x"].shape) for _ in range(2 if "residual" in tensors else 1)]
 
     def gradients(*given: torch.Tensor) -> Any:
-        said = dict(zip(names, forward, strict=True)) | dict(zip(tensors, given, strict=True))
+        said = named | dict(zip(tensors, given, strict=True))
         return torch.autograd.grad(OPERATORS[name](*said.values())[: len(arrived)], given, arrived)
 
     graph = make_fx(gradients)(*tensors.values())
     assert BACKWARD[name] in [node.target for node in graph.graph.nodes]
     family, norm = name.split("_")
-    calls, given = CALLS[family], dict(zip(names, forward, strict=True))
-    eager = road.normalise(calls, road.operands_of(calls, given), road.options_of(calls, norm, given))
+    calls = CALLS[family]
+    eager = road.normalise(calls, road.operands_of(calls, named), road.options_of(calls, norm, named))
     expected = torch.autograd.grad(eager, list(tensors.values()), arrived if len(arrived) > 1 else arrived[0])
     assert all(map(same_bits, graph(*tensors.values()), expected))
 
@@ -160,7 +165,7 @@ def test_a_backward_operator_returns_memory_of_its_own() -> None:
     assert dshift.data_ptr() != rows["dy"].data_ptr()
 
 
-@each_norm
+@each_family
 def test_an_exported_program_holds_the_operator(name: str) -> None:
     tensors, told = call(name)
 
@@ -174,10 +179,58 @@ def test_an_exported_program_holds_the_operator(name: str) -> None:
     assert torch.equal(program.module()(*tensors), Model()(*tensors))
 
 
-@each_norm
+@each_family
 def test_symbolic_tracing_records_the_public_function(name: str) -> None:
-    tensors, told = call(name)
-    behind = tensors[2:]
-    graph = torch.fx.symbolic_trace(lambda x, beside: FUNCTIONS[name](x, beside, *behind, **told))
+    (x, *behind), told = call(name)
+    graph = torch.fx.symbolic_trace(lambda x: FUNCTIONS[name](x, *behind, **told))
     assert FUNCTIONS[name] in [node.target for node in graph.graph.nodes]
-    assert torch.equal(graph(*tensors[:2]), FUNCTIONS[name](*tensors, **told))
+    assert torch.equal(graph(x), FUNCTIONS[name](x, *behind, **told))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_format"),
+    [*((name, torch.contiguous_format) for name in FUNCTIONS), ("group", torch.channels_last)],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_a_compiled_block_is_the_eager_one(
+    name: str, backend: str, memory_format: torch.memory_format, fresh_dynamo: None
+) -> None:
+    """Call after call, with its strides and its gradients."""
+    block, shapes, calls = BLOCKS[name.partition("_")[0]]
+    eager = partial(block, FUNCTIONS[name])
+    compiled = torch.compile(eager, fullgraph=True, backend=backend)
+    for samples, rows in calls:
+        given = [torch.randn(shape) for shape in shapes(samples, rows)]
+        if memory_format is torch.channels_last:
+            given[0] = given[0].to(memory_format=memory_format)
+        for leaf in given:
+            leaf.requires_grad_()
+        y, its = compiled(*given), eager(*given)
+        torch.testing.assert_close(y, its, rtol=1e-5, atol=1e-5)
+        assert y.stride() == its.stride()
+        dy = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, given, dy)
+        torch.testing.assert_close(gradients, torch.autograd.grad(its, given, dy), rtol=1e-4, atol=1e-4)
+
+
+def test_a_group_norm_keeps_the_layout_and_a_mean_and_an_rstd_per_group() -> None:
+    y, statistics = OPERATORS["group"](*arguments("group", full=True))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert statistics.shape == (2, 2, 4)
+    assert len(OPERATORS["group"](*arguments("group", full=True, save_mv=False))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float4_e2m1fn_x2], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_group_norm_quantises_nothing(dtype: torch.dtype, device: str) -> None:
+    given = by_name("group", arguments("group", full=False, out_dtype=dtype))
+    given["x"] = given["x"].to(device)
+    with pytest.raises(DTypeError, match=rf"out_dtype is {dtype}; it takes None, torch.float16"):
+        OPERATORS["group"](*(given | {"weight": None, "bias": None}).values())
+
+
+def test_a_group_norm_copies_nothing() -> None:
+    given = by_name("group", arguments("group", full=False))
+    with pytest.raises(LayoutError, match=r"pass x\.contiguous\(\), or call normforge\.group_norm"):
+        OPERATORS["group"](*(given | {"x": given["x"].transpose(2, 3)}).values())
