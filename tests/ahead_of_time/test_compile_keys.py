@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.compile_keys import compile_keys, find_target
 from normforge.ahead_of_time.stand_ins import Deployment, plans
 from normforge.call_kinds import USUAL_ROWS
@@ -24,210 +24,53 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
-from normforge.families import plain_calls
-from normforge.families.public import layernorm2d_bwd
-from normforge.kernels.gpu import Target, named_target, target_of
+from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 
 from ..calling import python
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
-from ..thorough import THOROUGH
-
-N = 32
-CPU = torch.device("cpu")
+from .calls import CALLS, DEFAULTS, listed, recorded
 
 
-def listed(*modes: str, n: int = N, **options: Any) -> set[KernelKey]:
-    """What `compile_keys` lists for the interpreter, where calls can be run."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(keys, "find_target", lambda *_: target_of(CPU))
-        return {key.key for key in compile_keys([n], modes, **options)}
-
-
-def rows(m: int = 3, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
-    return torch.randn(m, N, dtype=dtype, **options)
-
-
-def ones(dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
-    return torch.ones(N, dtype=dtype, **options)
-
-
-def heads() -> torch.Tensor:
-    """Four heads of three tokens' eight."""
-    return torch.zeros(3, 8, N, dtype=torch.bfloat16)[:, :4]
-
-
-def plain(m: int) -> None:
-    normforge.layernorm2d_fwd(rows(m), ones(), ones())
-
-
-def quantised(m: int) -> None:
-    normforge.rmsnorm2d_fwd(
-        rows(m),
-        ones(),
-        residual=rows(m),
-        fadd="pre_add_store",
-        fquant="smooth_dynamic",
-        smooth_scale=ones(torch.float32),
-        out_dtype=torch.float8_e4m3fn,
-    )
-
-
-def scaled(m: int) -> None:
-    x = rows(m).to(torch.float8_e4m3fn)
-    given: dict[str, Any] = {"out_dtype": torch.bfloat16, "residual": rows(m), "fadd": "pre_add_store"}
-    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(m, 1), **given)
-    # Wherever a scale is, and whether there is one for all rows, makes no other kernel.
-    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(9)[5], **given)
-
-
-def trained(m: int) -> None:
-    x, weight, bias = rows(m, requires_grad=True), ones(requires_grad=True), ones(requires_grad=True)
-    torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
-
-
-def added_and_trained(m: int) -> None:
-    x, weight = rows(m, requires_grad=True), ones(requires_grad=True)
-    y, total = normforge.add_rms_norm(x, rows(m), weight)
-    torch.autograd.backward((y, total), (rows(m), rows(m)))
-
-
-def dropped_and_trained(m: int) -> None:
-    x, residual, weight = rows(m, requires_grad=True), rows(m, requires_grad=True), ones(requires_grad=True)
-    # Whatever p is, and wherever the seed, there is one kernel.
-    for drops in ({"dropout_p": 0.1}, {"dropout_p": 0.9, "dropout_rng": torch.arange(3)[1:]}):
-        options: dict[str, Any] = {**drops}
-        y, total = normforge.add_rms_norm(x, residual, weight, **options)
-        torch.autograd.backward((y, total), (rows(m), rows(m)))
-
-
-def biased_and_trained(m: int) -> None:
-    x, x_bias, weight = rows(m), ones(), ones()
-    out = normforge.layernorm2d_fwd(x, weight, ones(), x_bias=x_bias, save_mv=True)
-    assert out.mean is not None
-    assert out.rstd is not None
-    wants = ("dx", "dweight", "dbias", "dx_bias")
-    layernorm2d_bwd(rows(m), x, weight, mean=out.mean, rstd=out.rstd, x_bias=x_bias, wants=wants)
-
-
-@pytest.mark.parametrize(
-    ("call", "modes"),
-    [
-        (plain, ["ln_fwd_bf16"]),
-        (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
-        pytest.param(scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"], marks=THOROUGH),
-        (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
-        pytest.param(added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"], marks=THOROUGH),
-        pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
-        pytest.param(biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"], marks=THOROUGH),
-    ],
-)
-def test_the_defaults_list_what_the_common_calls_launch(
-    call: Callable[[int], None], modes: list[str], called: set[KernelKey]
+@pytest.mark.parametrize(("call", "modes"), DEFAULTS)
+def test_the_defaults_list_and_a_recording_holds_what_the_common_calls_launch(
+    call: Callable[[int], None], modes: list[str], called: set[KernelKey], tmp_path: Path
 ) -> None:
-    for table in (dispatch.loaded(), SomeTable(dispatch.loaded())):
-        found = set[KernelKey]()
+    for number, table in enumerate((dispatch.loaded(), SomeTable(dispatch.loaded()))):
+        found, path = set[KernelKey](), tmp_path / f"{number}.yaml"
         with dispatch.using(table):
             some = (table.small_m + 1, table.some_m)
             for word, ms in {"few": (3,), "some": some, "many": (table.some_m + 1,)}.items():
                 called.clear()
-                for m in ms:
-                    call(m)
+                with normforge.record(path):
+                    for m in ms:
+                        call(m)
                 assert called == listed(*modes, rows=[word])
                 found |= called
             assert found == listed(*modes)
+            assert recorded(path) == {key.portable for key in found}
 
 
-OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
-    "no weight": (lambda: normforge.layernorm2d_fwd(rows()), ["ln_fwd_bf16"], {"weight_dtypes": [None]}),
-    "no bias": (lambda: normforge.layernorm2d_fwd(rows(), ones()), ["ln_fwd_bf16"], {"bias_dtypes": [None]}),
-    "fp32 weight": (
-        lambda: normforge.layernorm2d_fwd(rows(), ones(torch.float32), ones(torch.float32)),
-        ["ln_fwd_bf16"],
-        {"weight_dtypes": [torch.float32]},
-    ),
-    "fp32 residual": (
-        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
-        ["rms_fwd_bf16_add"],
-        {"residual_dtypes": [torch.float32]},
-    ),
-    "bf16 smooth scale": (
-        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
-        ["rms_fwd_bf16_int8_sdq"],
-        {"smooth_dtypes": ["same"]},
-    ),
-    "frozen weights": (
-        lambda: torch.autograd.backward(normforge.rms_norm(rows(requires_grad=True), (N,), ones()), rows()),
-        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
-        {"wants": [("dx",)]},
-    ),
-    "fp32 gradient": (
-        lambda: torch.autograd.grad(
-            plain_calls.normalise(
-                (x := rows(requires_grad=True), None, None, None, None),
-                (N,),
-                ("rms", 1e-6, 0.0, torch.float32, "after_weight"),
-            ),
-            x,
-            rows(dtype=torch.float32),
-        ),
-        ["rms_fwd_bf16_fp32_mv", "rms_bwd_bf16"],
-        {"weight_dtypes": [None], "dy_dtypes": [torch.float32]},
-    ),
-    "rows with gaps": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, N + 8, dtype=torch.bfloat16)[:, :N], ones()),
-        ["rms_fwd_bf16"],
-        {"row_strides": [N + 8]},
-    ),
-    "heads": (
-        lambda: normforge.rmsnorm2d_fwd(heads(), ones()),
-        ["rms_fwd_bf16"],
-        {"row_strides": [(8 * N, 4, N)]},
-    ),
-    "heads in place": (
-        lambda: normforge.rmsnorm2d_fwd(x := heads(), ones(), out=x),
-        ["rms_fwd_bf16"],
-        {"row_strides": [{"x": (16 * N, 2, N), "out": (16 * N, 2, N)}]},
-    ),
-    "heads' gradients": (
-        lambda: torch.autograd.grad(
-            normforge.rms_norm(x := heads().requires_grad_(), (N,), ones()), x, rows(12).view(4, 3, N).transpose(0, 1)
-        ),
-        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
-        {"wants": [("dx",)], "row_strides": [{"x": (8 * N, 4, N), "dy": (N, 4, 3 * N)}]},
-    ),
-    "heads of a batch, transposed": (
-        lambda: normforge.layernorm2d_fwd(
-            torch.zeros(2, 3, 4, N).transpose(1, 2), residual=torch.zeros(2, 4, 3, N), fadd=2
-        ),
-        ["ln_fwd_fp32_add"],
-        {"weight_dtypes": [None], "row_strides": [(12 * N, 4, N, 3, 4 * N)]},
-    ),
-    "an offset": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3 * N + 1, dtype=torch.bfloat16)[1:].view(3, N), ones()),
-        ["rms_fwd_bf16"],
-        {"misaligned": [("x",)]},
-    ),
-    "rows of any start": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, 2053, dtype=torch.bfloat16)),
-        ["rms_fwd_bf16"],
-        {"n": 2053, "weight_dtypes": [None]},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS.values(), ids=OPTIONS)
-def test_what_else_calls_bring_can_be_said(
-    case: tuple[Callable[[], object], list[str], dict[str, Any]], called: set[KernelKey]
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_listed_and_what_is_recorded_is_what_calls_launch(
+    name: str, called: set[KernelKey], tmp_path: Path
 ) -> None:
-    call, modes, options = case
-    call()
-    assert called == listed(*modes, rows=["few"], **options)
+    call, modes, options = CALLS[name]
+    with normforge.record(tmp_path / "needed.yaml"):
+        call()
+    met = frozenset(called)
+    assert recorded(tmp_path / "needed.yaml") == {key.portable for key in met}
+    if "shapes" in options:
+        assert met == listed(*modes, **options)
+        of_any = [re.sub(r"^\d+", "*", shape) for shape in options["shapes"]]
+        assert met <= listed(*modes, **options | {"shapes": of_any})
+        return
+    assert met == listed(*modes, rows=["few"], **options)
     # It is this option that does it: none of these calls is the common one.
     common = {"n": options["n"], "weight_dtypes": ["same"]} if "n" in options else {}
-    assert called != listed(*modes, rows=["few"], **common)
+    assert met != listed(*modes, rows=["few"], **common)
 
 
 def test_several_values_are_listed_in_every_combination() -> None:

@@ -1,0 +1,277 @@
+"""Calls, and what the list of their kernels is asked by: of rows, of groups, and of rows in any number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.ahead_of_time import compile_keys as keys
+from normforge.ahead_of_time.compile_keys import compile_keys, recorded_keys_for
+from normforge.families import plain_calls
+from normforge.families.group import row as group
+from normforge.families.operands import GroupOptions
+from normforge.families.public import layernorm2d_bwd
+from normforge.kernels.gpu import target_of
+from normforge.kernels.key import KernelKey
+
+from ..nn.groups import innermost
+from ..thorough import THOROUGH
+
+N, BF16 = 32, torch.bfloat16
+C, GROUPS = 8, 4
+CPU = torch.device("cpu")
+
+
+def listed(*modes: str, **options: Any) -> set[KernelKey]:
+    """Return what `compile_keys` lists for the interpreter, where calls can be run."""
+    lengths: dict[str, Any] = {} if "shapes" in options else {"n": [options.pop("n", N)]}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(keys, "find_target", lambda *_: target_of(CPU))
+        return {key.key for key in compile_keys(modes=modes, **lengths, **options)}
+
+
+def recorded(path: Path) -> set[str]:
+    """Return the keys of what a recording comes to for the interpreter."""
+    return {key.key.portable for key in recorded_keys_for(path, target_of(CPU), None)}
+
+
+def rows(*sizes: int, dtype: torch.dtype = BF16, **options: Any) -> torch.Tensor:
+    return torch.randn(*(sizes or (3,)), N, dtype=dtype, **options)
+
+
+def ones(dtype: torch.dtype = BF16, **options: Any) -> torch.Tensor:
+    return torch.ones(N, dtype=dtype, **options)
+
+
+def heads() -> torch.Tensor:
+    """Four heads of three tokens' eight."""
+    return torch.zeros(3, 8, N, dtype=BF16)[:, :4]
+
+
+def plain(m: int) -> None:
+    normforge.layernorm2d_fwd(rows(m), ones(), ones())
+
+
+def quantised(m: int) -> None:
+    normforge.rmsnorm2d_fwd(
+        rows(m),
+        ones(),
+        residual=rows(m),
+        fadd="pre_add_store",
+        fquant="smooth_dynamic",
+        smooth_scale=ones(torch.float32),
+        out_dtype=torch.float8_e4m3fn,
+    )
+
+
+def scaled(m: int) -> None:
+    x = rows(m).to(torch.float8_e4m3fn)
+    given: dict[str, Any] = {"out_dtype": BF16, "residual": rows(m), "fadd": "pre_add_store"}
+    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(m, 1), **given)
+    # Wherever a scale is, and whether there is one for all rows, makes no other kernel.
+    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(9)[5], **given)
+
+
+def trained(m: int) -> None:
+    x, weight, bias = rows(m, requires_grad=True), ones(requires_grad=True), ones(requires_grad=True)
+    torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
+
+
+def added_and_trained(m: int) -> None:
+    x, weight = rows(m, requires_grad=True), ones(requires_grad=True)
+    y, total = normforge.add_rms_norm(x, rows(m), weight)
+    torch.autograd.backward((y, total), (rows(m), rows(m)))
+
+
+def dropped_and_trained(m: int) -> None:
+    x, residual, weight = rows(m, requires_grad=True), rows(m, requires_grad=True), ones(requires_grad=True)
+    # Whatever p is, and wherever the seed, there is one kernel.
+    for drops in ({"dropout_p": 0.1}, {"dropout_p": 0.9, "dropout_rng": torch.arange(3)[1:]}):
+        options: dict[str, Any] = {**drops}
+        y, total = normforge.add_rms_norm(x, residual, weight, **options)
+        torch.autograd.backward((y, total), (rows(m), rows(m)))
+
+
+def biased_and_trained(m: int) -> None:
+    x, x_bias, weight = rows(m), ones(), ones()
+    out = normforge.layernorm2d_fwd(x, weight, ones(), x_bias=x_bias, save_mv=True)
+    assert out.mean is not None
+    assert out.rstd is not None
+    wants = ("dx", "dweight", "dbias", "dx_bias")
+    layernorm2d_bwd(rows(m), x, weight, mean=out.mean, rstd=out.rstd, x_bias=x_bias, wants=wants)
+
+
+# By what calls of any number of rows do: such a call, and the modes of its kernels.
+DEFAULTS = [
+    (plain, ["ln_fwd_bf16"]),
+    (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
+    pytest.param(scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"], marks=THOROUGH),
+    (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
+    pytest.param(added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"], marks=THOROUGH),
+    pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
+    pytest.param(biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"], marks=THOROUGH),
+]
+
+
+def of(samples: int, *space: int, **options: Any) -> torch.Tensor:
+    return torch.randn(samples, C, *space, dtype=BF16, **options)
+
+
+def vector(dtype: torch.dtype = BF16, **options: Any) -> torch.Tensor:
+    return torch.ones(C, dtype=dtype, **options)
+
+
+def stepped(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, activation: str = "none") -> None:
+    """A training step, and the same call without a gradient."""
+    y = normforge.group_norm(x, GROUPS, weight, bias, activation=activation)
+    torch.autograd.backward(y, torch.ones_like(y))
+    with torch.no_grad():
+        normforge.group_norm(x, GROUPS, weight, bias, activation=activation)
+
+
+def wide(x: torch.Tensor) -> None:
+    """As under torch.autocast on a GPU."""
+    group.normalise((x, vector(torch.float32), None), GroupOptions(GROUPS, 1e-5, "none", torch.float32))
+
+
+def unaligned() -> torch.Tensor:
+    return torch.zeros(C * 6 + 1, dtype=BF16)[1:].view(1, C, 6)
+
+
+# By what calls bring besides: a call, the modes of its kernels, and the options of `compile_keys`.
+CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
+    "no weight": (lambda: normforge.layernorm2d_fwd(rows()), ["ln_fwd_bf16"], {"weight_dtypes": [None]}),
+    "no bias": (lambda: normforge.layernorm2d_fwd(rows(), ones()), ["ln_fwd_bf16"], {"bias_dtypes": [None]}),
+    "fp32 weight": (
+        lambda: normforge.layernorm2d_fwd(rows(), ones(torch.float32), ones(torch.float32)),
+        ["ln_fwd_bf16"],
+        {"weight_dtypes": [torch.float32]},
+    ),
+    "fp32 residual": (
+        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
+        ["rms_fwd_bf16_add"],
+        {"residual_dtypes": [torch.float32]},
+    ),
+    "bf16 smooth scale": (
+        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
+        ["rms_fwd_bf16_int8_sdq"],
+        {"smooth_dtypes": ["same"]},
+    ),
+    "frozen weights": (
+        lambda: torch.autograd.backward(normforge.rms_norm(rows(requires_grad=True), (N,), ones()), rows()),
+        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
+        {"wants": [("dx",)]},
+    ),
+    "fp32 gradient": (
+        lambda: torch.autograd.grad(
+            plain_calls.normalise(
+                (x := rows(requires_grad=True), None, None, None, None),
+                (N,),
+                ("rms", 1e-6, 0.0, torch.float32, "after_weight"),
+            ),
+            x,
+            rows(dtype=torch.float32),
+        ),
+        ["rms_fwd_bf16_fp32_mv", "rms_bwd_bf16"],
+        {"weight_dtypes": [None], "dy_dtypes": [torch.float32]},
+    ),
+    "rows with gaps": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, N + 8, dtype=BF16)[:, :N], ones()),
+        ["rms_fwd_bf16"],
+        {"row_strides": [N + 8]},
+    ),
+    "heads": (
+        lambda: normforge.rmsnorm2d_fwd(heads(), ones()),
+        ["rms_fwd_bf16"],
+        {"row_strides": [(8 * N, 4, N)]},
+    ),
+    "heads in place": (
+        lambda: normforge.rmsnorm2d_fwd(x := heads(), ones(), out=x),
+        ["rms_fwd_bf16"],
+        {"row_strides": [{"x": (16 * N, 2, N), "out": (16 * N, 2, N)}]},
+    ),
+    "heads' gradients": (
+        lambda: torch.autograd.grad(
+            normforge.rms_norm(x := heads().requires_grad_(), (N,), ones()), x, rows(12).view(4, 3, N).transpose(0, 1)
+        ),
+        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
+        {"wants": [("dx",)], "row_strides": [{"x": (8 * N, 4, N), "dy": (N, 4, 3 * N)}]},
+    ),
+    "heads of a batch, transposed": (
+        lambda: normforge.layernorm2d_fwd(
+            torch.zeros(2, 3, 4, N).transpose(1, 2), residual=torch.zeros(2, 4, 3, N), fadd=2
+        ),
+        ["ln_fwd_fp32_add"],
+        {"weight_dtypes": [None], "row_strides": [(12 * N, 4, N, 3, 4 * N)]},
+    ),
+    "an offset": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3 * N + 1, dtype=BF16)[1:].view(3, N), ones()),
+        ["rms_fwd_bf16"],
+        {"misaligned": [("x",)]},
+    ),
+    "rows of any start": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, 2053, dtype=BF16)),
+        ["rms_fwd_bf16"],
+        {"n": 2053, "weight_dtypes": [None]},
+    ),
+    "weights alone": (
+        lambda: torch.autograd.backward(normforge.rms_norm(rows(), (N,), ones(requires_grad=True)), rows()),
+        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
+        {"wants": [("dweight",)]},
+    ),
+    "plain": (
+        lambda: normforge.group_norm(of(2, 5, 6), GROUPS, vector(), vector()),
+        ["gn_fwd_bf16"],
+        {"shapes": ["2x8x5x6/4"]},
+    ),
+    "silu, channels last": (
+        lambda: normforge.group_norm(innermost(of(1, 16)), GROUPS, vector(), vector(), activation="silu"),
+        ["gn_fwd_bf16_silu_cl"],
+        {"shapes": ["1x8x16/4"]},
+    ),
+    "of two dimensions": (
+        lambda: normforge.group_norm(of(3), GROUPS, vector(), vector()),
+        ["gn_fwd_bf16_cl"],
+        {"shapes": ["3x8/4"]},
+    ),
+    "a training step": (
+        lambda: stepped(of(2, 33, requires_grad=True), vector(requires_grad=True), vector(requires_grad=True), "silu"),
+        ["gn_?wd_bf16_silu"],
+        {"shapes": ["2x8x33/4"]},
+    ),
+    "of frozen vectors": (
+        lambda: stepped(of(2, 9, requires_grad=True), vector(), vector()),
+        ["gn_?wd_bf16"],
+        {"shapes": ["2x8x9/4"], "wants": [("dx",)]},
+    ),
+    "without bias": (
+        lambda: stepped(of(2, 9, requires_grad=True), vector(torch.float32, requires_grad=True), None),
+        ["gn_?wd_bf16"],
+        {"shapes": ["2x8x9/4"], "weight_dtypes": [torch.float32], "bias_dtypes": [None]},
+    ),
+    "of fp32 y": (
+        lambda: wide(of(2, 9)),
+        ["gn_fwd_bf16"],
+        {"shapes": ["2x8x9/4"], "weight_dtypes": [torch.float32], "bias_dtypes": [None], "y_dtypes": [torch.float32]},
+    ),
+    "misaligned": (
+        lambda: normforge.group_norm(unaligned(), GROUPS),
+        ["gn_fwd_bf16"],
+        {"shapes": ["1x8x6/4"], "weight_dtypes": [None], "misaligned": [("x",)]},
+    ),
+    "of some groups": (
+        lambda: normforge.group_norm(of(65, 3), GROUPS, vector(), vector()),
+        ["gn_fwd_bf16"],
+        {"shapes": ["65x8x3/4"], "rows": ["some"]},
+    ),
+    "in parts": (
+        lambda: normforge.group_norm(of(1, 1000), 1, vector(), vector()),
+        ["gn_fwd_bf16"],
+        {"shapes": ["1x8x1000/1"]},
+    ),
+}
