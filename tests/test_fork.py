@@ -18,6 +18,7 @@ from normforge.codegen.lazy import cached_property
 from normforge.codegen.locking import locked
 
 from .calling import printed
+from .thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,6 +108,7 @@ print(forks > 0, hung)
 """
 
 
+@THOROUGH
 def test_a_child_that_is_forked_during_a_first_call_calls_norms_too() -> None:
     assert printed(FIRST, OMP_NUM_THREADS="1").splitlines()[-1] == "True 0"
 
@@ -193,6 +195,7 @@ def test_a_property_that_another_thread_computes_is_free_in_a_child() -> None:
     assert Slow.value.__doc__ == "Docstring."
 
 
+@THOROUGH
 def test_a_file_that_was_locked_at_a_fork_is_free_when_the_parent_is_done(tmp_path: Path) -> None:
     """A child has the parent's open files, and with them a share of the parent's lock."""
     path = tmp_path / "lock"

@@ -117,6 +117,7 @@ def test_every_error_is_in_sight() -> None:
     assert errors == set(normforge.errors.__all__)
 
 
+@THOROUGH
 def test_a_call_needs_no_generator() -> None:
     code = """
 import sys, torch
@@ -133,6 +134,7 @@ except normforge.errors.MissingInstanceError:
     assert printed(code, NORMFORGE_ON_MISS="error") == "strict"
 
 
+@THOROUGH
 def test_import_adds_little_to_torchs(tmp_path: Path) -> None:
     """Of a core's time, at one of five tries: waiting for a core is not import's, and what else runs slows any one.
 
@@ -167,6 +169,7 @@ print(normforge.which(torch.randn(2, 64)))
     assert name == "ln_fwd_fp32_n128"
 
 
+@THOROUGH
 def test_the_interpreter_turned_on_too_late() -> None:
     code = """
 import os, torch, triton, normforge

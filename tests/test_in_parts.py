@@ -60,7 +60,8 @@ def run(folder: Path, repository: Path, *options: str) -> tuple[int, str]:
 
 
 @LONG
-@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_what_passed_is_left_out_and_what_failed_runs_again(
     folder: Path, repository: Path, workers: tuple[str, ...]
 ) -> None:

@@ -110,6 +110,7 @@ def _python(*command: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@THOROUGH
 def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
     assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
 

@@ -261,6 +261,7 @@ def test_the_same_seed_draws_the_same_rows() -> None:
         assert drawn[0].isfinite().all()
 
 
+@THOROUGH
 @interpreted
 def test_the_command_prints_the_table_and_writes_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -86,6 +86,7 @@ _NO_CACHES = frozenset(
 )
 
 
+@THOROUGH
 def test_no_cache_is_left_out() -> None:
     """Every dictionary of a module that calls make longer is dropped, or listed as none that depends on calls."""
 

@@ -18,6 +18,7 @@ from normforge.codegen.emit import render_folder
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.values import Norm
 
+from ..thorough import THOROUGH
 from .conftest import TWO_GROUPS
 
 
@@ -325,6 +326,7 @@ def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path)
     assert run("generate.py", "--filter", "ln_*", "--where", "n=1", "--prune", cwd=tmp_path).returncode == 0
 
 
+@THOROUGH
 def test_another_manifest_removes_nothing_from_a_checkouts_own_folder_unless_asked(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -357,6 +359,7 @@ def test_one_is_no_plural(repository: Path, tmp_path: Path) -> None:
     assert run("generate.py", *only, cwd=repository).stdout.startswith("1 instance in 1 module: ")
 
 
+@THOROUGH
 def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, tmp_path: Path) -> None:
     for name in ("generate.py", "instances.yaml"):
         shutil.copy(repository / name, tmp_path)

@@ -10,7 +10,10 @@ from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.legal import legal_modes
 from normforge.codegen.model import Mode
 
+from ..thorough import THOROUGH
 
+
+@THOROUGH
 def test_every_legal_mode_is_read_from_its_name() -> None:
     for mode in legal_modes():
         assert Mode.from_name(mode.name) == mode

@@ -70,6 +70,7 @@ def test_the_table_is_compiled_whole() -> None:
     assert {(case.mode, case.part) for case in table} == kernels
 
 
+@THOROUGH
 def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
     """By rule; a window takes the place of one_pass where rows start anywhere, row_terms goes with two_pass."""
     expected: dict[Pipeline | Part, Pipeline] = {part: part for part in Pipeline}
@@ -219,8 +220,9 @@ SHARED_MEMORY = 228
 
 
 @LONG
+@THOROUGH
 @pytest.mark.parametrize("residual", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("n", [70000, pytest.param(131072, marks=THOROUGH)])
+@pytest.mark.parametrize("n", [70000, 131072])
 def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DType, package: Path) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)

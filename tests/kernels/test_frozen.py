@@ -21,6 +21,7 @@ from normforge.upstream import triton_launcher
 
 from ..calling import check, python
 from ..stand_in_driver import driving
+from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "nothing_known")
 
@@ -125,6 +126,7 @@ for n in (64, 65):
     assert "N=65" in process.stderr
 
 
+@THOROUGH
 @pytest.mark.compile
 def test_a_kernel_has_one_hash_whatever_was_hashed_before_it() -> None:
     """Triton's own changes with that; its cache is looked through by it."""

@@ -48,6 +48,7 @@ def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
     assert "- SURVIVED: `runtime/kernels/strides.py`, row alignment: 1 tests passed" in text
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

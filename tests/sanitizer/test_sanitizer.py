@@ -124,6 +124,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> P
     return tmp_path
 
 
+@THOROUGH
 def test_clean_is_0_and_writes_the_document(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = fake / EVIDENCE
     page.parent.mkdir(parents=True)
@@ -140,6 +141,7 @@ def test_clean_is_0_and_writes_the_document(fake: Path, capsys: pytest.CaptureFi
     assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log"}
 
 
+@THOROUGH
 def test_an_error_is_1_and_is_told(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,7 @@ def test_no_rows_still_miss(empty_cache: Path) -> None:
     assert normforge.instances()[-1].name == f"{MODE}_n128"
 
 
+@THOROUGH
 def test_the_next_process_takes_what_is_there(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     said, q = printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines()
@@ -266,6 +267,7 @@ def test_a_policy_that_is_none(policy: str, empty_cache: Path, monkeypatch: pyte
             function(torch.randn(2, 64), **ASK)
 
 
+@THOROUGH
 def test_a_policy_that_is_none_is_noticed_at_the_first_call() -> None:
     code = "import torch, normforge\nnormforge.layer_norm(torch.randn(2, 64), (64,))"
     process = python(code, NORMFORGE_ON_MISS="foo")

@@ -346,6 +346,7 @@ def test_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names(tmp_path / "needed.yaml") == ["ln_fwd_fp32_n128"]
 
 
+@THOROUGH
 def test_a_process_that_is_killed_leaves_a_manifest(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
     process = python(f"{PROGRAM}os.kill(os.getpid(), 9)", NORMFORGE_RECORD=str(path))
@@ -410,6 +411,7 @@ def test_workers_that_end_before_the_next_begins_lose_nothing(tmp_path: Path) ->
     assert names(tmp_path / "needed.yaml") == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256"]
 
 
+@THOROUGH
 def test_a_process_whose_recording_cannot_be_written_says_so_in_its_status(tmp_path: Path) -> None:
     """Also when the program has swallowed the error of the call."""
     folder = tmp_path / "folder"
