@@ -19,11 +19,12 @@ from normforge.codegen.values import DType
 from ..thorough import THOROUGH
 
 # The axes that say what stands beside a norm, and what engines ask of a quantised one. Beside what is legal alone each
-# is tried whole, with the other's defaults, and both together with one mode in so many; beside what is not, each
-# value of either by itself.
+# is tried whole, with the other's defaults, and both together with one mode in so many; beside one in so many of what is
+# not, each value of either by itself.
 BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped", "dropout")
 SERVED = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")
 TOGETHER = 97
+ALONE = 11
 
 
 def made(values: tuple[Any, ...]) -> list[Mode]:
@@ -58,9 +59,9 @@ def every_legal_mode() -> Iterator[Mode]:
         for place, options in enumerate((*beside, *served))
         for other in options[1:]
     ]
-    legal = count()
+    legal, illegal = count(), count()
     for values in product(*others):
-        further: Iterable[tuple[Any, ...]] = singly
+        further: Iterable[tuple[Any, ...]] = singly if next(illegal) % ALONE == 0 else ()
         # What is fp4 has no plain form, and is tried as one fp8 is.
         alike = (*values[:2], DType.FP8_E4M3FN, *values[3:]) if values[2] is DType.FP4_E2M1FN else values
         if made((*alike, *plain)):
