@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from normforge.calls import check, first, road
 from normforge.selection import dispatch
+
+from ..calling import DEVICES
 
 
 @pytest.fixture
@@ -33,3 +36,10 @@ def nothing_known() -> Iterator[None]:
     dispatch.forget()
     yield
     dispatch.forget()
+
+
+@pytest.fixture(params=DEVICES)
+def on_each_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every tensor of a test is made on a device."""
+    with torch.device(request.param):
+        yield

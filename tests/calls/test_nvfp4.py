@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from normforge.errors import (
-    ConflictError,
-    DTypeError,
-    IllegalCombinationError,
-    LayoutError,
-    NormforgeError,
-    ShapeError,
-)
+from normforge.errors import IllegalCombinationError
 from normforge.reference import quantised as quantisation_reference
 
-from ..calling import each_norm, same_bits
+from ..calling import same_bits
 from .shared import there
-from .test_quantised import FUNCTION, blocked, check, rows
+from .test_quantised import FP4, FUNCTION, NVFP4, blocked, check, rows, scale_of
 
-FP4 = torch.float4_e2m1fn_x2
-NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": FP4}
+pytestmark = pytest.mark.usefixtures("on_each_device")
+
 # What the codes from 0 to 7 stand for; 8 to 15 are the same with a sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where the tensors of a test are made."""
-    with torch.device(request.param):
-        yield
-
-
-def scale_of(value: float) -> torch.Tensor:
-    return torch.tensor([value])
 
 
 def nearest(q: torch.Tensor) -> torch.Tensor:
@@ -80,8 +61,7 @@ def test_bytes_are_those_of_the_formula(norm: str, n: int, dtype: torch.dtype) -
     made = FUNCTION[norm](x, weight, residual=rows(3, n, dtype=dtype), **asked, **NVFP4)
     assert made.y.dtype == FP4
     assert tuple(made.y.shape) == (3, n // 2)
-    assert made.y_scale is not None
-    assert made.y_scale.dtype == torch.float8_e4m3fn
+    assert there(made.y_scale).dtype == torch.float8_e4m3fn
     # On the CPU: a GPU's torch multiplies by 1 / 6.
     y, scale = quantised(there(made.unquantised).float().cpu(), global_scale.cpu())
     assert torch.equal(byte(made.y_scale).cpu(), scale)
@@ -101,13 +81,12 @@ def test_scales_in_each_layout(norm: str, layout: str) -> None:
         made = check(norm, x, weight, **asked)
         linear = FUNCTION[norm](x, weight, **{**asked, "scale_layout": "row_major"})
         assert same_bits(byte(made.y), byte(linear.y))
-        assert made.y_scale is not None
-        groups = -(-n // 16)
+        scale, groups = there(made.y_scale), -(-n // 16)
         if layout == "swizzled_128x4":
-            assert torch.equal(byte(made.y_scale).flatten(), blocked(byte(linear.y_scale).reshape(-1, groups)))
+            assert torch.equal(byte(scale).flatten(), blocked(byte(linear.y_scale).reshape(-1, groups)))
         else:
-            assert tuple(made.y_scale.shape) == (*shape[:-1], groups)
-            assert torch.equal(byte(made.y_scale.contiguous()), byte(linear.y_scale))
+            assert tuple(scale.shape) == (*shape[:-1], groups)
+            assert torch.equal(byte(scale.contiguous()), byte(linear.y_scale))
 
 
 def of_weight(weight: list[float], global_scale: float) -> tuple[list[int], list[int]]:
@@ -168,52 +147,6 @@ def test_what_is_no_number_stays_in_its_group() -> None:
         assert (codes[32:] == 7).all()
 
 
-@each_norm
-def test_outputs_of_the_callers(norm: str) -> None:
-    x, residual, asked = rows(5, 96), rows(5, 96), {"global_scale": scale_of(500.0), **NVFP4}
-    wanted = FUNCTION[norm](x, residual=residual, **asked)
-    out = torch.full((5, 48), 0xAA, dtype=torch.uint8).view(FP4)
-    scale = torch.full((6, 8), 0xAA, dtype=torch.uint8).view(torch.float8_e4m3fn).t()[:5, :6]
-    total = residual.clone()
-    made = FUNCTION[norm](x, residual=total, residual_out=total, out=out, y_scale=scale, **asked)
-    assert made.y is out
-    assert made.y_scale is scale
-    assert same_bits(byte(out), byte(wanted.y))
-    assert same_bits(scale.contiguous(), wanted.y_scale)
-    assert same_bits(total, wanted.residual_out)
-
-
-@pytest.mark.parametrize(("norm", "layout"), [("layer", "column_major"), ("rms", "swizzled_128x4")])
-def test_a_traced_call_is_the_same(norm: str, layout: str) -> None:
-    x, weight, asked = rows(4, 96), rows(96), {"global_scale": scale_of(500.0), "scale_layout": layout, **NVFP4}
-    expected = FUNCTION[norm](x, weight, **asked)
-    # There is a limit to how many traces of a function torch keeps.
-    torch.compiler.reset()
-    compiled = torch.compile(FUNCTION[norm], backend="aot_eager", fullgraph=True)
-    for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
-        assert same_bits(byte(actual.y), byte(expected.y))
-        assert actual.y.shape == expected.y.shape
-        assert same_bits(actual.y_scale, expected.y_scale)
-        assert there(actual.y_scale).stride() == there(expected.y_scale).stride()
-
-
-def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
-    """Rows of 50 bytes start where bytes do, whatever rows of x start at."""
-    x, asked = rows(9, 100), {"global_scale": scale_of(500.0), **NVFP4}
-    with normforge.batch_invariant():
-        whole = check("layer", x, **asked)
-        for first in range(9):
-            part = normforge.quantised_layer_norm(x[first:], **asked)
-            assert same_bits(byte(part.y), byte(whole.y)[first:])
-            assert same_bits(byte(part.y_scale), byte(whole.y_scale)[first:])
-
-
-def test_no_rows() -> None:
-    made = normforge.quantised_rms_norm(rows(0, 64), global_scale=scale_of(1.0), **NVFP4)
-    assert tuple(made.y.shape) == (0, 32)
-    assert tuple(there(made.y_scale).shape) == (0, 4)
-
-
 @pytest.mark.parametrize(
     "mode", ["ln_fwd_bf16_fp4_e2m1fn_addst_dq_g16_e4m3", "rms_fwd_fp32_fp4_e2m1fn_sdq_g16_e4m3_swz"]
 )
@@ -225,37 +158,6 @@ def test_modes_are_compiled_ahead(mode: str) -> None:
         assert (types["y_ptr"], types["y_scale_ptr"], types["global_scale_ptr"]) == ("*u8:16", "*u8", "*fp32")
 
 
-X, GIVEN = torch.ones(2, 64, dtype=torch.bfloat16), {"global_scale": scale_of(1.0), **NVFP4}
-REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
-    ({**GIVEN, "x": torch.ones(2, 63)}, ShapeError, "two neighbours of fp4_e2m1fn share a byte; it takes an even N"),
-    ({"out_dtype": FP4}, IllegalCombinationError, "use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none of the three"),
-    ({**GIVEN, "group_size": 32}, IllegalCombinationError, "group_size 32 and scale_format e4m3 do not go together"),
-    ({**GIVEN, "scale_format": "ue8m0"}, IllegalCombinationError, "scale_format ue8m0 do not go together"),
-    ({**GIVEN, "out_dtype": torch.float8_e4m3fn}, IllegalCombinationError, "out_dtype fp8_e4m3fn, group_size 16"),
-    (NVFP4, ConflictError, "has scales under a global_scale and none was passed; pass one fp32 value"),
-    ({"global_scale": scale_of(1.0)}, ConflictError, "scale_format 'float' reads none; pass scale_format='e4m3'"),
-    ({**NVFP4, "global_scale": torch.ones(2)}, ShapeError, "global_scale has shape (2,); it takes one value, (1,)"),
-    ({**NVFP4, "global_scale": torch.ones(1).half()}, DTypeError, "global_scale has dtype torch.float16"),
-    ({**GIVEN, "scale_ub": scale_of(1.0)}, IllegalCombinationError, "scale_ub bounds float scales of fp8"),
-    (
-        {**GIVEN, "fquant": "static", "y_scale": scale_of(1.0)},
-        IllegalCombinationError,
-        "takes its scales from the caller",
-    ),
-    ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)}, ShapeError, "out has shape (2, 64); it takes (2, 32)"),
-    ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)[:, ::2]}, LayoutError, "out has"),
-    ({**GIVEN, "out": torch.empty(2, 32, dtype=torch.uint8)}, DTypeError, "it takes torch.float4_e2m1fn_x2"),
-    ({**GIVEN, "y_scale": torch.empty(2, 4)}, DTypeError, "y_scale has dtype torch.float32"),
-]
-
-
-@pytest.mark.parametrize(("asked", "error", "message"), REFUSED)
-def test_refused(asked: dict[str, Any], error: type[NormforgeError], message: str) -> None:
-    with pytest.raises(error) as raised:
-        normforge.quantised_layer_norm(**{"x": X, **asked})
-    assert message in str(raised.value)
-
-
 def test_the_functions_of_a_scale_a_row_make_none() -> None:
     with pytest.raises(IllegalCombinationError, match="which are NVFP4"):
-        normforge.layernorm2d_fwd(X, fquant="dynamic", out_dtype=FP4)
+        normforge.layernorm2d_fwd(rows(2, 64), fquant="dynamic", out_dtype=FP4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,20 +33,17 @@ from ..calling import each_norm, same_bits
 from ..kernels.problems import check_quantised
 from .shared import there
 
+pytestmark = pytest.mark.usefixtures("on_each_device")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
     "layer": normforge.quantised_layer_norm,
     "rms": normforge.quantised_rms_norm,
 }
+FP4 = torch.float4_e2m1fn_x2
+NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": FP4}
 # Three short chunks of one_pass, of which the last group is short too.
 N = 300
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where the tensors of a test are made: every one of them."""
-    with torch.device(request.param):
-        yield
 
 
 def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutput:
@@ -80,6 +77,10 @@ def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutp
     )
     check_quantised(mode, arguments, returned)
     return actual
+
+
+def scale_of(value: float) -> torch.Tensor:
+    return torch.tensor([value])
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -137,11 +138,10 @@ def test_swizzled_scales_are_those_of_rows_in_tiles(norm: str, m: int, n: int) -
     x = torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, n)))
     linear = FUNCTION[norm](x, **{**SWIZZLED, "scale_layout": "row_major"})
     made = check(norm, x, **SWIZZLED)
-    assert made.y_scale is not None
-    assert made.y_scale.dtype == torch.float8_e8m0fnu
-    groups = -(-n // 32)
-    assert tuple(made.y_scale.shape) == (-(-m // 128) * 128, -(-groups // 4) * 4)
-    assert torch.equal(made.y_scale.view(torch.uint8).flatten(), blocked(there(linear.y_scale).view(torch.uint8)))
+    scale, groups = there(made.y_scale), -(-n // 32)
+    assert scale.dtype == torch.float8_e8m0fnu
+    assert tuple(scale.shape) == (-(-m // 128) * 128, -(-groups // 4) * 4)
+    assert torch.equal(scale.view(torch.uint8).flatten(), blocked(there(linear.y_scale).view(torch.uint8)))
     assert same_bits(made.y, linear.y)
 
 
@@ -162,11 +162,6 @@ def test_swizzled_scales_in_the_callers_memory(norm: str) -> None:
         made = FUNCTION[norm](x, residual=residual, y_scale=scale, **SWIZZLED)
         assert made.y_scale is scale
         assert same_bits(scale.flatten(), there(wanted.y_scale).flatten())
-
-
-def test_swizzled_scales_of_no_rows() -> None:
-    made = normforge.quantised_rms_norm(rows(0, 64), **SWIZZLED)
-    assert tuple(there(made.y_scale).shape) == (0, 4)
 
 
 @each_norm
@@ -342,25 +337,33 @@ def test_a_group_of_zeros() -> None:
 
 
 @each_norm
-@pytest.mark.parametrize("size", [None, 128])
-def test_outputs_of_the_callers(norm: str, size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ({"out_dtype": E4M3}, [lambda: torch.empty(5, 1), lambda: torch.empty(5)]),
+        ({"out_dtype": E4M3, "group_size": 128}, [lambda: torch.empty(5, 3), lambda: torch.empty(3, 8).t()[:5]]),
+        (NVFP4, [lambda: torch.full((19, 8), 0xAA, dtype=torch.uint8).view(E4M3).t()[:5]]),
+    ],
+    ids=["rows", "groups", "NVFP4"],
+)
+def test_outputs_of_the_callers(norm: str, asked: dict[str, Any], places: list[Callable[[], torch.Tensor]]) -> None:
+    if asked is NVFP4:
+        asked = {**NVFP4, "global_scale": scale_of(500.0)}
     x, weight, residual = rows(5, N), rows(N), rows(5, N)
-    wanted = FUNCTION[norm](x, weight, residual=residual, group_size=size, out_dtype=E4M3)
-    groups = 1 if size is None else 3
-    for scale in (torch.empty(5, groups), torch.empty(groups, 8).t()[:5] if size else torch.empty(5)):
-        total = residual.clone()
-        out = torch.empty(5, N, dtype=E4M3)
+    wanted = FUNCTION[norm](x, weight, residual=residual, **asked)
+    for place in places:
+        total, scale = residual.clone(), place()
+        out = torch.full(wanted.y.shape, 0xAA, dtype=torch.uint8).view(wanted.y.dtype)
         given: dict[str, Any] = {"residual": total, "residual_out": total, "out": out, "y_scale": scale}
         version = out._version
-        made = FUNCTION[norm](x, weight, group_size=size, out_dtype=E4M3, **given)
+        made = FUNCTION[norm](x, weight, **asked, **given)
         assert made.y is out
         assert made.residual_out is total
         assert made.y_scale is scale
         assert out._version > version
         assert same_bits(out, wanted.y)
         assert same_bits(total, wanted.residual_out)
-        assert wanted.y_scale is not None
-        assert torch.equal(scale.reshape(wanted.y_scale.shape), wanted.y_scale)
+        assert same_bits(scale.reshape(there(wanted.y_scale).shape), wanted.y_scale)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (3, 2, 1, 1), (1, 1)])
@@ -380,12 +383,17 @@ def test_scales_of_groups_where_a_dimension_is_of_one_row(shape: tuple[int, ...]
     assert torch.equal(place.reshape(-1, 3), expected)
 
 
-def test_rows_on_two_strides_and_none_at_all() -> None:
-    qkv = rows(3, 4, 128)
-    check("rms", qkv[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
-    made = normforge.quantised_layer_norm(rows(0, 64), group_size=32, scale_layout="column_major")
-    assert tuple(made.y.shape) == (0, 64)
-    assert tuple(there(made.y_scale).shape) == (0, 2)
+def test_rows_on_two_strides() -> None:
+    check("rms", rows(3, 4, 128)[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
+
+
+def test_no_rows() -> None:
+    in_columns: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major"}
+    nvfp4 = {**NVFP4, "global_scale": scale_of(1.0)}
+    for norm, asked, n, groups in (("layer", in_columns, 64, 2), ("rms", SWIZZLED, 64, 4), ("rms", nvfp4, 32, 4)):
+        made = FUNCTION[norm](rows(0, 64), **asked)
+        assert tuple(made.y.shape) == (0, n)
+        assert tuple(there(made.y_scale).shape) == (0, groups)
 
 
 @each_norm
@@ -414,8 +422,10 @@ def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None
         {"fquant": "static", "y_scale": lambda: torch.tensor([0.02]), "save_unquant": True},
         {"group_size": "32", "quantise_rounded": True, "residual": lambda: rows(4, N)},
         SWIZZLED,
+        {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "column_major"},
+        {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "swizzled_128x4"},
     ],
-    ids=["packed", "static", "rounded", "swizzled"],
+    ids=["packed", "static", "rounded", "swizzled", "NVFP4", "NVFP4_swizzled"],
 )
 def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     x, weight = rows(4, N), rows(N)
@@ -433,63 +443,80 @@ def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
 X = torch.ones(2, 64, dtype=torch.bfloat16)
 ONE = torch.ones(1)
 ROW = torch.zeros(128, dtype=torch.int8)
-REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
-    ({"group_size": 48}, ConflictError, "group_size=48 is no mode; it takes 'none' (0), '16' (16), '32' (32)"),
-    ({"scale_format": "ue8m0", "out_dtype": E4M3}, IllegalCombinationError, "use group_size 32, 64 or 128 with fp8"),
-    ({"scale_format": "ue8m0", "group_size": 32}, IllegalCombinationError, "is for groups of fp8"),
-    ({"scale_layout": "column_major"}, ConflictError, "is of scales of groups, and there are none"),
-    (
-        {"scale_layout": "swizzled_128x4"},
-        IllegalCombinationError,
-        "is for the scales of MXFP8 and NVFP4, and group_size is none",
-    ),
-    ({**SWIZZLED, "group_size": 64}, IllegalCombinationError, "use group_size 32 with scale_format ue8m0"),
-    ({**SWIZZLED, "scale_format": "float"}, IllegalCombinationError, "use group_size 32 with scale_format ue8m0"),
-    ({**SWIZZLED, "y_scale": torch.empty(2, 2).to(torch.float8_e8m0fnu)}, ShapeError, "it takes (128, 4) or (512,)"),
-    ({"fquant": "static"}, ConflictError, "divides y by a y_scale and none was passed"),
-    ({"fquant": "static", "y_scale": torch.ones(3)}, ShapeError, "one value, or one a column, (N,)"),
-    (
-        {"fquant": "static", "y_scale": ONE.half()},
-        DTypeError,
-        "y_scale has dtype torch.float16; it takes torch.float32",
-    ),
-    ({"fquant": "static", "y_scale": torch.ones(64).double()}, DTypeError, "y_scale has dtype torch.float64"),
-    ({"fquant": "static", "y_scale": torch.ones(1, device="meta")}, DeviceError, "y_scale is on meta and x on cpu"),
-    ({"fquant": "static", "y_scale": torch.ones(64, device="meta")}, DeviceError, "y_scale is on meta and x on cpu"),
-    ({"fquant": "static", "y_scale": torch.ones(128)[::2]}, LayoutError, "pass y_scale.contiguous()"),
-    ({"fquant": "static", "y_scale": torch.ones(1).requires_grad_()}, GradientError, "or pass y_scale.detach()"),
-    ({"fquant": "static", "y_scale": torch.ones(64).requires_grad_()}, GradientError, "or pass y_scale.detach()"),
-    (
-        {"fquant": "static", "y_scale": ROW.view(torch.float32)[:1], "out": ROW.view(2, 64)},
-        LayoutError,
-        "out overlaps y_scale in memory",
-    ),
-    (
-        {"fquant": "static", "y_scale": ONE, "group_size": 32},
-        IllegalCombinationError,
-        "takes its scales from the caller",
-    ),
-    ({"fquant": "none"}, ConflictError, "fquant 'none' quantises nothing"),
-    ({"scale_ub": ONE}, IllegalCombinationError, "scale_ub bounds float scales of fp8"),
-    ({"scale_ub": torch.ones(2), "out_dtype": E4M3}, ShapeError, "it takes one value, (1,)"),
-    ({"out_dtype": torch.bfloat16}, IllegalCombinationError, "is not a quantised type"),
-    ({"group_size": 32, "out_dtype": torch.float8_e4m3fnuz}, IllegalCombinationError, "use another out_dtype"),
-    ({"smooth_scale": torch.ones(64)}, ConflictError, "pass fquant='smooth_dynamic'"),
-    ({"out": torch.empty(2, 128, dtype=torch.int8)[:, :64]}, LayoutError, "it takes a contiguous tensor"),
-    ({"residual_out": X.clone()}, ConflictError, "no residual is added"),
-    ({"y_scale": torch.empty(3)}, ShapeError, "y_scale has shape (3,); it takes (2,) or (2, 1)"),
-    ({"y_scale": torch.empty(2).half()}, DTypeError, "y_scale has dtype torch.float16"),
-    ({"group_size": 32, "y_scale": torch.empty(1, 2).expand(2, 2)}, LayoutError, "y_scale has strides (0, 1)"),
-    ({"y_scale": torch.empty(4)[::2]}, LayoutError, "y_scale has strides (2,); pass a contiguous tensor"),
-    ({"y_scale": torch.empty(2).requires_grad_()}, GradientError, "y_scale requires a gradient and what is written"),
-    ({"y_scale": torch._neg_view(torch.empty(2))}, LayoutError, "y_scale is a view that negates its memory"),
-]
+STATIC = {"fquant": "static"}
+GLOBAL = {**NVFP4, "global_scale": ONE}
+REFUSED: dict[type[NormforgeError], list[tuple[dict[str, Any], str]]] = {
+    ConflictError: [
+        ({"group_size": 48}, "group_size=48 is no mode; it takes 'none' (0), '16' (16), '32' (32)"),
+        ({"scale_layout": "column_major"}, "is of scales of groups, and there are none"),
+        (STATIC, "divides y by a y_scale and none was passed"),
+        ({"fquant": "none"}, "fquant 'none' quantises nothing"),
+        ({"smooth_scale": torch.ones(64)}, "pass fquant='smooth_dynamic'"),
+        ({"residual_out": X.clone()}, "no residual is added"),
+        (NVFP4, "has scales under a global_scale and none was passed; pass one fp32 value"),
+        ({"global_scale": ONE}, "scale_format 'float' reads none; pass scale_format='e4m3'"),
+    ],
+    IllegalCombinationError: [
+        ({"scale_format": "ue8m0", "out_dtype": E4M3}, "use group_size 32, 64 or 128 with fp8"),
+        ({"scale_format": "ue8m0", "group_size": 32}, "is for groups of fp8"),
+        ({"scale_layout": "swizzled_128x4"}, "is for the scales of MXFP8 and NVFP4, and group_size is none"),
+        ({**SWIZZLED, "group_size": 64}, "use group_size 32 with scale_format ue8m0"),
+        ({**SWIZZLED, "scale_format": "float"}, "use group_size 32 with scale_format ue8m0"),
+        ({**STATIC, "y_scale": ONE, "group_size": 32}, "takes its scales from the caller"),
+        ({**GLOBAL, **STATIC, "y_scale": ONE}, "takes its scales from the caller"),
+        ({"scale_ub": ONE}, "scale_ub bounds float scales of fp8"),
+        ({**GLOBAL, "scale_ub": ONE}, "scale_ub bounds float scales of fp8"),
+        ({"out_dtype": torch.bfloat16}, "is not a quantised type"),
+        ({"group_size": 32, "out_dtype": torch.float8_e4m3fnuz}, "use another out_dtype"),
+        ({"out_dtype": FP4}, "use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none of the three"),
+        ({**GLOBAL, "group_size": 32}, "group_size 32 and scale_format e4m3 do not go together"),
+        ({**GLOBAL, "scale_format": "ue8m0"}, "scale_format ue8m0 do not go together"),
+        ({**GLOBAL, "out_dtype": E4M3}, "out_dtype fp8_e4m3fn, group_size 16"),
+    ],
+    ShapeError: [
+        ({**SWIZZLED, "y_scale": torch.empty(2, 2).to(torch.float8_e8m0fnu)}, "it takes (128, 4) or (512,)"),
+        ({**STATIC, "y_scale": torch.ones(3)}, "one value, or one a column, (N,)"),
+        ({"scale_ub": torch.ones(2), "out_dtype": E4M3}, "it takes one value, (1,)"),
+        ({"y_scale": torch.empty(3)}, "y_scale has shape (3,); it takes (2,) or (2, 1)"),
+        ({**GLOBAL, "x": torch.ones(2, 63)}, "two neighbours of fp4_e2m1fn share a byte; it takes an even N"),
+        ({**GLOBAL, "global_scale": torch.ones(2)}, "global_scale has shape (2,); it takes one value, (1,)"),
+        ({**GLOBAL, "out": torch.empty(2, 64, dtype=FP4)}, "out has shape (2, 64); it takes (2, 32)"),
+    ],
+    DTypeError: [
+        ({**STATIC, "y_scale": ONE.half()}, "y_scale has dtype torch.float16; it takes torch.float32"),
+        ({**STATIC, "y_scale": torch.ones(64).double()}, "y_scale has dtype torch.float64"),
+        ({"y_scale": torch.empty(2).half()}, "y_scale has dtype torch.float16"),
+        ({**GLOBAL, "global_scale": ONE.half()}, "global_scale has dtype torch.float16"),
+        ({**GLOBAL, "out": torch.empty(2, 32, dtype=torch.uint8)}, "it takes torch.float4_e2m1fn_x2"),
+        ({**GLOBAL, "y_scale": torch.empty(2, 4)}, "y_scale has dtype torch.float32"),
+    ],
+    DeviceError: [
+        ({**STATIC, "y_scale": torch.ones(size, device="meta")}, "y_scale is on meta and x on cpu") for size in (1, 64)
+    ],
+    LayoutError: [
+        ({**STATIC, "y_scale": torch.ones(128)[::2]}, "pass y_scale.contiguous()"),
+        ({**STATIC, "y_scale": ROW.view(torch.float32)[:1], "out": ROW.view(2, 64)}, "out overlaps y_scale in memory"),
+        ({"out": torch.empty(2, 128, dtype=torch.int8)[:, :64]}, "it takes a contiguous tensor"),
+        ({"group_size": 32, "y_scale": torch.empty(1, 2).expand(2, 2)}, "y_scale has strides (0, 1)"),
+        ({"y_scale": torch.empty(4)[::2]}, "y_scale has strides (2,); pass a contiguous tensor"),
+        ({"y_scale": torch._neg_view(torch.empty(2))}, "y_scale is a view that negates its memory"),
+        ({**GLOBAL, "out": torch.empty(2, 64, dtype=FP4)[:, ::2]}, "out has"),
+    ],
+    GradientError: [
+        ({**STATIC, "y_scale": torch.ones(1).requires_grad_()}, "or pass y_scale.detach()"),
+        ({**STATIC, "y_scale": torch.ones(64).requires_grad_()}, "or pass y_scale.detach()"),
+        ({"y_scale": torch.empty(2).requires_grad_()}, "y_scale requires a gradient and what is written"),
+        ({"x": X.float().requires_grad_(), "group_size": 32}, "a quantised output has none"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("asked", "error", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("asked", "error", "message"), [(asked, error, message) for error in REFUSED for asked, message in REFUSED[error]]
+)
 def test_refused(asked: dict[str, Any], error: type[NormforgeError], message: str) -> None:
     with pytest.raises(error) as raised:
-        normforge.quantised_layer_norm(X, **asked)
+        normforge.quantised_layer_norm(**{"x": X, **asked})
     assert message in str(raised.value)
 
 
@@ -606,20 +633,16 @@ def test_modes_are_compiled_ahead(mode: str) -> None:
 
 
 def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
-    x, weight = rows(9, 100), rows(100)
-    asked: dict[str, Any] = {"group_size": 32, "out_dtype": E4M3, "save_unquant": True}
-    with normforge.batch_invariant():
-        whole = check("rms", x, weight, **asked)
-        for first in range(9):
-            # Rows of 200 bytes start at multiples of 8.
-            part = normforge.quantised_rms_norm(x[first:], weight, **asked)
-            for got, want in zip(part, whole, strict=True):
-                assert got is None or want is None or same_bits(got, want[first:])
-
-
-def test_no_gradient() -> None:
-    with pytest.raises(GradientError, match="a quantised output has none"):
-        normforge.quantised_rms_norm(X.float().requires_grad_(), group_size=32)
+    """Rows of 200 bytes start at multiples of 8; those of 50 bytes start where bytes do."""
+    x = rows(9, 100)
+    nvfp4 = {**NVFP4, "global_scale": scale_of(500.0)}
+    for asked in ({"group_size": 32, "out_dtype": E4M3, "save_unquant": True, "weight": rows(100)}, nvfp4):
+        with normforge.batch_invariant():
+            whole = check("rms", x, **asked)
+            for first in range(9):
+                part = normforge.quantised_rms_norm(x[first:], **asked)
+                for got, want in zip(part, whole, strict=True):
+                    assert got is None or want is None or same_bits(got, want[first:])
 
 
 def test_the_functions_without_a_given_scale_name_the_one_that_takes_it() -> None:

@@ -1,0 +1,192 @@
+"""Modulated and gated calls of a known kind: what one of another kind is, and which kernels they take."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.calls import known, road
+from normforge.calls.plan import Plan
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm
+from normforge.errors import ConflictError, ShapeError
+from normforge.families.gated import row as gated
+from proving.cases import LAYOUTS, Case, Tensors, cases, check, close, doubled, formula, operands
+
+from ..calling import each_device, same_bits
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+N = 48
+(MODULATED,) = cases("modulated", vary=(), shape=(2, 3, N), without=("weight", "bias"))
+(GATED,) = cases("gated", vary=(), shape=(3, N), norm="rms")
+
+
+def hold(case: Case, given: Tensors) -> None:
+    """Hold outputs of a call against the formula."""
+    for found, wanted in zip(case.run(given), formula(case, doubled(given)), strict=True):
+        close("output", found, wanted, 2e-5)
+
+
+# Shapes of calls, of rows with gaps or without, and the most of them that are checked.
+SIZES: list[tuple[Case, list[tuple[int, ...]], int]] = [
+    # One row's stride is its own.
+    (GATED.but(layout="gapped"), [(1, N), (5, N), (3, N), (400, N)], 2),
+    (GATED, [(2, 3, N), (4, 1, N), (3, 7, N)], 1),
+    # Rows a sample are part of a plan; how many samples there are is not. One sample's strides are its own.
+    (MODULATED.but(layout="gapped"), [(2, 3, N), (5, 3, N), (2, 3, N), (2, 4, N), (1, 3, N), (6, 1, N), (2, 3, N)], 4),
+]
+
+
+@each_device
+@pytest.mark.parametrize(("case", "shapes", "most"), SIZES, ids=str)
+def test_calls_of_other_sizes_are_known(
+    case: Case, shapes: list[tuple[int, ...]], most: int, device: str, checked: list[tuple[int, ...]]
+) -> None:
+    for shape in shapes * 2:
+        hold(case.but(shape=shape), operands(case.but(shape=shape), device))
+    assert len(checked) <= most
+
+
+@each_device
+def test_a_known_kind_has_the_same_way_of_sharing(device: str, checked: list[tuple[int, ...]]) -> None:
+    ways = list(product(("sample", "row", "all"), repeat=2))
+    for way in ways:
+        case = MODULATED.but(shape=(4, 4, N), sharing=(*way, "sample"))
+        for seed in range(2):
+            hold(case, operands(case, device, seed))
+    assert len(checked) == len(ways)
+
+
+@each_device
+def test_groups_are_part_of_a_kind(device: str) -> None:
+    for _, (n, group), without in product(
+        range(2), ((N, 16), (2 * N, 16), (N, 24), (N, N), (16, 16)), ((), ("weight", "bias"))
+    ):
+        for shape in ((5, n), (n,)):
+            case = GATED.but(shape=shape, group_size=group, without=without)
+            hold(case, operands(case, device))
+
+
+def test_a_known_call_whose_groups_do_not_fit_is_refused() -> None:
+    x, gate, weight = torch.randn(3, N), torch.randn(3, N), torch.randn(3, N)
+    options = road.options_of(
+        gated.CALLS, "rms", {"gating": "after_norm", "activation": "silu", "eps": 1e-6, "fquant": "none",
+                             "out_dtype": None, "save_mv": False}
+    )  # fmt: skip
+    for _ in range(2):
+        road.launched(gated.CALLS, (x, gate, weight, None), options)
+    with pytest.raises(ShapeError, match=r"weight has shape \(3, 48\) and x \(2, 48\)"):
+        road.launched(gated.CALLS, (x[:2], gate[:2], weight, None), options)
+
+
+def test_a_known_call_whose_operands_do_not_fit_is_refused() -> None:
+    for case in (MODULATED, MODULATED.but(without=("gate", "residual", "weight", "bias")), GATED):
+        given = operands(case)
+        for _ in range(2):
+            case.run(given)
+        for name in set(given) - {"x", "residual", "weight"}:
+            # Not one tensor for several operands, which is a kind of its own.
+            for rows in {4, 3, 1} - {len(given[name])}:
+                with pytest.raises(ShapeError, match=name):
+                    case.run({**given, name: torch.randn(rows, N)})
+        with pytest.raises(ConflictError):
+            case.function(**given, **{**case.arguments, "eps": float("nan")})
+
+
+@each_device
+@pytest.mark.parametrize("case", [MODULATED, GATED, GATED.but(group_size=16)], ids=str)
+def test_an_operand_may_start_anywhere(case: Case, device: str) -> None:
+    for name, seed in product((*operands(case), "dy"), range(2)):
+        given = operands(case, device, seed)
+        arriving = [torch.randn_like(given["x"]) for _ in range(1 + ("residual" in given))]
+        if name == "dy":
+            arriving[0] = LAYOUTS["offset"](arriving[0])
+        else:
+            given[name] = LAYOUTS["offset"](given[name].detach()).requires_grad_()
+        check(case, given, arriving)
+
+
+@each_device
+def test_a_row_has_the_same_bits_whatever_it_shares_its_modulation_with(device: str) -> None:
+    x, scale, shift = torch.randn(6, N, device=device), *torch.randn(2, N, device=device)
+    for_all = normforge.modulated_layer_norm(x, scale, shift)
+    of_each = normforge.modulated_layer_norm(x, scale.expand(6, N), shift.expand(6, N).contiguous())
+    of_samples = normforge.modulated_layer_norm(x.view(2, 3, N), scale.expand(2, N), shift.expand(2, N).contiguous())
+    alone = normforge.modulated_layer_norm(x[2], scale, shift)
+    assert same_bits(for_all, of_each)
+    assert same_bits(for_all, of_samples.view(6, N))
+    assert same_bits(for_all[2], alone)
+
+
+def test_a_call_of_today_asks_for_nothing_new() -> None:
+    """Kernels of modes without a gate or modulation have no parameter of them."""
+    normforge.layer_norm(torch.randn(3, N), (N,))
+    (plan,) = known.all_plans()
+    assert plan.mode == Mode(Norm.LAYER, DType.FP32, DType.FP32)
+    names = plan.prepared(3).launchers[0].kernel.arg_names
+    assert not any(word in name for name in names for word in ("gate", "scale", "shift"))
+
+
+@each_device
+@pytest.mark.parametrize(
+    "case",
+    [
+        MODULATED.but(shape=(2, 8, N)),
+        *(case.but(group_size=size) for size in (None, 16) for case in cases("gated", vary=("norm",), shape=(8, N))),
+    ],
+    ids=str,
+)
+def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
+    """`compile_keys` has what forward and backward calls of rows that adjoin launch."""
+    given = operands(case, device)
+    outputs = case.run(given)
+    torch.autograd.grad(torch.stack(outputs).sum(), list(given.values()))
+    plans = [plan for plan in known.all_plans() if isinstance(plan, Plan)]
+    assert [plan.mode.is_backward for plan in plans] == [False, True]
+    group = case["group_size"] or N
+    rows = given["x"].numel() // group
+    for plan in plans:
+        types = dict(plan.prepared(rows).launchers[0].key.arguments)
+        listed = normforge.compile_keys(
+            n=[group],
+            modes=[plan.mode.name],
+            arch="sm_90",
+            weight_dtypes=[torch.float32 if "weight" in given else None],
+            dy_dtypes=[torch.float32],
+            rows=["few"],
+        )
+        its = dict(listed[0].key.arguments)
+        assert its.keys() == types.keys()
+        # Of samples of several rows a walk is listed, for one sample and several alike.
+        names = [n for n in its if n.endswith(("_ptr", "_stride")) and not isinstance(its[n], tuple)]
+        assert {name: types[name] for name in names} == {name: its[name] for name in names}
+
+
+@pytest.mark.parametrize("misaligned", [(), ("scale",)])
+@pytest.mark.parametrize("mode", ["ln_fwd_bf16_xg_addst_mod", "ln_fwd_bf16_int8_xg_addst_mod_dq"])
+def test_kernels_that_calls_take_are_listed_before(mode: str, misaligned: tuple[str, ...]) -> None:
+    """Of samples of several rows: `compile_keys` has what calls launch, one sample and several alike."""
+    keys = normforge.compile_keys(n=[N], modes=[mode], arch="sm_90", weight_dtypes=[None], misaligned=[misaligned])
+    types: dict[str, Any] = dict(keys[0].key.arguments)
+    assert isinstance(types["gate_row_stride"], tuple)
+    assert isinstance(types["scale_row_stride"], tuple)
+    assert str(types["scale_ptr"]).endswith(":16") is (misaligned == ())
+    assert {"shift_ptr", "gate_ptr"} | ({"y_scale_ptr"} if "int8" in mode else set()) <= types.keys()
+    assert types["weight_ptr"] is None
+
+
+@each_device
+@pytest.mark.parametrize(("n", "rows", "block"), [(64, 8, 64), (33, 8, 64), (65, 4, 128), (3, 32, 16)])
+def test_tiles_of_short_rows_are_no_wider_than_those(n: int, rows: int, block: int, device: str) -> None:
+    """By the tiles of 128 columns, with 4 rows forward and 8 backward; the last tile has a few rows."""
+    case = GATED.but(shape=(300, n))
+    check(case, operands(case, device))
+    for plan in [plan for plan in known.all_plans() if isinstance(plan, Plan)]:
+        constants = dict(plan.prepared(300).launchers[0].key.arguments)
+        factor = 2 if plan.mode.is_backward else 1
+        assert (constants["ROWS"], constants["BLOCK"]) == (rows * factor, block)
