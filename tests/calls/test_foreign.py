@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 import normforge
 from normforge import errors
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import rmsnorm2d_bwd
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, each_norm, same_bits
+from .shared import BACKWARD
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -82,25 +84,47 @@ def made(*names: str) -> dict[str, Any]:
     return {name: torch.randn(N) if name in vectors else torch.randn(M, N) for name in names}
 
 
-FUSED = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True}
+WANTS = ("dx", "dweight", "dx_bias")
+# Calls by name, and their operands.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+for _norm, _bias in (("layer", ("bias",)), ("rms", ())):
+    _fused = partial(FORWARD[_norm], fadd="pre_add_store", fquant="smooth_dynamic", save_mv=True)
+    _statistics = {name: torch.rand(M) for name in (("mean", "rstd") if _norm == "layer" else ("rstd",))}
+    CALLS |= {
+        f"{_norm}, forward": (FORWARD[_norm], made("x", "weight", *_bias)),
+        f"{_norm}, fused": (_fused, made("x", "weight", *_bias, "residual", "x_bias", "smooth_scale")),
+        f"{_norm}, backward": (
+            partial(BACKWARD[_norm], wants=WANTS),
+            made("dy", "x", "weight", "x_bias", "dresidual_out") | _statistics,
+        ),
+        f"{_norm}, differentiable": (
+            partial(getattr(normforge, f"{_norm}_norm"), normalized_shape=(N,)),
+            made("x", "weight", *_bias),
+        ),
+        f"{_norm}, differentiable add": (
+            getattr(normforge, f"add_{_norm}_norm"),
+            made("x", "residual", "weight", *_bias),
+        ),
+    }
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 @each_stand_in
-@each_norm
-def test_each_operand_of_a_forward_function(norm: str, stand_in: Any, known: bool, fused: bool) -> None:
-    names = ["x", "weight"] + (["bias"] if norm == "layer" else [])
-    given = made(*names, "residual", "x_bias", "smooth_scale") if fused else made(*names)
-    modes: dict[str, Any] = FUSED if fused else {}
-    expected = FORWARD[norm](**given, **modes)
+@pytest.mark.parametrize(("call", "given"), CALLS.values(), ids=CALLS)
+def test_each_operand_of_a_call(
+    call: Callable[..., Any], given: dict[str, torch.Tensor], stand_in: Any, known: bool
+) -> None:
+    def leaves(given: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        return [plain(each) for each in pytree.tree_leaves(call(**given))]
+
+    expected = leaves(given)
     if not known:
         dispatch.plans.clear()
     for name in given:
-        actual = FORWARD[norm](**given | {name: stand_in(given[name])}, **modes)
-        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
-    every = {name: stand_in(tensor) for name, tensor in given.items()}
-    assert all(same_bits(plain(a), b) for a, b in zip(FORWARD[norm](**every, **modes), expected, strict=True))
+        actual = leaves(given | {name: stand_in(given[name])})
+        assert all(map(same_bits, actual, expected)), name
+    every = leaves({name: stand_in(tensor) for name, tensor in given.items()})
+    assert all(map(same_bits, every, expected))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -126,55 +150,6 @@ def test_an_output_that_negates_its_memory_is_refused(name: str, known: bool) ->
         FORWARD["layer"](**given, **{name: torch.empty(M, N)})
     with pytest.raises(errors.LayoutError, match=rf"^{name} is a view that negates its memory .*; pass memory of its"):
         FORWARD["layer"](**given, **{name: torch._neg_view(torch.empty(M, N))})
-
-
-BACKWARD: dict[str, Any] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
-
-
-@pytest.mark.parametrize("known", [False, True])
-@each_stand_in
-@each_norm
-def test_each_operand_of_a_backward_function(norm: str, stand_in: Any, known: bool) -> None:
-    given = made("dy", "x", "weight", "x_bias", "dresidual_out")
-    given |= {name: torch.rand(M) for name in (("mean", "rstd") if norm == "layer" else ("rstd",))}
-    expected = BACKWARD[norm](**given, wants=("dx", "dweight", "dx_bias"))
-    if not known:
-        dispatch.plans.clear()
-    for name in given:
-        actual = BACKWARD[norm](**given | {name: stand_in(given[name])}, wants=("dx", "dweight", "dx_bias"))
-        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "layer": lambda x, residual, weight, bias: normforge.layer_norm(x, (N,), weight, bias),
-    "rms": lambda x, residual, weight, bias: normforge.rms_norm(x, (N,), weight),
-    "add layer": normforge.add_layer_norm,
-    "add rms": lambda x, residual, weight, bias: normforge.add_rms_norm(x, residual, weight),
-}
-
-
-@pytest.mark.parametrize("known", [False, True])
-@each_stand_in
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=[name.replace(" ", "_") for name in FUNCTIONS])
-def test_each_operand_of_the_functional_api(function: Any, stand_in: Any, known: bool) -> None:
-    given = made("x", "residual", "weight", "bias")
-    expected = pytree.tree_leaves(function(**given))
-    if not known:
-        dispatch.plans.clear()
-    for name in given:
-        actual = pytree.tree_leaves(function(**given | {name: stand_in(given[name])}))
-        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
-
-
-@pytest.mark.parametrize("name", ["x", "residual", "weight", "bias"])
-def test_gradients_of_what_is_negated(name: str) -> None:
-    given = {key: tensor.requires_grad_() for key, tensor in made("x", "residual", "weight", "bias").items()}
-    dy = torch.randn(M, N)
-    results = []
-    for changed in (given, given | {name: torch._neg_view(-given[name])}):
-        y, total = normforge.add_layer_norm(**changed)
-        results.append(torch.autograd.grad([y, total], list(given.values()), [dy, torch._neg_view(-dy)]))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @each_stand_in

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-
-from ..calling import pieces
+from proving.cases import Case, cases, gradients, operands
 
 N = 32
 
@@ -19,67 +19,41 @@ def drawn(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
 
 
-ROWS, VECTOR = (3, 4, N), (N,)
-FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
-    "layer": (
-        lambda x, weight, bias, x_bias: normforge.layer_norm(x, (N,), weight, bias, x_bias=x_bias),
-        {"x": ROWS, "weight": VECTOR, "bias": VECTOR, "x_bias": VECTOR},
-    ),
-    "add": (normforge.add_layer_norm, {"x": ROWS, "residual": ROWS, "weight": VECTOR, "bias": VECTOR}),
-    "dropped": (
-        lambda **given: normforge.add_rms_norm(**given, dropout_p=0.5, dropout_rng=(1, 2)),
-        {"x": ROWS, "residual": ROWS, "weight": VECTOR, "x_bias": VECTOR},
-    ),
-    "modulated": (
-        normforge.modulated_layer_norm,
-        {
-            "x": ROWS,
-            "scale": (3, N),
-            "shift": (3, N),
-            "gate": (3, N),
-            "residual": ROWS,
-            "weight": VECTOR,
-            "bias": VECTOR,
-        },
-    ),
-    "gated": (normforge.gated_layer_norm, {"x": ROWS, "gate": ROWS, "weight": VECTOR, "bias": VECTOR}),
-    "group": (
-        lambda x, weight, bias: normforge.group_norm(x, 4, weight, bias, activation="silu"),
-        {"x": (2, N, 3), "weight": VECTOR, "bias": VECTOR},
-    ),
-    "group of the last channels": (
-        lambda x, weight, bias: normforge.group_norm(x.movedim(-1, 1), 4, weight, bias),
-        {"x": (2, 3, N), "weight": VECTOR, "bias": VECTOR},
-    ),
+VECTOR = (N,)
+ROWS, IMAGES = (2, 3, N), (2, 8, 5)
+FAMILIES: dict[str, Case] = {
+    **{case.family: case for case in cases("plain", "modulated", "gated", vary=(), shape=ROWS)},
+    **{case.family: case for case in cases("group", vary=(), shape=IMAGES, activation="silu")},
+    "plain, no residual": cases("plain", vary=(), shape=ROWS, without=("residual",))[0],
+    "dropout": cases("plain", vary=(), shape=ROWS, norm="rms")[0].but(dropout_p=0.5, dropout_rng=(1, 2)),
+    "group, channels last": cases("group", vary=(), shape=IMAGES, layout="channels last")[0],
 }
-CASES = [(family, name) for family, (_, sizes) in FAMILIES.items() for name in (*sizes, "dy")]
 
 
-def results(call: Callable[..., Any], given: dict[str, torch.Tensor], *, negated: str) -> list[torch.Tensor]:
+def results(case: Case, negated: str) -> list[torch.Tensor]:
     """Outputs and gradients; the leaf of what is negated is the negative, and so is its gradient."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    leaves = operands(case)
     passed = dict(leaves)
     if negated in leaves:
-        leaves[negated] = (-given[negated]).requires_grad_()
+        leaves[negated] = (-leaves[negated].detach()).requires_grad_()
         passed[negated] = torch._neg_view(leaves[negated])
-    outputs = pieces(call(**passed))
+    outputs = case.run(passed)
     dy = [drawn(*output.shape) for output in outputs]
     if negated == "dy":
         dy = [torch._neg_view(-each) for each in dy]
-    gradients = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), dy), strict=True))
-    if negated in gradients:
-        gradients[negated] = -gradients[negated]
-    return [*outputs, *gradients.values()]
+    found = gradients(outputs, leaves, dy)
+    if negated in found:
+        found[negated] = -found[negated]
+    return [*outputs, *found.values()]
 
 
-@pytest.mark.parametrize(("family", "negated"), CASES)
-def test_negated_tensors_are_read_as_what_they_stand_for(family: str, negated: str) -> None:
-    """Cold, and warm from calls that were not negated and that were."""
-    call, sizes = FAMILIES[family]
-    given = {name: drawn(*size) for name, size in sizes.items()}
-    want = results(call, given, negated="")
-    for _ in range(3):
-        torch.testing.assert_close(results(call, given, negated=negated), want, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+def test_negated_tensors_are_read_as_what_they_stand_for(case: Case) -> None:
+    """Warm from calls that were not negated and that were."""
+    want = results(case, negated="")
+    for negated in (*operands(case), "dy"):
+        for _ in range(2):
+            torch.testing.assert_close(results(case, negated), want, rtol=1e-4, atol=1e-4)
 
 
 TWO_DIMENSIONAL: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
@@ -111,16 +85,12 @@ TWO_DIMENSIONAL: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "negated"), [(family, name) for family, (_, sizes) in TWO_DIMENSIONAL.items() for name in sizes]
-)
-def test_so_are_those_of_the_2d_functions(family: str, negated: str) -> None:
-    call, sizes = TWO_DIMENSIONAL[family]
-    given = {
-        name: drawn(*size).abs() if name in ("y_scale", "scale_ub") else drawn(*size) for name, size in sizes.items()
-    }
+@pytest.mark.parametrize(("call", "sizes"), TWO_DIMENSIONAL.values(), ids=TWO_DIMENSIONAL)
+def test_so_are_those_of_the_2d_functions(call: Callable[..., Any], sizes: dict[str, tuple[int, ...]]) -> None:
+    given = {name: drawn(*size) for name, size in sizes.items()}
+    given |= {name: given[name].abs() for name in ("y_scale", "scale_ub") if name in given}
     want = [each for each in call(**given) if each is not None]
-    for _ in range(3):
+    for negated, _ in product(given, range(2)):
         found = [each for each in call(**{**given, negated: torch._neg_view(-given[negated])}) if each is not None]
         for one, other in zip(found, want, strict=True):
-            assert torch.equal(one.float(), other.float())
+            assert torch.equal(one.float(), other.float()), negated
