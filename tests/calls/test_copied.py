@@ -109,7 +109,11 @@ MISALIGNED_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "rms_norm": lambda x, weight: torch.autograd.grad(
         normforge.rms_norm(x, (N,), weight.requires_grad_()), [weight], x
     ),
+    "layer_norm": lambda x, weight: torch.autograd.grad(
+        normforge.layer_norm(x.requires_grad_(), (N,), weight), [x], torch.ones_like(x) + x.detach()
+    ),
     "gated_rms_norm": lambda x, weight: normforge.gated_rms_norm(x, x, weight),
+    "modulated_layer_norm": lambda x, weight: normforge.modulated_layer_norm(x, x, x, weight=weight),
     "quantised_rms_norm": lambda x, weight: normforge.quantised_rms_norm(x, weight),
     "quantised_rms_norm, static": lambda x, weight: normforge.quantised_rms_norm(
         x, weight, fquant="static", y_scale=PER_ROW[:1]

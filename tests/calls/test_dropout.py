@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +13,8 @@ import triton
 import triton.language as tl
 
 import normforge
-from normforge import errors, reference
+from normforge import errors
 from normforge.calls import first
-from normforge.calls.outputs import NormGradients
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
@@ -28,13 +26,8 @@ from normforge.selection.table import RetiledTable
 from .. import philox
 from ..calling import FORWARD, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH
-from .shared import there
+from .shared import BACKWARD, BACKWARD_ORACLE, there
 
-BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
-REFERENCE: dict[str, Callable[..., reference.ReferenceGradients]] = {
-    "layer": reference.layernorm2d_bwd,
-    "rms": reference.rmsnorm2d_bwd,
-}
 P = 0.3
 RNG = (7, 9)
 
@@ -383,7 +376,7 @@ def test_gradients_are_each_in_their_own_type(norm: str) -> None:
     found = BACKWARD[norm](
         dy, x, **given, dx_dtype=torch.bfloat16, dropped_dtype=torch.float16, wants=("dx", "ddropped")
     )
-    oracle = REFERENCE[norm](dy, x, **given)
+    oracle = BACKWARD_ORACLE[norm](dy, x, **given)
     for got, want, dtype in ((found.dx, oracle.dx, torch.bfloat16), (found.ddropped, oracle.ddropped, torch.float16)):
         torch.testing.assert_close(there(got), there(want).to(dtype), atol=1e-5, rtol=1e-2)
     alone = BACKWARD[norm](dy, x, **given, dropped_dtype=torch.float16, wants=("ddropped",))

@@ -13,19 +13,13 @@ import normforge
 from normforge import errors
 from normforge.calls.overlap import extent_of
 from normforge.calls.row_layout import row_stride
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels.strides import RowWalk, row_alignment
-from normforge.reference import gradients as gradient_reference
-from normforge.tools.compare import compare_gradients
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, each_norm, same_bits
 from ..thorough import THOROUGH
+from .shared import check_backward, there
 
-BACKWARD: dict[str, Callable[..., Any]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
-REFERENCE: dict[str, Callable[..., Any]] = {
-    "layer": gradient_reference.layernorm2d_bwd,
-    "rms": gradient_reference.rmsnorm2d_bwd,
-}
 FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
 TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "layer": torch.nn.functional.layer_norm,
@@ -89,10 +83,8 @@ def check_gradients(norm: str, x: torch.Tensor, dy: torch.Tensor, dresidual_out:
     statistics = {"mean": saved.mean, "rstd": saved.rstd} if norm == "layer" else {"rstd": saved.rstd}
     given = {"weight": torch.randn(x.shape[-1]), **statistics, "dresidual_out": dresidual_out}
     wants = ("dx", "dweight", "dbias") if norm == "layer" else ("dx", "dweight")
-    actual = BACKWARD[norm](dy, x, **given, wants=wants)
-    wrong = [finding for finding in compare_gradients(actual, REFERENCE[norm](dy, x, **given)) if not finding.ok]
-    assert not wrong, wrong
-    assert actual.dx.is_contiguous()
+    actual = check_backward(norm, dy=dy, x=x, **given, wants=wants)
+    assert there(actual.dx).is_contiguous()
 
 
 @each_head
@@ -384,10 +376,7 @@ def test_heads_on_a_gpu(norm: str, n: int) -> None:
         saved, dy = FORWARD[norm](x, weight, save_mv=True), torch.randn_like(residual)
         kept = {"rstd": saved.rstd} | ({"mean": saved.mean} if norm == "layer" else {})
         for gradient, other in ((dy, residual), (dy.transpose(0, 1).contiguous().transpose(0, 1), dy)):
-            found = BACKWARD[norm](gradient, x, weight=weight, **kept, dresidual_out=other, wants=("dx", "dweight"))
-            expected = REFERENCE[norm](gradient, x, weight=weight, **kept, dresidual_out=other)
-            wrong = [finding for finding in compare_gradients(found, expected) if not finding.ok]
-            assert not wrong, wrong
+            check_backward(norm, dy=gradient, x=x, weight=weight, **kept, dresidual_out=other, wants=("dx", "dweight"))
         FORWARD[norm](x, weight, out=x)
         assert same_bits(x, saved.y)
         assert packed[:, 4:].isnan().all()

@@ -71,29 +71,6 @@ def test_a_bad_call_is_refused_alike_cold_and_warm(named: tuple[str, str]) -> No
     assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
 
 
-# After a call of each first set of arguments: what looks the same to a dictionary, or to another function, and is not.
-EQUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fadd True": ({**STORE, "fadd": 1}, {**STORE, "fadd": True}),
-    "fadd 1.0": ({**STORE, "fadd": 1}, {**STORE, "fadd": 1.0}),
-    "fquant 2.0": ({"fquant": 2}, {"fquant": 2.0}),
-    "fadd False": ({"fadd": 0}, {"fadd": False}),
-    "save_mv 1.0": ({"save_mv": True}, {"save_mv": 1.0}),
-    "save_mv 0.0": ({"save_mv": False}, {"save_mv": 0.0}),
-    "eps True": ({"eps": 1.0}, {"eps": True}),
-    "eps None": ({"eps": 1e-5}, {"eps": None}),
-    "a mode that cannot be hashed": ({"fadd": "none"}, {"fadd": ["none"]}),
-}
-
-
-@each_norm
-@pytest.mark.parametrize("case", EQUAL.values(), ids=[name.replace(" ", "_") for name in EQUAL])
-def test_equal_is_not_the_same(norm: str, case: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    good, bad = case
-    cold = refusal(lambda: FORWARD[norm](X, **bad))
-    FORWARD[norm](X, **good)
-    assert [refusal(lambda: FORWARD[norm](X, **bad)) for _ in range(2)] == [cold, cold]
-
-
 def test_one_vector_is_not_another() -> None:
     """Of as many tensors, all alike, it is the key that says which operands they are."""
     vector = torch.randn(64)
@@ -101,30 +78,6 @@ def test_one_vector_is_not_another() -> None:
         for name in ("weight", "bias", "x_bias"):
             given: dict[str, Any] = {name: vector}
             agree(normforge.layernorm2d_fwd(X, **given), ORACLE["layer"](X, **given))
-
-
-def test_a_scale_without_memory_is_refused_by_a_call_that_is_known() -> None:
-    """The host does not read it, and no kernel is compiled for where it is."""
-    for _ in range(2):
-        scale = torch.full((1,), 0.1)
-        normforge.quantised_rms_norm(X, fquant="static", y_scale=scale)
-    scale.untyped_storage().resize_(0)
-    with pytest.raises(errors.LayoutError, match=r"^y_scale .* has no memory that a kernel could use"):
-        normforge.quantised_rms_norm(X, fquant="static", y_scale=scale)
-
-
-@pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
-def test_a_gradient_of_a_quantised_output_is_refused_after_a_call_without(name: str) -> None:
-    tensors: dict[str, Any] = {"x": X.clone(), "residual": X.clone()}
-    tensors |= {vector: N.clone() for vector in ("weight", "bias", "x_bias", "smooth_scale")}
-    modes: dict[str, Any] = {"fadd": 1, "fquant": 1}
-    normforge.layernorm2d_fwd(**tensors, **modes)
-    tensors[name].requires_grad_()
-    error, message = refusal(lambda: normforge.layernorm2d_fwd(**tensors, **modes))
-    assert error is errors.GradientError
-    assert message.startswith(f"{name} requires a gradient")
-    with torch.no_grad():
-        normforge.layernorm2d_fwd(**tensors, **modes)
 
 
 def test_outputs_that_overlap_are_refused_after_some_that_do_not() -> None:
@@ -263,41 +216,6 @@ def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
                 agree(normforge.layernorm2d_fwd(x, weight), ORACLE["layer"](x, weight))
     told = {launcher.key.arguments for launcher in launchers()}
     assert len(told) == len({(x, weight) for x in (True, False) for weight in (True, False)})
-
-
-MISALIGNED_X: dict[str, Callable[[torch.Tensor], object]] = {
-    "forward": lambda x: normforge.layernorm2d_fwd(x),
-    "backward": lambda x: rmsnorm2d_bwd(x, x, rstd=torch.ones(len(x)), wants=("dx",)),
-    "backward with means": lambda x: layernorm2d_bwd(
-        x, x, mean=torch.zeros(len(x)), rstd=torch.ones(len(x)), wants=("dx",)
-    ),
-    "LayerNorm differentiated": lambda x: _differentiated(x),
-    "RMSNorm differentiated": lambda x: torch.autograd.grad(_rms_norm_of(x).square().sum(), x),
-    "quantised": lambda x: normforge.quantised_rms_norm(x, out_dtype=torch.int8),
-    "gated": lambda x: normforge.gated_rms_norm(x, x),
-    "modulated": lambda x: normforge.modulated_layer_norm(x, x, x),
-}
-
-
-def _rms_norm_of(x: torch.Tensor) -> torch.Tensor:
-    return normforge.rms_norm(x.requires_grad_(), (x.shape[-1],))
-
-
-@pytest.mark.parametrize("name", MISALIGNED_X)
-def test_a_misaligned_tensor_is_known_when_it_comes_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
-    find = dispatch.find
-
-    def noted(*given: Any) -> Any:
-        found[-1] += 1
-        return find(*given)
-
-    monkeypatch.setattr(dispatch, "find", noted)
-    for _ in range(3):
-        found.append(0)
-        MISALIGNED_X[name](torch.rand(3 * 64 + 1)[1:].view(3, 64))
-    assert found[0] > 0
-    assert found[1:] == [0, 0]
 
 
 def _differentiated(x: torch.Tensor) -> torch.Tensor:

@@ -526,11 +526,16 @@ def test_what_is_no_tensor_beside_scales_of_columns_is_refused() -> None:
         normforge.quantised_rms_norm(x, fquant="static", y_scale=torch.ones(64))
 
 
-def test_a_given_scale_without_memory_is_refused_by_its_name() -> None:
-    scale = torch.ones(1)
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("known", [False, True])
+def test_a_given_scale_without_memory_is_refused_by_its_name(known: bool) -> None:
+    """The host does not read it, and no kernel is compiled for where it is."""
+    x, scale = rows(2, N), torch.ones(1)
+    if known:
+        normforge.quantised_rms_norm(x, fquant="static", y_scale=scale.clone())
     scale.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match=r"^y_scale \(shape \(1,\), Tensor\) has no memory that a kernel could use"):
-        normforge.quantised_rms_norm(rows(2, N), fquant="static", y_scale=scale)
+        normforge.quantised_rms_norm(x, fquant="static", y_scale=scale)
 
 
 @each_norm

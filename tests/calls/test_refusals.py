@@ -14,16 +14,21 @@ from normforge.errors import ConflictError, DTypeError, GradientError
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, each_norm, same_bits
+from .shared import BACKWARD
 
 M, N = 3, 64
 
 
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
-def test_a_quantised_output_has_no_gradient(name: str) -> None:
+def test_a_quantised_output_has_no_gradient(name: str, known: bool) -> None:
     tensors: dict[str, Any] = {"x": torch.randn(3, N), "residual": torch.randn(3, N)}
     tensors |= {vector: torch.randn(N) for vector in ("weight", "bias", "x_bias", "smooth_scale")}
-    tensors[name].requires_grad_()
     modes: dict[str, Any] = {"fadd": "pre_add_store", "fquant": "smooth_dynamic"}
+    if known:
+        normforge.layernorm2d_fwd(**tensors, **modes)
+    tensors[name].requires_grad_()
     with pytest.raises(GradientError, match=rf"^{name} requires a gradient and a quantised output has none"):
         normforge.layernorm2d_fwd(**tensors, **modes)
     with torch.no_grad():
@@ -74,9 +79,6 @@ def gradient_operands(norm: str) -> dict[str, Any]:
     if norm == "rms":
         del given["mean"]
     return given
-
-
-BACKWARD: dict[str, Any] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 
 
 @pytest.mark.parametrize("known", [False, True])
