@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -100,13 +101,6 @@ class Olmo2RMSNorm(_Weighted):
         return (self.weight * self.factor(x)).to(x.dtype)
 
 
-class TwiceRoundedRMSNorm(_Weighted):
-    """Rounds, multiplies and rounds: no more than a bit off either order."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * self.factor(x).to(x.dtype)).to(x.dtype)
-
-
 class Qwen2RMSNorm(LlamaRMSNorm):
     """Calls its epsilon `eps`."""
 
@@ -142,51 +136,12 @@ class HalfOffsetRMSNorm(_Weighted):
         return (self.factor(x) * (0.5 + self.weight.float())).to(x.dtype)
 
 
-class RoundedOffsetRMSNorm(_Weighted):
-    """Adds 1 in the weight's own type, which rounds."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.factor(x) * (1 + self.weight)).to(x.dtype)
-
-
-class MisplacedEpsilonRMSNorm(_Weighted):
-    """Adds its epsilon outside the root, which shows only where x is small."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        h = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
-        return self.weight * h.to(x.dtype)
-
-
-class GatedRMSNorm(_Weighted):
-    """Takes a second tensor."""
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.factor(x * gate).to(x.dtype)
-
-
-class OptionallyGatedRMSNorm(_Weighted):
-    """Takes a second tensor where there is one."""
-
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        x = hidden_states if gate is None else hidden_states * gate
-        return self.weight * self.factor(x).to(x.dtype)
-
-
 class NoisyRMSNorm(LlamaRMSNorm):
     """Adds noise in training."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         return y + 0.1 * torch.randn(y.shape) if self.training else y
-
-
-class TwoOrdersRMSNorm(_Weighted):
-    """Rounds before the weight in training, and behind it in evaluation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.factor(x)
-        return self.weight * h.to(x.dtype) if self.training else (self.weight * h).to(x.dtype)
 
 
 class CountingRMSNorm(LlamaRMSNorm):
@@ -201,43 +156,12 @@ class CountingRMSNorm(LlamaRMSNorm):
         return super().forward(x)
 
 
-class RememberingRMSNorm(LlamaRMSNorm):
-    """Keeps the size of what it saw in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(x.numel())
-        return super().forward(x)
-
-
-class OverwritingRMSNorm(_Weighted):
-    """Normalises its input in place."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self.factor(x)) * self.weight
-
-
 class DetachingRMSNorm(_Weighted):
     """Takes the mean square for constant in its gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = (x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt().detach()
         return self.weight * (x.float() * scale).to(x.dtype)
-
-
-class FixedEpsilonRMSNorm(LlamaRMSNorm):
-    """Reads its epsilon once, when it is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fixed = self.variance_epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = functional.rms_norm(x.float(), x.shape[-1:], eps=self.fixed)
-        return self.weight * h.to(x.dtype)
 
 
 class CallingRMSNorm(LlamaRMSNorm):
@@ -254,18 +178,6 @@ class _Mixin:
 
 class WrappedRMSNorm(_Mixin, LlamaRMSNorm):
     """Is another thing besides."""
-
-
-class ActivatedRMSNorm(LlamaRMSNorm):
-    """Holds a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = torch.nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.activation(super().forward(x))
-        return y
 
 
 class KeywordRMSNorm(LlamaRMSNorm):
@@ -301,54 +213,33 @@ class NamelessEpsilonRMSNorm(EpsRMSNorm):
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
 
 
-class ClippingRMSNorm(LlamaRMSNorm):
-    """Clips its input to what fp16 holds."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-65504, 65504))
-
-
-class NarrowlyClippingRMSNorm(LlamaRMSNorm):
-    """Clips its input to a bound that activations rarely reach."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-1e4, 1e4))
+def written(base: Any, name: str, signature: str, *body: str, names: dict[str, Any]) -> Any:
+    """Return a class whose forward is a text, which `patch` reads as it reads a file's."""
+    text = "\n    ".join((signature, *body)) + "\n"
+    file = f"<{base.__module__}.{name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    made: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), names, made)
+    return type(name, (base,), {**made, "__module__": base.__module__})
 
 
-class OutputClippingRMSNorm(LlamaRMSNorm):
-    """Clips its output to what fp16 holds."""
+def norm(forward: Callable[..., Any], base: Any = _Weighted, **held: object) -> Any:
+    """Return a class of norms with a forward of its own, whose modules hold some attributes besides."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).clamp(-65504, 65504)
+    class OwnNorm(base):  # type: ignore[misc]  # a parameter
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for name, value in held.items():
+                setattr(self, name, value)
 
-
-class FiniteRMSNorm(LlamaRMSNorm):
-    """Replaces what is not finite."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.nan_to_num(x))
-
-
-class FiniteOutputRMSNorm(LlamaRMSNorm):
-    """Replaces what is not finite in its output."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nan_to_num(super().forward(x))
+    OwnNorm.forward = forward
+    return OwnNorm
 
 
-def reading(factor: Callable[[Any], Any], **held: object) -> Callable[[], torch.nn.Module]:
-    """Return what makes an RMSNorm that holds some attributes and multiplies by what a function reads of it."""
-
-    class ReadingRMSNorm(LlamaRMSNorm):
-        def __init__(self) -> None:
-            super().__init__()
-            vars(self).update(held)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = super().forward(x) * factor(self)
-            return y
-
-    return ReadingRMSNorm
+def reading(factor: Callable[[Any], Any], **held: object) -> Any:
+    """Return a class of RMSNorms that multiply by what a function reads of them."""
+    plain = LlamaRMSNorm.forward
+    return norm(lambda m, x: plain(m, x) * factor(m), LlamaRMSNorm, **held)
 
 
 SCALE, SCALES = 1.0, [1.0]
@@ -380,18 +271,6 @@ class GradientScalingRMSNorm(LlamaRMSNorm):
         return super().forward(_ScaledGradient.apply(x))  # type: ignore[no-untyped-call]  # as torch ships it
 
 
-class OptionallyWeightedRMSNorm(_Weighted):
-    """Says by a flag whether it has a weight, as Gemma4's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.with_scale = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.factor(x)
-        return (h * self.weight.float() if self.with_scale else h).to(x.dtype)
-
-
 class RenamedLayerNorm(torch.nn.LayerNorm):
     """A subclass that calls what torch's does, as model libraries have them."""
 
@@ -411,33 +290,11 @@ class WideLayerNorm(torch.nn.LayerNorm):
         return wide.to(x.dtype)
 
 
-class FixedLayerNorm(torch.nn.LayerNorm):
-    """Has an epsilon that is not its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3)
-
-
 class ScaledLayerNorm(torch.nn.LayerNorm):
     """A subclass of torch's that computes something of its own."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
-
-
-class RoundingLayerNorm(torch.nn.LayerNorm):
-    """Computes in fp16, and returns the dtype of its input."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = (each.to(torch.float16) for each in (input, self.weight, self.bias))
-        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
-
-
-class OwnLayerNorm(BiasedRMSNorm):
-    """A norm of somebody's own, as minimal GPTs have."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, (WIDTH,), self.weight, self.bias)
 
 
 class ChannelRMS_norm(torch.nn.Module):
@@ -450,13 +307,6 @@ class ChannelRMS_norm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
         return y
-
-
-class Rescaled(ChannelRMS_norm):
-    """The same, under a name that says nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
 
 
 class L2Norm(torch.nn.Module):
@@ -485,28 +335,6 @@ class DimlessRMSNorm(torch.nn.Module):
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
         normalised = hidden_states * torch.rsqrt(variance + self.eps)
         return normalised.to(hidden_states.dtype) if self.weight is None else normalised * self.weight
-
-
-class ClippingL2Norm(L2Norm):
-    """One that clips."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-1e4, 1e4))
-
-
-class DetachingL2Norm(L2Norm):
-    """One through whose mean square no gradient flows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.detach().pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
-
-
-class ScaledL2Norm(L2Norm):
-    """One with a constant for a weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 0.5
 
 
 class NoLayerNormConvLayer(torch.nn.Module):

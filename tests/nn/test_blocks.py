@@ -8,7 +8,6 @@ import functools
 import gc
 import io
 import itertools
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +28,7 @@ from ..calling import each_device
 from ..thorough import THOROUGH
 from . import models
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
-from .models import WIDTH, LlamaRMSNorm
+from .models import WIDTH, LlamaRMSNorm, written
 from .oracle import backward
 from .twins import Counted, assert_near, twins
 
@@ -187,7 +186,7 @@ def test_a_hook_on_a_hidden_state_may_change_its_gradient() -> None:
     assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
 
 
-def written(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+def overwritten(module: torch.nn.Module, inputs: Any, output: Any) -> None:
     # Not by a factor, which an RMSNorm takes off again.
     (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
 
@@ -206,7 +205,7 @@ HOOKS: dict[str, Callable[[torch.nn.Module, list[Any]], Any]] = {
     "changing output": lambda module, seen: module.register_forward_hook(
         lambda m, inputs, output: 1 + output if isinstance(output, torch.Tensor) else (1 + output[0], *output[1:])
     ),
-    "writing to the output": lambda module, seen: module.register_forward_hook(written),
+    "writing to the output": lambda module, seen: module.register_forward_hook(overwritten),
 }
 HOOKED = (
     *("layers.0", "layers.1", "layers.0.self_attn", "layers.0.mlp"),
@@ -249,7 +248,7 @@ def test_a_hook_that_writes_to_a_hidden_state_without_gradients(mode: Callable[[
     with mode():
         patched(tokens())
         for each in (model, patched):
-            each.layers[0].register_forward_hook(written)
+            each.layers[0].register_forward_hook(overwritten)
             each.layers[1].post_attention_layernorm.register_forward_pre_hook(lambda m, inputs: inputs[0].add_(1))
         for _ in range(3):
             torch.testing.assert_close(patched(tokens()), model(tokens()))
@@ -315,63 +314,36 @@ class Meddling(torch.nn.Module):
         return x
 
 
-class InAStatement(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        total = x + self.part(x)
-        self.meddle(total)
-        return self.norm(total)
+def meddling(name: str, *body: str, first: str = "total = x + self.part(x)") -> Any:
+    return written(Meddling, name, "def forward(self, x, flag=True):", first, *body, names=globals())
 
 
-class InABranch(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        total = x + self.part(x)
-        if flag is not None:
-            self.meddle(total)
-        return self.norm(total)
+IN_A_BRANCH = meddling("InABranch", "if flag is not None:", "    self.meddle(total)", "return self.norm(total)")
+MEDDLING = [
+    IN_A_BRANCH,
+    meddling("InAStatement", "self.meddle(total)", "return self.norm(total)"),
+    meddling("InAnExpression", "return self.meddle(total) * 0 + self.norm(total)"),
+    meddling(
+        "InALoop",
+        "made = []",
+        "while len(made) < 2:",
+        "    made.append(self.norm(total))",
+        "    self.meddle(total)",
+        "return made",
+    ),
+    meddling("InACondition", "y = self.meddle(total) if flag else self.norm(total)", "return y + self.norm(total)"),
+    meddling("BeforeTheResidual", "y = self.part(self.norm(x))", "self.meddle(x)", "return x + y", first="x = x * 1"),
+    meddling(
+        "WithTheResidualReplaced",
+        "y = self.part(self.norm(x))",
+        "x.data = x.data * 2 + 1",
+        "return x + y",
+        first="x = x * 1",
+    ),
+]
 
 
-class InAnExpression(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        total = x + self.part(x)
-        return self.meddle(total) * 0 + self.norm(total)
-
-
-class InALoop(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        total = x + self.part(x)
-        made: list[torch.Tensor] = []
-        while len(made) < 2:
-            made.append(self.norm(total))
-            self.meddle(total)
-        return made
-
-
-class InACondition(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        total = x + self.part(x)
-        y = self.meddle(total) if flag else self.norm(total)
-        return y + self.norm(total)
-
-
-class BeforeTheResidual(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        x = x * 1
-        y = self.part(self.norm(x))
-        self.meddle(x)
-        return x + y
-
-
-class WithTheResidualReplaced(Meddling):
-    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
-        x = x * 1
-        y = self.part(self.norm(x))
-        x.data = x.data * 2 + 1
-        return x + y
-
-
-@pytest.mark.parametrize(
-    "cls", [InAStatement, InABranch, InAnExpression, InALoop, InACondition, BeforeTheResidual, WithTheResidualReplaced]
-)
+@pytest.mark.parametrize("cls", MEDDLING)
 def test_what_a_block_does_to_a_sum_before_its_norm(cls: type[Meddling]) -> None:
     module, patched = twins(cls())
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
@@ -381,8 +353,7 @@ def test_what_a_block_does_to_a_sum_before_its_norm(cls: type[Meddling]) -> None
 
 @pytest.mark.parametrize("scope", ["norm", "every module"])
 def test_hooks_on_a_norm_behind_a_sum_are_called(scope: str, joined: Counted) -> None:
-    module = Meddling()
-    module.__class__ = InABranch
+    module = IN_A_BRANCH()
     normforge.patch(module)
     x, seen = torch.randn(2, 3, WIDTH), []
 
@@ -395,17 +366,11 @@ def test_hooks_on_a_norm_behind_a_sum_are_called(scope: str, joined: Counted) ->
     before = module(x, None)
     assert joined.counts() == (1, 0)
     register = module.norm.register_forward_hook if scope == "norm" else register_module_forward_hook
-    with contextlib.closing(Handle(register(hook))):
+    with contextlib.ExitStack() as stack:
+        stack.callback(register(hook).remove)
         torch.testing.assert_close(module(x, None), before + 1)
     assert joined.counts() == (0, 0)
     assert len(seen) == 1
-
-
-class Handle:
-    """Something registered, until it is closed."""
-
-    def __init__(self, handle: Any) -> None:
-        self.close = handle.remove
 
 
 @THOROUGH
@@ -486,18 +451,9 @@ def test_mixed_types_under_autocast() -> None:
 @THOROUGH
 def test_sums_of_other_types_and_shapes() -> None:
     """What the kernel does not add as torch does is added by torch."""
-
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = LlamaRMSNorm(WIDTH)
-            self.part = torch.nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor, branch: Any = None) -> Any:
-            total = x + (self.part(x) if branch is None else branch)
-            return self.norm(total), total
-
-    module = Odd()
+    module = meddling(
+        "Odd", "return self.norm(total), total", first="total = x + (self.part(x) if flag is None else flag)"
+    )()
     patched = copy.deepcopy(module)
     assert normforge.patch(patched).fused[0].norms == ("norm",)
     x = torch.randn(2, 3, WIDTH)
@@ -612,22 +568,6 @@ def test_fusing_can_be_left_out_and_added(joined: Counted) -> None:
     assert type(model.norm) is LlamaRMSNorm
 
 
-class Overridden(LlamaLayer):
-    """Adds by a function of its own."""
-
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        hidden_states = torch.add(hidden_states, self.self_attn(self.input_layernorm(hidden_states))[0])
-        return torch.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
-
-
-class Unfollowed(LlamaLayer):
-    """Changes its sums, and the norms' inputs, before they are used."""
-
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
-        hidden_states = (hidden_states + self.mlp(self.input_layernorm(hidden_states * 2))) * 2
-        return (hidden_states + self.mlp(self.post_attention_layernorm(hidden_states * 2))) * 2
-
-
 def decorated_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
     kept = [function]
 
@@ -638,13 +578,8 @@ def decorated_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class Decorated(torch.nn.Module):
+class Decorated(Meddling):
     """Under a decorator that keeps it where nobody looks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.part = torch.nn.Linear(WIDTH, WIDTH)
 
     @decorated_unknown
     def forward(self, x: torch.Tensor) -> Any:
@@ -665,31 +600,6 @@ def on_the_instance() -> torch.nn.Module:
     layer.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     module: torch.nn.Module = layer
     return module
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Unfollowed, "no norm is called directly behind a sum, or with what is added later"),
-        (Decorated, "its forward is decorated by Decorated.forward, which is not known"),
-        (without_text, "the text of its forward cannot be read"),
-        (on_the_instance, "its forward is overridden on the instance"),
-    ],
-)
-def test_what_is_left_alone_is_told(make: Callable[[], torch.nn.Module], reason: str) -> None:
-    model = torch.nn.ModuleList([make()])
-    cls = type(model[0])
-    (unfused,) = normforge.patch(model).unfused
-    assert (unfused.path, unfused.cls) == ("0", cls)
-    assert re.search(reason, unfused.reason), unfused.reason
-    assert type(model[0]) is cls
-
-
-def test_a_block_that_adds_by_calls_is_reported() -> None:
-    model = torch.nn.ModuleList([Overridden()])
-    done = normforge.patch(model)
-    assert done.fused == ()
-    assert [each.reason for each in done.unfused] == ["it adds by add(), and patch sees sums written as a + b"]
 
 
 def test_looking_at_a_block_leaves_no_trace() -> None:
@@ -784,41 +694,6 @@ def dropout_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return residual + functional.dropout(x, 0.1)
 
 
-class AddsInAFunction(torch.nn.Module):
-    """A block that adds where patch does not look, as Bloom's and Falcon's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dropout_add(self.linear(self.norm(x)), x)
-
-
-def test_a_block_that_adds_in_a_function_is_reported() -> None:
-    done = normforge.patch(torch.nn.Sequential(AddsInAFunction()))
-    assert [each.reason for each in done.unfused] == ["it adds by dropout_add(), and patch sees sums written as a + b"]
-
-
-class ModulatesAndAdds(torch.nn.Module):
-    """A block whose modulation is fused, and none of whose norms is called directly behind its sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
-        h = self.norm(x) * (1 + conditions["scale"]) + conditions["shift"]
-        total: torch.Tensor = x + self.linear(h)
-        return total
-
-
-def test_a_block_is_fused_or_unfused_and_not_both() -> None:
-    done = normforge.patch(torch.nn.Sequential(ModulatesAndAdds()))
-    assert [each.path for each in done.fused] == ["0"]
-    assert done.unfused == ()
-
-
 class PoolFormerLayer(torch.nn.Module):
     """A block whose norms no sum is fused with: transformers' of this name."""
 
@@ -828,14 +703,6 @@ class PoolFormerLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = x + self.linear(self.before_norm(x))
-        return total
-
-
-class GroupNormAlone(PoolFormerLayer):
-    """One whose sum is nowhere near its norm."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = self.before_norm(self.linear(x).sin()) + self.linear(x)
         return total
 
 
@@ -859,23 +726,48 @@ def wrapped_layer() -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (PoolFormerLayer, "before_norm is a GroupNorm, and a sum is fused with a plain LayerNorm or RMSNorm"),
-        (
-            wrapped_layer,
-            "input_layernorm is a ModulesToSaveWrapper around norms, and a sum is fused with a norm that the block "
-            "itself holds; take the wrapper away before patch (PEFT: merge_and_unload)",
-        ),
-    ],
-)
-def test_a_block_whose_norms_are_not_fused_is_reported(make: Callable[[], torch.nn.Module], reason: str) -> None:
-    model = torch.nn.Sequential(make())
+UNFUSED = {
+    "no norm is called directly behind a sum, or with what is added later": meddling(
+        "Unfollowed", "return (x + self.part(self.norm(x * 2))) * 2", first="x = x * 1"
+    ),
+    "its forward is decorated by Decorated.forward, which is not known": Decorated,
+    "the text of its forward cannot be read (OSError: could not get source code)": without_text,
+    "its forward is overridden on the instance": on_the_instance,
+    "it adds by add(), and patch sees sums written as a + b": meddling(
+        "Adding", "return torch.add(x, self.part(self.norm(x)))", first="x = x * 1"
+    ),
+    # As Bloom's and Falcon's.
+    "it adds by dropout_add(), and patch sees sums written as a + b": meddling(
+        "AddsInAFunction", "return dropout_add(self.part(self.norm(x)), x)", first="x = x * 1"
+    ),
+    "before_norm is a GroupNorm, and a sum is fused with a plain LayerNorm or RMSNorm": PoolFormerLayer,
+    "input_layernorm is a ModulesToSaveWrapper around norms, and a sum is fused with a norm that the block itself "
+    "holds; take the wrapper away before patch (PEFT: merge_and_unload)": wrapped_layer,
+}
+
+
+@pytest.mark.parametrize("reason", UNFUSED)
+def test_what_is_left_alone_is_told(reason: str) -> None:
+    model = torch.nn.ModuleList([UNFUSED[reason]()])
+    cls = type(model[0])
     done = normforge.patch(model)
     assert done.swapped
-    assert [(each.path, each.cls, each.reason) for each in done.unfused] == [("0", type(model[0]), reason)]
+    assert done.fused == ()
+    assert [(each.path, each.cls, each.reason) for each in done.unfused] == [("0", cls, reason)]
+    assert type(model[0]) is cls
+
+
+def test_a_block_is_fused_or_unfused_and_not_both() -> None:
+    """One whose modulation is fused, and none of whose norms is called directly behind its sum."""
+    signature = "def forward(self, x, scale, shift):"
+    modulates = "return x + self.part(self.norm(x) * (1 + scale) + shift)"
+    block = written(Meddling, "ModulatesAndAdds", signature, modulates, names=globals())()
+    done = normforge.patch(torch.nn.Sequential(block))
+    assert [each.path for each in done.fused] == ["0"]
+    assert done.unfused == ()
 
 
 def test_a_sum_away_from_a_group_norm_is_not_reported() -> None:
-    assert normforge.patch(torch.nn.Sequential(GroupNormAlone())).unfused == ()
+    apart = "return self.before_norm(self.linear(x).sin()) + self.linear(x)"
+    block = written(PoolFormerLayer, "GroupNormAlone", "def forward(self, x):", apart, names=globals())()
+    assert normforge.patch(torch.nn.Sequential(block)).unfused == ()

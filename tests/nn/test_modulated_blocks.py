@@ -17,7 +17,7 @@ import normforge
 from normforge.patching import blocks, modulating
 
 from ..calling import each_device
-from .models import DimlessRMSNorm
+from .models import DimlessRMSNorm, written
 from .oracle import backward
 from .twins import Counted, assert_near, twins
 
@@ -38,6 +38,7 @@ def modulate_beside(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -
     return x + x * scale + shift
 
 
+PLAINLY = "return self.last(self.norm(x) * (1 + scale) + shift)"
 # What a module of functions is to a forward that imports it.
 functions = SimpleNamespace(modulate=modulate)
 
@@ -55,89 +56,39 @@ class Modulated(torch.nn.Module):
         return self.linear(c).chunk(2, dim=-1)
 
 
-class ByFunction(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(modulate(self.norm(x), shift, scale))
+def form(name: str, *body: str, said: str = "shift, scale = self.said(c)") -> Any:
+    """Return a class of modulated norms whose forward is written down so."""
+    return written(Modulated, name, "def forward(self, x, c):", said, *body, names=globals())
 
 
-class ByName(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(modulate(self.norm(x), scale=scale, shift=shift))
+ByFunction = form("ByFunction", "return self.last(modulate(self.norm(x), shift, scale))")
+# As diffusers' AdaLayerNormZero, which returns it.
+WrittenOut = form("WrittenOut", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x")
 
-
-class ByScaleFirst(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(modulate_scale_first(self.norm(x), scale, shift))
-
-
-class ByDots(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        x = self.norm(x)
-        x = functions.modulate(x, shift, scale)
-        return self.last(x)
-
-
-class Beside(Modulated):
-    """As PixArt chunks a table: the operands are (B, 1, N)."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c.unsqueeze(1))
-        return self.last(modulate_beside(self.norm(x), shift, scale))
-
-
-class WrittenOut(Modulated):
-    """As diffusers' AdaLayerNormZero, which returns it."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        return x  # noqa: RET504  as it is written there
-
-
-class OuterIndex(Modulated):
-    """As diffusers' AdaLayerNormContinuous."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])
-
-
-class OuterUnsqueeze(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))
-
-
-class NamedFirst(Modulated):
-    """As diffusers' FluxTransformerBlock, in a branch."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        if c is not None:
-            normed = self.norm(x)
-            normed = normed * (1 + scale[:, None]) + shift[:, None]
-        return self.last(normed) + x
-
-
-class OneForAll(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c[0])
-        return self.last(self.norm(x) * (1 + scale) + shift)
-
-
-class OneARow(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c.unsqueeze(1) + x)
-        return self.last(self.norm(x) * (1 + scale) + shift)
-
-
-MODULATED: list[type[Modulated]] = [
-    *(ByFunction, ByName, ByScaleFirst, ByDots, Beside, WrittenOut, OuterIndex, OuterUnsqueeze, NamedFirst, OneForAll),
-    OneARow,
+MODULATED = [
+    *(ByFunction, WrittenOut),
+    form("ByName", "return self.last(modulate(self.norm(x), scale=scale, shift=shift))"),
+    form("ByScaleFirst", "return self.last(modulate_scale_first(self.norm(x), scale, shift))"),
+    form("ByDots", "x = self.norm(x)", "x = functions.modulate(x, shift, scale)", "return self.last(x)"),
+    # As PixArt chunks a table: the operands are (B, 1, N).
+    form(
+        "Beside",
+        "return self.last(modulate_beside(self.norm(x), shift, scale))",
+        said="shift, scale = self.said(c.unsqueeze(1))",
+    ),
+    # As diffusers' AdaLayerNormContinuous.
+    form("OuterIndex", "return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])"),
+    form("OuterUnsqueeze", "return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))"),
+    # As diffusers' FluxTransformerBlock, in a branch.
+    form(
+        "NamedFirst",
+        "if c is not None:",
+        "    normed = self.norm(x)",
+        "    normed = normed * (1 + scale[:, None]) + shift[:, None]",
+        "return self.last(normed) + x",
+    ),
+    form("OneForAll", PLAINLY, said="shift, scale = self.said(c[0])"),
+    form("OneARow", PLAINLY, said="shift, scale = self.said(c.unsqueeze(1) + x)"),
 ]
 
 each_form = pytest.mark.parametrize("cls", MODULATED)
@@ -166,6 +117,11 @@ def run(model: torch.nn.Module, operands: tuple[torch.Tensor, ...]) -> dict[str,
     return {"y": y.detach(), **{name: each for name, each in found.items() if each is not None}}
 
 
+def agree(model: torch.nn.Module, patched: torch.nn.Module, operands: tuple[torch.Tensor, ...]) -> None:
+    """Fail unless a patched model has the results of the model."""
+    assert_near(run(patched, operands), run(model, operands), 2e-5, 1.0)
+
+
 @each_device
 @each_form
 def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Counted) -> None:
@@ -174,9 +130,7 @@ def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Count
     (fused,) = normforge.patch(patched).fused
     assert (fused.path, fused.cls, fused.modulated) == ("", cls, ("norm",))
     operands = given(device)
-    wanted = run(model, operands)
-    assert counted.counts() == (0,)
-    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+    agree(model, patched, operands)
     assert counted.counts() == (1,)
     with torch.inference_mode():
         torch.testing.assert_close(patched(*operands), model(*operands), rtol=0, atol=1e-5)
@@ -199,8 +153,7 @@ def test_norms_with_weights_of_their_own(norm: torch.nn.Module, counted: Counted
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     model, patched = twins(ByFunction(copy.deepcopy(norm)))
-    wanted = run(model, given())
-    assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    agree(model, patched, given())
     assert counted.counts() == (1,)
 
 
@@ -214,70 +167,38 @@ def test_bf16_is_nearer_to_the_exact_result_than_three_operators() -> None:
     assert errors[1] < errors[0]
 
 
-class ScaleAlone(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]
+def other(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale.unsqueeze(1) + shift.unsqueeze(1)
 
 
-class OtherFormula(Modulated):
-    @staticmethod
-    def other(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x * scale.unsqueeze(1) + shift.unsqueeze(1)
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.last(OtherFormula.other(self.norm(x), shift, scale))
-
-
-class UsedAgain(Modulated):
-    """The norm's own result goes on."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        normed = self.norm(x)
-        modulated = normed * (1 + scale[:, None]) + shift[:, None]
-        return self.last(modulated) * normed
-
-
-class UsedTwice(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        x = self.norm(x)
-        x = x * (1 + scale[:, None]) + shift[:, None] * x
-        return self.last(x)
+UNMODULATED = [
+    form("ScaleAlone", "return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]"),
+    form("OtherFormula", "return self.last(other(self.norm(x), shift, scale))"),
+    # The norm's own result goes on.
+    form(
+        "UsedAgain",
+        "normed = self.norm(x)",
+        "modulated = normed * (1 + scale[:, None]) + shift[:, None]",
+        "return self.last(modulated) * normed",
+    ),
+    form("UsedTwice", "x = self.norm(x)", "x = x * (1 + scale[:, None]) + shift[:, None] * x", "return self.last(x)"),
+    # Not the norm is modulated.
+    form("OfAnother", "return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])"),
+    # What stands behind the norm runs behind it.
+    form(
+        "WithAnEffect",
+        "return self.last(self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None])",
+    ),
+    form("OfAVariable", "chosen = modulate", "return self.last(chosen(self.norm(x), shift, scale))"),
+]
 
 
-class OfAnother(Modulated):
-    """Not the norm is modulated."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])
-
-
-class WithAnEffect(Modulated):
-    """What stands behind the norm runs behind it."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, _ = self.said(c)
-        return self.last(self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None])
-
-
-class OfAVariable(Modulated):
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        chosen = modulate
-        return self.last(chosen(self.norm(x), shift, scale))
-
-
-@pytest.mark.parametrize("cls", [ScaleAlone, OtherFormula, UsedAgain, UsedTwice, OfAnother, WithAnEffect, OfAVariable])
+@pytest.mark.parametrize("cls", UNMODULATED)
 def test_what_is_not_a_modulation_runs_as_it_did(cls: type[Modulated], counted: Counted) -> None:
     model = cls()
     patched = copy.deepcopy(model)
     assert all(not each.modulated for each in normforge.patch(patched).fused)
-    wanted = run(model, given())
-    assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+    agree(model, patched, given())
     assert counted.counts() == (0,)
 
 
@@ -292,16 +213,14 @@ def test_what_is_not_a_modulation_runs_as_it_did(cls: type[Modulated], counted: 
 def test_shapes(shape: tuple[int, ...], conditioning: tuple[int, ...]) -> None:
     model, patched = twins(WrittenOut())
     operands = torch.randn(shape).requires_grad_(), torch.randn(conditioning).requires_grad_()
-    wanted = run(model, operands)
-    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+    agree(model, patched, operands)
 
 
 def test_one_sample_whose_operands_serve_all(counted: Counted) -> None:
     model, patched = twins(ByFunction())
     x, c = given()
     operands = x, c[:1].detach().requires_grad_()
-    wanted = run(model, operands)
-    assert_near(run(patched, operands), wanted, 2e-5, 1.0)
+    agree(model, patched, operands)
     assert counted.counts() == (0,)
 
 
@@ -580,14 +499,13 @@ def test_a_pickle_of_a_release_without_modulations() -> None:
     assert type(blocks._new(ByFunction, ())) is not ByFunction
 
 
-class InBranches(Modulated):
-    """Two branches modulate the result of one norm."""
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        shift, scale = self.said(c)
-        if self.training:
-            return self.last(modulate(self.norm(x), shift, scale))
-        return self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
+# Two branches modulate the result of one norm.
+InBranches = form(
+    "InBranches",
+    "if self.training:",
+    "    return self.last(modulate(self.norm(x), shift, scale))",
+    "return self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])",
+)
 
 
 def test_a_norm_that_two_branches_modulate_is_printed_once() -> None:
@@ -617,9 +535,8 @@ def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monke
     patched = copy.deepcopy(model)
     (fused,) = normforge.patch(patched).fused
     assert (fused.norms, fused.modulated) == (("second",), ("norm",))
-    wanted = run(model, given())
     for _ in range(3):
-        assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+        agree(model, patched, given())
     assert counted.counts() == (3,)
     assert "sum -> second, norm -> its modulation" in repr(patched)
 
@@ -637,10 +554,9 @@ class Passing(torch.nn.Module):
         return x
 
 
-class ByReturnedSum(Modulated):
-    def forward(self, x: torch.Tensor, c: Any = None) -> Any:
-        scale = shift = x.mean(1)
-        return x + self.last(modulate(self.norm(x), shift, scale))
+ByReturnedSum = form(
+    "ByReturnedSum", "return x + self.last(modulate(self.norm(x), shift, scale))", said="scale = shift = x.mean(1)"
+)
 
 
 def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,9 +564,8 @@ def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monk
     model = Passing()
     patched = copy.deepcopy(model)
     assert [each.modulated for each in normforge.patch(patched).fused] == [("norm",), ("norm",)]
-    wanted = run(model, given())
     for _ in range(3):
-        assert_near(run(patched, given()), wanted, 2e-5, 1.0)
+        agree(model, patched, given())
     assert counted.counts() == (6,)
 
 
@@ -666,11 +581,9 @@ def test_what_patch_says_of_it() -> None:
     assert normforge.patch(model, fuse=False).fused == ()
 
 
-class AdaLayerNormZero(WrittenOut):
-    """Called a norm, it holds one; all that it adds is the modulation."""
-
-
 def test_what_holds_a_modulated_norm_is_no_norm_that_was_skipped() -> None:
-    done = normforge.patch(torch.nn.ModuleList([AdaLayerNormZero()]))
+    """Called a norm, it holds one; all that it adds is the modulation."""
+    named = form("AdaLayerNormZero", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x")
+    done = normforge.patch(torch.nn.ModuleList([named()]))
     assert [each.modulated for each in done.fused] == [("norm",)]
     assert (done.skipped, done.unfused) == ((), ())

@@ -30,7 +30,7 @@ import normforge
 from ..calling import each_device
 from ..thorough import THOROUGH
 from . import models
-from .models import WIDTH, Transformer, randomised
+from .models import WIDTH, Transformer, norm, randomised
 from .oracle import backward
 from .twins import results
 
@@ -338,24 +338,18 @@ def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
             module(*positional, **named)
 
 
-def test_compiled_with_its_own_name_and_a_changed_epsilon() -> None:
-    module = randomised(models.KeywordRMSNorm())
-    normforge.patch(module)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    x = torch.randn(2, WIDTH)
-    for epsilon in (1e-6, 0.5):
-        vars(module)["variance_epsilon"] = epsilon
-        torch.testing.assert_close(compiled(hidden_states=x), module(x))
-
-
-def test_compiled_with_an_epsilon_called_eps() -> None:
-    module, name = randomised(models.EpsRMSNorm()), "eps"
+@pytest.mark.parametrize(
+    ("cls", "name", "argument"),
+    [(models.KeywordRMSNorm, "variance_epsilon", "hidden_states"), (models.EpsRMSNorm, "eps", "x")],
+)
+def test_compiled_with_a_changed_epsilon(cls: Callable[[], torch.nn.Module], name: str, argument: str) -> None:
+    module = randomised(cls())
     normforge.patch(module)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     x = torch.randn(2, WIDTH)
     for epsilon in (1e-6, 0.5):
         setattr(module, name, epsilon)
-        torch.testing.assert_close(compiled(x), module(x))
+        torch.testing.assert_close(compiled(**{argument: x}), module(x))
 
 
 def test_looking_at_a_compiled_forward_compiles_nothing() -> None:
@@ -536,41 +530,91 @@ def test_what_may_change_unseen_is_not_read(base: Any, case: tuple[Callable[[Any
     assert type(module) is Reading
 
 
+llama, olmo2, l2 = models.LlamaRMSNorm.forward, models.Olmo2RMSNorm.forward, models.L2Norm.forward
+
+
+def misplaced(m: Any, x: torch.Tensor) -> Any:
+    """Add the epsilon outside the root, which shows only where x is small."""
+    wide = x.float()
+    return m.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + m.variance_epsilon)).to(x.dtype)
+
+
+def of_fixed_epsilon(m: Any, x: torch.Tensor) -> Any:
+    return m.weight * functional.rms_norm(x.float(), x.shape[-1:], eps=m.fixed).to(x.dtype)
+
+
+def of_another_epsilon(m: Any, x: torch.Tensor) -> Any:
+    return functional.layer_norm(x, m.normalized_shape, m.weight, m.bias, 1e-3)
+
+
+def in_fp16(m: Any, input: torch.Tensor) -> Any:
+    x, weight, bias = (each.half() for each in (input, m.weight, m.bias))
+    return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+
+
+def with_a_bias(m: Any, x: torch.Tensor) -> Any:
+    """Normalise as minimal GPTs do."""
+    return functional.layer_norm(x, (WIDTH,), m.weight, m.bias)
+
+
+def detaching(m: Any, x: torch.Tensor) -> Any:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.detach().pow(2).mean(-1, keepdim=True) + m.eps)).type_as(x)
+
+
+def optionally_weighted(m: Any, x: torch.Tensor) -> Any:
+    """Say by a flag whether there is a weight, as Gemma4's."""
+    h = m.factor(x)
+    return (h * m.weight.float() if m.with_scale else h).to(x.dtype)
+
+
 SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "weight offset": (models.HalfOffsetRMSNorm, "computes something else"),
-    "rounded offset": (models.RoundedOffsetRMSNorm, "computes something else"),
-    "eps elsewhere": (models.MisplacedEpsilonRMSNorm, "computes something else"),
-    "rounded twice": (models.TwiceRoundedRMSNorm, "computes something else"),
-    "two inputs": (models.GatedRMSNorm, "its forward takes (x"),
-    "perhaps two inputs": (models.OptionallyGatedRMSNorm, "gate: "),
+    "rounded offset": (norm(lambda m, x: (m.factor(x) * (1 + m.weight)).to(x.dtype)), "computes something else"),
+    "eps elsewhere": (norm(misplaced), "computes something else"),
+    "rounded twice": (norm(lambda m, x: (m.weight * m.factor(x).to(x.dtype)).to(x.dtype)), "computes something else"),
+    "two inputs": (norm(lambda m, x, gate: m.weight * m.factor(x * gate).to(x.dtype)), "its forward takes (x"),
+    "perhaps two inputs": (norm(lambda m, x, gate=None: llama(m, x if gate is None else x * gate)), "gate=None"),
     "noise in training": (models.NoisyRMSNorm, "sqrt(mean(x**2) + eps) in training"),
-    "two orders": (models.TwoOrdersRMSNorm, "rounds elsewhere in training than in evaluation"),
+    "two orders": (
+        norm(lambda m, x: llama(m, x) if m.training else olmo2(m, x)),
+        "rounds elsewhere in training than in evaluation",
+    ),
     "buffer": (models.CountingRMSNorm, "holds buffers (calls)"),
-    "list": (models.RememberingRMSNorm, "its forward reads seen, and ours would not see"),
-    "in place": (models.OverwritingRMSNorm, "writes to its input"),
+    "list": (
+        models.reading(lambda m: m.seen.append(0) or 1, seen=[]),
+        "its forward reads seen, and ours would not see",
+    ),
+    "in place": (norm(lambda m, x: x.copy_(m.factor(x)) * m.weight), "writes to its input"),
     "own gradient": (models.DetachingRMSNorm, "the gradient of its forward is not that of"),
-    "epsilon read once": (models.FixedEpsilonRMSNorm, "does not read its epsilon from variance_epsilon"),
+    "epsilon read once": (norm(of_fixed_epsilon, fixed=1e-6), "does not read its epsilon from variance_epsilon"),
     "own call": (models.CallingRMSNorm, "CallingRMSNorm has its own __call__"),
     "mixed in": (models.WrappedRMSNorm, "WrappedRMSNorm is also a _Mixin"),
-    "own module": (models.ActivatedRMSNorm, "holds modules (activation)"),
+    "own module": (
+        norm(lambda m, x: m.activation(llama(m, x)), activation=torch.nn.Identity()),
+        "holds modules (activation)",
+    ),
     "no shape yet": (lazy, "its weight has no shape yet"),
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
-    "fp16 within": (lambda: models.RoundingLayerNorm(WIDTH), "RoundingLayerNorm is a subclass of torch's"),
-    "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
-    "own class": (models.OwnLayerNorm, "it lacks a 1-D weight as its only parameter"),
+    "fp16 within": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
+    "fixed epsilon": (lambda: norm(of_another_epsilon, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
+    "own class": (norm(with_a_bias, models.BiasedRMSNorm), "it lacks a 1-D weight as its only parameter"),
     "channels first": (lambda: models.ChannelRMS_norm(WIDTH), "it lacks a 1-D weight as its only parameter"),
-    "L2 clipped": (models.ClippingL2Norm, "very large or small numbers"),
-    "L2 with a gradient of its own": (models.DetachingL2Norm, "the gradient of its forward is not that of"),
-    "L2 scaled": (models.ScaledL2Norm, "its forward computes something else than"),
-    "nameless": (models.Rescaled, "it lacks a 1-D weight as its only parameter"),
+    "L2 clipped": (norm(lambda m, x: l2(m, x.clamp(-1e4, 1e4)), models.L2Norm), "very large or small numbers"),
+    "L2 with a gradient of its own": (norm(detaching, models.L2Norm), "the gradient of its forward is not that of"),
+    "L2 scaled": (norm(lambda m, x: l2(m, x) * 0.5, models.L2Norm), "its forward computes something else than"),
+    "nameless": (
+        lambda: norm(models.ChannelRMS_norm.forward, models.ChannelRMS_norm)(WIDTH),
+        "it lacks a 1-D weight as its only parameter",
+    ),
     "own forward": (overridden, "overridden on the instance"),
-    "clipped input": (models.ClippingRMSNorm, "very large or small numbers"),
-    "narrowly clipped input": (models.NarrowlyClippingRMSNorm, "very large or small numbers"),
-    "clipped output": (models.OutputClippingRMSNorm, "very large or small numbers"),
-    "finite input": (models.FiniteRMSNorm, "it may clip them"),
-    "finite output": (models.FiniteOutputRMSNorm, "it may clip them"),
+    "clipped input": (norm(lambda m, x: llama(m, x.clamp(-65504, 65504))), "very large or small numbers"),
+    "narrowly clipped input": (norm(lambda m, x: llama(m, x.clamp(-1e4, 1e4))), "very large or small numbers"),
+    "clipped output": (norm(lambda m, x: llama(m, x).clamp(-65504, 65504)), "very large or small numbers"),
+    "finite input": (norm(lambda m, x: llama(m, torch.nan_to_num(x))), "it may clip them"),
+    "finite output": (norm(lambda m, x: torch.nan_to_num(llama(m, x))), "it may clip them"),
     "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
     "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
     "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
@@ -648,7 +692,7 @@ TAKEN = {
         lambda m: functional.rms_norm(m.weight, m.shape).isnan().logical_not(), shape=(WIDTH,)
     ),
     "a flag that changes nothing": models.reading(lambda m: 1.0 if m.fast else 1, fast=False),
-    "a flag that says whether there is a weight": models.OptionallyWeightedRMSNorm,
+    "a flag that says whether there is a weight": norm(optionally_weighted, with_scale=True),
     "what is None": models.reading(lambda m: 1 if m.groups is None else 0, groups=None),
     "constants of a library": models.reading(lambda m: 1 if math.pi < torch.inf and HALVES else 0),
     "a helper without state": models.reading(lambda m: sum(one_of(m) for _ in range(1))),
