@@ -281,9 +281,21 @@ def exact(case: Case, given: Tensors, arriving: Sequence[torch.Tensor | None]) -
     return gradients(formula(case, wide), wide, [None if dy is None else dy.double() for dy in arriving])
 
 
-def check(case: Case, given: Tensors, arriving: Sequence[torch.Tensor | None] | None = None) -> None:
-    """Run a case, and fail unless outputs and gradients are fp64 autograd's, of the right shapes and dtypes."""
-    outputs = case.run(given)
+def check(
+    case: Case,
+    given: Tensors,
+    arriving: Sequence[torch.Tensor | None] | None = None,
+    run: Callable[[Tensors], tuple[torch.Tensor, ...]] | None = None,
+) -> None:
+    """Run a case, and fail unless outputs and gradients are fp64 autograd's, of the right shapes and dtypes.
+
+    Args:
+        case: a kind of call.
+        given: its operands.
+        arriving: the gradients that arrive at the outputs; None draws some.
+        run: makes the call some other way than eagerly by the case's function.
+    """
+    outputs = case.run(given) if run is None else run(given)
     with torch.no_grad():
         wanted = formula(case, doubled(given))
     coarse = coarser(given["x"].dtype, given.get("residual", given["x"]).dtype)

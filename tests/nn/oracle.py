@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,13 +45,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(InParts, "takes", noted)
     return found
-
-
-def second_order(outputs: Sequence[torch.Tensor], leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Gradients of the squares of gradients."""
-    loss = outputs[0].sin().sum() + sum(output.square().sum() for output in outputs[1:])
-    first = torch.autograd.grad(loss, leaves, create_graph=True)
-    return torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), leaves)
 
 
 def backward(root: torch.Tensor, gradient: torch.Tensor | None = None) -> None:

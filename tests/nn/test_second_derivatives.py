@@ -11,11 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from proving.cases import BACKWARD_TOLERANCES, EPS, close
+from proving.cases import EPS, close
 
-from ..calling import each_device, pieces
-from .oracle import each_function, each_norm
-from .test_options import call, exact, tensors
+from ..calling import pieces
+from .oracle import each_norm
 
 
 class FP32LayerNorm(torch.nn.LayerNorm):
@@ -26,44 +25,6 @@ class FP32LayerNorm(torch.nn.LayerNorm):
         weight, bias = self.weight.float(), self.bias.float()
         wide = functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
         return wide.to(x.dtype)
-
-
-def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor], also: list[torch.Tensor]) -> Any:
-    """The gradients, and those of one sum of all of them, of leaves and of what arrived."""
-    first = torch.autograd.grad(outputs, leaves, arriving, create_graph=True)
-    weights = torch.Generator().manual_seed(1)
-    totals = [
-        (gradient.double() * torch.randn(gradient.shape, generator=weights).double().to(gradient.device)).sum()
-        for gradient in first
-    ]
-    return first, torch.autograd.grad(totals, [*leaves, *also], allow_unused=True)
-
-
-@each_device
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_function
-def test_of_every_operand_and_of_what_arrives(norm: str, dtype: torch.dtype, offset: float, device: str) -> None:
-    given = tensors(norm, dtype, device)
-    if dtype is torch.float32:
-        # What arrives at a bf16 gradient would be rounded to it.
-        given["x_bias"] = given["x_bias"].detach().float().requires_grad_()
-    wide, wanted = exact(norm, given, offset)
-    outputs = call(norm, given, weight_offset=offset)
-    arriving = [torch.randn_like(output).detach().requires_grad_() for output in outputs]
-    exactly = [dy.detach().double().requires_grad_() for dy in arriving]
-    first, found = second(outputs, list(given.values()), arriving, arriving)
-    assert all(gradient.requires_grad for gradient in first if gradient.dtype is dtype)
-    _, expected = second(wanted, list(wide.values()), exactly, exactly)
-    names = [*given, *[f"dy {place}" for place in range(len(arriving))]]
-    operands = [*given.values(), *arriving]
-    for name, operand, gradient, wish in zip(names, operands, found, expected, strict=True):
-        if gradient is None or wish is None:
-            # Nothing depends on the sum's gradient but dx, whose gradient is constant in it; zeros either way.
-            assert not any(each.any() for each in (gradient, wish) if each is not None), name
-            continue
-        assert (gradient.dtype, gradient.shape) == (operand.dtype, operand.shape), name
-        close(name, gradient, wish, BACKWARD_TOLERANCES[dtype])
 
 
 @each_norm
