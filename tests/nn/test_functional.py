@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -341,13 +342,15 @@ def test_the_sum_has_a_gradient_where_what_is_summed_has(asking: tuple[str, ...]
             assert [gradient.shape for gradient in gradients] == [given[name].shape for name in asking]
 
 
-@pytest.mark.parametrize("shape", [[64], torch.Size([64]), (64,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [[64], torch.Size([64]), (64,), (np.int64(64),), (np.uint16(64),), (torch.tensor(64),)], ids=str
+)
 def test_a_shape_of_any_kind_is_taken_again(shape: Any) -> None:
     for _ in range(2):
         assert torch.equal(normforge.layer_norm(X + 1, shape), torch.zeros_like(X))
 
 
-@pytest.mark.parametrize("shape", [{0: 64}, {64}, "@", (64.0,)], ids=str)
+@pytest.mark.parametrize("shape", [{0: 64}, {64}, "@", "64", (64.0,), (np.float64(64),)], ids=str)
 def test_what_only_resembles_a_shape_is_refused_again(shape: Any) -> None:
     for _ in range(2):
         normforge.layer_norm(X, (64,))

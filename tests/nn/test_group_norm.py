@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,46 +21,36 @@ from normforge.codegen.values import Direction, DType, Pipeline
 
 from ..thorough import THOROUGH
 from .groups import Problem, double, expected, innermost, require, results, tiled
+from .models import norm
 
-SHAPES = {
-    "positions of a power of two": ((2, 8, 4, 4), 4),
-    "odd positions": ((2, 6, 5, 7), 3),
-    "one position": ((3, 12), 4),
-    "a sequence": ((2, 20, 3), 10),
-    "a volume": ((1, 8, 3, 4, 5), 2),
-    "one group": ((2, 6, 9), 1),
-    "a channel a group": ((2, 6, 8, 8), 6),
-    "one element a group": ((2, 4, 1, 1), 4),
-    "tiles of several blocks of channels": ((1, 40, 8, 8), 2),
-    "several programs a group": ((2, 16, 17, 24), 1),
-    "wide groups of one position": ((2, 5000), 1),
+PROBLEMS = {
+    "positions of a power of two": Problem((2, 8, 4, 4), 4),
+    "odd positions": Problem((2, 6, 5, 7), 3),
+    "one position": Problem((3, 12), 4),
+    "a sequence": Problem((2, 20, 3), 10),
+    "a volume": Problem((1, 8, 3, 4, 5), 2),
+    "one group": Problem((2, 6, 9), 1),
+    "a channel a group": Problem((2, 6, 8, 8), 6),
+    "one element a group": Problem((2, 4, 1, 1), 4),
+    "tiles of several blocks of channels": Problem((1, 40, 8, 8), 2),
+    "several programs a group": Problem((2, 16, 17, 24), 1),
+    "wide groups of one position": Problem((2, 5000), 1),
+    "bf16": Problem((2, 12, 7, 5), 3, torch.bfloat16),
+    "fp16": Problem((2, 12, 7, 5), 3, torch.float16),
+    "no weight and no bias": Problem((2, 6, 5), 2, affine=False),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_results(shape: str, channels_last: bool, activation: str | None) -> None:
-    sizes, groups = SHAPES[shape]
-    problem = Problem(sizes, groups, channels_last=channels_last, activation=activation)
+def test_results(problem: Problem, channels_last: bool, activation: str | None) -> None:
+    problem = replace(problem, channels_last=channels_last, activation=activation)
     found, wanted = results(problem)
-    require(found, wanted, torch.float32)
+    require(found, wanted, problem.dtype)
     assert found["y"].stride() == found["dx"].stride() == problem.x().stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_sixteen_bits(dtype: torch.dtype, channels_last: bool) -> None:
-    found, wanted = results(Problem((2, 12, 7, 5), 3, dtype, channels_last, "silu"))
-    require(found, wanted, dtype)
-    assert {found[name].dtype for name in ("y", "dx")} == {dtype}
-    assert {found[name].dtype for name in ("dweight", "dbias")} == {torch.float32}
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_no_weight_and_no_bias(activation: str | None) -> None:
-    found, wanted = results(Problem((2, 6, 5), 2, activation=activation, affine=False))
-    require(found, wanted, torch.float32)
+    assert {found[name].dtype for name in ("y", "dx")} == {problem.dtype}
+    assert {found[name].dtype for name in found if name not in ("y", "dx")} <= {torch.float32}
 
 
 TILES = {
@@ -69,6 +60,13 @@ TILES = {
     "parts of several": Tile(Pipeline.TWO_PASS, 2, 16, 1, held=2),
     "a part that is the group": Tile(Pipeline.TWO_PASS, 16, 16, 1, held=4),
 }
+
+
+def normalised(x: torch.Tensor, channels_last: bool, tile: Tile, eps: float = 1e-5) -> torch.Tensor:
+    """Return a GroupNorm of two groups by a tile."""
+    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
+    with tiled(mode, x[0].numel() // 2, tile):
+        return normforge.group_norm(innermost(x) if channels_last else x, 2, eps=eps)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -141,10 +139,7 @@ def test_parts_are_added_in_one_order() -> None:
 def test_a_large_mean_beside_a_small_deviation(channels_last: bool, tile: Tile) -> None:
     """1e4 with deviations of 1e-2, of which E[x**2] - E[x]**2 leaves nothing."""
     x = torch.randn(1, 8, 12, 11) * 1e-2 + 1e4
-    x = innermost(x) if channels_last else x
-    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
-    with tiled(mode, 4 * 132, tile):
-        y = normforge.group_norm(x, 2, eps=1e-12)
+    y = normalised(x, channels_last, tile, 1e-12)
     torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None, 1e-12), rtol=1e-3, atol=1e-4)
 
 
@@ -157,11 +152,7 @@ def test_groups_whose_squares_overflow_are_zeros(value: float, channels_last: bo
     length = 4 * 3 * 9
     signs = (-1.0) ** torch.arange(length)
     x = torch.stack([value * signs, torch.linspace(0.0, value, length)]).view(1, 8, 3, 9)
-    x = innermost(x) if channels_last else x
-    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
-    with tiled(mode, length, TILES[tile]):
-        y = normforge.group_norm(x, 2)
-    assert torch.equal(y, torch.zeros_like(x))
+    assert torch.equal(normalised(x, channels_last, TILES[tile]), torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -174,10 +165,7 @@ def test_a_part_whose_first_values_are_far_from_the_others(channels_last: bool, 
     """
     x = torch.randn(1, 4, 16, 32)
     x[:, :, 0, :8] += far
-    x = innermost(x) if channels_last else x
-    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
-    with tiled(mode, 2 * 512, Tile(Pipeline.TWO_PASS, 16, 16, 1, held=2)):
-        y = normforge.group_norm(x, 2)
+    y = normalised(x, channels_last, Tile(Pipeline.TWO_PASS, 16, 16, 1, held=2))
     torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None), rtol=16 * 32 * 2**-25, atol=2e-6)
 
 
@@ -223,6 +211,7 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
         lambda x: x.flip(0)[1:],
         lambda x: innermost(x)[:, :4],
         lambda x: torch._neg_view(x),
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     ],
 )
 def test_other_layouts_work(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -234,7 +223,7 @@ def test_other_layouts_work(cut: Callable[[torch.Tensor], torch.Tensor]) -> None
     assert exact is not None
     want = expected(exact, 2, None, None)
     (dwant,) = torch.autograd.grad(want.square().sum() + want.sum(), exact)
-    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double(), want, rtol=1.3e-6, atol=1e-5)
     torch.testing.assert_close(dx.double(), dwant, rtol=1e-4, atol=1e-4)
 
 
@@ -252,12 +241,6 @@ def test_torchs_memory_formats(memory_format: torch.memory_format, shape: tuple[
     y = normforge.group_norm(x, 2)
     assert y.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(y, functional.group_norm(x, 2))
-
-
-def test_misaligned_memory() -> None:
-    flat = torch.randn(2 * 8 * 16 + 1)
-    x = flat[1:].view(2, 8, 4, 4)
-    torch.testing.assert_close(normforge.group_norm(x, 4), functional.group_norm(x, 4))
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0)])
@@ -285,25 +268,6 @@ def test_a_gradient_that_lies_otherwise() -> None:
     (dx,) = torch.autograd.grad(normforge.group_norm(x, 2), x, dy)
     (want,) = torch.autograd.grad(functional.group_norm(x, 2), x, dy)
     torch.testing.assert_close(dx, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_a_bias_without_a_weight_is_trained_where_torch_computes(activation: str | None) -> None:
-    """Torch's own operator computes no gradient of such a bias."""
-    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8, 5), (8,)))
-    y = normforge.group_norm(x, 4, None, bias, activation=activation)
-    found = torch.autograd.grad(y.square().sum(), (x, bias))
-    exact = functional.group_norm(x, 4, torch.ones_like(bias), bias)
-    exact = exact if activation is None else functional.silu(exact)
-    for gradient, wanted in zip(found, torch.autograd.grad(exact.square().sum(), (x, bias)), strict=True):
-        torch.testing.assert_close(gradient, wanted)
-
-
-def test_float64_is_left_to_torch() -> None:
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    y = normforge.group_norm(x, 2, activation="silu")
-    assert y.dtype is torch.float64
-    torch.testing.assert_close(y, functional.silu(functional.group_norm(x, 2)))
 
 
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
@@ -398,22 +362,6 @@ class Block(torch.nn.Module):
         return y
 
 
-class Subclass(torch.nn.GroupNorm):
-    """timm's has a forward like this."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Torch's one call."""
-        return functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-
-
-class Upcast(torch.nn.GroupNorm):
-    """Guided diffusion's has a forward like this."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """More than torch's one call."""
-        return super().forward(x.float()).type(x.dtype)
-
-
 def test_patch_takes_group_norms_and_the_silu_behind_them() -> None:
     model, x = Block(), torch.randn(2, 8, 4, 4)
     parameters, state = list(model.parameters()), {name: each.clone() for name, each in model.state_dict().items()}
@@ -436,9 +384,15 @@ def test_patch_takes_group_norms_and_the_silu_behind_them() -> None:
     assert torch.equal(model(x), want)
 
 
-def test_hooks_between_a_norm_and_its_silu_run() -> None:
-    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
+def activated() -> tuple[torch.nn.Sequential, torch.Tensor]:
+    """Return a patched norm with its SiLU, and an input."""
+    model = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
     normforge.patch(model)
+    return model, torch.randn(2, 8, 5)
+
+
+def test_hooks_between_a_norm_and_its_silu_run() -> None:
+    model, x = activated()
     seen: list[torch.Tensor] = []
     handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y))
     torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
@@ -449,8 +403,7 @@ def test_hooks_between_a_norm_and_its_silu_run() -> None:
 
 
 def test_global_hooks_see_a_norm_and_its_silu() -> None:
-    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
-    normforge.patch(model)
+    model, x = activated()
     seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
     with torch.nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append((module, y))):
         y = model(x)
@@ -462,17 +415,19 @@ def test_global_hooks_see_a_norm_and_its_silu() -> None:
 
 
 def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
-    normforge.patch(model)
+    model, x = activated()
     monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: pytest.fail("SiLU was called"))
     torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
 
 
 def test_patch_tells_subclasses_apart() -> None:
-    done = normforge.patch(torch.nn.ModuleList([Subclass(2, 8), Upcast(2, 8)]))
-    assert [each.old for each in done.swapped] == [Subclass]
+    """Timm's calls what torch's does; guided diffusion's does more than that."""
+    plain = norm(lambda m, x: functional.group_norm(x, m.num_groups, m.weight, m.bias, m.eps), torch.nn.GroupNorm)
+    upcast = norm(lambda m, x: torch.nn.GroupNorm.forward(m, x.float()).type(x.dtype), torch.nn.GroupNorm)
+    done = normforge.patch(torch.nn.ModuleList([plain(2, 8), upcast(2, 8)]))
+    assert [each.old for each in done.swapped] == [plain]
     assert [(each.cls, each.reason) for each in done.skipped] == [
-        (Upcast, "Upcast is a subclass of torch's, and its forward may be its own")
+        (upcast, "OwnNorm is a subclass of torch's, and its forward may be its own")
     ]
 
 
@@ -480,12 +435,6 @@ def test_fuse_false_leaves_silu_alone() -> None:
     model = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
     assert [each.new for each in normforge.patch(model, fuse=False).swapped] == [normforge.GroupNorm]
     assert type(model) is torch.nn.Sequential
-
-
-def test_a_script_is_refused() -> None:
-    jit: Any = torch.jit
-    with pytest.raises(errors.TransformError, match=r"torch\.jit\.script cannot compile normforge\.GroupNorm"):
-        jit.script(normforge.GroupNorm(2, 8))
 
 
 def test_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.traced import INVARIANT
 from normforge.families import plain as recorded
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from proving.cases import Tensors, cases, check, operands
 
 from ..calling import FORWARD, each_norm, printed, same_bits
 from ..thorough import THOROUGH
@@ -255,41 +256,22 @@ print(json.dumps([there, "torch._dynamo" in sys.modules, "torch._inductor" in sy
     assert json.loads(printed(code)) == [True, False, False]
 
 
-def gradients_of(norm: str, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Gradients through the forward operator, and fp64 autograd's, of the same numbers."""
-    tensors = {
-        "x": torch.randn(M, N).to(dtype),
-        "weight": torch.randn(N),
-        "bias": torch.randn(N).half(),
-        "x_bias": torch.randn(N),
-        "residual": None if residual_dtype is None else torch.randn(M, N).to(residual_dtype),
-    }
-    if norm == "rms":
-        del tensors["bias"]
-    given = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
-    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-    fadd = "none" if residual_dtype is None else "pre_add_store"
-    y, *others = registered.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
-    total = exact["x"] + exact["x_bias"] + exact.get("residual", 0)
-    centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
-    h = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    wanted = h * exact["weight"] + exact["bias"] if norm == "layer" else h * (exact["weight"] + 1)
-    dy = torch.randn(M, N).to(dtype)
-    outputs, wanteds, arriving = [y], [wanted], [dy]
-    if residual_dtype is not None:
-        outputs, wanteds, arriving = [y, others[0]], [wanted, total], [dy, torch.randn(M, N).to(residual_dtype)]
-    actual = torch.autograd.grad(outputs, list(given.values()), arriving)
-    expected = torch.autograd.grad(wanteds, list(exact.values()), [d.double() for d in arriving])
-    assert [g.dtype for g in actual] == [tensor.dtype for tensor in given.values()]
-    return actual, expected
-
-
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
 @each_norm
 def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None) -> None:
-    for actual, expected in zip(*gradients_of(norm, torch.float32, residual), strict=True):
-        tolerance = 2e-2 if residual is torch.bfloat16 or actual.dtype != torch.float32 else 1e-4
-        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max())
+    without = ("residual",) if residual is None else ()
+    offset = 1.0 if norm == "rms" else 0.0
+    (case,) = cases("plain", vary=(), norm=norm, shape=(M, N), without=without, residual=residual, weight_offset=offset)
+    given = operands(case)
+    if "bias" in given:
+        given["bias"] = given["bias"].detach().half().requires_grad_()
+    fadd = "pre_add_store" if "residual" in given else "none"
+
+    def run(given: Tensors) -> tuple[torch.Tensor, ...]:
+        made = registered.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
+        return tuple(made[: 1 + ("residual" in given)])
+
+    check(case, given, run=run)
 
 
 def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
