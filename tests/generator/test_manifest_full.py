@@ -19,7 +19,7 @@ from normforge.codegen.values import DType
 from ..thorough import THOROUGH
 
 # The axes that say what stands beside a norm, and what engines ask of a quantised one. Beside what is legal alone each
-# is tried whole, with the other's defaults, and both together with one mode in so many; beside one in so many of what is
+# is tried whole, with the other's defaults, and both together with one mode in so many; beside one in so many that is
 # not, each value of either by itself.
 BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped", "dropout")
 SERVED = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")

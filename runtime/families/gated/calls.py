@@ -17,7 +17,7 @@ from . import row
 
 def normalise(operands: GatedOperands, options: Any, group_size: int | None) -> Any:
     """Run a call of a public function, whose options begin with norm_before_gate; the last option is set here."""
-    return _run(operands, (*row.with_words(options)[:-1], records(operands)), group_size)
+    return _run(operands, row.with_words(options, records(operands)), group_size)
 
 
 def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
