@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,14 @@ from normforge import settings
 from normforge.calls import native
 from normforge.calls.lookup import Lookup
 from normforge.calls.outputs import packing
-from normforge.calls.plan import Plan, Sized
+from normforge.calls.plan import Sized
 from normforge.families import plain as recorded
 from normforge.families import public
 from normforge.families.operands import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 
+from ..calling import pieces
 from ..stand_in_cuda import NEEDS_A_COMPILER
 
 pytestmark = NEEDS_A_COMPILER
@@ -206,31 +208,34 @@ X = torch.randn(M, N)
 DEEP = torch.randn(2, M, N)
 
 
-def each_call(name: str) -> Any:
-    """Call a function of a family twice, and return what C and Python find of the second call."""
-    calls: dict[str, Callable[[], object]] = {
-        "gated": lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N)),
-        "modulated": lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N)),
-        "quantised": lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8),
-    }
+def asked(name: str, method: str, run: Callable[[], object]) -> tuple[Any, ...]:
+    """Run calls, and return what a method of a look-up was given last."""
     given: list[tuple[Any, ...]] = []
-    own = getattr(native.calls, name)
+    own = getattr(getattr(native.calls, name), method)
 
-    class Noting:
-        def find(self, *pair: Any) -> Any:
-            given.append(pair)
-            return own.find(*pair)
+    def noting(*of: Any) -> Any:
+        given.append(of)
+        return own(*of)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: Noting()}))
-        calls[name]()
-        calls[name]()
-    return own.find(*given[-1]), getattr(PYTHON, name).find(*given[-1])
+        its = SimpleNamespace(**{method: noting})
+        patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: its}))
+        run()
+    return given[-1]
 
 
-@pytest.mark.parametrize("name", ["gated", "modulated", "quantised"])
+FAMILIES: dict[str, Callable[[], object]] = {
+    "gated": lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N)),
+    "modulated": lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N)),
+    "quantised": lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_other_families_are_found_as_python_finds_them(name: str) -> None:
-    ours, expected = each_call(name)
+    FAMILIES[name]()
+    given = asked(name, "find", FAMILIES[name])
+    ours, expected = (getattr(calls, name).find(*given) for calls in (native.calls, PYTHON))
     assert ours == expected
     assert ours[2] is not None
 
@@ -278,64 +283,84 @@ def test_a_function_returns_what_its_look_up_in_python_returns(name: str, checke
     assert len(checked) == 1
 
 
-def launching(plan: Plan, shape: torch.Size, launch: Callable[..., None]) -> Sized:
-    """How a plan's calls of a shape are launched, by address and by another launch."""
-    sized = plan._at(shape)
-    steps = tuple((launch, grid) for _, grid in sized.layout.steps)
-    return sized._replace(layout=sized.layout._replace(steps=steps, by_address=True, in_c=True))
+class Watched:
+    """Launches by address, of which none runs, and memory that is the same for every call."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self._asked: list[Any] = []
+        self._kept: dict[Any, list[torch.Tensor]] = {}
+
+    def launch(self, *given: Any) -> None:
+        self.launches.append(given)
+
+    def empty(self, size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        assert type(size) is type(strides) is tuple
+        kind = (size, strides, dtype)
+        self._asked.append(kind)
+        alike, at = self._kept.setdefault(kind, []), self._asked.count(kind)
+        if len(alike) < at:
+            alike.append(torch.empty_strided(size, strides, dtype=dtype))
+        return alike[at - 1]
+
+    def sized(self, sized: Sized, **layout: Any) -> Sized:
+        """Return how calls are launched, by this."""
+        made = sized.layout
+        steps = tuple((self.launch, grid) for _, grid in made.steps)
+        finish = made.finish and (self.launch, made.finish[1])
+        laid = {"steps": steps, "finish": finish, "by_address": True, "in_c": True, **layout}
+        return sized._replace(layout=made._replace(**laid))
+
+    def each(self, *calls: Callable[[], Any]) -> list[Any]:
+        """Return what calls return, which launch the same."""
+        found, launches = [], []
+        for call in calls:
+            self._asked.clear()
+            self.launches = []
+            found.append(call())
+            launches.append(self.launches)
+        assert launches[0] == launches[1]
+        assert launches[0]
+        return found
 
 
-# Grid and values of each launch, and the plan of which they are.
-Launched = tuple[list[tuple[Any, ...]], Any, bool]
+def fail(*_: Any) -> None:
+    raise RuntimeError("no such launch")
+
+
+# What launches, the plan of which they are, and whether a residual is added.
+Launched = tuple[Watched, Any, bool]
 
 
 @pytest.fixture(params=["recorded", "recorded, added"])
 def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Launches by address, of the calls that a method is for: nothing runs, and allocations are the same each time."""
-    launches: list[tuple[Any, ...]] = []
-    kept: dict[Any, list[torch.Tensor]] = {}
+    """Watched launches of the calls that a method is for."""
     adds = request.param.endswith("added")
     with torch.set_grad_enabled("recorded" in request.param):
         made_known(KNOWN["with a residual" if adds else "plain"][0](), OPTIONS)
         ((kind,),) = dispatch.plans.values()
-        plan = kind.plan
-
-        def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-            assert type(size) is type(strides) is tuple
-            made = [torch.empty_strided(size, strides, dtype=dtype) for _ in range(2)]
-            alike = kept.setdefault((size, strides, dtype), made)
-            if adds and len(size) > 1:
-                # y and the sum in turn.
-                alike.reverse()
-            return alike[0]
-
-        def at(shape: torch.Size) -> Sized:
-            return launching(plan, shape, lambda *given: launches.append(given))
-
-        monkeypatch.setattr(plan, "empty", empty)
-        monkeypatch.setattr(plan, "at", at)
-        yield launches, plan, adds
+        plan, watched = kind.plan, Watched()
+        monkeypatch.setattr(plan, "empty", watched.empty)
+        monkeypatch.setattr(plan, "at", lambda shape: watched.sized(plan._at(shape)))
+        yield watched, plan, adds
 
 
 @pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N)], ids=str)
 def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...], launched: Launched) -> None:
-    launches, plan, adds = launched
+    watched, plan, adds = launched
     operands = (rows(*shape), vector(), vector(), rows(*shape) if adds else None, None)
     made_known(operands, OPTIONS)
-    launches.clear()
     for kind in [kind for kinds in dispatch.plans.values() for kind in kinds]:
         kind.plan = plan
     records = {"recorded": lambda operands, options, launched: launched}
     both = [native.calls_among(dispatch, make, records) for make in (native.makes(build=True), Lookup)]
-    (*made, is_invariant), (*expected, is_expected) = (
-        calls.recorded.normalise(operands, OPTIONS, (N,)) for calls in both
+    (*made, is_invariant), (*expected, is_expected) = watched.each(
+        *(partial(calls.recorded.normalise, operands, OPTIONS, (N,)) for calls in both)
     )
     assert is_invariant is is_expected is False
     there = [each for each in made if each is not None]
     assert len({*map(id, there)}) == len(there) == 2 + adds
     assert [*map(id, made)] == [*map(id, expected)]
-    first, second = launches
-    assert first == second
 
 
 # How many operands autograd is shown of each that is known: a residual's call all five, others none at the end.
@@ -376,31 +401,24 @@ def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
 
 @pytest.mark.parametrize("launched", ["alone", "added"], indirect=True)
 def test_a_call_that_is_not_recorded_is_launched_at_once(launched: Launched) -> None:
-    launches, _, adds = launched
+    watched, _, adds = launched
     operands = (rows(), vector(), vector(), rows() if adds else None, None)
-    made, expected = (calls.recorded.normalise(operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
-    if not adds:
-        made, expected = (made,), (expected,)
-    assert [*map(id, made)] == [*map(id, expected)]
-    first, second = launches
-    assert first == second
+    made, expected = watched.each(
+        *(partial(calls.recorded.normalise, operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
+    )
+    assert [*map(id, pieces(made))] == [*map(id, pieces(expected))]
 
 
 @pytest.mark.parametrize("launched", ["recorded"], indirect=True)
 def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such launch")
-
-    told = found(PLAIN(), OPTIONS)[2]
-    plan = launched[1]
-    assert told[0] is plan
-    monkeypatch.setattr(plan, "at", lambda shape: launching(plan, shape, fail))
+    watched, plan, _ = launched
+    assert found(PLAIN(), OPTIONS)[2][0] is plan
+    monkeypatch.setattr(watched, "launch", fail)
     with pytest.raises(RuntimeError, match="no such launch"):
         native.calls.recorded.normalise(PLAIN(), OPTIONS, (N,))
 
 
 def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[tuple[Any, ...]] = []
     x, residual = torch.randn(2, M, N)
 
     def call() -> list[torch.Tensor]:
@@ -410,13 +428,13 @@ def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch:
 
     call()
     ((kind,),) = dispatch.plans.values()
-    plan = kind.plan
-    monkeypatch.setattr(plan, "at", lambda shape: launching(plan, shape, lambda *given: launches.append(given)))
+    plan, watched = kind.plan, Watched()
+    monkeypatch.setattr(plan, "at", lambda shape: watched.sized(plan._at(shape)))
     for calls in (native.calls, PYTHON):
         monkeypatch.setattr(native, "calls", calls)
         places = call()
         assert [place._version for place in places] == [1, 1]
-        _, values = launches.pop()
+        _, values = watched.launches.pop()
         # Behind the eight addresses of what is read.
         assert values[8:10] == tuple(place.data_ptr() for place in places)
 
@@ -447,56 +465,28 @@ def differentiated(name: str) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(norm(x, (N,), **given), called, torch.randn_like(x))
 
 
+def known_kind(word: str) -> tuple[Any, Any]:
+    """Return the key and the kind of the one call whose key holds a word."""
+    ((key, (kind,)),) = [(key, kinds) for key, kinds in dispatch.plans.items() if word in tuple(key)]  # type: ignore[arg-type]
+    return key, kind
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[tuple[Any, ...]] = []
-    kept: dict[Any, list[torch.Tensor]] = {}
-    arrived: list[tuple[Any, Any]] = []
-
-    def gradients(operands: Any, options: Any) -> Any:
-        arrived.append((operands, options))
-        return PYTHON.gradients.gradients(operands, options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        asking = SimpleNamespace(**vars(PYTHON) | {"gradients": SimpleNamespace(gradients=gradients)})
-        patch.setattr(native, "calls", asking)
-        differentiated(name)
-    ((key, (kind,)),) = [item for item in dispatch.plans.items() if "recorded bwd" in _as_tuple(item[0])]
-    ((operands, options),) = arrived
-    plan = kind.plan
-    sized = plan._at(operands[1].shape)
-    made = sized.layout
-
-    def launch(*given: Any) -> None:
-        launches.append(given)
-
-    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        assert type(size) is type(strides) is tuple
-        asked.append((size, strides, dtype))
-        alike = kept.setdefault(asked[-1], [])
-        while len(alike) < asked.count(asked[-1]):
-            alike.append(torch.empty_strided(size, strides, dtype=dtype))
-        return alike[asked.count(asked[-1]) - 1]
-
-    asked: list[Any] = []
-    steps = tuple((launch, grid) for _, grid in made.steps)
-    finish = None if made.finish is None else (launch, made.finish[1])
-    laid = made._replace(steps=steps, finish=finish, by_address=True, exchange=0, in_c=True)
-    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=laid))
-    monkeypatch.setattr(plan, "empty", empty)
-    both = []
-    for each in (native.calls, PYTHON):
-        asked.clear()
-        both.append(each.gradients.gradients(operands, options))
-    (first_key, ours), (second_key, expected) = both
+    given = asked("gradients", "gradients", lambda: differentiated(name))
+    key, kind = known_kind("recorded bwd")
+    plan, watched = kind.plan, Watched()
+    sized = watched.sized(plan._at(given[0][1].shape), exchange=0)
+    monkeypatch.setattr(plan, "at", lambda shape: sized)
+    monkeypatch.setattr(plan, "empty", watched.empty)
+    (first_key, ours), (second_key, expected) = watched.each(
+        *(partial(calls.gradients.gradients, *given) for calls in (native.calls, PYTHON))
+    )
     assert first_key == second_key == key
     assert type(ours) is type(expected)
     assert ours is not None
-    assert expected is not None
     assert [*map(id, ours)] == [*map(id, expected)]
-    half = len(launches) // 2
-    assert half == len(steps) + (finish is not None)
-    assert launches[:half] == launches[half:]
+    assert len(watched.launches) == len(sized.layout.steps) + (sized.layout.finish is not None)
 
 
 IMAGES = torch.randn(2, 8, 4, requires_grad=True)
@@ -510,71 +500,30 @@ IN_PARTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_gradients_of_parts_are_launched_as_python_launches_them(name: str) -> None:
-    launches: list[tuple[Any, ...]] = []
-    asked: list[tuple[Any, ...]] = []
-    own = getattr(native.calls, name)
-
-    class Noting:
-        def known_gradients(self, *given: Any) -> Any:
-            asked.append(given)
-            return own.known_gradients(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: Noting()}))
+    def differentiated() -> None:
         y = IN_PARTS[name]()
         torch.autograd.backward(y, torch.randn_like(y))
-    (given,) = asked
-    ((kind,),) = [kinds for key, kinds in dispatch.plans.items() if name.split("_")[0] + " bwd" in _as_tuple(key)]
-    ready = kind.plan
-    assert [each.known_gradients(*given)[1] is None for each in (own, getattr(PYTHON, name))] == [False, False]
 
-    def launch(*of: Any) -> None:
-        launches.append(of)
-
-    kept: list[torch.Tensor] = []
-    made: list[torch.Tensor] = []
-
-    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        if not made:
-            kept.append(torch.empty_strided(size, strides, dtype=dtype))
-        return made.pop(0) if made else kept[-1]
-
-    def at(shape: torch.Size) -> Sized:
-        sized: Sized = ready.at(shape)
-        layout = sized.layout
-        steps = tuple((launch, grid) for _, grid in layout.steps)
-        finish = layout.finish and (launch, layout.finish[1])
-        return sized._replace(layout=layout._replace(steps=steps, finish=finish, by_address=True, in_c=True))
-
-    kind.plan = ready._replace(plan=SimpleNamespace(empty=empty, n=ready.plan.n), at=at)
-    key, expected = getattr(PYTHON, name).known_gradients(*given)
-    # The same memory again.
-    made += kept
-    assert own.known_gradients(*given)[0] == key
-    half = len(launches) // 2
-    assert launches[:half] == launches[half:]
-    assert half > 0
+    given = asked(name, "known_gradients", differentiated)
+    _, kind = known_kind(f"{name.split('_')[0]} bwd")
+    ready, watched = kind.plan, Watched()
+    both = [getattr(calls, name) for calls in (native.calls, PYTHON)]
+    assert [each.known_gradients(*given)[1] is None for each in both] == [False, False]
+    plan = SimpleNamespace(empty=watched.empty, n=ready.plan.n)
+    kind.plan = ready._replace(plan=plan, at=lambda shape: watched.sized(ready.at(shape)))
+    (key, ours), (expected_key, expected) = watched.each(*(partial(each.known_gradients, *given) for each in both))
+    assert key == expected_key
     assert expected is not None
-    made += kept
-    assert [*map(id, own.known_gradients(*given)[1])] == [*map(id, expected)]
+    assert [*map(id, ours)] == [*map(id, expected)]
     with pytest.raises(TypeError, match="is looked up by tensors, arguments and what is due"):
-        own.known_gradients(*given, None)
-
-
-def _as_tuple(key: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = key
-    return found
+        both[0].known_gradients(*given, None)
 
 
 def test_gradients_of_another_call_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     differentiated("LayerNorm")
-    (plan,) = [kind.plan for key, kinds in dispatch.plans.items() if "recorded bwd" in _as_tuple(key) for kind in kinds]
+    plan, watched = known_kind("recorded bwd")[1].plan, Watched()
     sized = plan._at(torch.Size((M, N)))
-    interpreted = sized.layout
-    launched = interpreted._replace(
-        steps=tuple((lambda *_: None, grid) for _, grid in interpreted.steps), finish=None, by_address=True, in_c=True
-    )
-    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=launched))
+    monkeypatch.setattr(plan, "at", lambda shape: watched.sized(sized, finish=None))
     calls = (native.calls.gradients, PYTHON.gradients)
     x, dy = rows(), rows().detach()
     options = ("layer", 0.0, "after_weight", None, torch.float32, ("dx", "dweight", "dbias"))
@@ -595,17 +544,14 @@ def test_gradients_of_another_call_are_not_found(monkeypatch: pytest.MonkeyPatch
             assert [each.gradients(operands, options)[1] for each in calls] == [None, None]
     assert calls[0].gradients(operands, options)[1] is not None
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such launch")
-
-    failing = launched._replace(steps=tuple((fail, grid) for _, grid in launched.steps))
-    monkeypatch.setattr(plan, "at", lambda shape: sized._replace(layout=failing))
+    # What is launched with tensors, or with memory that programs exchange values through, is launched in Python.
+    for otherwise in (sized, watched.sized(sized, finish=None, exchange=1, in_c=False)):
+        monkeypatch.setattr(plan, "at", lambda shape, its=otherwise: its)
+        assert calls[0].gradients(operands, options)[1] is not None
+    monkeypatch.setattr(watched, "launch", fail)
+    monkeypatch.setattr(plan, "at", lambda shape: watched.sized(sized, finish=None))
     with pytest.raises(RuntimeError, match="no such launch"):
         calls[0].gradients(operands, options)
-    # And what is launched with tensors, or with memory that programs exchange values through, is launched in Python.
-    for otherwise in (interpreted, launched._replace(exchange=1, in_c=False)):
-        monkeypatch.setattr(plan, "at", lambda shape, layout=otherwise: sized._replace(layout=layout))
-        assert calls[0].gradients(operands, options)[1] is not None
     with pytest.raises(TypeError, match="a recorded bwd call is looked up by two tuples"):
         calls[0].gradients((dy, x), options)
 
