@@ -7,14 +7,14 @@ import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # Whether the process is killed, or the system call refused, at a step.
 KILL, NO_SPACE = "kill", "no_space"
 
+_MOST_STEPS = 200
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate")
 
@@ -89,9 +89,13 @@ def with_room_for(size: int, work: Callable[[], int]) -> Callable[[], int]:
     return limited
 
 
-def killed_after(seconds: float, work: Callable[[], int], errors: Path | None = None) -> int:
-    """Begin some work, kill it after a while, and return how it ended."""
-    pid = child(work, errors)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
-    return ended(pid)
+def at_each_step(fault: str, work: Callable[[], int], below: Path, errors: Path | None = None) -> Iterator[int]:
+    """Have some work meet a fault before its first step, its second, and so on to its last: how it ended each time."""
+    for step in range(1, _MOST_STEPS):
+        status = ended(child(at_step(step, fault, work, below), errors))
+        if status == FINISHED:
+            assert step > 5, "hardly a step was met"
+            return
+        assert status in ((-signal.SIGKILL,) if fault == KILL else (0, 2))
+        yield status
+    raise AssertionError("it never ended")

@@ -1,4 +1,4 @@
-"""Nested data with something in it changed."""
+"""Nested data with something in it changed, and texts that are cut about."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ def changed(draw: st.DrawFn, document: Any, values: st.SearchStrategy[Any]) -> A
             other = {"drop": [], "twice": [document[at]] * 2, "swap": [*behind[:1], document[at]]}[what]
         return type(document)([*before, *other, *(behind[1:] if what == "swap" else behind)])
     return draw(values)
+
+
+@st.composite
+def cut(draw: st.DrawFn, text: Any, inserted: st.SearchStrategy[Any]) -> Any:
+    """A text, or bytes, without a part or with another in between."""
+    at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    other = draw(inserted)
+    return draw(st.sampled_from((text[:at], text[:at] + text[to:], text[:at] + other + text[at:], text[:0])))

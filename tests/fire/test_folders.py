@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import normforge
@@ -22,8 +22,8 @@ from normforge.selection import dispatch
 from ..folders import PLAIN, RMS, distinct_tiles, instance
 from ..thorough import LONG
 from .examples import fire
-from .mutation import changed
-from .world import new_world
+from .mutation import changed, cut
+from .world import new_world, refusal
 
 BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 FILES = render_folder([instance(mode, bucket.first) for mode in (PLAIN, RMS, BF16) for bucket in standard_ladder()])
@@ -55,9 +55,7 @@ def tables(draw: st.DrawFn) -> str:
         return (
             "".join(f"{name} = {value!r}\n" for name, value in data.items()) if isinstance(data, dict) else repr(data)
         )
-    text = FILES["dispatch.py"]
-    at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
-    return draw(st.sampled_from((text[:at], text[:at] + text[min(to, at + 40) :], text[:at] + "\x00" + text[at:], "")))
+    return str(draw(cut(FILES["dispatch.py"], st.just("\x00"))))
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +75,9 @@ def test_a_dispatch_table(text: str) -> None:
         own = dispatch.loaded()
         (world / "__init__.py").write_text(FILES["__init__.py"])
         (world / "dispatch.py").write_text(text)
-        refusal = None
-        try:
-            normforge.load_instances(world)
-        except TableError as error:
-            refusal = str(error)
-        event("taken" if refusal is None else "refused")
-        if refusal is not None:
-            assert str(world) in refusal
+        said = refusal(lambda: normforge.load_instances(world), TableError)
+        if said is not None:
+            assert str(world) in said
             assert dispatch.loaded() is own
             return
         names = [entry.name for entry in normforge.instances()]

@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-import normforge
 from normforge.codegen.emit import parts
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import ANY, Bucket, Instance, Tile, Tiles
@@ -27,7 +26,7 @@ from ..kernels.compilation import TARGETS, compile_kernel
 from ..thorough import THOROUGH
 from .documents import tile_tables, tiles
 from .examples import fire
-from .world import generate, new_world
+from .world import agrees_with_torch, generate, new_world
 
 MANIFEST = """\
 groups:
@@ -41,24 +40,20 @@ groups:
 @given(tile_tables())
 def test_a_table(data: bytes) -> None:
     with new_world() as world:
-        (world / "mine.yaml").write_text(MANIFEST)
         (world / "sm_90.yaml").write_bytes(data)
-        argv = ["--manifest", str(world / "mine.yaml"), "--tiles", str(world / "sm_90.yaml"), "--out", str(world / "k")]
-        event(f"status {generate(world, argv, world / 'k').status}")
+        event(f"status {generate(world, MANIFEST, '--tiles', str(world / 'sm_90.yaml')).status}")
 
 
 @fire(30)
 @given(st.text(max_size=12), tile_tables())
 def test_a_table_of_any_name(name: str, data: bytes) -> None:
     with new_world() as world:
-        (world / "mine.yaml").write_text(MANIFEST)
         path = world / f"{name}.yaml"
         try:
             path.write_bytes(data)
         except (OSError, ValueError):
             assume(False)
-        argv = ["--manifest", str(world / "mine.yaml"), f"--tiles={path}", "--out", str(world / "k")]
-        assert generate(world, argv, world / "k").status == 2
+        assert generate(world, MANIFEST, f"--tiles={path}").status == 2
 
 
 MODES = (
@@ -99,11 +94,7 @@ def test_a_tile_that_is_accepted_computes(text: str, mode: Mode, n: int) -> None
         (entry,) = table
         x = torch.randn(3, n, dtype=torch.bfloat16 if mode.dtype_in is DType.BF16 else torch.float32)
         with dispatch.using(RetiledTable(table, entry, tile)):
-            if mode.norm is Norm.LAYER:
-                y, right = normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_norm(x.double(), (n,))
-            else:
-                y, right = normforge.rmsnorm2d_fwd(x).y, torch.nn.functional.rms_norm(x.double(), (n,), eps=1e-6)
-        torch.testing.assert_close(y.double(), right, atol=2e-2, rtol=2e-2)
+            agrees_with_torch(mode.norm, x, tolerance=2e-2)
 
 
 # Triton copies a loop's loads for each stage: a kernel of 256 takes three minutes to compile.

@@ -6,11 +6,17 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+import torch
+from hypothesis import event
+
+import normforge
+from normforge.codegen.values import Norm
 from normforge.selection.table import Table, load_folder
 from normforge.tools import cli
 
@@ -69,10 +75,18 @@ def snapshot(folder: Path, without: Path | None = None) -> dict[str, bytes | str
     return found
 
 
-def generate(world: Path, argv: Sequence[str], out: Path) -> Outcome:
+def arguments(world: Path, manifest: str | bytes, *options: str) -> list[str]:
+    """Write a manifest, and return the arguments that generate it into a world's folder `k`."""
+    path = world / "mine.yaml"
+    path.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
+    return ["generate", "--manifest", str(path), *options, "--out", str(world / "k")]
+
+
+def generate(world: Path, manifest: str | bytes, *options: str) -> Outcome:
     """Run `normforge generate`, and hold what it left against what has to be."""
+    argv, out = arguments(world, manifest, *options), world / "k"
     outside, before = snapshot(world, without=out), snapshot(out)
-    outcome = command(["generate", *argv])
+    outcome = command(argv)
     assert snapshot(world, without=out) == outside, "something outside --out was changed"
     assert "Traceback" not in outcome.err
     if outcome.status == 0:
@@ -100,9 +114,7 @@ def whole(out: Path) -> Table:
             assert path.is_file()
             assert not path.is_symlink()
             assert _NAMES.fullmatch(path.name), path.name
-            text = path.read_text()
-            compile(text, path.name, "exec")
-            assert CANARY not in text
+            _look_at(path.name, path.read_text())
     table = load_folder(out)
     listed = list(table)
     assert listed
@@ -110,6 +122,34 @@ def whole(out: Path) -> Table:
         missing = {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} - kernels(out / f"{entry.mode}.py")
         assert not missing, f"{entry.name} names kernels that are not there: {missing}"
     return table
+
+
+@lru_cache(1000)
+def _look_at(name: str, text: str) -> None:
+    """Hold a file against what has to be; many examples have the same ones."""
+    compile(text, name, "exec")
+    assert CANARY not in text
+
+
+def refusal(work: Callable[[], object], error: type[Exception]) -> str | None:
+    """Do some work, and return what it was refused with: None if it was done."""
+    try:
+        work()
+    except error as refused:
+        event("refused")
+        return str(refused)
+    event("taken")
+    return None
+
+
+def agrees_with_torch(norm: Norm, x: torch.Tensor, tolerance: float = 1e-2) -> None:
+    """Call a plain norm, and compare its rows with those of torch in fp64."""
+    if norm is Norm.LAYER:
+        y, right = normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_norm(x.double(), x.shape[1:])
+    else:
+        y = normforge.rmsnorm2d_fwd(x).y
+        right = torch.nn.functional.rms_norm(x.double(), x.shape[1:], eps=1e-6)
+    torch.testing.assert_close(y.double(), right, atol=tolerance, rtol=tolerance)
 
 
 def kernels(module: Path) -> set[str]:
