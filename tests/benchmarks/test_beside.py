@@ -79,10 +79,3 @@ def test_the_status_says_whether_anything_moved(tmp_path: Path, capsys: pytest.C
     assert "+4.0%" in out
     assert cli.main(["beside", str(old), str(tmp_path / "nowhere")]) == cli.USAGE
     assert "have no time in common" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("bound", ["-0.1", "nan", "inf", "3%"])
-def test_a_bound_has_to_be_one(bound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["beside", "old", "new", f"--within={bound}"])
-    assert f"'{bound}' is no bound; give a share of the old time, such as 0.03 for 3 %" in capsys.readouterr().err

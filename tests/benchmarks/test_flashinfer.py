@@ -16,8 +16,7 @@ from benchmarks.providers import every_provider
 from .small import holds_to_the_oracle
 
 
-def rmsnorm(input: Any, weight: Any, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> Any:
-    assert out is None
+def rmsnorm(input: Any, weight: Any, eps: float = 1e-6, out: None = None, enable_pdl: Any = None) -> Any:
     assert weight.dtype == input.dtype
     return F.rms_norm(input.float(), input.shape[-1:], weight.float(), eps).to(input.dtype)
 
@@ -40,47 +39,36 @@ def layernorm_quant(out: Any, input: Any, gemma: Any, beta: Any, scale: Any, eps
     out.copy_((layernorm(input, gemma, beta, eps).float() / scale).clamp(-448, 448))
 
 
-def fused_add_rmsnorm_quant(
-    out: Any, input: Any, residual: Any, weight: Any, scale: Any, eps: float = 1e-6, enable_pdl: Any = None
-) -> None:
+def fused_add_rmsnorm_quant(out: Any, input: Any, residual: Any, weight: Any, scale: Any, *others: Any) -> None:
     residual.add_(input)
-    rmsnorm_quant(out, residual, weight, scale, eps)
+    rmsnorm_quant(out, residual, weight, scale, *others)
 
 
 def fused_add_rmsnorm_fp8_block_quant(
-    out: Any,
-    block_scale: Any,
-    normed_out: Any,
-    input: Any,
-    residual: Any,
-    weight: Any,
-    eps: float = 1e-6,
-    enable_pdl: Any = None,
+    out: Any, block_scale: Any, normed_out: Any, input: Any, residual: Any, weight: Any, *others: Any
 ) -> None:
     rows, columns = input.shape
     assert block_scale.shape == (columns // 128, -(-rows // 4) * 4)
     assert block_scale.is_contiguous()
     residual.add_(input)
-    normed_out.copy_(rmsnorm(residual, weight, eps))
+    normed_out.copy_(rmsnorm(residual, weight, *others))
     groups = normed_out.float().view(rows, -1, 128)
     scales = groups.abs().amax(-1) / 448
     block_scale.fill_(float("nan"))[:, :rows] = scales.t()
     out.copy_((groups / scales.unsqueeze(-1)).view(rows, columns))
 
 
+NORMS = (
+    *(rmsnorm, layernorm, fused_add_rmsnorm, rmsnorm_quant, layernorm_quant),
+    *(fused_add_rmsnorm_quant, fused_add_rmsnorm_fp8_block_quant),
+)
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
     norm: Any = ModuleType("flashinfer.norm")
     norm._USE_CUDA_NORM = False
-    for function in (
-        rmsnorm,
-        layernorm,
-        fused_add_rmsnorm,
-        rmsnorm_quant,
-        layernorm_quant,
-        fused_add_rmsnorm_quant,
-        fused_add_rmsnorm_fp8_block_quant,
-    ):
+    for function in NORMS:
         setattr(norm, function.__name__, function)
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.norm", norm)

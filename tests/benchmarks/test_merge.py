@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cli
-from benchmarks.results import Results, load
 from benchmarks.suites import SUITES
 
-from .small import results
+from .small import loaded, results
 
 CELLS = SUITES["forward"].cells[:4]
 FEW = SUITES["decode"].cells[:1]
@@ -31,19 +30,13 @@ def _merge(*folders: Path, out: Path) -> int:
     return cli.main(["merge", *map(str, folders), "--out", str(out)])
 
 
-def _loaded(folder: Path, suite: str) -> Results:
-    found = load(folder, suite)
-    assert found is not None
-    return found
-
-
 def test_a_merge_is_what_one_process_would_have_written(halves: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert _merge(*halves, out=out) == 0
     whole = results("forward", *((cell, name, us) for cell in CELLS for name, us in _FIGURES))
     whole.save(tmp_path / "whole")
     assert (out / "forward.csv").read_text() == (tmp_path / "whole" / "forward.csv").read_text()
-    assert _loaded(out, "decode") == _loaded(halves[1], "decode")
+    assert loaded(out, "decode") == loaded(halves[1], "decode")
     assert (out / "forward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -52,18 +45,18 @@ def test_providers_of_a_cell_may_come_from_two_folders(tmp_path: Path) -> None:
     results("forward", (CELLS[0], "eager", 3.0), (CELLS[1], "eager", 3.0)).save(one)
     results("forward", (CELLS[0], "normforge", 2.0)).save(two)
     assert _merge(one, two, out=out) == 0
-    assert list(_loaded(out, "forward").rows) == [
+    assert list(loaded(out, "forward").rows) == [
         (CELLS[0].id, "eager"),
         (CELLS[0].id, "normforge"),
         (CELLS[1].id, "eager"),
     ]
 
 
-@pytest.mark.parametrize("change", [{"revision": "another"}, {"rows": "no more than 8"}])
+@pytest.mark.parametrize("change", [{"revision": "another"}, {"rows": "no more than 8"}, {"seed": "8"}])
 def test_results_of_two_runs_are_refused(
     change: dict[str, str], halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = _loaded(halves[1], "forward")
+    other = loaded(halves[1], "forward")
     other.header |= change
     other.save(halves[1])
     assert _merge(*halves, out=tmp_path / "out") == cli.USAGE
@@ -85,7 +78,7 @@ def test_suites_that_are_there_are_not_written_over(
 ) -> None:
     assert _merge(*halves, out=halves[0]) == cli.USAGE
     assert f"--out {halves[0]} holds forward.csv; name another folder" in capsys.readouterr().err
-    assert len(_loaded(halves[0], "forward").rows) == 8
+    assert len(loaded(halves[0], "forward").rows) == 8
 
 
 def test_a_folder_without_results_is_an_error(

@@ -83,10 +83,3 @@ def test_a_call_of_nothing_is_taken_off_each() -> None:
     (row,) = summarised(times)
     # Of the median and the least by themselves, not of what lies between them in one pass.
     assert (row.group, row.part, row.us, row.us_min, row.passes) == (WHOLE, "one", 29.5, 19.5, 3)
-
-
-@pytest.mark.parametrize("given", ["soon", "-1", "inf"])
-def test_seconds_are_a_time(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["parts", "--seconds", given])
-    assert f"{given!r} is no time; give seconds, such as 20" in capsys.readouterr().err

@@ -13,7 +13,6 @@ import torch
 from benchmarks import cli, profile
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
 from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
-from benchmarks.errors import UsageError
 from benchmarks.inputs import Inputs
 from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
 from normforge.kernels import obtain as obtaining
@@ -41,35 +40,22 @@ def _launch(
 ) -> list[dict[str, Any]]:
     """The events of a launch, as Kineto writes them: the driver's function, what ran, and the arrow between them."""
     assert kernel.grid is not None
-    grid = list(kernel.grid)
     args = {
-        "queued": 0,
         "device": GPU,
-        "context": 1,
-        "stream": 7,
         "correlation": correlation,
         "registers per thread": kernel.registers,
         "shared memory": kernel.shared_bytes,
         "blocks per SM": kernel.programs_per_sm,
-        "warps per SM": 32.0,
-        "grid": grid,
+        "grid": list(kernel.grid),
         "block": [kernel.threads, 1, 1],
         "est. achieved occupancy %": kernel.occupancy_percent,
     }
     arrow = {"id": correlation, "cat": "ac2g", "name": "ac2g"}
+    launch = _range(asked, 3.0, "cuda_driver", "cuLaunchKernelEx")
     return [
-        {
-            "ph": "X",
-            "cat": "cuda_driver",
-            "name": "cuLaunchKernelEx",
-            "pid": HOST,
-            "tid": thread,
-            "ts": asked,
-            "dur": 3.0,
-            "args": {"cbid": 652, "correlation": correlation},
-        },
+        launch | {"tid": thread, "args": {"cbid": 652, "correlation": correlation}},
         {"ph": "s", **arrow, "pid": HOST, "tid": thread, "ts": asked},
-        {"ph": "X", "cat": "kernel", "name": kernel.name, "pid": GPU, "tid": 7, "ts": ts, "dur": dur, "args": args},
+        _range(ts, dur, "kernel", kernel.name) | {"pid": GPU, "tid": 7, "args": args},
         {"ph": "f", **arrow, "pid": GPU, "tid": 7, "ts": ts, "bp": "e"},
     ]
 
@@ -98,13 +84,6 @@ def _two_calls(first: float = 60.0) -> dict[str, Any]:
         _launch(MAIN, 1120.0, 1125.0, 70.0, 5),
         _launch(FLUSH, 1500.0, 1501.0, 250.0, 7),
     )
-
-
-def test_launches_belong_to_the_call_that_asked_for_them() -> None:
-    assert calls_in(_two_calls(), MARK) == [
-        [Launch(MAIN, 60.0), Launch(FINALISE, 3.0)],
-        [Launch(MAIN, 70.0), Launch(FINALISE, 5.0)],
-    ]
 
 
 def test_what_the_profiler_does_not_know_is_left_open() -> None:
@@ -283,36 +262,6 @@ def test_what_was_seen_is_saved_before_the_gpu_is_lost(
 def test_long_names_are_whole_in_the_files_alone() -> None:
     row = Row("forward", "a cell", "peer", "ok", 1, 1.0, 1.0, "k" * 100, 1, 1.0)
     assert "k" * 59 + "… |" in table([row])
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ((), "torch finds none here; run it on a machine that has one"),
-        (("--only", "nothing"), "--only nothing matches no cell of forward, backward, quant, decode; see"),
-        (("--suite", "tutorial", "--only", "nothing"), "--only nothing matches no cell of tutorial; see"),
-        (("--provider", "nobody"), "nobody names no provider; there are"),
-    ],
-)
-def test_what_is_not_there_is_named(
-    given: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["profile", *given]) == cli.USAGE
-    assert reason in capsys.readouterr().err
-
-
-def test_interpreted_kernels_are_nothing_to_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(profile, "find_machine", lambda: Machine(torch.device("cpu"), "a test", interpreted=True))
-    with pytest.raises(UsageError, match="TRITON_INTERPRET keeps kernels off it; unset it"):
-        profile.find_gpu("profile")
-
-
-def test_a_suite_is_one_of_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["profile", "--suite", "nothing"])
-    assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from benchmarks.runner import run_suite
 from benchmarks.timing import summarise
 
 from ..thorough import THOROUGH
-from .small import CELLS, HEADER, SUITE, plan, provider, torch_norm
+from .small import CELLS, HEADER, SUITE, loaded, plan, provider, torch_norm
 
 
 def _raise(inputs: Inputs) -> torch.Tensor:
@@ -39,8 +39,7 @@ def test_failures_are_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
         provider("right", torch_norm),
     )
     assert run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, *providers)) == 0
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     for cell in CELLS:
         rows = found.of(cell.id)
         assert rows["broken"].status == "fails: RuntimeError: no kernel for this shape"
@@ -62,8 +61,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     run_suite(SUITE, CELLS[:1], Results("forward", HEADER), plan(tmp_path, first))
     assert set(calls) == {64}
     calls.clear()
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     run_suite(SUITE, CELLS, found, plan(tmp_path, first))
     assert set(calls) == {128}
     calls.clear()
@@ -103,15 +101,13 @@ def test_a_lost_gpu_is_recorded_and_the_run_begins_again(tmp_path: Path, monkeyp
     monkeypatch.setattr(runner, "release", lost)
     with pytest.raises(runner.ContextLostError, match="culprit on forward/ln_bf16/3x64: RuntimeError: CUDA error"):
         run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider("culprit", _raise)))
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     assert list(found.of(CELLS[0].id)) == ["culprit"]
     # Nor does it lose the GPU on each cell of the kind.
     assert found.of(CELLS[1].id)["culprit"].status == f"fails: not tried, for it lost the GPU on {CELLS[0].id}"
     with pytest.raises(runner.ContextLostError):
         run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider(PROJECT, _raise)))
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     assert not found.of(CELLS[1].id)
 
     commands: list[list[str]] = []
@@ -146,8 +142,7 @@ def test_results_survive_an_interruption(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider("peer", interrupted)))
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     assert list(found.cells()) == [CELLS[0].id]
 
 
@@ -182,8 +177,7 @@ def test_the_command_measures_draws_and_resumes(
     command += ["--out", str(tmp_path), "--revision", "r1"]
     assert cli.main([*command, "--only", "2x64"]) == 0
     assert cli.main(command) == 0
-    found = load(tmp_path, "forward")
-    assert found is not None
+    found = loaded(tmp_path)
     assert len(found.rows) == 6
     assert all(row.ok and row.m == 2 for row in found.rows.values())
     assert found.header["revision"] == "r1"
@@ -261,15 +255,3 @@ def test_a_share_is_of_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert _share("4/4", tmp_path, "--only", "*x128", "*x256", "*x320") == cli.USAGE
     assert "--share 4/4 has no cell, as only 3 are chosen; make fewer shares" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("share", ["0/4", "5/4", "2", "1/0", "a/b", "-1/2", "1/2/3", ""])
-def test_a_share_has_to_be_one(share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["run", f"--share={share}", "--out", "nowhere", "--only", "nothing"])
-    assert f"{share!r} is no share; give I/K with I from 1 to K, such as 1/4" in capsys.readouterr().err
-
-
-def test_a_share_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "--share", "1/2", "--only", "nothing"]) == cli.USAGE
-    assert "--share needs --out" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cli, startup
+from benchmarks import startup
 from benchmarks.errors import UsageError
 from benchmarks.results import save_rows
 from benchmarks.startup import SUITE, WAYS, Environment, Row, Sample, Way, measure, start, table
@@ -86,11 +86,6 @@ def test_a_process_runs_to_its_first_result(name: str, monkeypatch: pytest.Monke
 def test_a_process_that_fails_says_why() -> None:
     with pytest.raises(UsageError, match=r"benchmarks.first_result .* failed:\n(.|\n)*RuntimeError"):
         start(BY_NAME["torch"], {}, device="nowhere")
-
-
-def test_the_interpreter_has_no_start_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["startup"]) == cli.USAGE
-    assert "the interpreter compiles nothing; run it on a GPU" in capsys.readouterr().err
 
 
 @THOROUGH

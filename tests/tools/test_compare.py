@@ -114,17 +114,8 @@ def test_one_element_never_written(dtype: torch.dtype, name: str, spoilt: float)
     assert name in refused(actual, expected)
 
 
-@pytest.mark.parametrize("step", [2, -2])
-def test_int8_off_by_two(step: int) -> None:
-    expected = oracle(torch.int8)
-    actual = perfect(expected)
-    row, col = (expected.y.abs() < 100).nonzero()[0].tolist()
-    actual.y[row, col] += step
-    assert refused(actual, expected) == {"y"}
-
-
-@pytest.mark.parametrize("step", [1, -1])
-def test_int8_off_by_one_away_from_a_boundary(step: int) -> None:
+@pytest.mark.parametrize("step", [2, 1, -1, -2])
+def test_int8_off_by_a_step_away_from_a_boundary(step: int) -> None:
     expected = oracle(torch.int8)
     assert expected.y_scale is not None
     ratio = expected.z / expected.y_scale.unsqueeze(-1)
@@ -194,20 +185,13 @@ def test_quantised_of_the_wrong_sign(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)
-def test_nan_is_not_zero(dtype: torch.dtype) -> None:
+def test_nan_is_not_zero_and_negative_zero_is(dtype: torch.dtype) -> None:
     """float8_e4m3fnuz writes NaN as other formats write -0."""
     expected = reference.rmsnorm2d_fwd(torch.zeros(1, N), fquant="dynamic", out_dtype=dtype)
-    actual = perfect(expected)
-    actual.y[0, 3] = torch.tensor(float("nan")).to(dtype)
-    assert refused(actual, expected) == {"y"}
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_negative_zero_is_zero(dtype: torch.dtype) -> None:
-    expected = reference.rmsnorm2d_fwd(torch.zeros(1, N), fquant="dynamic", out_dtype=dtype)
-    actual = perfect(expected)
-    actual.y.copy_(torch.full((1, N), -0.0).to(dtype))
-    assert refused(actual, expected) == set()
+    for value, wrong in ((float("nan"), {"y"}), (0.0 if dtype is torch.float8_e4m3fnuz else -0.0, set())):
+        actual = perfect(expected)
+        actual.y[0, 3] = torch.tensor(value).to(dtype)
+        assert refused(actual, expected) == wrong
 
 
 def test_truncation_is_not_rounding() -> None:
@@ -252,16 +236,10 @@ def test_one_statistic_off(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["residual_out", "y_scale", "mean", "rstd"])
-def test_an_output_that_is_missing(name: str) -> None:
-    expected = oracle(torch.int8)
-    nothing: dict[str, Any] = {name: None}
+def test_an_output_that_is_missing_or_was_not_asked_for(name: str) -> None:
+    expected, nothing = oracle(torch.int8), dict[str, Any]({name: None})
     assert name in refused(perfect(expected)._replace(**nothing), expected)
-
-
-@pytest.mark.parametrize("name", ["residual_out", "y_scale", "mean", "rstd"])
-def test_an_output_that_was_not_asked_for(name: str) -> None:
-    nothing: dict[str, Any] = {name: None}
-    expected = oracle(torch.int8)._replace(**nothing)
+    expected = expected._replace(**nothing)
     if name == "y_scale":
         # Without a scale, y is no quantised y.
         expected = expected._replace(y=expected.z.float())

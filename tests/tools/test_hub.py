@@ -21,6 +21,7 @@ import yaml
 
 from normforge.codegen.hub import _instances
 from normforge.codegen.parameters import BACKWARD, FORWARD
+from normforge.codegen.tiling import standard_ladder
 from normforge.kernels.assembly import Facts, assemble
 from normforge.kernels.gpu import ARCHITECTURES, Target
 from normforge.selection import dispatch
@@ -344,33 +345,8 @@ def of_repository(
     return found
 
 
-# Lengths of every bucket, whose rows start where vectors do: others the runtime reads by windows.
-LENGTHS = (
-    40,
-    64,
-    96,
-    200,
-    304,
-    512,
-    576,
-    768,
-    1024,
-    1160,
-    1536,
-    1800,
-    2048,
-    2304,
-    3072,
-    4096,
-    5120,
-    6144,
-    7168,
-    8192,
-    12288,
-    16384,
-    20000,
-    65536,
-)
+# Of every bucket two, whose rows start where vectors do: others the runtime reads by windows.
+LENGTHS = [n for bucket in standard_ladder() for n in (bucket.last or 2 * bucket.first, -(-bucket.first // 8) * 8)]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])

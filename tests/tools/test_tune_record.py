@@ -67,6 +67,12 @@ class Bench:
             advance()
         return outcome
 
+    def measured(self, *argv: str | Path) -> list[Row]:
+        """What a run measures that ends well."""
+        self.cases.clear()
+        assert run(*argv) == 0
+        return self.rows()
+
     def rows(self) -> list[Row]:
         return list(dict.fromkeys(Row(case.kind, case.bucket) for case in self.cases))
 
@@ -131,9 +137,7 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     said = capsys.readouterr().out
     assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
 
-    bench.cases.clear()
-    assert run("--out", out, *THREE, "--minutes", "11", "--resume") == 0
-    assert bench.rows() == SHORT[1:]
+    assert bench.measured("--out", out, *THREE, "--minutes", "11", "--resume") == SHORT[1:]
     assert lengths(out) == ["1..128", "129..256", "257..512"]
     assert "for lack of time" not in capsys.readouterr().out
 
@@ -216,9 +220,7 @@ def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
     assert "\nwrote " in capsys.readouterr().out
 
     bench.ends_at = None
-    bench.cases.clear()
-    assert run("--out", out, *THREE, "--resume") == 0
-    assert bench.rows() == SHORT[1:]
+    assert bench.measured("--out", out, *THREE, "--resume") == SHORT[1:]
     said = capsys.readouterr().out
     assert f"measured already, by {out.with_suffix('.jsonl')}: fwd_16bit 1..128\n" in said
     assert lengths(out) == ["1..128", "129..256", "257..512"]
@@ -257,9 +259,7 @@ def test_figures_of_another_revision_are_not_taken(
     """Nor of the same one, with other changes."""
     assert run("--out", out, *THREE) == 0
     monkeypatch.setattr(tune, changed, lambda *_: to)
-    bench.cases.clear()
-    assert run("--out", out, *THREE, "--resume") == 0
-    assert bench.rows() == SHORT
+    assert bench.measured("--out", out, *THREE, "--resume") == SHORT
 
 
 def test_a_row_that_was_changed_by_hand_is_measured_again(
@@ -269,14 +269,10 @@ def test_a_row_that_was_changed_by_hand_is_measured_again(
     text = out.read_text()
     at = text.index("257..512")
     out.write_text(text[:at] + text[at:].replace("warps: ", "resident: 2, warps: ", 1))
-    bench.cases.clear()
-    assert run("--out", out, *THREE, "--resume") == 0
-    assert bench.rows() == SHORT[2:]
+    assert bench.measured("--out", out, *THREE, "--resume") == SHORT[2:]
     assert f"measured again: fwd_16bit 257..512, of which {out} has other tiles than" in capsys.readouterr().out
     out.unlink()
-    bench.cases.clear()
-    assert run("--out", out, *THREE, "--resume") == 0
-    assert bench.rows() == SHORT
+    assert bench.measured("--out", out, *THREE, "--resume") == SHORT
 
 
 def test_the_comment_at_a_tables_head_stays_and_another_follows(
@@ -398,9 +394,7 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
         assert (best["tile"], best["us"], best["final_us"]) == (case["best"], 1000.0, 1250.0)
         assert case["gb_per_s"] == 3000.0
     assert line["tiles"]["small"] == line["cases"][1]["best"]
-    bench.cases.clear()
-    assert run("--report", path, *THREE, "--resume") == 0
-    assert bench.rows() == SHORT[1:]
+    assert bench.measured("--report", path, *THREE, "--resume") == SHORT[1:]
 
 
 def tile_of(words: dict[str, Any]) -> Tile:
@@ -518,6 +512,10 @@ def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_rms, fwd_"),
+        (["--n", "4k"], "--n '4k' is no row length; write whole numbers from 1"),
+        (["--sizes", "huge"], "--sizes 'huge' is no size of M; they are large, small, invariant, some"),
+        (["--sizes", "some"], "--sizes keeps a table's other tiles; name one that is there with --out FILE"),
         (["--minutes", "0"], "--minutes 0.0 is no time; write a number above 0, 30 or 0.5, say"),
         (["--minutes", "nan"], "--minutes nan is no time"),
         (["--resume"], "--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE"),

@@ -78,6 +78,14 @@ def compiled(launcher: Any) -> Any:
     return SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA, launch_metadata=metadata)
 
 
+def bound(declared: Any, **attributes: Any) -> tuple[triton_launcher.Launch, Calls]:
+    """Return a launch by a launcher that is declared so, and a list of the calls that it makes."""
+    calls: Calls = []
+    launch = triton_launcher.bind(compiled(declared(calls, **attributes)), ARGUMENTS)
+    assert launch is not None
+    return launch, calls
+
+
 @pytest.fixture(autouse=True)
 def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launcher, "current_stream", lambda device: STREAM + device)
@@ -94,9 +102,7 @@ def hook() -> Iterator[list[Any]]:
 
 
 def test_triton_36_is_given_its_arguments_one_by_one() -> None:
-    calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared_36(calls)), ARGUMENTS)
-    assert launch is not None
+    launch, calls = bound(declared_36)
     launch(GRID, VALUES)
     assert calls == [
         ("C", *GRID, STREAM, FUNCTION, True, False, None, None, METADATA, None, None, None, *TAKEN),
@@ -104,9 +110,7 @@ def test_triton_36_is_given_its_arguments_one_by_one() -> None:
 
 
 def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
-    calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared_37(calls)), ARGUMENTS)
-    assert launch is not None
+    launch, calls = bound(declared_37)
     launch(GRID, VALUES)
     nothing = (None, None, None, None, None)
     assert calls == [
@@ -117,9 +121,7 @@ def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
 @pytest.mark.parametrize("declared", [declared_36, declared_37])
 @pytest.mark.parametrize("more", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"gsan_enabled": True}])
 def test_a_launch_that_is_more_than_one_call_goes_through_the_launcher(declared: Any, more: dict[str, Any]) -> None:
-    calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared(calls, **more)), ARGUMENTS)
-    assert launch is not None
+    launch, calls = bound(declared, **more)
     launch(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
 
@@ -137,9 +139,7 @@ def test_another_vendors_launcher_is_called_itself() -> None:
 
 @pytest.mark.parametrize("declared", [declared_36, declared_37])
 def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any]) -> None:
-    calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared(calls)), ARGUMENTS)
-    assert launch is not None
+    launch, calls = bound(declared)
     launch(GRID, VALUES)
     hooks = triton.knobs.runtime
     hooked = (f"about {GRID} {STREAM} 5", hooks.launch_enter_hook, hooks.launch_exit_hook)
@@ -150,9 +150,7 @@ def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any
 
 
 def test_a_hook_in_the_chains_place_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared_37(calls)), ARGUMENTS)
-    assert launch is not None
+    launch, calls = bound(declared_37)
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", print)
     launch(GRID, VALUES)
     assert calls[0][0] == "launcher"

@@ -12,12 +12,11 @@ from torch import nn
 from benchmarks.models.check import Outcome, check, make_yardstick, nudged
 from benchmarks.models.names import AUTOCAST, BF16, TRAIN, WRONG
 from benchmarks.models.specs import SPECS, Spec, make
-from benchmarks.models.table import load
 from benchmarks.models.worker import work
 from benchmarks.oracle import WrongOutputError
 
 from ...thorough import THOROUGH
-from .toy import BROKEN, CPU, INSTALL, TOY, add_variant, job_of, of_norm, rows_of
+from .toy import BROKEN, CPU, INSTALL, TOY, add_variant, job_of, loaded, of_norm, rows_of
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(AUTOCAST, marks=THOROUGH)])
@@ -105,8 +104,7 @@ def test_the_check_finds_a_broken_norm_in_each_model(
     add_variant(monkeypatch, "one", partial(change, every=False))
     add_variant(monkeypatch, "all", partial(change, every=True))
     work(job_of(tmp_path, name, variants=("torch", "one", "all")))
-    table = load(tmp_path)
-    assert table is not None
+    table = loaded(tmp_path)
     wrong = {(key.step, key.variant) for key, row in table.rows.items() if row.status.startswith(WRONG)}
     # A token's logits hide one norm among many; gradients do not.
     assert wrong >= {(TRAIN, "one"), *((step, "all") for step, _ in job_of(tmp_path, name).groups)}

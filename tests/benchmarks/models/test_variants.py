@@ -13,14 +13,13 @@ from torch import nn
 from benchmarks.models import steps
 from benchmarks.models.names import AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING
 from benchmarks.models.specs import SPECS, Spec, make
-from benchmarks.models.table import load
 from benchmarks.models.variants import VARIANTS, vary
 from benchmarks.models.worker import work
 from normforge.compiled import switch
 from normforge.families import plain_calls
 
 from ...thorough import THOROUGH
-from .toy import CPU, INSTALL, TOY, add_variant, job_of, rows_of
+from .toy import CPU, INSTALL, TOY, add_variant, job_of, loaded, rows_of
 
 
 def test_variants_share_parameters_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +100,7 @@ def test_each_model_is_right_as_each_variant_has_it(name: str, dtype: str, tmp_p
     # Autocast is traced like all else.
     runs = (EAGER, COMPILE) if dtype == BF16 else (EAGER,)
     work(job_of(tmp_path, name, dtype=dtype, variants=("torch", "patch", "patch-passes", "patch-unfused"), runs=runs))
-    table = load(tmp_path)
-    assert table is not None
+    table = loaded(tmp_path)
     for key, row in table.rows.items():
         assert row.ok or (row.status.startswith(NOTHING) and key.variant != "torch"), row
     kinds = {(key.step, key.run) for key in table.rows}

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.models.names import BF16, EAGER, STEPS
 from benchmarks.models.specs import Shape, Spec
-from benchmarks.models.table import Row, load
+from benchmarks.models.table import Row, Table, load
 from benchmarks.models.variants import VARIANTS, Variant
 from benchmarks.models.worker import Job
 
@@ -43,11 +43,16 @@ def job_of(out: Path, model: str = TOY.name, **given: Any) -> Job:
     return Job(model, steps=STEPS, size="tiny", device="cpu", out=str(out), header=HEADER, **options)
 
 
-def rows_of(out: Path) -> dict[str, Row]:
-    """The rows of a table, by variant."""
+def loaded(out: Path) -> Table:
+    """The table that a folder has to hold."""
     table = load(out)
     assert table is not None
-    return {key.variant: row for key, row in table.rows.items()}
+    return table
+
+
+def rows_of(out: Path) -> dict[str, Row]:
+    """The rows of a table, by variant."""
+    return {key.variant: row for key, row in loaded(out).rows.items()}
 
 
 def add_variant(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], object]) -> None:
