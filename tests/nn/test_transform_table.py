@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from normforge.random_mask import dropped
 from proving.cases import EPS
 
 from ..calling import each_device
@@ -34,9 +35,11 @@ Call = Callable[..., torch.Tensor]
 Transform = Callable[[Call, torch.Tensor, torch.Tensor], Any]
 
 NORMS = ("layer", "rms", "add_layer", "add_rms")
-NEIGHBOURS = ("modulated", "gated")
 GROUPS = 4
-ALL = (*NORMS, "group", *NEIGHBOURS)
+ALL = (*NORMS, "group", "modulated", "gated")
+DROPPED = ("dropped_layer", "dropped_rms")
+# What dropout_rng is given, and the same as `dropped` takes it.
+STATE, STATE_TENSOR = (3, 4), torch.tensor([3, 4])
 
 
 def layer_norm(x: torch.Tensor, shape: tuple[int], w: torch.Tensor, b: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,6 +57,7 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
 
     def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
         total = x + r if norm.startswith("add") else x
+        total = dropped(x, 0.3, STATE_TENSOR.to(device)) + r if norm in DROPPED else total
         if norm == "group":
             # Not torch.nn.functional's, which looks at sizes that torch.jit.trace of vmap has not.
             return torch.group_norm(x, GROUPS, w, bias, EPS)
@@ -63,7 +67,7 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
             return functional.rms_norm(x, (N,), w, EPS) * functional.silu(r)
         is_rms = norm.endswith("rms")
         y = functional.rms_norm(total, (N,), w, EPS) if is_rms else layer_norm(total, (N,), w, bias, EPS)
-        return y * total if norm.startswith("add") else y
+        return y * total if norm.startswith(("add", "drop")) else y
 
     def ours(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
         if norm == "group":
@@ -72,10 +76,12 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
             return normforge.modulated_layer_norm(x, r, bias, weight=w, bias=bias, eps=EPS)
         if norm == "gated":
             return normforge.gated_rms_norm(x, r, w, eps=EPS)
-        function: Any = getattr(normforge, f"{norm}_norm")
-        first = r if norm.startswith("add") else (N,)
-        made = function(x, first, w, EPS) if norm.endswith("rms") else function(x, first, w, bias, EPS)
-        return made[0] * made[1] if norm.startswith("add") else made  # type: ignore[no-any-return]  # a tensor
+        function: Any = getattr(normforge, f"{norm.replace('dropped', 'add')}_norm")
+        first = r if norm.startswith(("add", "drop")) else (N,)
+        drops: dict[str, Any] = {"dropout_p": 0.3, "dropout_rng": STATE} if norm in DROPPED else {}
+        vectors = (w,) if norm.endswith("rms") else (w, bias)
+        made = function(x, first, *vectors, EPS, **drops)
+        return made[0] * made[1] if norm.startswith(("add", "drop")) else made  # type: ignore[no-any-return]  # a tensor
 
     # Of each kind that the transforms come to: with no gradient, and with one of x, of weight, and of both.
     for of_x, of_weight in product((False, True), repeat=2):
@@ -253,6 +259,7 @@ _NOT_TORCHS = {
     ("batched gradients, differentiated", "group"),
 }
 
+TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS
 # By default each transform takes one function of four, and every fourth takes GroupNorm too.
 CASES = [
     pytest.param(
@@ -260,9 +267,15 @@ CASES = [
         id=f"{name}-{norm}",
         marks=[] if norm in (NORMS[place % 4], "group" if place % 4 == 0 else "") and name not in _LONG else [THOROUGH],
     )
-    for place, (name, transform) in enumerate((VMAP | GRAD | AUTOGRAD | GRAPHS).items())
+    for place, (name, transform) in enumerate(TRANSFORMS.items())
     for norm in ALL
     if (name, norm) not in _NOT_TORCHS
+]
+# Dropout takes those that differentiate, and those that map it.
+CASES += [
+    pytest.param(TRANSFORMS[name], norm, id=f"{name}-{norm}")
+    for name in ("vmap", "grad", "jvp", "double backward")
+    for norm in DROPPED
 ]
 
 
@@ -281,7 +294,7 @@ def test_a_function(transform: Transform, norm: str, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("norm", ALL)
+@pytest.mark.parametrize("norm", [*ALL, *DROPPED])
 def test_several_gradients_at_once(norm: str, device: str) -> None:
     ours, theirs = pair(norm, device)
     x, arriving = torch.randn(M, N, device=device, requires_grad=True), torch.randn(2, M, N, device=device)
