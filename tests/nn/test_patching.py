@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import os
 import re
@@ -149,29 +148,6 @@ def test_an_optimiser_made_before_moves_the_weights() -> None:
     backward(model(torch.randn(2, WIDTH)).square().sum())
     optimiser.step()
     assert not torch.equal(weight, before)
-
-
-MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
-    "torch": lambda: torch.nn.LayerNorm(WIDTH),
-    "T5": models.T5LayerNorm,
-    "L2": models.L2Norm,
-}
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_copies_and_pickles_of_a_patched_model_can_be_unpatched(make: Callable[[], torch.nn.Module]) -> None:
-    model = torch.nn.Sequential(make())
-    cls = type(model[0])
-    normforge.patch(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    x = torch.randn(2, WIDTH)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert torch.equal(other(x), model(x))
-        normforge.unpatch(other)
-        assert type(other[0]) is cls
-    assert type(model[0]) is not cls
 
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -762,7 +738,11 @@ def test_parametrising_a_patched_norm(make: Callable[[], torch.nn.Module], unpat
     wanted, keys = model(x), list(model.state_dict())
     normforge.patch(model)
     parametrize.register_parametrization(model[0], "weight", Doubled())
+    assert isinstance(model[0], cls)
     twice = model(x)
+    if cls is models.LlamaRMSNorm:
+        # By the forward that it had, which takes other dtypes than its weight's.
+        torch.testing.assert_close(model(x.double()), twice.double(), rtol=1e-5, atol=1e-5)
     if unpatched == "while parametrised":
         (swapped,) = normforge.unpatch(model)
         assert swapped.new is type(model[0])

@@ -357,7 +357,8 @@ MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
         dict(module.named_parameters())
     ),
     "fx.symbolic_trace": lambda module, x: _parameters(fx.symbolic_trace(module), module, x),
-    "jit.trace": lambda module, x: _parameters(jit.trace(module, x, check_trace=True), module, 2 * x),
+    # Of another number of rows.
+    "jit.trace": lambda module, x: _parameters(jit.trace(module, x, check_trace=True), module, torch.cat((x, 2 * x))),
     "export, strict": _exported(strict=True),
     "export, not strict": _exported(strict=False),
     "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
