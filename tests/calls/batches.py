@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -128,3 +128,38 @@ def assert_same(results: Results, batch: Results, at: slice) -> None:
     assert results.keys() == batch.keys()
     for name, tensor in results.items():
         assert torch.equal(bits(tensor), bits(batch[name][at])), name
+
+
+def hold_for(call: Call, x: torch.Tensor, parts: Iterable[tuple[int, int]]) -> None:
+    """Some rows of a batch have the same bits in a batch of their own, each from a row to another."""
+    batch = call(x)
+    for first, last in parts:
+        assert_same(call(x[first:last]), batch, slice(first, last))
+
+
+def hold_wherever_it_lies(call: Call, x: torch.Tensor, beside: Iterable[int], ahead: Iterable[int]) -> None:
+    """Between other columns, between other rows, as two of three heads, at some addresses, and all one row."""
+    m, n = x.shape
+    batch = call(x)
+    for columns in beside:
+        wide = x.new_zeros(m, n + columns)
+        wide[:, :n] = x
+        assert_same(call(wide[:, :n]), batch, slice(None))
+    every_other = x.new_zeros(2 * m, n)
+    every_other[::2] = x
+    assert_same(call(every_other[::2]), batch, slice(None))
+    heads = x.new_zeros(m // 2, 3, n)
+    heads[:, :2] = x.view(m // 2, 2, n)
+    found = {name: each.reshape(m, *each.shape[2:]) for name, each in call(heads[:, :2]).items()}
+    assert_same(found, batch, slice(None))
+    for elements in ahead:
+        assert_same(call(x.new_zeros(m * n + elements)[elements:].view(m, n).copy_(x)), batch, slice(None))
+    repeated = {name: each[3:4].expand(5, *each.shape[1:]) for name, each in batch.items()}
+    assert_same(call(x[3:4].expand(5, n)), repeated, slice(None))
+
+
+def group(x: torch.Tensor) -> Results:
+    """A group norm's y, and the gradient of x where x is what arrives."""
+    leaf = x.detach().requires_grad_()
+    y = normforge.group_norm(leaf, 16, activation="silu")
+    return {"y": y.detach(), "dx": torch.autograd.grad(y, leaf, x)[0]}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from normforge import reference
@@ -25,6 +26,13 @@ def there(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
+def backward_operands(norm: str, m: int = 3, n: int = 64) -> dict[str, Any]:
+    """Return random operands of a backward call, every one that a norm has."""
+    given: dict[str, Any] = {name: torch.randn(m, n) for name in ("dy", "x", "dresidual_out")}
+    given |= {"weight": torch.randn(n), "x_bias": torch.randn(n), "rstd": torch.rand(m) + 0.5}
+    return given | ({"mean": torch.randn(m)} if norm == "layer" else {})
+
+
 def check_backward(norm: str, **given: Any) -> NormGradients:
     """Run a backward call, hold every gradient against the oracle, and return them."""
     actual = BACKWARD[norm](**given)
@@ -32,3 +40,17 @@ def check_backward(norm: str, **given: Any) -> NormGradients:
     wrong = [finding for finding in compare_gradients(actual, BACKWARD_ORACLE[norm](**inputs)) if not finding.ok]
     assert not wrong, wrong
     return actual
+
+
+# By error and name: what is passed, and what the message begins with or holds.
+Refused = Mapping[type[Exception], Mapping[str, tuple[dict[str, Any], str]]]
+
+
+def each_of(refused: Refused) -> pytest.MarkDecorator:
+    """Run a test for each call of a table: of what is passed, the error and its message."""
+    rows = [
+        pytest.param(given, error, message, id=name)
+        for error, table in refused.items()
+        for name, (given, message) in table.items()
+    ]
+    return pytest.mark.parametrize(("given", "error", "message"), rows)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from normforge.selection import invariance
 
 from ..calling import FORWARD
 from ..thorough import THOROUGH
-from .batches import CALLS, Call, Results, assert_same, named, rows, vector
+from .batches import CALLS, Call, Results, assert_same, group, hold_for, hold_wherever_it_lies, named, rows, vector
 from .shared import there
 
 each_call = pytest.mark.parametrize(
@@ -45,10 +46,7 @@ def within() -> Iterator[None]:
 @pytest.mark.parametrize("n", [N, *[pytest.param(n, marks=THOROUGH) for n in (64, 1030)]])
 def test_a_row_has_the_same_bits_in_every_batch(call: Call, n: int) -> None:
     """Tiles of several rows, rows in chunks that fill them or do not, and rows that no vector starts."""
-    x = rows(257, n)
-    batch = call(x)
-    for first, last in ((0, 1), (256, 257), (5, 7), (2, 5), (100, 107), *([(1, 257)] if n == N else [])):
-        assert_same(call(x[first:last]), batch, slice(first, last))
+    hold_for(call, rows(257, n), ((0, 1), (256, 257), (5, 7), (2, 5), (100, 107), *([(1, 257)] if n == N else [])))
 
 
 QUANTISED: dict[str, Callable[..., normforge.QuantisedOutput]] = {
@@ -85,32 +83,13 @@ EVERY_M = [
 @pytest.mark.parametrize(("n", "norm", "what"), EVERY_M)
 def test_a_row_has_the_same_bits_for_every_m(n: int, norm: str, what: str) -> None:
     """From a row on with which no tile of rows begins."""
-    x = rows(MS[-1], n)
-    batch = computed(norm, what, x)
-    for m in MS[:-1]:
-        assert_same(computed(norm, what, x[5 : 5 + m]), batch, slice(5, 5 + m))
+    hold_for(partial(computed, norm, what), rows(MS[-1], n), [(5, 5 + m) for m in MS[:-1]])
 
 
 @each_call
 @pytest.mark.parametrize("n", [N, 128])
 def test_a_row_has_the_same_bits_wherever_it_lies(call: Call, n: int) -> None:
-    """Rows of a wider tensor, of one turned round, on two strides, all one row, and at any address."""
-    x = rows(8, n)
-    batch = call(x)
-    wide = torch.zeros(8, n + 5)
-    wide[:, 3 : 3 + n] = x
-    assert_same(call(wide[:, 3 : 3 + n]), batch, slice(None))
-    every_other = torch.zeros(16, n)
-    every_other[::2] = x
-    assert_same(call(every_other[::2]), batch, slice(None))
-    heads = torch.zeros(4, 3, n)
-    heads[:, :2] = x.view(4, 2, n)
-    found = {name: tensor.reshape(8, *tensor.shape[2:]) for name, tensor in call(heads[:, :2]).items()}
-    assert_same(found, batch, slice(None))
-    moved = torch.zeros(8 * n + 1)[1:].view(8, n).copy_(x)
-    assert_same(call(moved), batch, slice(None))
-    repeated = {name: each[3:4].expand(5, *each.shape[1:]) for name, each in batch.items()}
-    assert_same(call(x[3:4].expand(5, n)), repeated, slice(None))
+    hold_wherever_it_lies(call, rows(8, n), beside=(5,), ahead=(1,))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -120,22 +99,10 @@ def test_a_sample_of_group_norm_has_the_same_bits_in_every_batch(shape: tuple[in
     x = torch.randn(18, *shape, generator=torch.Generator().manual_seed(5)) + 10.0
     x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
-    def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        leaf = x.detach().requires_grad_()
-        y = normforge.group_norm(leaf, 16, activation="silu")
-        (dx,) = torch.autograd.grad(y, leaf, x.flip(0))
-        return {"y": y.detach(), "dx": dx}
-
-    def of_few(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"y": normforge.group_norm(x, 16, activation="silu")}
-
-    batch = both(torch.cat([x[:9], x[:9]]))
-    for first, last in ((0, 1), (7, 9)):
-        assert_same(of_few(x[first:last]), {"y": batch["y"]}, slice(first, last))
-    # The dy of the fifth of either nine is that sample itself, and so is it alone.
-    assert torch.equal(both(x[4:5])["dx"], batch["dx"][4:5])
+    hold_for(group, x, ((0, 1), (7, 9), (4, 5)))
     moved = torch.empty(x[4:5].numel() + 1)[1:].as_strided(x[4:5].shape, x[4:5].stride()).copy_(x[4:5])
-    assert_same(of_few(moved), {"y": batch["y"]}, slice(4, 5))
+    y = normforge.group_norm(moved, 16, activation="silu")
+    assert_same({"y": y}, {"y": group(x)["y"]}, slice(4, 5))
 
 
 def test_outputs_that_lie_otherwise_are_written_where_they_are() -> None:

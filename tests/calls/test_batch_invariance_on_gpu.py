@@ -9,7 +9,7 @@ import torch
 
 import normforge
 
-from .batches import CALLS, Call, assert_same, rows, vector
+from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
 from .shared import there
 
 pytestmark = pytest.mark.gpu
@@ -44,30 +44,16 @@ def batch_of(n: int, dtype: torch.dtype) -> torch.Tensor:
 def test_a_row_has_the_same_bits_for_every_m(call: Call, dtype: torch.dtype, n: int) -> None:
     """At either end of a batch, and where no tile of rows begins."""
     x = batch_of(n, dtype)
-    batch = call(x)
-    for m in MS:
-        for first in {0, 5, x.shape[0] - m}:
-            if first >= 0 and first + m <= x.shape[0]:
-                assert_same(call(x[first : first + m]), batch, slice(first, first + m))
+    parts = [(first, first + m) for m in MS for first in {0, 5, x.shape[0] - m}]
+    hold_for(call, x, [(first, last) for first, last in parts if first >= 0 and last <= x.shape[0]])
 
 
 @each_call
 @pytest.mark.parametrize("n", [128, 129, 1000, 4096, 4097, 8192])
 def test_a_row_has_the_same_bits_wherever_it_lies(call: Call, n: int) -> None:
-    """Between other columns, between other rows, as heads, and at every address that an element can have."""
+    """At every address that an element can have, too."""
     x = rows(64, n, torch.bfloat16, "cuda")
-    batch = call(x)
-    for beside in (1, 8, 16, 24):
-        wide = torch.zeros(64, n + beside, dtype=x.dtype, device="cuda")
-        wide[:, :n] = x
-        assert_same(call(wide[:, :n]), batch, slice(None))
-    heads = torch.zeros(16, 6, n, dtype=x.dtype, device="cuda")
-    heads[:, :4] = x.view(16, 4, n)
-    found = {name: each.reshape(64, *each.shape[2:]) for name, each in call(heads[:, :4]).items()}
-    assert_same(found, batch, slice(None))
-    for ahead in range(1, 9):
-        moved = torch.zeros(64 * n + ahead, dtype=x.dtype, device="cuda")[ahead:].view(64, n).copy_(x)
-        assert_same(call(moved), batch, slice(None))
+    hold_wherever_it_lies(call, x, beside=(1, 8, 16, 24), ahead=range(1, 9))
 
 
 @each_call
@@ -120,13 +106,4 @@ def test_a_sample_of_group_norm(dtype: torch.dtype, channels_last: bool, shape: 
     """Groups that a program holds, and those that several share."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(17, *shape, device="cuda", dtype=dtype).to(memory_format=memory_format)
-
-    def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        leaf = x.detach().requires_grad_()
-        y = normforge.group_norm(leaf, 16, activation="silu")
-        (dx,) = torch.autograd.grad(y, leaf, x)
-        return {"y": y.detach(), "dx": dx}
-
-    batch = both(x)
-    for first, last in ((0, 1), (16, 17), (3, 5), (1, 17)):
-        assert_same(both(x[first:last]), batch, slice(first, last))
+    hold_for(group, x, ((0, 1), (16, 17), (3, 5), (1, 17)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import normforge
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from proving.cases import Case, cases, operands
 
 N = 32
 
@@ -28,14 +30,13 @@ def quantised(function: Callable[..., Any]) -> Callable[[], Any]:
     return lambda: function(x, weight, **given)
 
 
-def differentiated(function: Callable[..., Any], *, adds: bool, biased: bool) -> Callable[[], Any]:
-    def run() -> Any:
-        leaves = [tensor.requires_grad_() for tensor in inputs]
-        made = function(*leaves[: 1 + adds], *([] if adds else [(N,)]), *leaves[1 + adds :])
-        y = made[0] if adds else made
-        return (y, *torch.autograd.grad(y.square().sum(), leaves))
+def differentiated(case: Case) -> Callable[[], Any]:
+    given = operands(case)
 
-    inputs = [rows(), *([rows().flip(0)] if adds else []), vector(), *([vector().flip(0)] if biased else [])]
+    def run() -> Any:
+        outputs = case.run(given)
+        return *outputs, *torch.autograd.grad(outputs[0].square().sum(), list(given.values()))
+
     return run
 
 
@@ -58,10 +59,7 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "reference": lambda: quantised(normforge.reference.layernorm2d_fwd),
     "layernorm2d_bwd": lambda: gradients("layer"),
     "rmsnorm2d_bwd": lambda: gradients("rms"),
-    "layer_norm": lambda: differentiated(normforge.layer_norm, adds=False, biased=True),
-    "rms_norm": lambda: differentiated(normforge.rms_norm, adds=False, biased=False),
-    "add_layer_norm": lambda: differentiated(normforge.add_layer_norm, adds=True, biased=True),
-    "add_rms_norm": lambda: differentiated(normforge.add_rms_norm, adds=True, biased=False),
+    **{str(case): partial(differentiated, case) for case in cases(vary=("norm",))},
     "compile_keys": lambda: keys,
 }
 

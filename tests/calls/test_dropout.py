@@ -14,7 +14,6 @@ import triton.language as tl
 
 import normforge
 from normforge import errors
-from normforge.calls import first
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
@@ -26,7 +25,7 @@ from normforge.selection.table import RetiledTable
 from .. import philox
 from ..calling import FORWARD, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH
-from .shared import BACKWARD, BACKWARD_ORACLE, there
+from .shared import BACKWARD, BACKWARD_ORACLE, Refused, each_of, there
 
 P = 0.3
 RNG = (7, 9)
@@ -232,29 +231,22 @@ def test_a_p_of_zero_is_the_call_without(norm: str) -> None:
     assert "_drop_addst" in normforge.which(x, **given, norm=norm, dropout_p=P)
 
 
-def test_known_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
+@pytest.mark.usefixtures("nothing_known")
+def test_known_calls_are_not_checked_again(checked: list[tuple[int, ...]]) -> None:
     x, residual = torch.randn(5, 100), torch.randn(5, 100)
     given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "save_mv": True}
     found = normforge.layernorm2d_fwd(x, **given, dropout_p=P)
-    back: dict[str, Any] = {
-        "mean": found.mean,
-        "rstd": found.rstd,
-        "wants": ("dx", "ddropped"),
-        "dropout_rng": torch.tensor(RNG),
-    }
+    back: dict[str, Any] = {"mean": found.mean, "rstd": found.rstd, "wants": ("dx", "ddropped")}
+    back["dropout_rng"] = torch.tensor(RNG)
     layernorm2d_bwd(x, x, **back, dropout_p=P)
-
-    def refuse(*arguments: object, **keywords: object) -> None:
-        raise AssertionError("checked again")
-
-    monkeypatch.setattr(first, "launched", refuse)
+    checked.clear()
     for p, rng in ((P, None), (0.9, RNG), (1e-9, torch.Generator())):
         normforge.layernorm2d_fwd(x, **given, dropout_p=p, dropout_rng=rng)
     normforge.layernorm2d_fwd(torch.randn(8, 100), **{**given, "residual": torch.randn(8, 100)}, dropout_p=P)
     layernorm2d_bwd(x, x, **back, dropout_p=0.6)
-    with pytest.raises(AssertionError, match="checked again"):
-        normforge.layernorm2d_fwd(x, **given)
+    assert checked == []
+    normforge.layernorm2d_fwd(x, **given)
+    assert len(checked) == 1
 
 
 @each_device
@@ -286,85 +278,78 @@ def test_a_seed_and_an_offset_are_the_same_as_numbers_and_as_a_tensor(device: st
 
 X = torch.randn(3, 64)
 ADD: dict[str, Any] = {"residual": torch.randn(3, 64), "fadd": "pre_add_store"}
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "one": (
-        {"dropout_p": 1.0},
-        errors.ConflictError,
-        "^dropout_p=1.0 will not do; it takes a number from 0 to at most",
-    ),
-    "more": ({"dropout_p": 1.5}, errors.ConflictError, "^dropout_p=1.5 will not do"),
-    "less": ({"dropout_p": -0.1}, errors.ConflictError, "^dropout_p=-0.1 will not do"),
-    "nan": ({"dropout_p": float("nan")}, errors.ConflictError, "^dropout_p=nan will not do"),
-    "rounds_to_one": ({"dropout_p": 1 - 1e-9}, errors.ConflictError, "^dropout_p=0.999999999 will not do"),
-    "word": ({"dropout_p": "half"}, errors.ConflictError, "^dropout_p='half' will not do"),
-    "flag": ({"dropout_p": True}, errors.ConflictError, "^dropout_p=True will not do"),
-    "zero_and_nonsense": (
-        {"dropout_p": 0.0, "dropout_rng": 5},
-        errors.DTypeError,
-        r"^dropout_rng is 5; it takes \(seed, offset\), an int64 tensor of the two, or a torch.Generator",
-    ),
-    "seed_alone": ({"dropout_rng": (5,)}, errors.DTypeError, r"^dropout_rng is \(5,\); it takes \(seed, offset\)"),
-    "floats": ({"dropout_rng": (5.0, 1)}, errors.DTypeError, r"^dropout_rng is \(5.0, 1\)"),
-    "too_large": ({"dropout_rng": (2**64, 1)}, errors.ConflictError, "^dropout_rng has seed 18446744073709551616; it"),
-    "types": ({"dropout_rng": torch.zeros(2)}, errors.DTypeError, "^dropout_rng has dtype torch.float32; it takes"),
-    "shape": (
-        {"dropout_rng": torch.zeros(3, dtype=torch.int64)},
-        errors.ShapeError,
-        r"^dropout_rng has shape \(3,\); it takes \(2,\), seed and offset",
-    ),
-    "strides": (
-        {"dropout_rng": torch.zeros(4, dtype=torch.int64)[::2]},
-        errors.LayoutError,
-        r"^dropout_rng has strides \(2,\); pass dropout_rng.contiguous\(\)",
-    ),
-    "device": (
-        {"dropout_rng": torch.zeros(2, dtype=torch.int64, device="meta")},
-        errors.DeviceError,
-        "^dropout_rng is on meta and x on cpu",
-    ),
-    "no_residual": (
-        {"residual": None, "fadd": "none"},
-        errors.IllegalCombinationError,
-        "^dropout drops elements of x before a residual is added, and fadd is none; use fadd pre_add_store",
-    ),
-    "gradient": ({"weight": torch.ones(64, requires_grad=True)}, errors.GradientError, "^weight requires a gradient"),
+REFUSED: Refused = {
+    errors.ConflictError: {
+        "one": ({"dropout_p": 1.0}, "^dropout_p=1.0 will not do; it takes a number from 0 to at most"),
+        "more": ({"dropout_p": 1.5}, "^dropout_p=1.5 will not do"),
+        "less": ({"dropout_p": -0.1}, "^dropout_p=-0.1 will not do"),
+        "nan": ({"dropout_p": float("nan")}, "^dropout_p=nan will not do"),
+        "rounds_to_one": ({"dropout_p": 1 - 1e-9}, "^dropout_p=0.999999999 will not do"),
+        "word": ({"dropout_p": "half"}, "^dropout_p='half' will not do"),
+        "flag": ({"dropout_p": True}, "^dropout_p=True will not do"),
+        "too_large": ({"dropout_rng": (2**64, 1)}, "^dropout_rng has seed 18446744073709551616; it"),
+    },
+    errors.DTypeError: {
+        "zero_and_nonsense": (
+            {"dropout_p": 0.0, "dropout_rng": 5},
+            r"^dropout_rng is 5; it takes \(seed, offset\), an int64 tensor of the two, or a torch.Generator",
+        ),
+        "seed_alone": ({"dropout_rng": (5,)}, r"^dropout_rng is \(5,\); it takes \(seed, offset\)"),
+        "floats": ({"dropout_rng": (5.0, 1)}, r"^dropout_rng is \(5.0, 1\)"),
+        "types": ({"dropout_rng": torch.zeros(2)}, "^dropout_rng has dtype torch.float32; it takes"),
+    },
+    errors.ShapeError: {
+        "shape": (
+            {"dropout_rng": torch.zeros(3, dtype=torch.int64)},
+            r"^dropout_rng has shape \(3,\); it takes \(2,\), seed and offset",
+        )
+    },
+    errors.LayoutError: {
+        "strides": (
+            {"dropout_rng": torch.zeros(4, dtype=torch.int64)[::2]},
+            r"^dropout_rng has strides \(2,\); pass dropout_rng.contiguous\(\)",
+        )
+    },
+    errors.DeviceError: {
+        "device": ({"dropout_rng": torch.zeros(2, dtype=torch.int64, device="meta")}, "^dropout_rng is on meta and x o")
+    },
+    errors.IllegalCombinationError: {
+        "no_residual": (
+            {"residual": None, "fadd": "none"},
+            "^dropout drops elements of x before a residual is added, and fadd is none; use fadd pre_add_store",
+        )
+    },
+    errors.GradientError: {
+        "gradient": ({"weight": torch.ones(64, requires_grad=True)}, "^weight requires a gradient"),
+    },
 }
 
 
 @each_norm
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_says_why(norm: str, case: str) -> None:
-    given, error, message = REFUSED[case]
+@each_of(REFUSED)
+def test_what_is_refused_says_why(norm: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
     # Whether a call like it is known, or none.
     FORWARD[norm](X, **ADD, dropout_p=0.5)
     with pytest.raises(error, match=message):
         FORWARD[norm](X, **{**ADD, "dropout_p": 0.5, **given})
 
 
-BACK_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "nothing_to_draw_by": (
-        {"dropout_rng": None},
-        errors.ConflictError,
-        "^dropout_p=0.5 dropped elements by a dropout_rng and none was passed; pass the seed and offset that",
-    ),
-    "generator": (
-        {"dropout_rng": torch.Generator()},
-        errors.ConflictError,
-        "^dropout_p=0.5 dropped elements by a dropout_rng and none was passed",
-    ),
-    "nothing_dropped": (
-        {"dropout_p": 0.0},
-        errors.ConflictError,
-        "^wants has 'ddropped' and no dropout_p was passed; pass it, or leave 'ddropped' out",
-    ),
-}
+NOTHING = "^dropout_p=0.5 dropped elements by a dropout_rng and none was passed; pass the seed and offset that"
+NOT_DROPPED = "^wants has 'ddropped' and no dropout_p was passed; pass it, or leave 'ddropped' out"
 
 
-@pytest.mark.parametrize("case", BACK_REFUSED)
-def test_what_is_refused_backward_says_why(case: str) -> None:
-    given, error, message = BACK_REFUSED[case]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dropout_rng": None}, NOTHING),
+        ({"dropout_rng": torch.Generator()}, NOTHING),
+        ({"dropout_p": 0.0}, NOT_DROPPED),
+    ],
+    ids=["nothing_to_draw_by", "generator", "nothing_dropped"],
+)
+def test_what_is_refused_backward_says_why(given: dict[str, Any], message: str) -> None:
     said = {"dropout_p": 0.5, "dropout_rng": RNG, "wants": ("ddropped",), **given}
-    with pytest.raises(error, match=message):
+    with pytest.raises(errors.ConflictError, match=message):
         rmsnorm2d_bwd(X, X, rstd=torch.ones(3), **said)
 
 

@@ -142,7 +142,7 @@ def test_a_call_of_today_asks_for_nothing_new() -> None:
     ids=str,
 )
 def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
-    """`compile_keys` has what forward and backward calls of rows that adjoin launch."""
+    """`compile_keys` has what forward and backward calls of rows that adjoin launch, and what adds up gradients."""
     given = operands(case, device)
     outputs = case.run(given)
     torch.autograd.grad(torch.stack(outputs).sum(), list(given.values()))
@@ -165,6 +165,10 @@ def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
         # Of samples of several rows a walk is listed, for one sample and several alike.
         names = [n for n in its if n.endswith(("_ptr", "_stride")) and not isinstance(its[n], tuple)]
         assert {name: types[name] for name in names} == {name: its[name] for name in names}
+        if "weight" in given and plan.mode.is_backward:
+            (sums,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
+            assert sums["dweight_ptr"] == "*fp32:16"
+            assert sums["dbias_ptr"] == ("*fp32:16" if "bias" in given else None)
 
 
 @pytest.mark.parametrize("misaligned", [(), ("scale",)])

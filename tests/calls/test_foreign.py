@@ -20,7 +20,7 @@ from normforge.families.public import rmsnorm2d_bwd
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, each_norm, same_bits
-from .shared import BACKWARD
+from .shared import BACKWARD, backward_operands
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -89,13 +89,12 @@ WANTS = ("dx", "dweight", "dx_bias")
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
 for _norm, _bias in (("layer", ("bias",)), ("rms", ())):
     _fused = partial(FORWARD[_norm], fadd="pre_add_store", fquant="smooth_dynamic", save_mv=True)
-    _statistics = {name: torch.rand(M) for name in (("mean", "rstd") if _norm == "layer" else ("rstd",))}
     CALLS |= {
         f"{_norm}, forward": (FORWARD[_norm], made("x", "weight", *_bias)),
         f"{_norm}, fused": (_fused, made("x", "weight", *_bias, "residual", "x_bias", "smooth_scale")),
         f"{_norm}, backward": (
             partial(BACKWARD[_norm], wants=WANTS),
-            made("dy", "x", "weight", "x_bias", "dresidual_out") | _statistics,
+            backward_operands(_norm),
         ),
         f"{_norm}, differentiable": (
             partial(getattr(normforge, f"{_norm}_norm"), normalized_shape=(N,)),

@@ -13,7 +13,7 @@ from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
 from ..thorough import THOROUGH, first_of_each
-from .shared import there
+from .shared import Refused, each_of, there
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -203,79 +203,73 @@ def test_outputs_may_not_lie_where_scales_do() -> None:
 
 
 X, ROW = rows(FORMATS[0], 3, 64), torch.rand(3)
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "missing": ({"x": X, **BF16}, errors.ConflictError, "^x is fp8, .* and no x_scale was passed; pass it, one a row"),
-    "of_floats": (
-        {"x": X.float(), "x_scale": ROW},
-        errors.ConflictError,
-        "^x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
-    ),
-    "shape": (
-        {"x": X, "x_scale": torch.rand(2), **BF16},
-        errors.ShapeError,
-        r"^x_scale has shape \(2,\); it takes one value a row, \(3,\) or \(3, 1\), or one for all, \(1,\)",
-    ),
-    "columns": ({"x": X, "x_scale": torch.rand(64), **BF16}, errors.ShapeError, r"^x_scale has shape \(64,\)"),
-    "dtype": (
-        {"x": X, "x_scale": ROW.half(), **BF16},
-        errors.DTypeError,
-        "^x_scale has dtype torch.float16; it takes torch.float32",
-    ),
-    "number": ({"x": X, "x_scale": 0.5, **BF16}, errors.DTypeError, "^x_scale is a float; it takes a torch.Tensor"),
-    "device": (
-        {"x": X, "x_scale": ROW.to("meta"), **BF16},
-        errors.DeviceError,
-        "^x_scale is on meta and x on cpu; move one to the other's device",
-    ),
-    "layout": (
-        {"x": X, "x_scale": torch.rand(6)[::2], **BF16},
-        errors.LayoutError,
-        r"^x_scale has strides \(2,\); pass x_scale.contiguous\(\)",
-    ),
-    "no_type": (
-        {"x": X, "x_scale": ROW},
-        errors.ConflictError,
-        "^x has dtype torch.float8_e4m3fn, which y cannot have .* pass out_dtype=torch.bfloat16, say, or fquant='dyn",
-    ),
-    "unscaled_y": (
-        {"x": X, "x_scale": ROW, "out_dtype": torch.float8_e4m3fn},
-        errors.IllegalCombinationError,
-        "^out_dtype fp8_e4m3fn needs a scale for each row, and fquant none computes none",
-    ),
-    "format": (
-        {"x": X.view(torch.uint8).view(torch.float8_e4m3fnuz), "x_scale": ROW, **BF16},
-        errors.DTypeError,
-        "^x has dtype torch.float8_e4m3fnuz; it takes torch.float16 or .* torch.float8_e4m3fn or torch.float8_e5m2$",
-    ),
-    "residual": (
-        {"x": X, "x_scale": ROW, "residual": X, "fadd": "pre_add", **BF16},
-        errors.DTypeError,
-        "^residual has dtype torch.float8_e4m3fn; it takes torch.float16 or torch.bfloat16 or torch.float32$",
-    ),
-    "gradient": (
-        {"x": X, "x_scale": ROW, "weight": torch.ones(64, requires_grad=True), **BF16},
-        errors.GradientError,
-        r"^weight requires a gradient and no kernel computes one of a norm of fp8; call normforge.layer_norm or "
-        r"rms_norm of the dequantised x, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
-    ),
-    "gradient_of_the_scale": (
-        {"x": X, "x_scale": torch.ones(3, requires_grad=True), **BF16},
-        errors.GradientError,
-        "^x_scale requires a gradient and no kernel computes one of a norm of fp8",
-    ),
+# Beside an x of fp8, its scale and out_dtype.
+REFUSED: Refused = {
+    errors.ConflictError: {
+        "missing": ({"x_scale": None}, "^x is fp8, .* and no x_scale was passed; pass it, one a row"),
+        "of_floats": (
+            {"x": X.float(), "out_dtype": None},
+            "^x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
+        ),
+        "no_type": (
+            {"out_dtype": None},
+            "^x has dtype torch.float8_e4m3fn, which y cannot have .* pass out_dtype=torch.bfloat16, say, or fquant='d",
+        ),
+    },
+    errors.ShapeError: {
+        "shape": (
+            {"x_scale": torch.rand(2)},
+            r"^x_scale has shape \(2,\); it takes one value a row, \(3,\) or \(3, 1\), or one for all, \(1,\)",
+        ),
+        "columns": ({"x_scale": torch.rand(64)}, r"^x_scale has shape \(64,\)"),
+    },
+    errors.DTypeError: {
+        "dtype": ({"x_scale": ROW.half()}, "^x_scale has dtype torch.float16; it takes torch.float32"),
+        "number": ({"x_scale": 0.5}, "^x_scale is a float; it takes a torch.Tensor"),
+        "format": (
+            {"x": X.view(torch.uint8).view(torch.float8_e4m3fnuz)},
+            "^x has dtype torch.float8_e4m3fnuz; it takes torch.float16 .* torch.float8_e4m3fn or torch.float8_e5m2$",
+        ),
+        "residual": (
+            {"residual": X, "fadd": "pre_add"},
+            "^residual has dtype torch.float8_e4m3fn; it takes torch.float16 or torch.bfloat16 or torch.float32$",
+        ),
+    },
+    errors.DeviceError: {
+        "device": ({"x_scale": ROW.to("meta")}, "^x_scale is on meta and x on cpu; move one to the other's device")
+    },
+    errors.LayoutError: {
+        "layout": ({"x_scale": torch.rand(6)[::2]}, r"^x_scale has strides \(2,\); pass x_scale.contiguous\(\)")
+    },
+    errors.IllegalCombinationError: {
+        "unscaled_y": (
+            {"out_dtype": torch.float8_e4m3fn},
+            "^out_dtype fp8_e4m3fn needs a scale for each row, and fquant none computes none",
+        )
+    },
+    errors.GradientError: {
+        "gradient": (
+            {"weight": torch.ones(64, requires_grad=True)},
+            r"^weight requires a gradient and no kernel computes one of a norm of fp8; call normforge.layer_norm or "
+            r"rms_norm of the dequantised x, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
+        ),
+        "gradient_of_the_scale": (
+            {"x_scale": torch.ones(3, requires_grad=True)},
+            "^x_scale requires a gradient and no kernel computes one of a norm of fp8",
+        ),
+    },
 }
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("case", REFUSED)
+@each_of(REFUSED)
 @each_norm
-def test_refused(norm: str, case: str, known: bool) -> None:
-    given, error, message = REFUSED[case]
+def test_refused(norm: str, given: dict[str, Any], error: type[Exception], message: str, known: bool) -> None:
     if known:
         FORWARD[norm](X, x_scale=ROW, **BF16)
         FORWARD[norm](X.float())
     with pytest.raises(error, match=message):
-        FORWARD[norm](**given)
+        FORWARD[norm](**{"x": X, "x_scale": ROW, **BF16, **given})
 
 
 @pytest.mark.usefixtures("nothing_known")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.errors import GradientError
+from proving.cases import cases, operands
 
 from ..calling import FORWARD, each_norm, same_bits
 from ..nn.oracle import backward
@@ -40,84 +41,71 @@ def operator_into(norm: str, x: torch.Tensor, out: torch.Tensor, residual_out: t
     registered.FORWARD_INTO[norm](*passed, out, residual_out)
 
 
-@each_norm
-@pytest.mark.parametrize("known", [False, True])
-def test_a_saved_residual_cannot_be_overwritten_unseen(norm: str, known: bool) -> None:
-    linear = torch.nn.Linear(N, N)
-    x, residual = torch.randn(M, N), torch.randn(M, N)
-    if known:
-        added_into(norm, x.clone(), residual.clone(), torch.empty(M, N))
-        added_into(norm, x, spare := residual.clone(), spare)
-    z = linear(residual)
-    added_into(norm, x, residual, residual)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        backward(z.square().sum())
+def kept_by_torch(norm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = torch.randn(M, N)
+    return torch.nn.Linear(N, N)(kept), kept
 
 
-@each_norm
-def test_a_saved_x_cannot_be_overwritten_unseen(norm: str) -> None:
-    h = torch.randn(M, N, requires_grad=True).exp()
-    with torch.no_grad():
-        normalised_into(norm, h, h)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        backward(h.sum())
+def kept_of_a_gradient(norm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = torch.randn(M, N, requires_grad=True).exp()
+    return kept, kept
 
 
-@each_norm
-def test_the_operators_that_write_are_seen_to(norm: str) -> None:
-    linear = torch.nn.Linear(N, N)
-    for written in ("out", "residual_out"):
-        kept = torch.randn(M, N)
-        z = linear(kept)
-        other = torch.empty(M, N)
-        out, residual_out = (kept, None) if written == "out" else (other, kept)
-        operator_into(norm, torch.randn(M, N), out, residual_out)
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            backward(z.sum())
+def kept_by_a_norm(norm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    (case,) = cases("plain", vary=(), norm=norm, shape=(M, N), without=("residual", "x_bias"))
+    given = operands(case)
+    x = given["x"].detach()
+    return case.run({**given, "x": x})[0], x
 
 
-@pytest.mark.parametrize("add", [normforge.add_layer_norm, normforge.add_rms_norm])
-def test_a_sum_that_normforge_saved_cannot_be_overwritten_unseen(add: Callable[..., Any]) -> None:
-    x, residual = torch.randn(M, N, requires_grad=True), torch.randn(M, N)
-    y, total = add(x, residual)
-    with torch.no_grad():
-        added_into("rms", torch.randn(M, N), total, total)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        backward(y.sum())
+def kept_by_an_add(norm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    (case,) = cases("plain", vary=(), norm=norm, shape=(M, N))
+    y, total = case.run(operands(case))
+    return y, total
 
 
-def test_an_x_that_normforge_saved_cannot_be_overwritten_unseen() -> None:
-    x, weight = torch.randn(M, N), torch.ones(N, requires_grad=True)
-    y = normforge.layer_norm(x, (N,), weight)
-    normalised_into("layer", x, x)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        backward(y.sum())
-
-
-# From a tensor that is kept to the part of it that is written to.
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "all": lambda kept: kept,
-    "a view": lambda kept: kept.view(2, M, N),
-    "rows": lambda kept: kept[M:],
-    "columns": lambda kept: kept.view(M, 2 * N)[:, N:],
-    "detached": lambda kept: kept.detach()[:M],
+# What keeps a tensor for its backward pass, and what writes to the tensor.
+KEEPING = (kept_by_torch, kept_of_a_gradient, kept_by_a_norm, kept_by_an_add)
+WRITING: dict[str, Callable[[str, torch.Tensor], None]] = {
+    "out": lambda norm, kept: normalised_into(norm, kept, kept),
+    "residual_out": lambda norm, kept: added_into(norm, torch.randn(M, N), kept, kept),
+    "operator, out": lambda norm, kept: operator_into(norm, torch.randn(M, N), kept),
+    "operator, residual_out": lambda norm, kept: operator_into(norm, torch.randn(M, N), torch.empty(M, N), kept),
+    "in inference": torch.inference_mode()(lambda norm, kept: normalised_into(norm, torch.randn(M, N), kept)),
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=[name.replace(" ", "_") for name in VIEWS])
-def test_a_part_of_what_is_kept_cannot_be_overwritten_unseen(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    kept = torch.randn(2 * M, N)
-    z = kept * torch.ones(N, requires_grad=True)
-    out = view(kept)
-    normforge.layernorm2d_fwd(torch.randn(out.shape), out=out)
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("write", WRITING.values(), ids=WRITING)
+@pytest.mark.parametrize("keep", KEEPING)
+@each_norm
+def test_what_is_kept_cannot_be_overwritten_unseen(norm: str, keep: Any, write: Any, known: bool) -> None:
+    if known:
+        write(norm, torch.randn(M, N))
+    z, kept = keep(norm)
+    with torch.set_grad_enabled(not kept.requires_grad):
+        write(norm, kept)
     with pytest.raises(RuntimeError, match=MODIFIED):
         backward(z.sum())
 
 
-def test_what_is_kept_of_a_view_cannot_be_overwritten_through_its_base() -> None:
-    memory = torch.randn(2 * M, N)
-    z = memory[:M] * torch.ones(N, requires_grad=True)
-    normforge.layernorm2d_fwd(torch.randn(2 * M, N), out=memory)
+# From a tensor to the part of it that is kept, and the part that is written to.
+VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "all": (lambda whole: whole, lambda whole: whole),
+    "a_view": (lambda whole: whole, lambda whole: whole.view(2, M, N)),
+    "rows": (lambda whole: whole, lambda whole: whole[M:]),
+    "columns": (lambda whole: whole, lambda whole: whole.view(M, 2 * N)[:, N:]),
+    "detached": (lambda whole: whole, lambda whole: whole.detach()[:M]),
+    "the_base": (lambda whole: whole[:M], lambda whole: whole),
+}
+
+
+@pytest.mark.parametrize(("kept", "written"), VIEWS.values(), ids=VIEWS)
+def test_a_part_of_what_is_kept_cannot_be_overwritten_unseen(kept: Any, written: Any) -> None:
+    whole = torch.randn(2 * M, N)
+    z = kept(whole) * torch.ones(N, requires_grad=True)
+    out = written(whole)
+    normforge.layernorm2d_fwd(torch.randn(out.shape), out=out)
     with pytest.raises(RuntimeError, match=MODIFIED):
         backward(z.sum())
 
@@ -188,15 +176,6 @@ def test_an_inference_tensor_is_written_to_in_inference_mode_alone(norm: str, na
     with torch.inference_mode():
         FORWARD[norm](x, **given, **{name: output})
     assert same_bits(output, expected)
-
-
-def test_a_write_in_inference_mode_is_seen_afterwards() -> None:
-    kept = torch.randn(M, N)
-    z = kept * torch.ones(N, requires_grad=True)
-    with torch.inference_mode():
-        normalised_into("rms", torch.randn(M, N), kept)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        backward(z.sum())
 
 
 def written_once(norm: str, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Table
 
 from ..calling import FORWARD, ORACLE, agree, each_norm
-from .shared import BACKWARD, check_backward
+from .shared import BACKWARD, backward_operands, check_backward
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -166,11 +166,7 @@ def test_an_output_never_replaces_a_vector(name: str) -> None:
             FORWARD["layer"](**given, out=vector.view(torch.int8)[:N] if modes else vector)
 
 
-def backward_arguments(norm: str) -> dict[str, Any]:
-    given: dict[str, Any] = {name: torch.randn(M, N) for name in ("dy", "x", "dresidual_out")}
-    given |= {"weight": torch.randn(N), "x_bias": torch.randn(N), "rstd": torch.rand(M) + 0.5}
-    given["wants"] = ("dx", "dweight", "dx_bias")
-    return given | {"mean": torch.randn(M)} if norm == "layer" else given
+WANTS = ("dx", "dweight", "dx_bias")
 
 
 def check_gradients(norm: str, given: dict[str, Any]) -> None:
@@ -193,7 +189,7 @@ GRADIENT_KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], t
 def test_another_kind_of_operand_is_another_kind_of_backward_call(
     norm: str, kind: str, launched: list[Launcher]
 ) -> None:
-    usual = backward_arguments(norm)
+    usual: dict[str, Any] = {**backward_operands(norm), "wants": WANTS}
     check_gradients(norm, usual)
     change, names = GRADIENT_KINDS[kind]
     for name in names:
@@ -216,9 +212,9 @@ OTHER_GRADIENTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("norm", "other"), OTHER_GRADIENTS, ids=str)
 def test_other_gradients_are_another_kind_of_backward_call(norm: str, other: dict[str, Any]) -> None:
-    usual = backward_arguments(norm)
+    usual: dict[str, Any] = {**backward_operands(norm), "wants": WANTS}
     if norm == "layer":
-        usual["wants"] = (*usual["wants"], "dbias")
+        usual["wants"] = (*WANTS, "dbias")
     for given in (usual, usual | other, usual):
         check_gradients(norm, given)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import normforge
-from normforge import LayerNormOutput
 from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
 
 from ..calling import FORWARD, each_norm, same_bits
@@ -21,49 +20,39 @@ def x() -> torch.Tensor:
     return torch.randn(M, N, dtype=torch.float16)
 
 
-def assert_same(outputs: list[LayerNormOutput]) -> None:
-    """Fail unless all outputs are equal to the bit."""
-    for output in outputs[1:]:
-        for a, b in zip(outputs[0], output, strict=True):
-            assert same_bits(a, b)
+# Ways to say a mode, and what it needs beside it; scales that are given are those of `quantised_layer_norm`.
+SPELLINGS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    *(
+        ("fadd", (mode, mode.value, mode.code), {"residual": torch.ones(M, N)} if mode.adds else {})
+        for mode in FusedAdd
+    ),
+    *(
+        ("fquant", (mode, mode.value, mode.code), {"smooth_scale": torch.ones(N)} if mode.smooths else {})
+        for mode in FusedQuant
+        if not mode.is_static
+    ),
+    ("rounding", ("truncate", Rounding.TRUNCATE), {"fquant": 2}),
+    ("cast", ("before_weight", Cast.BEFORE_WEIGHT), {}),
+    ("save_mv", (1, True), {}),
+    ("save_mv", (0, False), {}),
+]
 
 
 @each_norm
-@pytest.mark.parametrize("mode", FusedAdd)
-def test_fadd_as_word_integer_and_enum(norm: str, mode: FusedAdd, x: torch.Tensor) -> None:
-    extra: dict[str, Any] = {"residual": torch.randn(M, N)} if mode.adds else {}
-    spellings = (mode, mode.value, mode.code)
-    assert_same([FORWARD[norm](x, fadd=spelling, **extra) for spelling in spellings])
-    assert len({normforge.which(x, fadd=spelling, **extra, norm=norm) for spelling in spellings}) == 1
-
-
-@each_norm
-# Scales that are given are those of `quantised_layer_norm`.
-@pytest.mark.parametrize("mode", [mode for mode in FusedQuant if not mode.is_static])
-def test_fquant_as_word_integer_and_enum(norm: str, mode: FusedQuant, x: torch.Tensor) -> None:
-    extra: dict[str, Any] = {"smooth_scale": torch.randn(N)} if mode.smooths else {}
-    spellings = (mode, mode.value, mode.code)
-    assert_same([FORWARD[norm](x, fquant=spelling, **extra) for spelling in spellings])
-    assert len({normforge.which(x, fquant=spelling, **extra, norm=norm) for spelling in spellings}) == 1
+@pytest.mark.parametrize(("name", "spellings", "beside"), SPELLINGS)
+def test_a_mode_as_word_integer_and_enum(
+    norm: str, name: str, spellings: tuple[Any, ...], beside: dict[str, Any], x: torch.Tensor
+) -> None:
+    given = [{name: spelling, **beside} for spelling in spellings]
+    first, *others = [FORWARD[norm](x, **each) for each in given]
+    for other in others:
+        assert all(map(same_bits, first, other))
+    assert len({normforge.which(x, **each, norm=norm) for each in given}) == 1
 
 
 def test_codes_are_those_of_ck_tile() -> None:
     assert [mode.code for mode in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE, FusedAdd.PRE_ADD)] == [0, 1, 2]
     assert [mode.code for mode in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC)] == [0, 1, 2]
-
-
-def test_rounding_as_word_and_enum(x: torch.Tensor) -> None:
-    assert_same([FORWARD["layer"](x, fquant=2, rounding=spelling) for spelling in ("truncate", Rounding.TRUNCATE)])
-
-
-def test_cast_as_word_and_enum(x: torch.Tensor) -> None:
-    spellings = ("before_weight", Cast.BEFORE_WEIGHT)
-    assert_same([FORWARD["rms"](x.bfloat16(), cast=spelling) for spelling in spellings])
-
-
-@pytest.mark.parametrize("flag", [1, 0])
-def test_save_mv_as_integer(flag: int, x: torch.Tensor) -> None:
-    assert_same([FORWARD["layer"](x, save_mv=spelling) for spelling in (flag, bool(flag))])
 
 
 def test_norm_as_word_and_enum(x: torch.Tensor) -> None:

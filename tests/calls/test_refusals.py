@@ -14,7 +14,7 @@ from normforge.errors import ConflictError, DTypeError, GradientError
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, each_norm, same_bits
-from .shared import BACKWARD
+from .shared import BACKWARD, backward_operands
 
 M, N = 3, 64
 
@@ -72,19 +72,10 @@ def test_which_says_so_too_unless_it_is_asked_about_what_is_differentiable() -> 
     assert normforge.which(x, functional=True) == normforge.which(x.detach())
 
 
-def gradient_operands(norm: str) -> dict[str, Any]:
-    names = ("dy", "x", "weight", "x_bias", "dresidual_out", "mean", "rstd")
-    sizes = {"weight": (N,), "x_bias": (N,), "mean": (M,), "rstd": (M,)}
-    given: dict[str, Any] = {name: torch.rand(sizes.get(name, (M, N))) for name in names}
-    if norm == "rms":
-        del given["mean"]
-    return given
-
-
 @pytest.mark.parametrize("known", [False, True])
 @each_norm
 def test_backward_functions_do_not_detach_in_silence(norm: str, known: bool) -> None:
-    tensors = gradient_operands(norm)
+    tensors = backward_operands(norm)
     expected = BACKWARD[norm](**tensors)
     for name, tensor in tensors.items():
         if known:
@@ -98,7 +89,7 @@ def test_backward_functions_do_not_detach_in_silence(norm: str, known: bool) -> 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_weight_offset_without_weight_is_refused_backward_too(known: bool) -> None:
-    given = gradient_operands("rms")
+    given = backward_operands("rms")
     del given["weight"]
     if known:
         rmsnorm2d_bwd(**given)
@@ -112,13 +103,13 @@ def test_a_weight_offset_without_weight_is_refused_backward_too(known: bool) -> 
 def test_a_weight_offset_that_fp32_cannot_hold_is_refused_backward_too(offset: Any) -> None:
     for _ in range(2):
         with pytest.raises(ConflictError, match=r"^weight_offset=.* will not do; it takes a number that is finite"):
-            rmsnorm2d_bwd(**gradient_operands("rms"), weight_offset=offset)
+            rmsnorm2d_bwd(**backward_operands("rms"), weight_offset=offset)
 
 
 @pytest.mark.parametrize("name", ["mean", "rstd"])
 @pytest.mark.parametrize("known", [False, True])
 def test_statistics_that_are_not_there_are_asked_for(name: str, known: bool) -> None:
-    given = gradient_operands("layer")
+    given = backward_operands("layer")
     if known:
         layernorm2d_bwd(**given)
     with pytest.raises(DTypeError, match=f"^{name} is NoneType; it takes the torch.float32 tensor that the forward"):

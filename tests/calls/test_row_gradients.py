@@ -122,17 +122,3 @@ def test_gradients_of_samples_are_each_rounded_once(dtype: torch.dtype, device: 
     for got, wanted in zip(found, exact, strict=True):
         floor = 1e-6 * float(wanted.abs().max())
         torch.testing.assert_close(got.double(), wanted, rtol=0.51 * step + 1e-6, atol=floor)
-
-
-@each_device
-@pytest.mark.parametrize("group", [None, 16])
-def test_the_kernels_that_add_up_are_listed_before(group: int | None, device: str) -> None:
-    leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((8, N), (8, N), (N,))]
-    torch.autograd.grad(normforge.gated_rms_norm(*leaves, group_size=group).sum(), leaves)
-    (plan,) = backward_plans()
-    listed = normforge.compile_keys(
-        n=[group or N], modes=[plan.mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
-    )
-    (its,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
-    assert its["dweight_ptr"] == "*fp32:16"
-    assert its["dbias_ptr"] is None

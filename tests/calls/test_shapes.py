@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,32 +38,21 @@ def test_dimensions(norm: str, shape: tuple[int, ...]) -> None:
         assert a is b is None or (a is not None and b is not None and torch.equal(a.flatten(), b.flatten()))
 
 
-def strided(rows: int, n: int, kind: str) -> torch.Tensor:
-    """An (rows, n) view of the layout that `kind` names."""
-    memory = torch.randn(rows * (n + 5) + n)
-    return {
-        "slice of a wider tensor": lambda: memory[: rows * (n + 5)].view(rows, n + 5)[:, 2 : n + 2],
-        "every other row": lambda: torch.randn(2 * rows, n)[::2],
-        "one row expanded": lambda: memory[:n].expand(rows, n),
-        "rows that overlap": lambda: memory.as_strided((rows, n), (3, 1)),
-        "rows in reverse memory order": lambda: torch.randn(n * rows).view(rows, n).flip(0),
-    }[kind]()
+# Rows by the layout that they have.
+STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "slice of a wider tensor": lambda rows, n: torch.randn(rows, n + 5)[:, 2 : n + 2],
+    "every other row": lambda rows, n: torch.randn(2 * rows, n)[::2],
+    "one row expanded": lambda rows, n: torch.randn(n).expand(rows, n),
+    "rows that overlap": lambda rows, n: torch.randn(3 * rows + n).as_strided((rows, n), (3, 1)),
+    "rows in reverse memory order": lambda rows, n: torch.randn(rows, n).flip(0),
+}
 
 
-KINDS = (
-    "slice of a wider tensor",
-    "every other row",
-    "one row expanded",
-    "rows that overlap",
-    "rows in reverse memory order",
-)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.replace(" ", "_"))
+@pytest.mark.parametrize("kind", STRIDED, ids=lambda kind: kind.replace(" ", "_"))
 @each_pipeline
 def test_row_strides(n: int, kind: str) -> None:
-    check("layer", strided(3, n, kind), residual=strided(3, n, "slice of a wider tensor"), fadd="pre_add", save_mv=True)
-    check("rms", torch.randn(3, n), residual=strided(3, n, kind), fadd="pre_add_store", fquant="dynamic")
+    check("layer", STRIDED[kind](3, n), residual=STRIDED["slice of a wider tensor"](3, n), fadd="pre_add", save_mv=True)
+    check("rms", torch.randn(3, n), residual=STRIDED[kind](3, n), fadd="pre_add_store", fquant="dynamic")
 
 
 @each_pipeline
