@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,29 +122,33 @@ MISALIGNED_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", ["x", "weight", "both"])
-@pytest.mark.parametrize("name", MISALIGNED_CALLS)
-def test_misaligned_tensors_are_planned_once(name: str, which: str, planned: list[str]) -> None:
-    for _ in range(2):
-        planned.clear()
-        x = misaligned(4, N) if which != "weight" else torch.ones(4, N)
-        weight = misaligned(N) if which != "x" else torch.ones(N)
-        MISALIGNED_CALLS[name](x, weight)
-    assert planned == []
+def of_misaligned(name: str, which: str) -> None:
+    x = misaligned(4, N) if which != "weight" else torch.ones(4, N)
+    MISALIGNED_CALLS[name](x, misaligned(N) if which != "x" else torch.ones(N))
 
 
-def test_a_misaligned_scale_is_planned_once(planned: list[str]) -> None:
-    for _ in range(2):
-        planned.clear()
-        normforge.quantised_rms_norm(torch.ones(4, N), fquant="static", y_scale=misaligned(1))
-    assert planned == []
+def of_a_misaligned_scale() -> None:
+    normforge.quantised_rms_norm(torch.ones(4, N), fquant="static", y_scale=misaligned(1))
 
 
-def test_backward_operators_are_planned_once(planned: list[str]) -> None:
+def of_an_operator() -> None:
     """The dispatcher passes `wants` as a list."""
-    operator = torch.ops.normforge.rmsnorm2d_bwd
+    x = torch.ones(4, N)
+    torch.ops.normforge.rmsnorm2d_bwd(
+        x, x, None, PER_ROW, 0.0, None, None, 0.0, None, "after_weight", None, None, ["dx"]
+    )
+
+
+PLANNED_ONCE: dict[str, Callable[[], None]] = {
+    f"{name}-{which}": partial(of_misaligned, name, which)
+    for name in MISALIGNED_CALLS
+    for which in ("x", "weight", "both")
+} | {"a scale": of_a_misaligned_scale, "a backward operator": of_an_operator}
+
+
+@pytest.mark.parametrize("call", PLANNED_ONCE.values(), ids=PLANNED_ONCE)
+def test_tensors_anywhere_are_planned_once(call: Callable[[], None], planned: list[str]) -> None:
     for _ in range(2):
         planned.clear()
-        x = torch.ones(4, N)
-        operator(x, x, None, PER_ROW, 0.0, None, None, 0.0, None, "after_weight", None, None, ["dx"])
+        call()
     assert planned == []

@@ -9,6 +9,7 @@ import torch
 
 import normforge
 from normforge import errors
+from normforge.calls.functions import completed
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
@@ -322,16 +323,9 @@ def test_a_traced_call_is_an_operator(norm: str) -> None:
     x.requires_grad_(False)
     operator = torch.ops.normforge.rmsnorm2d_fwd.default
     weight = torch.ones(64, requires_grad=True)
-    said = {
-        "eps": 1e-6,
-        "weight_offset": 0.0,
-        "fadd": "none",
-        "fquant": "none",
-        "scale_dtype": torch.float32,
-        "dropout_p": 0.0,
-    }
-    said |= {"save_mv": True, "rounding": "nearest", "cast": "after_weight", "out_dtype": torch.bfloat16}
+    said = {"x": x, "weight": weight, "x_scale": scale_of(x, "row"), "save_mv": True, "out_dtype": torch.bfloat16}
     names = [argument.name for argument in operator._schema.arguments]
-    given = {**dict.fromkeys(names), **said, "x": x, "weight": weight, "x_scale": scale_of(x, "row")}
+    given = {**dict.fromkeys(names), **completed("rmsnorm2d_fwd", said)}
+    given = {name: given[name] for name in names}
     with pytest.raises(errors.GradientError, match="a tensor requires a gradient and no kernel computes one of a norm"):
         operator(**given)

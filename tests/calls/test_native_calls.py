@@ -32,6 +32,7 @@ from normforge.upstream import native_launcher
 
 from ..calling import pieces
 from ..stand_in_cuda import NEEDS_A_COMPILER
+from .shared import backward_operands
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -75,24 +76,25 @@ def made_known(operands: Operands, options: Any) -> None:
     recorded.normalise(operands, (N,), (norm, 1e-5 if eps is None else eps, *others))
 
 
-# Operands of calls that Python finds as well, and their options.
-KNOWN: dict[str, tuple[Callable[[], Operands], Any]] = {
-    "x alone": (lambda: (rows(), None, None, None, None), OPTIONS),
-    "plain": (lambda: (rows(), vector(), vector(), None, None), OPTIONS),
-    "a bias of x": (lambda: (rows(), vector(), None, None, vector()), OPTIONS),
-    "with a residual": (lambda: (rows(), vector(), vector(), rows(), None), OPTIONS),
-    "an offset, eps by default": (lambda: (rows(), vector(), None, None, None), RMS),
-    "three dimensions": (lambda: (rows(2, M, N), vector(), vector(), rows(2, M, N), None), OPTIONS),
-    "one": (lambda: (rows(N), vector(), None, None, None), OPTIONS),
-    "rows with gaps": (lambda: (rows(M, 2 * N)[:, :N].detach(), vector(), vector(), None, None), OPTIONS),
-    "frozen": (lambda: (rows(requires_grad=False), None, None, None, None), OPTIONS),
+# Operands of calls that Python finds as well, their options, and how many of them autograd is shown: of a residual's
+# call all five, of others none at the end.
+KNOWN: dict[str, tuple[Callable[[], Operands], Any, int]] = {
+    "x alone": (lambda: (rows(), None, None, None, None), OPTIONS, 2),
+    "plain": (lambda: (rows(), vector(), vector(), None, None), OPTIONS, 3),
+    "a bias of x": (lambda: (rows(), vector(), None, None, vector()), OPTIONS, 4),
+    "with a residual": (lambda: (rows(), vector(), vector(), rows(), None), OPTIONS, 5),
+    "an offset, eps by default": (lambda: (rows(), vector(), None, None, None), RMS, 2),
+    "three dimensions": (lambda: (rows(2, M, N), vector(), vector(), rows(2, M, N), None), OPTIONS, 5),
+    "one": (lambda: (rows(N), vector(), None, None, None), OPTIONS, 2),
+    "rows with gaps": (lambda: (rows(M, 2 * N)[:, :N].detach(), vector(), vector(), None, None), OPTIONS, 3),
+    "frozen": (lambda: (rows(requires_grad=False), None, None, None, None), OPTIONS, 0),
 }
 
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["recorded", "unrecorded"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_python_finds_is_found(name: str, gradients: bool) -> None:
-    operands, options = KNOWN[name]
+    operands, options, _ = KNOWN[name]
     with torch.set_grad_enabled(gradients):
         given = operands()
         assert found(given, options)[2] is None
@@ -250,22 +252,9 @@ FUNCTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "misaligned": ("layernorm2d_fwd", {"x": torch.randn(M * N + 1)[1:].view(M, N)}),
     "into": ("layernorm2d_fwd", {"x": X, "out": torch.empty(M, N)}),
     "dropout": ("layernorm2d_fwd", {"x": X, "residual": X.clone(), "fadd": 1, "dropout_p": 0.5, "dropout_rng": (1, 2)}),
-    "fp8": (
-        "layernorm2d_fwd",
-        {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(M), "out_dtype": torch.float32},
-    ),
+    "fp8": ("layernorm2d_fwd", {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(M), "out_dtype": torch.float32}),
     "gradients": ("rmsnorm2d_bwd", {"dy": X, "x": X.clone(), "rstd": torch.ones(M), "wants": ["dx"]}),
-    "gradients with means": (
-        "layernorm2d_bwd",
-        {
-            "dy": X,
-            "x": X.clone(),
-            "weight": WEIGHT,
-            "mean": torch.zeros(M),
-            "rstd": torch.ones(M),
-            "wants": ("dweight",),
-        },
-    ),
+    "gradients with means": ("layernorm2d_bwd", {**backward_operands("layer"), "wants": ("dweight", "dx_bias")}),
 }
 
 
@@ -363,26 +352,13 @@ def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...
     assert [*map(id, made)] == [*map(id, expected)]
 
 
-# How many operands autograd is shown of each that is known: a residual's call all five, others none at the end.
-PASSED = {
-    "x alone": 2,
-    "plain": 3,
-    "a bias of x": 4,
-    "with a residual": 5,
-    "an offset, eps by default": 2,
-    "three dimensions": 5,
-    "one": 2,
-    "rows with gaps": 3,
-}
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     given: list[tuple[Any, ...]] = []
     applies: Any = [lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)]
     records = {"recorded": recorded._recording(*applies)}
     both = [native.calls_among(dispatch, make, records) for make in (native.makes(build=True), Lookup)]
-    make, options = KNOWN[name]
+    make, options, passed = KNOWN[name]
     operands = make()
     for calls in both:
         assert calls.recorded.normalise(operands, options, None) is None
@@ -396,7 +372,7 @@ def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     assert first[0] == second[0] == int(operands[3] is not None)
     assert first[1][0] == second[1][0] == options
     assert [*map(id, first[2:])] == [*map(id, second[2:])]
-    assert len(first[2:]) == PASSED[name]
+    assert len(first[2:]) == passed
 
 
 @pytest.mark.parametrize("launched", ["alone", "added"], indirect=True)

@@ -126,12 +126,11 @@ def refused(message: str, **arguments: Any) -> None:
 
 
 def test_out_rows_that_overlap_one_another() -> None:
-    x = torch.randn(M, N)
+    x, all_one = torch.randn(M, N), torch.zeros(1, N).expand(M, N)
     refused(r"the rows of out overlap \(row stride 63, N 64\)", x=x, out=torch.zeros(200).as_strided((M, N), (63, 1)))
-    refused(r"the rows of out overlap \(row stride 0", x=x, out=torch.zeros(1, N).expand(M, N))
-    refused(r"the rows of out overlap \(row stride 0", x=torch.randn(M, 1), out=torch.zeros(1, 1).expand(M, 1))
-    residual_out = torch.zeros(1, N).expand(M, N)
-    refused("the rows of residual_out overlap", x=x, residual=x.clone(), fadd=1, residual_out=residual_out)
+    refused(r"the rows of out overlap \(row stride 0", x=x, out=all_one)
+    refused(r"the rows of out overlap \(row stride 0", x=torch.randn(M, 1), out=all_one[:, :1])
+    refused("the rows of residual_out overlap", x=x, residual=x.clone(), fadd=1, residual_out=all_one)
 
 
 def test_out_that_overlaps_an_input_elsewhere_than_exactly() -> None:
