@@ -20,7 +20,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Table
 
 from ..calling import FORWARD, ORACLE, agree, each_norm
-from .shared import BACKWARD, backward_operands, check_backward
+from .shared import backward_operands, check_backward
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -57,10 +57,6 @@ def with_gaps(rows: torch.Tensor) -> torch.Tensor:
     return wider[:, :N].copy_(rows)
 
 
-def in_bf16(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.bfloat16()
-
-
 VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
 ROWS = ("x", "residual", "out", "residual_out")
 
@@ -79,15 +75,31 @@ def plain(norm: str) -> dict[str, Any]:
     return {name: fused(norm)[name] for name in ("x", "weight", "bias") if name in fused(norm)}
 
 
+WANTS = ("dx", "dweight", "dx_bias")
+
+
+def backward(norm: str) -> dict[str, Any]:
+    return {**backward_operands(norm), "wants": WANTS}
+
+
 def check(norm: str, given: dict[str, Any]) -> None:
-    inputs = {name: value for name, value in given.items() if name not in ("out", "residual_out")}
-    agree(FORWARD[norm](**given), ORACLE[norm](**inputs))
+    """Hold a forward call, or a backward one, against the oracle."""
+    if "dy" not in given:
+        inputs = {name: value for name, value in given.items() if name not in ("out", "residual_out")}
+        return agree(FORWARD[norm](**given), ORACLE[norm](**inputs), Rounding(given.get("rounding", "nearest")))
+    actual = check_backward(norm, **given)
+    assert {name for name, gradient in actual._asdict().items() if gradient is not None} == set(given["wants"])
+    assert actual.dx is None or actual.dx.dtype == given.get("dx_dtype", given["x"].dtype)
+    assert actual.dbias is None or actual.dbias.dtype == given.get("bias_dtype", given["weight"].dtype)
+    return None
 
 
-KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]] = {
-    "bf16": (in_bf16, (*VECTORS, "x", "residual")),
-    "gaps": (with_gaps, ROWS),
-    "misaligned": (misaligned, (*VECTORS, *ROWS)),
+GRADIENTS = ("dy", "dresidual_out")
+KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
+    "bf16": (torch.Tensor.bfloat16, (*VECTORS, "x", "residual", *GRADIENTS)),
+    "gaps": (with_gaps, (*ROWS, *GRADIENTS)),
+    "misaligned": (misaligned, (*VECTORS, *ROWS, *GRADIENTS, "mean", "rstd")),
+    "absent": (lambda tensor: None, ("dresidual_out",)),
 }
 
 
@@ -104,7 +116,7 @@ def true(given: dict[str, Any]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arguments", [plain, fused])
+@pytest.mark.parametrize("arguments", [plain, fused, backward])
 @each_norm
 def test_another_kind_of_operand_is_another_kind_of_call(
     norm: str, arguments: Callable[[str], dict[str, Any]], kind: str, launched: list[Launcher]
@@ -113,44 +125,49 @@ def test_another_kind_of_operand_is_another_kind_of_call(
     usual = arguments(norm)
     check(norm, usual)
     change, names = KINDS[kind]
-    for name in names:
-        if name not in usual:
-            continue
+    for name in [name for name in names if name in usual]:
         other = usual | {name: change(usual[name])}
         if name == "residual" and kind == "bf16":
             other["residual_out"] = usual["residual_out"].bfloat16()
+        launched.clear()
         check(norm, other)
-        assert true(other).items() <= told(launched[-1]).items(), name
+        # The first launch is of the kernel that walks the rows.
+        assert true(other).items() <= told(launched[0]).items(), name
 
 
-OTHER_MODES: tuple[dict[str, Any], ...] = (
-    {"rounding": "truncate"},
-    {"scale_dtype": torch.bfloat16},
-    {"out_dtype": torch.float8_e4m3fn},
-    {"fquant": "smooth_dynamic", "smooth_scale": torch.full((N,), 3.0)},
-    {"save_mv": True},
-    {"residual": torch.ones(M, N), "fadd": "pre_add"},
-    {"residual": torch.ones(M, N), "fadd": "pre_add_store"},
-    {"x_bias": torch.ones(N)},
+X = torch.randn(M, N)
+DYNAMIC: dict[str, Any] = {"x": X, "fquant": "dynamic"}
+# Of y in fp32, where the rounding of rows is far more than what y may be off.
+TO_FP32 = {"x": X.bfloat16(), "weight": torch.randn(N), "out_dtype": torch.float32}
+# A call, and what makes another kind of it.
+OTHER: tuple[tuple[Callable[[str], dict[str, Any]], dict[str, Any]], ...] = (
+    (lambda norm: DYNAMIC, {"rounding": "truncate"}),
+    (lambda norm: DYNAMIC, {"scale_dtype": torch.bfloat16}),
+    (lambda norm: DYNAMIC, {"out_dtype": torch.float8_e4m3fn}),
+    (lambda norm: DYNAMIC, {"fquant": "smooth_dynamic", "smooth_scale": torch.full((N,), 3.0)}),
+    (lambda norm: DYNAMIC, {"save_mv": True}),
+    (lambda norm: DYNAMIC, {"residual": torch.ones(M, N), "fadd": "pre_add"}),
+    (lambda norm: DYNAMIC, {"residual": torch.ones(M, N), "fadd": "pre_add_store"}),
+    (lambda norm: DYNAMIC, {"x_bias": torch.ones(N)}),
+    (lambda norm: TO_FP32, {"cast": "before_weight"}),
+    (backward, {"wants": ("dx",)}),
+    (backward, {"wants": ("dweight", "dx_bias")}),
+    (backward, {"dx_dtype": torch.bfloat16}),
 )
 
 
-@pytest.mark.parametrize("other", OTHER_MODES, ids=str)
+@pytest.mark.parametrize(("arguments", "other"), OTHER, ids=lambda of: "call" if callable(of) else str(of))
 @each_norm
-def test_another_mode_is_another_kind_of_call(norm: str, other: dict[str, Any]) -> None:
-    x = torch.randn(M, N)
-    usual = {"x": x, "fquant": "dynamic"}
+def test_another_mode_is_another_kind_of_call(norm: str, arguments: Any, other: dict[str, Any]) -> None:
+    usual = arguments(norm)
     for given in (usual, usual | other, usual):
-        rounding = Rounding(given.get("rounding", "nearest"))
-        agree(FORWARD[norm](**given), ORACLE[norm](**given), rounding)
+        check(norm, given)
 
 
-@each_norm
-def test_another_cast_is_another_kind_of_call(norm: str) -> None:
-    """Of y in fp32, where the rounding of rows is far more than what y may be off."""
-    usual = {"x": torch.randn(M, N).bfloat16(), "weight": torch.randn(N), "out_dtype": torch.float32}
-    for given in (usual, usual | {"cast": "before_weight"}, usual):
-        agree(FORWARD[norm](**given), ORACLE[norm](**given))
+def test_another_type_of_the_biass_gradient_is_another_kind_of_call() -> None:
+    usual = {**backward("layer"), "wants": (*WANTS, "dbias")}
+    for given in (usual, usual | {"bias_dtype": torch.float16}, usual):
+        check("layer", given)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
@@ -164,59 +181,6 @@ def test_an_output_never_replaces_a_vector(name: str) -> None:
     for _ in range(2):
         with pytest.raises(LayoutError, match=f"out overlaps {name}"):
             FORWARD["layer"](**given, out=vector.view(torch.int8)[:N] if modes else vector)
-
-
-WANTS = ("dx", "dweight", "dx_bias")
-
-
-def check_gradients(norm: str, given: dict[str, Any]) -> None:
-    actual = check_backward(norm, **given)
-    assert {name for name, gradient in actual._asdict().items() if gradient is not None} == set(given["wants"])
-    assert actual.dx is None or actual.dx.dtype == given.get("dx_dtype", given["x"].dtype)
-    assert actual.dbias is None or actual.dbias.dtype == given.get("bias_dtype", given["weight"].dtype)
-
-
-GRADIENT_KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
-    "bf16": (in_bf16, ("dy", "x", "dresidual_out", "weight", "x_bias")),
-    "gaps": (with_gaps, ("dy", "x", "dresidual_out")),
-    "misaligned": (misaligned, ("dy", "x", "dresidual_out", "weight", "x_bias", "mean", "rstd")),
-    "absent": (lambda tensor: None, ("dresidual_out",)),
-}
-
-
-@pytest.mark.parametrize("kind", GRADIENT_KINDS)
-@each_norm
-def test_another_kind_of_operand_is_another_kind_of_backward_call(
-    norm: str, kind: str, launched: list[Launcher]
-) -> None:
-    usual: dict[str, Any] = {**backward_operands(norm), "wants": WANTS}
-    check_gradients(norm, usual)
-    change, names = GRADIENT_KINDS[kind]
-    for name in names:
-        if name not in usual:
-            continue
-        other = usual | {name: change(usual[name])}
-        launched.clear()
-        check_gradients(norm, other)
-        # The first launch is of the kernel that walks the rows.
-        assert true(other).items() <= told(launched[0]).items(), name
-
-
-OTHER_GRADIENTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((norm, {"wants": ("dx",)}) for norm in BACKWARD),
-    *((norm, {"wants": ("dweight", "dx_bias")}) for norm in BACKWARD),
-    *((norm, {"dx_dtype": torch.bfloat16}) for norm in BACKWARD),
-    ("layer", {"bias_dtype": torch.float16}),
-)
-
-
-@pytest.mark.parametrize(("norm", "other"), OTHER_GRADIENTS, ids=str)
-def test_other_gradients_are_another_kind_of_backward_call(norm: str, other: dict[str, Any]) -> None:
-    usual: dict[str, Any] = {**backward_operands(norm), "wants": WANTS}
-    if norm == "layer":
-        usual["wants"] = (*WANTS, "dbias")
-    for given in (usual, usual | other, usual):
-        check_gradients(norm, given)
 
 
 # For at most 6 rows another kernel than for more, and for at most 12 a third where a table has it; M, and warps.

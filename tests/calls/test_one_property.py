@@ -145,18 +145,6 @@ def test_none_is_no_shape() -> None:
 NUMBERS = [np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(1), 1, torch.tensor(0.5), torch.tensor(1)]
 
 
-def gated(eps: Any) -> Any:
-    return normforge.gated_rms_norm(X, OTHER, WEIGHT, eps=eps)
-
-
-def modulated(eps: Any) -> Any:
-    return normforge.modulated_layer_norm(X, WEIGHT, WEIGHT, eps=eps)
-
-
-def quantised(eps: Any) -> Any:
-    return normforge.quantised_rms_norm(X, WEIGHT, eps=eps)[:3:2]
-
-
 EPS: dict[str, Callable[[Any], Any]] = {
     "layer_norm": lambda eps: normforge.layer_norm(X, (N,), WEIGHT, eps=eps),
     "layer_norm of float64": lambda eps: normforge.layer_norm(X.double(), (N,), eps=eps),
@@ -164,9 +152,9 @@ EPS: dict[str, Callable[[Any], Any]] = {
     "add_rms_norm": lambda eps: normforge.add_rms_norm(X, OTHER, WEIGHT, eps),
     "dropout": lambda eps: dropped("layer", eps=eps),
     "group_norm": lambda eps: group(2, eps),
-    "gated_rms_norm": gated,
-    "modulated_layer_norm": modulated,
-    "quantised_rms_norm": quantised,
+    "gated_rms_norm": lambda eps: normforge.gated_rms_norm(X, OTHER, WEIGHT, eps=eps),
+    "modulated_layer_norm": lambda eps: normforge.modulated_layer_norm(X, WEIGHT, WEIGHT, eps=eps),
+    "quantised_rms_norm": lambda eps: normforge.quantised_rms_norm(X, WEIGHT, eps=eps)[:3:2],
     "layernorm2d_fwd": lambda eps: normforge.layernorm2d_fwd(X, WEIGHT, eps=eps).y,
 }
 each_eps = pytest.mark.parametrize("call", EPS.values(), ids=EPS.keys())
@@ -184,12 +172,7 @@ def test_eps_is_what_torch_takes_for_a_number(call: Callable[[Any], Any], eps: A
 def test_eps_is_no_flag_and_no_list_of_numbers(call: Callable[[Any], Any]) -> None:
     for _ in range(2):
         call(1.0)
-        for eps in (
-            True,
-            np.bool_(True),
-            torch.tensor(True),
-            torch.tensor([1.0]),
-            torch.tensor(1.0, requires_grad=True),
-        ):
+        flags = True, np.bool_(True), torch.tensor(True)
+        for eps in (*flags, torch.tensor([1.0]), torch.tensor(1.0, requires_grad=True)):
             with pytest.raises(errors.ConflictError, match="eps"):
                 call(eps)
