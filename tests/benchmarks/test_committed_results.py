@@ -116,16 +116,15 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert "host.csv states no revision of this project's" in faults(tmp_path)
     table("host")
     for name, wrong in (
-        ("decode.json", "decode.json is nothing that a command writes"),
-        ("decode.png", "decode.png is of no table that is there"),
-        ("overview.png", "overview.png is of no table that is there"),
-        ("forward.csv.part", "forward.csv.part is nothing that a command writes"),
-        ("goals.txt", "goals.txt states no revision of this project's"),
+        ("decode.json", "is nothing that a command writes"),
+        ("decode.png", "is of no table that is there"),
+        ("overview.png", "is of no table that is there"),
+        ("forward.csv.part", "is nothing that a command writes"),
+        ("goals.txt", "states no revision of this project's"),
     ):
-        path = tmp_path / name
-        path.touch()
-        assert wrong in faults(tmp_path)
-        path.unlink()
+        (tmp_path / name).touch()
+        assert f"{name} {wrong}" in faults(tmp_path)
+        (tmp_path / name).unlink()
 
 
 @THOROUGH

@@ -54,50 +54,44 @@ class Graph:
         self.given[node] = (stride, data_type, is_pass_by_value)
         return node
 
-    def layernorm(
-        self, *, norm_forward_phase: str, input: Node, scale: Node, bias: Node, epsilon: Node
-    ) -> tuple[Node | None, ...]:
-        return self._forward(norm_forward_phase, input, scale, bias, epsilon), None, None
+    def layernorm(self, *, bias: Node, **given: Any) -> tuple[Node | None, ...]:
+        return self._forward(bias=bias, **given), None, None
 
-    def rmsnorm(
-        self, *, norm_forward_phase: str, input: Node, scale: Node, epsilon: Node, bias: Node | None = None
-    ) -> tuple[Node | None, ...]:
-        return self._forward(norm_forward_phase, input, scale, bias, epsilon), None
+    def rmsnorm(self, *, bias: Node | None = None, **given: Any) -> tuple[Node | None, ...]:
+        return self._forward(bias=bias, **given), None
 
-    def layernorm_backward(
-        self, *, grad: Node, input: Node, scale: Node, mean: Node, inv_variance: Node
-    ) -> tuple[Node | None, ...]:
-        return self._backward(grad, input, scale, mean, inv_variance)
+    def layernorm_backward(self, *, mean: Node, **given: Any) -> tuple[Node | None, ...]:
+        return self._backward(mean=mean, **given)
 
-    def rmsnorm_backward(
-        self, *, grad: Node, input: Node, scale: Node, inv_variance: Node, has_dbias: bool
-    ) -> tuple[Node | None, ...]:
+    def rmsnorm_backward(self, *, has_dbias: bool, **given: Any) -> tuple[Node | None, ...]:
         assert not has_dbias
-        return (*self._backward(grad, input, scale, None, inv_variance)[:2], None)
+        return (*self._backward(mean=None, **given)[:2], None)
 
-    def _forward(self, phase: str, x: Node, scale: Node, bias: Node | None, epsilon: Node) -> Node:
-        assert phase == "INFERENCE"
+    def _forward(self, *, norm_forward_phase: str, input: Node, scale: Node, bias: Node | None, epsilon: Node) -> Node:
+        assert norm_forward_phase == "INFERENCE"
         assert self.given[epsilon][1:] == (torch.float32, True)
 
         def compute(of: dict[Node, torch.Tensor]) -> torch.Tensor:
-            shape, eps = of[x].shape[-1:], float(of[epsilon])
+            shape, eps = of[input].shape[-1:], float(of[epsilon])
             if bias is None:
-                return torch.nn.functional.rms_norm(of[x], shape, of[scale], eps)
-            return torch.nn.functional.layer_norm(of[x], shape, of[scale], of[bias], eps)
+                return torch.nn.functional.rms_norm(of[input], shape, of[scale], eps)
+            return torch.nn.functional.layer_norm(of[input], shape, of[scale], of[bias], eps)
 
-        return self._make(Node(x.dim, compute))
+        return self._make(Node(input.dim, compute))
 
-    def _backward(self, grad: Node, x: Node, scale: Node, mean: Node | None, rstd: Node) -> tuple[Node, Node, Node]:
+    def _backward(
+        self, *, grad: Node, input: Node, scale: Node, mean: Node | None, inv_variance: Node
+    ) -> tuple[Node, ...]:
         def centred(of: dict[Node, torch.Tensor]) -> torch.Tensor:
-            return (of[x].float() - (0 if mean is None else of[mean].view(-1, 1))) * of[rstd].view(-1, 1)
+            return (of[input].float() - (0 if mean is None else of[mean].view(-1, 1))) * of[inv_variance].view(-1, 1)
 
         def dx(of: dict[Node, torch.Tensor]) -> torch.Tensor:
             h, g = centred(of), of[grad].float() * of[scale]
             shift = 0 if mean is None else g.mean(-1, keepdim=True)
-            return (g - h * (g * h).mean(-1, keepdim=True) - shift) * of[rstd].view(-1, 1)
+            return (g - h * (g * h).mean(-1, keepdim=True) - shift) * of[inv_variance].view(-1, 1)
 
         return (
-            self._make(Node(x.dim, dx)),
+            self._make(Node(input.dim, dx)),
             self._make(Node(scale.dim, lambda of: (of[grad].float() * centred(of)).sum(0))),
             self._make(Node(scale.dim, lambda of: of[grad].float().sum(0))),
         )

@@ -142,10 +142,6 @@ def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
     # x and dy are read and dx is written. The calls took 66, 83 and 72.5.
     moved = 3 * 2 * 21840 * 6144
     assert {(row.bytes, row.call_us, row.gb_per_s) for row in rows} == {(moved, 72.5, round(moved / 72.5 / 1e3, 1))}
-    about = (rows[1].grid, rows[1].threads, rows[1].registers, rows[1].shared_bytes, rows[1].occupancy_percent)
-    assert about == ("264x1x1", 512, 128, 4096, 50)
-    assert rows[1].programs_per_sm == 2.0
-    assert rows[1].spilled_bytes is None
     (ceiling,) = kernel_rows("backward", cell, "copy", [[Launch(MAIN, 100.0)]])
     assert ceiling.bytes == 2 * 2 * 21840 * 6144
 

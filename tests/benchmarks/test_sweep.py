@@ -49,21 +49,33 @@ def test_lengths_are_spread_evenly_from_32_to_131072(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_length_has_every_size_and_every_computation_once(seed: int) -> None:
-    cells = draw(seed)[: 8 * TURN]
-    assert len({cell.id for cell in cells}) == len(cells) == 8 * TURN
-    computations, classes = Counter(_computed(cell) for cell in cells), Counter(cell.group for cell in cells)
+    cells, drawn = draw(seed), lengths(seed)
     wanted = [(task, norm) for task in (Task.FORWARD, Task.ADD, Task.ADD_QUANT, Task.BACKWARD) for norm in Norm]
-    assert computations == dict.fromkeys(wanted, TURN)
-    assert classes == dict.fromkeys(GROUPS, TURN)
-    assert {(cell.n, *_computed(cell)) for cell in cells} == {(n, *one) for n in lengths(seed) for one in wanted}
-    assert {(cell.n, cell.group) for cell in cells} == {(n, group) for n in lengths(seed) for group in GROUPS}
+    eight, ninth = cells[: 8 * TURN], cells[8 * TURN :]
+    assert len({cell.id for cell in eight}) == len(eight)
+    assert {(cell.n, *_computed(cell)) for cell in eight} == {(n, *one) for n in drawn for one in wanted}
+    assert {(cell.n, cell.group) for cell in eight} == {(n, group) for n in drawn for group in GROUPS}
     # Each pair of the two as often, and once in any half an octave or so.
-    drawn = lengths(seed)
     for start in range(0, TURN, 8):
-        block = [cell for cell in cells if cell.n in drawn[start : start + 8]]
+        block = [cell for cell in eight if cell.n in drawn[start : start + 8]]
         assert Counter((cell.group, *_computed(cell)) for cell in block) == {
             (group, *one): 1 for group in GROUPS for one in wanted
         }
+    # A run that is cut has a sample of the whole; however short, of lengths from all over.
+    for start in range(0, len(cells), TURN):
+        turn = cells[start : start + TURN]
+        assert sorted(cell.n for cell in turn) == drawn
+        assert set(Counter(_computed(cell) for cell in turn).values()) == {TURN // 8}
+        assert set(Counter(cell.group for cell in turn).values()) == {TURN // 8}
+    assert sorted(drawn.index(cell.n) // 8 for cell in cells[:21]) == list(range(21))
+    # A ninth turn is the first, of fp16 and fp32.
+    assert {cell.dtype for cell in eight} == {"bf16"}
+    assert [(cell.n, cell.group, *_computed(cell)) for cell in ninth] == [
+        (cell.n, cell.group, *_computed(cell)) for cell in cells[:TURN]
+    ]
+    assert Counter(cell.dtype for cell in ninth) == {"fp16": TURN // 2, "fp32": TURN // 2}
+    pairs = {(cell.dtype, *_computed(cell)) for cell in ninth}, {(cell.dtype, cell.group) for cell in ninth}
+    assert [len(each) for each in pairs] == [2 * 8, 2 * len(GROUPS)]
 
 
 def test_a_class_of_rows_is_a_size_or_a_number() -> None:
@@ -77,33 +89,6 @@ def test_a_class_of_rows_is_a_size_or_a_number() -> None:
             row = cell.n * DTYPES[cell.dtype].itemsize
             assert size - 8 * row < cell.m * row <= size
     assert {cell.m for cell in draw(5) if cell.group.startswith("M")} == {64, 256, 512, 1024, 2048}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_ninth_turn_is_the_first_of_fp16_and_fp32(seed: int) -> None:
-    cells = draw(seed)
-    first, ninth = cells[:TURN], cells[8 * TURN :]
-    assert {cell.dtype for cell in cells[: 8 * TURN]} == {"bf16"}
-    assert [(cell.n, cell.group, *_computed(cell)) for cell in ninth] == [
-        (cell.n, cell.group, *_computed(cell)) for cell in first
-    ]
-    assert Counter(cell.dtype for cell in ninth) == {"fp16": TURN // 2, "fp32": TURN // 2}
-    kinds = {(cell.dtype, *_computed(cell)) for cell in ninth}
-    assert len(kinds) == 2 * 8
-    assert {(cell.dtype, cell.group) for cell in ninth} == {(dtype, group) for dtype, *_ in kinds for group in GROUPS}
-
-
-def test_a_run_that_is_cut_has_a_sample_of_the_whole() -> None:
-    cells, drawn = draw(7), lengths(7)
-    assert len(cells) == 9 * TURN
-    for start in range(0, len(cells), TURN):
-        turn = cells[start : start + TURN]
-        assert sorted(cell.n for cell in turn) == drawn
-        assert set(Counter(_computed(cell) for cell in turn).values()) == {TURN // 8}
-        assert set(Counter(cell.group for cell in turn).values()) == {TURN // 8}
-    # However short, of lengths from all over.
-    places = sorted(drawn.index(cell.n) // 8 for cell in cells[:21])
-    assert places == list(range(21))
 
 
 def test_a_seed_decides_the_cells() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from normforge.codegen import emit
 
 from ..thorough import THOROUGH
 from .examples import fire
-from .world import command, refused, snapshot
+from .world import arguments, command, refused, snapshot
 
 TEMPLATES = tuple(sorted(path.name for path in emit.TEMPLATES.glob("*.j2")))
 
@@ -79,6 +80,21 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     emit.clear_caches()
 
 
+@contextmanager
+def with_text(path: Path, text: bytes | None) -> Iterator[None]:
+    """Have a template be another text, or gone if that is None, and put it back."""
+    right = path.read_bytes()
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text)
+    emit.clear_caches()
+    try:
+        yield
+    finally:
+        path.write_bytes(right)
+        emit.clear_caches()
+
+
 @st.composite
 def spoilt(draw: st.DrawFn) -> tuple[str, str | None]:
     """A template's name, and its text, None if it is gone."""
@@ -109,47 +125,32 @@ def spoilt(draw: st.DrawFn) -> tuple[str, str | None]:
 @given(spoilt())
 def test_a_template(templates: Path, broken: tuple[str, str | None]) -> None:
     name, text = broken
-    path = templates / name
-    right = path.read_bytes()
-    out = templates.parent / "kernels"
-    (templates.parent / "mine.yaml").write_text(MANIFEST)
-    try:
-        path.unlink()
-        if text is not None:
-            path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        emit.clear_caches()
+    argv, out = arguments(templates.parent, MANIFEST), templates.parent / "k"
+    with with_text(templates / name, text if text is None else text.encode("utf-8", "surrogatepass")):
         outside = snapshot(templates.parent, without=out)
-        outcome = command(["generate", "--manifest", str(templates.parent / "mine.yaml"), "--out", str(out)])
+        outcome = command(argv)
         assert snapshot(templates.parent, without=out) == outside
         event(f"status {outcome.status}")
         if outcome.status == 0:
             for module in out.glob("*.py"):
                 compile(module.read_text(), module.name, "exec")
+            shutil.rmtree(out)
         else:
             refused(outcome, "normforge generate")
             assert not out.exists(), "it was refused, and something was written"
             assert str(templates) in outcome.err
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
-        path.write_bytes(right)
-        emit.clear_caches()
 
 
-def test_the_line_of_a_mistake_is_named(templates: Path) -> None:
+@pytest.mark.parametrize(
+    ("fragment", "said"),
+    [
+        (b"{{ nope }}\n", "the template cannot be rendered: UndefinedError: 'nope' is undefined; mend it"),
+        (b"{% nope %}\n", "this is no template: Encountered unknown tag 'nope'."),
+    ],
+)
+def test_the_line_of_a_mistake_is_named(fragment: bytes, said: str, templates: Path) -> None:
     path = templates / "rows.py.j2"
-    right = path.read_bytes()
-    (templates.parent / "mine.yaml").write_text(MANIFEST)
-    try:
-        for fragment, said in (
-            (b"{{ nope }}\n", "the template cannot be rendered: UndefinedError: 'nope' is undefined; mend it"),
-            (b"{% nope %}\n", "this is no template: Encountered unknown tag 'nope'."),
-        ):
-            lines = right.splitlines(keepends=True)
-            path.write_bytes(b"".join((*lines[:4], fragment, *lines[4:])))
-            emit.clear_caches()
-            argv = ["--manifest", str(templates.parent / "mine.yaml"), "--out", str(templates.parent / "kernels")]
-            outcome = command(["generate", *argv])
-            assert outcome.err.startswith(f"normforge generate: error: {path}:5: {said}")
-    finally:
-        path.write_bytes(right)
-        emit.clear_caches()
+    lines = path.read_bytes().splitlines(keepends=True)
+    with with_text(path, b"".join((*lines[:4], fragment, *lines[4:]))):
+        outcome = command(arguments(templates.parent, MANIFEST))
+    assert outcome.err.startswith(f"normforge generate: error: {path}:5: {said}")

@@ -40,23 +40,22 @@ PLAIN, BACKWARD = CLASSES[0], TileClass(Direction.BACKWARD, 2)
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
 
-Clock = Callable[[Tile], float]
+# From a tile and what a call by it returns.
+Clock = Callable[[Tile, Any], float]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
-    """Make a card of the interpreter, on which a tile takes as long as a test says."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a card of the interpreter, on which a tile takes as long as a test says, in graphs or not."""
     monkeypatch.setattr(tune, "find_gpu", lambda: CARD)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
 
-    def say(ms: Clock) -> None:
-        def timed(call: Callable[[], object], **_: int) -> float:
-            call()
-            retiled = next(iter(dispatch.loaded()))
-            return ms(retiled.tiles[0][1].large)
+    def say(ms: Clock, in_graph: Clock | None = None) -> None:
+        def timer(ms: Clock) -> Callable[..., float]:
+            return lambda call, **_: ms(next(iter(dispatch.loaded())).tiles[0][1].large, call())
 
-        monkeypatch.setattr(tile_trials, "median_ms", timed)
-        monkeypatch.setattr(tile_trials, "graph_ms", timed)
+        monkeypatch.setattr(tile_trials, "median_ms", timer(ms))
+        monkeypatch.setattr(tile_trials, "graph_ms", timer(in_graph or ms))
 
     return say
 
@@ -72,6 +71,8 @@ def run(*argv: str) -> int:
     return tune.main(parse([*argv, "--jobs", "0"], "normforge tune"), SIZES)
 
 
+# In the quick half, the present tile of each class and every fourth candidate beside it.
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=THOROUGH)])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -81,32 +82,34 @@ def run(*argv: str) -> int:
     ],
 )
 def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
-    kind: TileClass, clock: Callable[[Clock], None]
+    kind: TileClass, every: int, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(kind, N128, Size.LARGE)
     sizes = MODULATED_SIZES if kind.load is Load.MODULATE else SIZES
-    tiles = case.tiles(CARD.device)
-    clock(lambda tile: float(len(tiles) - tiles.index(tile)))
+    present, *others = case.tiles(CARD.device)
+    tiles = [present, *others[::every]]
+    monkeypatch.setattr(Case, "tiles", lambda *_: tiles)
+    clock(lambda tile, _: float(len(tiles) - tiles.index(tile)))
     tried = []
     outcome = tile_trials.decide(case, CARD.device, sizes, lambda: tried.append(1))
     assert outcome.winner is not None
     assert outcome.refused == ()
     assert [each.tile for each in outcome.tried] == tiles
     assert len(tried) == len(tiles)
-    assert outcome.winner.tile == tiles[-1] != outcome.present == tiles[0]
+    assert outcome.winner.tile == tiles[-1] != outcome.present == present
 
 
-def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[[Clock], None]) -> None:
+def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[..., None]) -> None:
     case = Case(PLAIN, N128, Size.LARGE)
     present, other, *_ = case.tiles(CARD.device)
     for ms, expected in ((0.995, present), (0.98, other)):
-        clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
+        clock(lambda tile, _, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))
         outcome, winner = decided(case)
         assert (winner.tile, outcome.present, outcome.present_ms) == (expected, present, 1.0)
 
 
 def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for_a_few(
-    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And spreads no rows, however fast that is."""
     case = Case(PLAIN, N128, Size.INVARIANT)
@@ -116,10 +119,7 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
         ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.995, third: 0.1}, present),
         ({present: 1.2, other: 1.02, third: 1.0}, {present: 0.1, other: 0.9, third: 0.8}, third),
     ):
-        clock(lambda tile, few=few: few.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
-        of_few = vars(tile_trials)["graph_ms"]
-        clock(lambda tile, many=many: many.get(tile, 2.0))  # type: ignore[misc]  # likewise
-        monkeypatch.setattr(tile_trials, "graph_ms", of_few)
+        clock(lambda tile, _, many=many: many.get(tile, 2.0), lambda tile, _, few=few: few.get(tile, 2.0))
         outcome, winner = decided(case)
         assert (winner.tile, winner.ms) == (expected, many[expected])
         times = {each.tile: each.few_ms for each in outcome.tried if each.few_ms is not None}
@@ -132,50 +132,27 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
 
 
 def test_a_tile_serves_every_number_of_rows_of_its_class_and_their_mean_time_decides(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Callable[..., None],
 ) -> None:
     """One that is twice as fast for the fewest, and three times as slow for the most, does not win."""
     case = Case(PLAIN, standard_ladder()[2], Size.SMALL)
     present, fickle, steady, *_ = case.tiles(CARD.device)
     of = {present: (1.0, 1.0), fickle: (0.5, 3.0), steady: (0.9, 0.9)}
-    timed = []
-
-    def graph_ms(call: Callable[[], Any], **_: int) -> float:
-        m = len(call().y)
-        timed.append(m)
-        tile = next(iter(dispatch.loaded())).tiles[0][1].large
-        return of.get(tile, (4.0, 4.0))[(2, 6).index(m)]
-
-    monkeypatch.setattr(tile_trials, "graph_ms", graph_ms)
+    clock(lambda tile, outputs: of.get(tile, (4.0, 4.0))[(2, 6).index(len(outputs.y))])
     outcome, winner = decided(case, replace(SIZES, few=(2, 6)))
     assert winner.tile == steady
     assert winner.ms == pytest.approx(0.9)
     assert outcome.rows == (2, 6)
-    assert set(timed) == {2, 6}
     assert next(each.ms for each in outcome.tried if each.tile == fickle) == pytest.approx(1.5**0.5)
 
 
-def test_some_rows_are_timed_with_their_operands_in_l2_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = []
-
-    def timer(name: str, ms: float) -> Callable[..., float]:
-        def time(*_: object, **__: object) -> float:
-            timed.append(name)
-            return ms
-
-        return time
-
-    monkeypatch.setattr(tile_trials, "graph_ms", timer("graph", 4.0))
-    monkeypatch.setattr(tile_trials, "median_ms", timer("cold", 9.0))
-    for size, timers, ms in (
-        (Size.SMALL, {"graph"}, 4.0),
-        (Size.LARGE, {"cold"}, 9.0),
-        (Size.SOME, {"graph", "cold"}, 6.0),
-    ):
-        timed.clear()
-        outcome = tile_trials.decide(Case(PLAIN, N128, size), CARD.device, SIZES, lambda: None)
-        assert {*timed} == timers
-        assert outcome.present_ms == pytest.approx(ms)
+@pytest.mark.parametrize(("size", "ms"), [(Size.SMALL, 4.0), (Size.LARGE, 9.0), (Size.SOME, 6.0)])
+def test_some_rows_are_timed_with_their_operands_in_l2_and_without(
+    size: Size, ms: float, clock: Callable[..., None]
+) -> None:
+    clock(lambda *_: 9.0, lambda *_: 4.0)
+    outcome, _ = decided(Case(PLAIN, N128, size))
+    assert outcome.present_ms == pytest.approx(ms)
 
 
 @pytest.mark.parametrize(
@@ -197,26 +174,18 @@ def test_tiles_for_many_and_some_rows_are_timed_by_a_length_that_fills_no_chunk_
     assert all(n in served for n in lengths)
 
 
-def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(clock: Callable[..., None]) -> None:
     """It is a tenth faster than the present one of the longest row, and takes half as long again of the other."""
     case = Case(PLAIN, N128, Size.LARGE)
     present, fickle, *_ = case.tiles(CARD.device)
-    timed = set()
-
-    def median_ms(call: Callable[[], Any], **_: int) -> float:
-        n = call().y.shape[1]
-        timed.add(n)
-        tile = next(iter(dispatch.loaded())).tiles[0][1].large
-        return {present: 1.0, fickle: 0.9 if n == case.n else 1.5}.get(tile, 4.0)
-
-    monkeypatch.setattr(tile_trials, "median_ms", median_ms)
-    _, winner = decided(case)
-    assert winner.tile == present
-    assert timed == set(case.lengths) == {128, 88}
+    for slow, expected in ((1.5, present), (0.9, fickle)):
+        ms = {present: {128: 1.0, 88: 1.0}, fickle: {128: 0.9, 88: slow}}
+        clock(lambda tile, outputs, ms=ms: ms.get(tile, {}).get(outputs.y.shape[1], 4.0))
+        assert decided(case)[1].tile == expected
 
 
 @THOROUGH
-def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
+def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[..., None]) -> None:
     case = Case(PLAIN, N128, Size.SOME)
     assert case.rows(Sizes()) == (512, 1024, 2048)
     many = Tile(Pipeline.ROWS, 2, 128, 8)
@@ -230,11 +199,11 @@ def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: C
         ({present: 0.98, many: 1.0, other: 0.975}, present),
         ({present: 0.995, many: 1.0, other: 0.99}, many),
     ):
-        clock(lambda tile, ms=ms: ms.get(tile, 3.0))  # type: ignore[misc]  # a default binds it
+        clock(lambda tile, _, ms=ms: ms.get(tile, 3.0))
         _, winner = decided(case, SIZES, many)
         assert winner.tile == expected
     # What a run finds for many rows is what some are held against.
-    clock(lambda tile: 1.0 if tile == other else 2.0)
+    clock(lambda tile, _: 1.0 if tile == other else 2.0)
     outcomes = tile_trials.Row(PLAIN, N128).decide(CARD.device, SIZES, lambda: None)
     assert {outcome.case.size for outcome in outcomes} == {*Size}
     (large,) = [outcome.winner for outcome in outcomes if outcome.case.size is Size.LARGE]
@@ -243,9 +212,9 @@ def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: C
 
 
 def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
-    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock(lambda tile: 1.0)
+    clock(lambda tile, _: 1.0)
     case = Case(PLAIN, N128, Size.LARGE)
     _, wrong, failing = case.tiles(CARD.device)[:3]
     check = tile_trials._why_not
@@ -283,9 +252,9 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
 
 @THOROUGH
 def test_winners_are_written_and_read_back(
-    clock: Callable[[Clock], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock(lambda tile: 1.0 / tile.rows)
+    clock(lambda tile, _: 1.0 / tile.rows)
     out = tmp_path / "sm_90.yaml"
     assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
     ((bucket, tiles),) = tile_tables.read_table(out).rows[PLAIN]
@@ -294,7 +263,7 @@ def test_winners_are_written_and_read_back(
     assert "wrote" in capsys.readouterr().out
 
     # What was measured before stays, unless it is measured again.
-    clock(lambda tile: float(tile.rows))
+    clock(lambda tile, _: float(tile.rows))
     assert run("--out", str(out), "--only", "fwd_16bit", "--n", "200") == 0
     (first, second) = tile_tables.read_table(out).rows[PLAIN]
     assert first == (bucket, tiles)
@@ -307,9 +276,9 @@ def test_winners_are_written_and_read_back(
 
 
 def test_what_is_written_is_what_the_generator_takes(
-    clock: Callable[[Clock], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock(lambda tile: 1.0 / tile.warps)
+    clock(lambda tile, _: 1.0 / tile.warps)
     out = tmp_path / "sm_90.yaml"
     assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
     ((_, tiles),) = tile_tables.read_table(out).rows[PLAIN]
@@ -324,9 +293,9 @@ def test_what_is_written_is_what_the_generator_takes(
 
 
 def test_a_case_without_a_tile_is_reported(
-    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    clock(lambda tile: 1.0)
+    clock(lambda tile, _: 1.0)
     monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
     out = tmp_path / "sm_90.yaml"
     assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
@@ -334,8 +303,8 @@ def test_a_case_without_a_tile_is_reported(
     assert not out.exists()
 
 
-def test_a_table_is_called_after_this_gpu(clock: Callable[[Clock], None], tmp_path: Path) -> None:
-    clock(lambda tile: 1.0)
+def test_a_table_is_called_after_this_gpu(clock: Callable[..., None], tmp_path: Path) -> None:
+    clock(lambda tile, _: 1.0)
     with pytest.raises(TileTableError, match=r"this GPU's is sm_90; write --out .*sm_90\.yaml"):
         run("--out", str(tmp_path / "mine.yaml"))
 

@@ -300,17 +300,6 @@ def test_the_comment_at_a_tables_head_stays_and_another_follows(
     assert len(tile_tables.read_table(out).rows) == 3
 
 
-def test_a_long_remark_takes_several_lines_and_is_still_one(bench: Bench, out: Path) -> None:
-    assert (
-        run("--out", out, "--only", "fwd_16bit,fwd_16bit_rms", "--n", "128,512,1024,2048,4096,6144,8192,16384,65536")
-        == 0
-    )
-    lines = head(out)
-    assert len(lines) > 2
-    assert all(len(line) <= 120 for line in lines)
-    assert sum("Measured by" in line for line in lines) == 1
-
-
 def test_some_sizes_are_measured_and_the_others_kept(
     bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -488,15 +477,9 @@ def test_a_file_that_cannot_be_replaced_stays_and_nothing_lies_about(
     assert {each.name for each in tmp_path.iterdir()} == {"a", "link"}
 
 
-def test_rows_that_adjoin_are_listed_as_one() -> None:
-    ladder = standard_ladder()
-    rows = [Row(PLAIN, ladder[at]) for at in (3, 0, 1, -1)] + [Row(CLASSES[1], bucket) for bucket in ladder]
-    assert listed(rows) == "fwd_16bit 1..256 513..768 131073.., fwd_16bit_rms 1.."
-
-
 def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own() -> None:
     told = "Measured by normforge tune on a card (rev. 2): torch 2.11.0+cu130, Triton 3.6.0, revision abc1234"
-    rows = [Row(kind, bucket) for kind in CLASSES for bucket in standard_ladder()[::2]]
+    rows = [Row(kind, bucket) for kind in CLASSES[:6] for bucket in standard_ladder()[::2]]
     head = "# above\n# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."
     for row in reversed(rows):
         head = add_remark(head, told, row)
@@ -504,6 +487,8 @@ def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own(
             head += "\n# bwd_16bit was another day's"
     lines = head.splitlines()
     assert lines[:2] == ["# above", "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."]
+    assert len(lines) > 5
+    assert all(len(line) <= 120 for line in lines)
     assert lines[-1] == "# bwd_16bit was another day's"
     assert joined(lines[2:-1]) == f"{told}: {listed(rows)}"
     assert add_remark(head, told, rows[7]) == head
