@@ -90,10 +90,10 @@ def test_a_known_call_whose_operands_do_not_fit_is_refused() -> None:
         for _ in range(2):
             case.run(given)
         for name in set(given) - {"x", "residual", "weight"}:
-            # Not one tensor for several operands, which is a kind of its own.
+            # Not one tensor for several operands, and none without a gradient, which are kinds of their own.
             for rows in {4, 3, 1} - {len(given[name])}:
                 with pytest.raises(ShapeError, match=name):
-                    case.run({**given, name: torch.randn(rows, N)})
+                    case.run({**given, name: torch.randn(rows, N, requires_grad=True)})
         with pytest.raises(ConflictError):
             case.function(**given, **{**case.arguments, "eps": float("nan")})
 

@@ -14,17 +14,10 @@ import normforge
 from proving.cases import EPS, close
 
 from ..calling import pieces
+from ..operators import registered
+from ..operators.test_operators import arguments
+from .models import WideLayerNorm
 from .oracle import each_norm
-
-
-class FP32LayerNorm(torch.nn.LayerNorm):
-    """As diffusers'."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise in fp32."""
-        weight, bias = self.weight.float(), self.bias.float()
-        wide = functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
-        return wide.to(x.dtype)
 
 
 @each_norm
@@ -102,25 +95,8 @@ def test_of_a_call_that_somebody_follows(norm: str, how: str) -> None:
         if how == "checkpoint":
             return checkpoint(norm_of, leaf, use_reentrant=False)
         if how == "operator":
-            forward: Any = getattr(normforge, f"{norm}norm2d_fwd").__name__
-            bias = (None,) if norm == "layer" else ()
-            offset = () if norm == "layer" else (0.0,)
-            others = (
-                None,
-                "none",
-                None,
-                "none",
-                None,
-                None,
-                0.0,
-                None,
-                None,
-                torch.float32,
-                True,
-                "nearest",
-                "after_weight",
-            )
-            return getattr(torch.ops.normforge, forward)(leaf, weight, *bias, EPS, *offset, *others)[0]
+            given = {"x": leaf, "weight": weight, "bias": None, "weight_offset": 0.0, "save_mv": True}
+            return registered.FORWARD[norm](*arguments(norm, given))[0]
         torch._dynamo.reset()
         return torch.compile(norm_of, backend="eager", fullgraph=True)(leaf)
 
@@ -193,33 +169,37 @@ def test_second_derivatives_by_any_way_are_those_of_finite_differences(family: s
     torch.testing.assert_close(SECOND[way](f)(x.float()).double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_second_tangent_of_a_layer_norm() -> None:
-    def f(t: torch.Tensor) -> torch.Tensor:
-        row = torch.stack([t, torch.zeros_like(t)])
-        return normforge.layer_norm(row, (2,), torch.tensor([1.0, 2.0], dtype=t.dtype), eps=0.25).sum()
-
-    for dtype in (torch.float32, torch.float64):
-        t = torch.tensor(0.7, dtype=dtype)
-        assert torch.func.jacfwd(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
-        along = torch.func.jvp(
-            lambda a: torch.func.jvp(f, (a,), (torch.ones_like(a),))[1], (t,), (torch.ones_like(t),)
-        )[1]
-        assert along.item() == pytest.approx(0.7749, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, FP32LayerNorm], ids=lambda kind: kind.__name__)
-def test_the_second_tangent_of_a_patched_layer_norm(kind: type[torch.nn.LayerNorm]) -> None:
-    """A patched norm computes by normforge where torch's own second tangent is wrong (pytorch#196700)."""
+def patched(kind: Callable[..., torch.nn.Module]) -> torch.nn.Module:
+    """Return a patched norm of two elements, which computes by normforge where torch's own second tangent is wrong."""
     model = torch.nn.Sequential(kind(2, eps=0.25))
     next(model.parameters()).data = torch.tensor([1.0, 2.0])
     assert len(normforge.patch(model).swapped) == 1
+    return model
+
+
+@pytest.mark.parametrize("kind", [None, torch.nn.LayerNorm, WideLayerNorm], ids=["function", "LayerNorm", "wide"])
+def test_the_second_tangent_of_a_layer_norm(kind: Callable[..., torch.nn.Module] | None) -> None:
+    """In torch's own, patched or not, see pytorch#196700."""
+    model = None if kind is None else patched(kind)
 
     def f(t: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = model(torch.stack([t, torch.zeros_like(t)]))
+        row = torch.stack([t, torch.zeros_like(t)])
+        if model is None:
+            return normforge.layer_norm(row, (2,), torch.tensor([1.0, 2.0], dtype=t.dtype), eps=0.25).sum()
+        y: torch.Tensor = model(row)
         return y.sum()
 
+    def along(f: Any) -> Any:
+        return lambda t: torch.func.jvp(f, (t,), (torch.ones_like(t),))[1]
+
+    ways: list[tuple[Any, Any]] = [
+        (torch.func.jacfwd, torch.func.jacfwd),
+        (torch.func.jacfwd, torch.func.jacrev),
+        (along, along),
+    ]
     for dtype in (torch.float32, torch.float64):
-        model.to(dtype)
         t = torch.tensor(0.7, dtype=dtype)
-        assert torch.func.jacfwd(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
-        assert torch.func.jacrev(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
+        if model is not None:
+            model.to(dtype)
+        for first, then in ways:
+            assert then(first(f))(t).item() == pytest.approx(0.7749, abs=1e-4)

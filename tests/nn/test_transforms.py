@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.families import plain_calls
-from proving.cases import EPS
+from proving.cases import operands
 
 from ..calling import each_device, python, same_bits
 from ..thorough import THOROUGH
-from .oracle import each_function
+from .oracle import each_function, plain
 from .test_transform_table import GRAD, VMAP, Call, M, N, pair
 
 # Without torch's own types, which these mostly lack.
@@ -127,12 +127,8 @@ def test_forward_mode_keeps_the_tangent(norm: str, dtype: torch.dtype, recorded:
 
 @pytest.mark.parametrize("carrier", ["residual", "weight", "bias"])
 def test_forward_mode_by_another_operand(carrier: str) -> None:
-    given: dict[str, Any] = {
-        "x": torch.randn(M, N),
-        "residual": torch.randn(M, N),
-        "weight": torch.randn(N),
-        "bias": torch.randn(N),
-    }
+    case = plain("add_layer", shape=(M, N))
+    given: dict[str, Any] = {name: tensor.detach() for name, tensor in operands(case).items()}
     normforge.add_layer_norm(**given)
     with forward_ad.dual_level():
         given[carrier] = forward_ad.make_dual(given[carrier], torch.randn_like(given[carrier]))
@@ -278,21 +274,14 @@ class Asked(torch.Tensor):
 @pytest.mark.parametrize("place", ["x", "weight"])
 @each_function
 def test_a_class_of_ones_own_is_asked(norm: str, place: str) -> None:
-    given: dict[str, Any] = {"x": torch.randn(M, N), "weight": torch.randn(N)}
-    if norm.startswith("add"):
-        given["residual"] = torch.randn(M, N)
-    function = getattr(normforge, f"{norm}_norm")
-    rest = {} if norm.startswith("add") else {"normalized_shape": (N,)}
-    expected = function(**given, **rest)
+    case = plain(norm, shape=(M, N))
+    given = {name: tensor.detach() for name, tensor in operands(case).items()}
+    expected = case.run(given)
     Asked.functions = []
-    given[place] = given[place].as_subclass(Asked)
-    actual = function(**given, **rest)
-    assert function in Asked.functions
-    if norm.startswith("add"):
-        assert all(type(tensor) is Asked for tensor in actual)
-        actual, expected = actual[0], expected[0]
-    assert type(actual) is Asked
-    assert same_bits(actual.as_subclass(torch.Tensor), expected)
+    actual = case.run(given | {place: given[place].as_subclass(Asked)})
+    assert case.function in Asked.functions
+    assert all(type(tensor) is Asked for tensor in actual)
+    assert same_bits(actual[0].as_subclass(torch.Tensor), expected[0])
 
 
 class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
@@ -400,18 +389,14 @@ def test_rows_of_no_elements(norm: str, device: str) -> None:
 @each_device
 @each_function
 def test_float64_in_any_place_runs_torchs_operator(norm: str, device: str) -> None:
-    given: dict[str, Any] = {"x": torch.randn(M, N, device=device), "weight": torch.randn(N, device=device)}
-    if norm.startswith("add"):
-        given["residual"] = torch.randn(M, N, device=device)
-    function = getattr(normforge, f"{norm}_norm")
-    rest: dict[str, Any] = {"eps": EPS} | ({} if norm.startswith("add") else {"normalized_shape": (N,)})
+    case = plain(norm, shape=(M, N))
+    given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
     exact = {name: tensor.double() for name, tensor in given.items()}
-    expected = function(**exact, **rest)
+    expected = case.run(exact)
     for place in given:
-        actual = function(**given | {place: exact[place]}, **rest)
-        actual, wanted = (actual, expected) if norm.startswith("add") else ((actual,), (expected,))
+        actual = case.run(given | {place: exact[place]})
         assert actual[0].dtype == (torch.float64 if place == "x" else torch.float32)
-        for a, b in zip(actual, wanted, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
@@ -455,15 +440,17 @@ def test_sequence_parallel(norm: str, mesh: DeviceMesh) -> None:
         torch.autograd.grad(out.to_local().square().sum(), list(model.parameters()))
         for out, model in zip((y, expected), models, strict=True)
     )
-    for a, b in zip(ours, theirs, strict=True):
+    pairs: Any = zip(ours, theirs, strict=True)
+    for a, b in pairs:
         torch.testing.assert_close(a.to_local(), b.to_local(), rtol=1e-4, atol=1e-4)
 
 
 @THOROUGH
 def test_a_sum_of_sharded_rows(mesh: DeviceMesh) -> None:
     x, residual = (distribute_tensor(torch.randn(4, 64), mesh, [Shard(0)]) for _ in range(2))
-    y, total = normforge.add_rms_norm(x, residual)
-    close(total.to_local(), (x + residual).to_local())
+    sums: Any = (*normforge.add_rms_norm(x, residual), x + residual)
+    y, total, expected = sums
+    close(total.to_local(), expected.to_local())
     assert y.placements == x.placements
 
 

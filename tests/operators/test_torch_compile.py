@@ -52,15 +52,13 @@ def functional_call(norm: str) -> Callable[..., Any]:
     return lambda x, *parameters: FUNCTIONS[norm](x, (N,), *parameters)
 
 
-@THOROUGH
-@each_function
-def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
+def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str = "cpu") -> None:
+    """Compile a function for any M, and fail unless it does as eagerly and is compiled no second time."""
     call = functional_call(norm)
-    function, counter = compiled(call, dynamic=True)
+    function, counter = compiled(call, backend=backend, dynamic=True)
     compilations = None
-    for m in (2, 3, 17, 600):
-        residual = torch.bfloat16 if norm.startswith("add") else None
-        given = flat(norm, (m, N), residual=residual)
+    for m in sizes:
+        given = flat(norm, (m, N), device, residual=torch.bfloat16 if norm.startswith("add") else None)
         actual, expected = pieces(function(*given)), pieces(call(*given))
         assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
         arriving = [torch.randn_like(output) for output in expected]
@@ -68,6 +66,12 @@ def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
         compilations = compilations or counter.frame_count
     assert counter.frame_count == compilations
+
+
+@THOROUGH
+@each_function
+def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
+    sweep(norm, (2, 3, 17, 600))
 
 
 @THOROUGH
@@ -206,14 +210,16 @@ def test_a_forward_function_within_a_function_of_ones_own(traced: bool) -> None:
     assert same_bits(torch.autograd.grad(y, x, arriving := torch.randn(5, N))[0], arriving)
 
 
-@pytest.mark.parametrize("backend", ["eager", BACKEND, "inductor"])
-def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
+def writes(backend: str, dtype: torch.dtype, rows: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """Compile a call that says where to write, and fail unless it writes there what an eager call does."""
+
     def call(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         fused: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "residual_out": residual}
         return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", x_bias=x.new_ones(N), **fused)
 
     function, _ = compiled(call, backend=backend)
-    x, residual, out = torch.randn(5, N), torch.randn(5, N), torch.empty(5, N, dtype=torch.int8)
+    x, residual = torch.randn(2, 5, N, device=device, dtype=rows)
+    out = torch.empty(5, N, device=device, dtype=dtype)
     twins = residual.clone(), torch.empty_like(out)
     for _ in range(2):
         # Without the processes that inductor would start to compile code with.
@@ -222,6 +228,11 @@ def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
         assert (actual.y.data_ptr(), actual.residual_out.data_ptr()) == (out.data_ptr(), residual.data_ptr())
         assert same_bits(residual, twins[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND, "inductor"])
+def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
+    writes(backend, torch.int8)
 
 
 def test_an_output_in_place_of_x() -> None:
@@ -239,13 +250,17 @@ def test_an_overlap_is_refused_when_the_graph_runs() -> None:
         function(memory[1:], memory[:-1])
 
 
-def trained(model: torch.nn.Module, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    tokens = torch.randint(17, (3, 8), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(17, (3, 8), generator=torch.Generator().manual_seed(0))
+
+
+def trained(
+    model: torch.nn.Module, call: Callable[..., torch.Tensor], tokens: torch.Tensor = TOKENS
+) -> list[torch.Tensor]:
     model.zero_grad()
     logits = call(tokens)
     backward(logits.square().mean())
     gradients = [parameter.grad for parameter in model.parameters()]
-    return [logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+    return [logits.detach().clone(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 @THOROUGH

@@ -11,13 +11,13 @@ from torch._dynamo.utils import counters
 
 import normforge
 
-from ..calling import FORWARD, pieces, same_bits
+from ..calling import FORWARD, same_bits
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
-from ..nn.oracle import backward, each_function, each_norm
+from ..nn.oracle import each_function, each_norm
 from . import registered
 from .test_operators import MODES, arguments, gradient_arguments, made
-from .test_torch_compile import N, compiled, flat, functional_call
+from .test_torch_compile import N, compiled, sweep, trained, writes
 
 pytestmark = pytest.mark.gpu
 
@@ -36,19 +36,8 @@ def rows(m: int, n: int = N, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
 
 @each_function
 def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
-    call = functional_call(norm)
-    function, counter = compiled(call, backend="inductor", dynamic=True)
-    compilations = None
     # On both sides of where an instance takes its other tile.
-    for m in (2, 3, 512, 513, 5000):
-        given = flat(norm, (m, N), device="cuda", residual=torch.bfloat16 if norm.startswith("add") else None)
-        actual, expected = pieces(function(*given)), pieces(call(*given))
-        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
-        arriving = [torch.randn_like(output) for output in expected]
-        ours, eager = (torch.autograd.grad(outputs, given, arriving) for outputs in (actual, expected))
-        assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
-        compilations = compilations or counter.frame_count
-    assert counter.frame_count == compilations
+    sweep(norm, (2, 3, 512, 513, 5000), "inductor", "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -70,30 +59,11 @@ def test_an_add_and_quantisation_between_what_inductor_fuses(norm: str, dtype: t
 
 
 def test_outputs_are_written_where_the_caller_says() -> None:
-    def call(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
-        fused: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "residual_out": residual}
-        return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", **fused)
-
-    function, _ = compiled(call, backend="inductor")
-    x, residual = rows(5), rows(5)
-    out = torch.empty(5, N, device="cuda", dtype=torch.float8_e4m3fn)
-    twins = residual.clone(), torch.empty_like(out)
-    for _ in range(2):
-        actual, expected = function(x, residual, out), call(x, *twins)
-        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
-        assert (actual.y.data_ptr(), actual.residual_out.data_ptr()) == (out.data_ptr(), residual.data_ptr())
+    writes("inductor", torch.float8_e4m3fn, torch.bfloat16, "cuda")
 
 
 def new_step() -> None:
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # torch declares no types for it
-
-
-def step(model: torch.nn.Module, function: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    logits = function(tokens)
-    backward(logits.square().mean())
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return [logits.detach().clone(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -105,8 +75,8 @@ def test_a_patched_model_trains(mode: str) -> None:
     for _ in range(5):
         tokens = torch.randint(17, (4, 12), device="cuda", generator=generator)
         new_step()
-        actual = step(model, function, tokens)
-        torch.testing.assert_close(actual, step(model, model, tokens), rtol=1e-3, atol=1e-4)
+        actual = trained(model, function, tokens)
+        torch.testing.assert_close(actual, trained(model, model, tokens), rtol=1e-3, atol=1e-4)
     assert not counters["graph_break"]
     assert counters["inductor"]["cudagraph_skips"] == 0
 
