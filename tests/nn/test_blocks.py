@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import gc
-import io
 import itertools
 import weakref
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from . import models
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
 from .models import WIDTH, LlamaRMSNorm, written
 from .oracle import backward
-from .twins import Counted, assert_near, twins
+from .twins import Counted, assert_near, copies, twins
 
 # Interpreted kernels take a tenth of a second each.
 each_family = pytest.mark.parametrize(
@@ -70,6 +69,12 @@ def train(model: Any, patched: Any, inner: Any = None) -> None:
     for each in (model, inner or patched):
         backward(loss_of(each, tokens()))
     assert_near(gradients(patched), gradients(model), 1e-4, 1e-3)
+
+
+def same(model: Any, patched: Any, given: torch.Tensor, times: int) -> None:
+    """Fail unless both return the same, call after call."""
+    for _ in range(times):
+        torch.testing.assert_close(patched(given), model(given))
 
 
 def test_a_small_sum_is_added_alone(joined: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,28 +475,24 @@ def test_sums_of_other_types_and_shapes() -> None:
 def test_layers_called_singly_sliced_and_replaced(joined: Counted) -> None:
     model, patched = twins(made("Llama"))
     given = tokens()
-    for _ in range(2):
-        torch.testing.assert_close(patched(given), model(given))
+    same(model, patched, given, times=2)
     x = torch.randn(1, 3, WIDTH)
     for _ in range(5):
         torch.testing.assert_close(patched.layers[0](x), model.layers[0](x))
     for each in (model, patched):
         each.layers = each.layers[1:]
-    for _ in range(5):
-        torch.testing.assert_close(patched(given), model(given))
+    same(model, patched, given, times=5)
     new = made("Llama").layers[1]
     for each in (model, patched):
         each.layers.append(copy.deepcopy(new))
         each.norm = copy.deepcopy(model.layers[0].input_layernorm)
-    for _ in range(2):
-        torch.testing.assert_close(patched(given), model(given))
+    same(model, patched, given, times=2)
     joined.counts()
     patched(given)
     assert joined.counts() == (1, 1)
     # The new ones are fused when they are patched too.
     assert [each.path for each in normforge.patch(patched).fused] == ["layers.1"]
-    for _ in range(2):
-        torch.testing.assert_close(patched(given), model(given))
+    same(model, patched, given, times=2)
     joined.counts()
     patched(given)
     assert joined.counts() == (2, 2)
@@ -520,10 +521,7 @@ def test_copies_and_pickles_are_fused_and_can_be_unpatched(joined: Counted) -> N
     model = made("Llama")
     normforge.patch(model)
     wanted = model(tokens())
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False), copy.deepcopy(model.layers)[0]):
+    for other in (*copies(model), copy.deepcopy(model.layers)[0]):
         layer = other.layers[0] if isinstance(other, Decoder) else other
         assert type(layer) is type(model.layers[0])
         if isinstance(other, Decoder):

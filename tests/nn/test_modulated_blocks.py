@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from normforge.patching import blocks, modulating
 from ..calling import each_device
 from .models import DimlessRMSNorm, written
 from .oracle import backward
-from .twins import Counted, assert_near, twins
+from .twins import Counted, assert_near, copies, twins
 
 WIDTH, SAMPLES, TOKENS = 32, 2, 9
 
@@ -482,10 +481,7 @@ def test_copies_and_pickles_are_fused_and_can_be_unpatched(counted: Counted) -> 
     normforge.patch(model)
     wanted = model(*given())
     counted.counts()
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    for other in copies(model):
         assert type(other) is type(model)
         assert torch.equal(other(*given()), wanted)
         assert counted.counts() == (1,)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 import json
 import pickle
 from typing import Any
@@ -19,7 +17,7 @@ from ..calling import each_device, printed
 from ..thorough import THOROUGH
 from .models import randomised
 from .oracle import backward
-from .twins import results
+from .twins import copies, results
 
 PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: normforge.LayerNorm,
@@ -113,10 +111,7 @@ def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch
 @every_pair
 def test_pickles_and_copies(theirs: type[torch.nn.Module], ours: type[torch.nn.Module]) -> None:
     module = randomised(ours(64, eps=0.25))
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    for other in (torch.load(buffer, weights_only=False), copy.deepcopy(module)):
+    for other in copies(module):
         assert type(other) is ours
         arguments = [torch.randn(2, 64) for _ in range(1 if ours in PAIRS.values() else 2)]
         torch.testing.assert_close(other(*arguments), module(*arguments), rtol=0, atol=0)

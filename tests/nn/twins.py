@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,14 @@ def twins(model: Any) -> tuple[Any, Any]:
     patched = copy.deepcopy(model)
     normforge.patch(patched)
     return model, patched
+
+
+def copies(module: Any) -> tuple[Any, Any]:
+    """Return a copy of a module, and what torch loads of the module that it saved."""
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return copy.deepcopy(module), torch.load(buffer, weights_only=False)
 
 
 def results(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
