@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,15 +73,6 @@ class LlamaRMSNorm(_Weighted):
     """Rounds to the input's type, then multiplies."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.factor(x).to(x.dtype)
-
-
-class WarningRMSNorm(_Weighted):
-    """Warns of types that differ, as torch's own operator does once a process."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.weight.dtype:
-            warnings.warn(f"x is {x.dtype} and the weight {self.weight.dtype}", stacklevel=2)
         return self.weight * self.factor(x).to(x.dtype)
 
 
@@ -180,20 +170,6 @@ class WrappedRMSNorm(_Mixin, LlamaRMSNorm):
     """Is another thing besides."""
 
 
-class KeywordRMSNorm(LlamaRMSNorm):
-    """Calls its input what Hugging Face's models call it."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
-
-class KeywordT5LayerNorm(T5LayerNorm):
-    """Likewise, of T5's kind."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states)
-
-
 class BiasedRMSNorm(LlamaRMSNorm):
     """Has a parameter that patch would drop."""
 
@@ -223,20 +199,20 @@ def written(base: Any, name: str, signature: str, *body: str, names: dict[str, A
     return type(name, (base,), {**made, "__module__": base.__module__})
 
 
-def norm(forward: Callable[..., Any], base: Any = _Weighted, **held: object) -> Any:
+def norm(forward: Callable[..., Any], base: Any = _Weighted, name: str = "OwnNorm", **held: object) -> Any:
     """Return a class of norms with a forward of its own, whose modules hold some attributes besides."""
 
     class OwnNorm(base):  # type: ignore[misc]  # a parameter
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            for name, value in held.items():
-                setattr(self, name, value)
+            for each, value in held.items():
+                setattr(self, each, value)
 
-    OwnNorm.forward = forward
+    OwnNorm.forward, OwnNorm.__name__ = forward, name
     return OwnNorm
 
 
-def reading(factor: Callable[[Any], Any], **held: object) -> Any:
+def reading(factor: Callable[[Any], Any], **held: Any) -> Any:
     """Return a class of RMSNorms that multiply by what a function reads of them."""
     plain = LlamaRMSNorm.forward
     return norm(lambda m, x: plain(m, x) * factor(m), LlamaRMSNorm, **held)
@@ -335,38 +311,3 @@ class DimlessRMSNorm(torch.nn.Module):
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
         normalised = hidden_states * torch.rsqrt(variance + self.eps)
         return normalised.to(hidden_states.dtype) if self.weight is None else normalised * self.weight
-
-
-class NoLayerNormConvLayer(torch.nn.Module):
-    """A layer that is called after the norm that it lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = torch.nn.Conv1d(4, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.conv(x)
-        return y
-
-
-class AdaLayerNormSingle(torch.nn.Module):
-    """What computes scales and shifts for the norms of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(functional.silu(x))
-        return y
-
-
-class LayerScale(torch.nn.Module):
-    """A weight of one dimension, and no norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gamma = torch.nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gamma

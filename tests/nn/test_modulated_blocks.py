@@ -374,30 +374,8 @@ SETTINGS = {"factor": 1.0}
 CALLS = 0
 
 
-def of_a_dictionary(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * (SETTINGS["factor"] + scale[:, None]) + shift[:, None]
-
-
-def of_a_module(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = x * (whole.FACTOR + scale[:, None]) + shift[:, None]
-    return y
-
-
-def of_its_own_attribute(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * (1 + scale[:, None]) + shift[:, None]
-
-
-def of_a_function_of_a_module(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = whole.modulated(x, shift, scale)
-    return y
-
-
 class Holding:
     modulated = staticmethod(modulate)
-
-
-def of_a_method(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return Holding.modulated(x, shift, scale)
 
 
 def counting(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -406,31 +384,24 @@ def counting(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     return modulate(x, shift, scale)
 
 
-def of_long_rows(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return modulate(x, shift, scale) if x.shape[1] < 200 else x
-
-
 def test_a_function_of_what_may_change_unseen_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "FACTOR", 1.0, raising=False)
     monkeypatch.setattr(blocks, "modulated", modulate, raising=False)
-    monkeypatch.setattr(of_its_own_attribute, "factor", 1.0, raising=False)
-    bound = SETTINGS
-
-    def of_a_cell(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x * (bound["factor"] + scale[:, None]) + shift[:, None]
-
-    def enclosed(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x * (1 + scale[:, None]) + shift[:, None]
-
-    held = (enclosed,)
-
-    def of_a_tuple(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return held[0](x, shift, scale)
-
-    of_functions = (of_a_function_of_a_module, of_a_method, of_a_tuple)
-    refused = (of_a_dictionary, of_a_module, of_its_own_attribute, counting, of_a_cell, of_long_rows, *of_functions)
-    assert [function for function in refused if is_fused(function)] == []
-    assert all(map(is_fused, (modulate, modulate_scale_first)))
+    bound, held = SETTINGS, (lambda x, shift, scale: x * (1 + scale[:, None]) + shift[:, None],)
+    refused: dict[str, Any] = {
+        "a dictionary": lambda x, shift, scale: x * (SETTINGS["factor"] + scale[:, None]) + shift[:, None],
+        "a module": lambda x, shift, scale: x * (whole.FACTOR + scale[:, None]) + shift[:, None],
+        "its own attribute": lambda x, shift, scale: x * (1 + scale[:, None]) + shift[:, None],
+        "counting": counting,
+        "a cell": lambda x, shift, scale: x * (bound["factor"] + scale[:, None]) + shift[:, None],
+        "long rows": lambda x, shift, scale: modulate(x, shift, scale) if x.shape[1] < 200 else x,
+        "a function of a module": lambda x, shift, scale: whole.modulated(x, shift, scale),
+        "a method": lambda x, shift, scale: Holding.modulated(x, shift, scale),
+        "a tuple": lambda x, shift, scale: held[0](x, shift, scale),
+    }
+    refused["its own attribute"].factor = 1.0
+    assert [name for name, function in refused.items() if is_fused(function)] == []
+    assert all(map(is_fused, (modulate, modulate_scale_first, held[0])))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

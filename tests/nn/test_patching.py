@@ -33,6 +33,15 @@ from .models import WIDTH, Transformer, norm, randomised
 from .oracle import backward
 from .twins import results
 
+llama, t5, olmo2, l2 = (
+    cls.forward for cls in (models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm, models.L2Norm)
+)
+# With their input called what Hugging Face's models call it.
+KEYWORD = (
+    norm(lambda m, hidden_states: llama(m, hidden_states), models.LlamaRMSNorm),
+    norm(lambda m, hidden_states: t5(m, hidden_states), models.T5LayerNorm),
+)
+
 HUGGING_FACE = (
     *(models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm),
     *(models.Qwen2RMSNorm, models.GemmaRMSNorm),
@@ -259,9 +268,15 @@ def test_what_is_found_does_not_depend_on_where_patch_is_called(
 @pytest.mark.parametrize("action", ["always", "error"])
 def test_what_a_forward_warns_of_on_trial_is_not_the_callers(action: Any) -> None:
     """Torch's RMSNorm warns of a bf16 input beside an fp32 weight: patch took timm's, and left it where that raises."""
+
+    def warning(m: Any, x: torch.Tensor) -> Any:
+        if x.dtype != m.weight.dtype:
+            warnings.warn(f"x is {x.dtype} and the weight {m.weight.dtype}", stacklevel=2)
+        return llama(m, x)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)
-        assert len(normforge.patch(models.WarningRMSNorm()).swapped) == 1
+        assert len(normforge.patch(norm(warning)()).swapped) == 1
     assert not caught
 
 
@@ -289,7 +304,7 @@ def test_another_default_type() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("cls", [models.KeywordRMSNorm, models.KeywordT5LayerNorm], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", KEYWORD, ids=["Llama", "T5"])
 def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
     module = randomised(cls())
     x = torch.randn(2, WIDTH)
@@ -304,7 +319,7 @@ def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "name", "argument"),
-    [(models.KeywordRMSNorm, "variance_epsilon", "hidden_states"), (models.EpsRMSNorm, "eps", "x")],
+    [(KEYWORD[0], "variance_epsilon", "hidden_states"), (models.EpsRMSNorm, "eps", "x")],
 )
 def test_compiled_with_a_changed_epsilon(cls: Callable[[], torch.nn.Module], name: str, argument: str) -> None:
     module = randomised(cls())
@@ -494,9 +509,6 @@ def test_what_may_change_unseen_is_not_read(base: Any, case: tuple[Callable[[Any
     assert type(module) is Reading
 
 
-llama, olmo2, l2 = models.LlamaRMSNorm.forward, models.Olmo2RMSNorm.forward, models.L2Norm.forward
-
-
 def misplaced(m: Any, x: torch.Tensor) -> Any:
     """Add the epsilon outside the root, which shows only where x is small."""
     wide = x.float()
@@ -682,7 +694,13 @@ def test_what_is_no_module_is_refused(function: Callable[[Any], Any], model: Any
 
 def test_what_is_no_norm_is_not_reported() -> None:
     plain = [torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4), torch.nn.PReLU(4)]
-    model = torch.nn.Sequential(*plain, models.NoLayerNormConvLayer(), models.AdaLayerNormSingle(), models.LayerScale())
+    # Called after the norm that it lacks, or that it computes scales for; and a weight of one dimension.
+    named = [
+        norm(lambda m, x: m.conv(x), torch.nn.Module, "NoLayerNormConvLayer", conv=torch.nn.Conv1d(4, 4, 1)),
+        norm(lambda m, x: m.linear(x), torch.nn.Module, "AdaLayerNormSingle", linear=torch.nn.Linear(4, 24)),
+        norm(lambda m, x: x * m.gamma, torch.nn.Module, "LayerScale", gamma=torch.nn.Parameter(torch.ones(4))),
+    ]
+    model = torch.nn.Sequential(*plain, *(cls() for cls in named))
     assert normforge.patch(model) == normforge.Patch((), ())
 
 
