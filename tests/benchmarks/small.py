@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def provider(name: str, result: Callable[[Inputs], torch.Tensor]) -> Provider:
     return Provider(name, name, ("torch",), {(Task.FORWARD, Norm.LAYER): build})
 
 
+def fails(inputs: Inputs) -> torch.Tensor:
+    """What a provider without a kernel does."""
+    raise RuntimeError("\nno kernel for this shape\nand a long story")
+
+
+def lost(device: torch.device) -> None:
+    """What becomes of releasing memory on a GPU that is lost."""
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def plan(out: Path, *providers: Provider, **options: Any) -> Plan:
     """A plan of one short round on the CPU."""
     return Plan(torch.device("cpu"), {each.name: each for each in providers}, out, 1.0, 1, **options)
@@ -55,6 +66,13 @@ def loaded(folder: Path, suite: str = "forward") -> Results:
     found = load(folder, suite)
     assert found is not None
     return found
+
+
+def records(folder: Path, suite: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The lines of a table's header, and its rows."""
+    lines = (folder / f"{suite}.csv").read_text().splitlines()
+    header = [line for line in lines if line.startswith("# ")]
+    return header, list(csv.DictReader(lines[len(header) :]))
 
 
 def holds_to_the_oracle(peer: str, *cells: Cell) -> None:

@@ -76,22 +76,15 @@ def test_the_oracle_is_of_the_scaled_rows(norm: Norm) -> None:
         check({"y": expect(inputs)["y"].bfloat16()}, expect(small), small)
 
 
-def _flipped(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.clone()
-    tensor[..., 7] *= -1
-    return tensor
+def _changed(at: Any, change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What changes some elements of a tensor."""
 
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        spoilt = tensor.clone()
+        spoilt[at] = change(tensor[at])
+        return spoilt
 
-def _with_nan(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.clone()
-    tensor[2, 3] = float("nan")
-    return tensor
-
-
-def _two_steps_off(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.clone()
-    tensor[1, 1] += 2 if tensor[1, 1] < 0 else -2
-    return tensor
+    return spoil
 
 
 def _times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -113,9 +106,9 @@ PACKED = _quantised(columns=128, column_major=True, packed=True)
     ("cell", "name", "spoil", "message"),
     [
         (FORWARD, "y", torch.Tensor.float, r"y is \(5, 96\) torch.float32, not \(5, 96\) torch.bfloat16"),
-        (FORWARD, "y", _with_nan, "y is wrong"),
-        *((BACKWARD, name, _flipped, f"{name} is wrong") for name in ("dx", "dweight", "dbias")),
-        (INT8, "y", _two_steps_off, "y is wrong"),
+        (FORWARD, "y", _changed((2, 3), lambda _: float("nan")), "y is wrong"),
+        *((BACKWARD, name, _changed((..., 7), torch.neg), f"{name} is wrong") for name in ("dx", "dweight", "dbias")),
+        (INT8, "y", _changed((1, 1), lambda y: y + 2 if y < 0 else y - 2), "y is wrong"),
         (Fp8Cell(Task.SCALED, Norm.RMS, 5, 96), "y", torch.Tensor.float, r"not \(5, 96\) torch\.bfloat16"),
         (GROUPS, "y_scale", lambda scale: scale.roll(1, -1), "y_scale is wrong"),
         (GROUPS, "y_scale", lambda scale: scale[:, :2], "y_scale is .5, 2. torch.float32, not .5, 4."),

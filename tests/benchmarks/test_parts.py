@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,9 @@ from benchmarks.parts import BESIDE, NOTHING, WHOLE, Part, measure, nothing, sum
 from benchmarks.second_tree import load_tree
 
 from ..thorough import THOROUGH
+from .small import records
 
 M, N = 2, 64
-
-
-def _read(folder: Path) -> tuple[list[str], list[dict[str, str]]]:
-    lines = (folder / "parts.csv").read_text().splitlines()
-    header = [line for line in lines if line.startswith("# ")]
-    return header, list(csv.DictReader(lines[len(header) :]))
 
 
 @THOROUGH
@@ -30,14 +24,14 @@ def test_the_command_measures_calls_of_torch_and_of_every_family(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["parts", "--seconds", "0", "--revision", "a test", "--out", str(tmp_path)]) == 0
-    header, records = _read(tmp_path)
+    header, rows = records(tmp_path, "parts")
     assert header[0] == "# device: Triton's CPU interpreter"
     assert {"# revision: a test", f"# shape: {M}×{N}"} <= set(header)
-    assert {record["group"] for record in records} == {WHOLE}
-    assert {record["passes"] for record in records} == {"2"}
-    assert len({record["part"] for record in records}) == len(records)
+    assert {record["group"] for record in rows} == {WHOLE}
+    assert {record["passes"] for record in rows} == {"2"}
+    assert len({record["part"] for record in rows}) == len(rows)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 2 + len(records)
+    assert len(shown) == 2 + len(rows)
     assert [cell.strip() for cell in shown[2].split("|")[1:3]] == [WHOLE, "F.layer_norm"]
 
 
@@ -46,10 +40,10 @@ def test_another_revision_is_timed_beside_this_one(tmp_path: Path) -> None:
     tree = Path(__file__).resolve().parents[2]
     given = ["--seconds", "0", "--beside", str(tree), "--beside-revision", "another", "--out", str(tmp_path)]
     assert cli.main(["parts", *given]) == 0
-    header, records = _read(tmp_path)
+    header, rows = records(tmp_path, "parts")
     assert "# beside: another" in header
     ours, theirs = (
-        {record["part"] for record in records if record["group"] == group and not record["part"].startswith("F.")}
+        {record["part"] for record in rows if record["group"] == group and not record["part"].startswith("F.")}
         for group in (WHOLE, BESIDE)
     )
     assert theirs == ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from benchmarks import cli, profile
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
 from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
-from benchmarks.inputs import Inputs
 from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.gpu import target_of
@@ -21,7 +19,7 @@ from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 from normforge.tools.machine import Machine
 
-from .small import CELLS, SUITE, provider, torch_norm
+from .small import CELLS, SUITE, fails, lost, provider, records, torch_norm
 
 MARK = "a call"
 GPU, HOST, AUTOGRAD = 0, 4242, 4243
@@ -183,10 +181,6 @@ def test_spills_are_those_of_the_kernel_that_ran(monkeypatch: pytest.MonkeyPatch
     assert spilled_bytes(held, 4096) is None
 
 
-def _raise(inputs: Inputs) -> torch.Tensor:
-    raise RuntimeError("\nno kernel for this shape\nand a long story")
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine whose profiler always sees the same; what is done before each call is noted."""
@@ -203,14 +197,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(profile, "MARK", MARK)
     monkeypatch.setattr(profile, "find_gpu", lambda verb: Machine(torch.device("cpu"), "a test", interpreted=False))
     monkeypatch.setattr(profile, "record", record)
-    found = {each.name: each for each in (provider("broken", _raise), provider("right", torch_norm))}
+    found = {each.name: each for each in (provider("broken", fails), provider("right", torch_norm))}
     monkeypatch.setattr(profile, "find_providers", lambda _: (found, {"gone": "No module named 'gone'"}))
     return noted
-
-
-def _records(folder: Path) -> list[dict[str, str]]:
-    lines = (folder / "profile.csv").read_text().splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("# ")))
 
 
 def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str], card: list[str]) -> None:
@@ -218,17 +207,15 @@ def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(command) == 0
     # A graph's calls find in L2 what the last one left there.
     assert card == ["L2 is overwritten", "nothing"]
-    lines = (tmp_path / "profile.csv").read_text().splitlines()
-    header = [line for line in lines if line.startswith("# ")]
+    header, rows = records(tmp_path, "profile")
     assert header[0] == "# device: a test"
     assert "# revision: r1" in header
-    records = _records(tmp_path)
     failed = ("broken", "fails: RuntimeError: no kernel for this shape", "", "", "")
     kernels = [("right", "ok", MAIN.name, "65.0", "128"), ("right", "ok", FINALISE.name, "4.0", "40")]
     columns = ("provider", "status", "kernel", "us", "registers")
-    assert [tuple(record[column] for column in columns) for record in records] == [failed, *kernels] * 2
-    assert [record["suite"] for record in records] == ["forward"] * 3 + ["decode"] * 3
-    assert {record["cell"] for record in records} == {CELLS[0].id}
+    assert [tuple(record[column] for column in columns) for record in rows] == [failed, *kernels] * 2
+    assert [record["suite"] for record in rows] == ["forward"] * 3 + ["decode"] * 3
+    assert {record["cell"] for record in rows} == {CELLS[0].id}
     shown = capsys.readouterr()
     assert "skipped: gone is not here (No module named 'gone')" in shown.err
     cells = [[each.strip() for each in line.split("|")[1:-1]] for line in shown.out.splitlines()]
@@ -246,13 +233,10 @@ def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.Captur
 def test_what_was_seen_is_saved_before_the_gpu_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     monkeypatch.setattr(profile, "release", lost)
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
     assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
-    assert len(_records(tmp_path)) == 1
+    assert len(records(tmp_path, "profile")[1]) == 1
 
 
 def test_long_names_are_whole_in_the_files_alone() -> None:
@@ -267,7 +251,7 @@ def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.M
     cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
     monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0
-    (row,) = _records(tmp_path)
+    (row,) = records(tmp_path, "profile")[1]
     ((key, _),) = obtaining.obtained()
     assert (row["status"], row["kernel"], row["launches"]) == ("ok", key.symbol, "1")
     assert int(row["threads"]) == 32 * dict(key.options)["num_warps"]

@@ -19,11 +19,7 @@ from benchmarks.runner import run_suite
 from benchmarks.timing import summarise
 
 from ..thorough import THOROUGH
-from .small import CELLS, HEADER, SUITE, loaded, plan, provider, torch_norm
-
-
-def _raise(inputs: Inputs) -> torch.Tensor:
-    raise RuntimeError("\nno kernel for this shape\nand a long story")
+from .small import CELLS, HEADER, SUITE, fails, loaded, lost, plan, provider, torch_norm
 
 
 def _memory(inputs: Inputs) -> torch.Tensor:
@@ -33,7 +29,7 @@ def _memory(inputs: Inputs) -> torch.Tensor:
 @THOROUGH
 def test_failures_are_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
     providers = (
-        provider("broken", _raise),
+        provider("broken", fails),
         provider("greedy", _memory),
         provider("wrong", lambda inputs: torch_norm(inputs) + 1),
         provider("right", torch_norm),
@@ -75,7 +71,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
 @THOROUGH
 def test_failures_are_tried_again_only_when_asked(tmp_path: Path) -> None:
     results = Results("forward", HEADER)
-    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("peer", _raise)))
+    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("peer", fails)))
     mended = provider("peer", torch_norm)
     run_suite(SUITE, CELLS, results, plan(tmp_path, mended))
     assert not any(row.ok for row in results.rows.values())
@@ -95,18 +91,15 @@ def test_no_cell_is_begun_after_the_deadline(tmp_path: Path) -> None:
 
 
 def test_a_lost_gpu_is_recorded_and_the_run_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     monkeypatch.setattr(runner, "release", lost)
     with pytest.raises(runner.ContextLostError, match="culprit on forward/ln_bf16/3x64: RuntimeError: CUDA error"):
-        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider("culprit", _raise)))
+        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider("culprit", fails)))
     found = loaded(tmp_path)
     assert list(found.of(CELLS[0].id)) == ["culprit"]
     # Nor does it lose the GPU on each cell of the kind.
     assert found.of(CELLS[1].id)["culprit"].status == f"fails: not tried, for it lost the GPU on {CELLS[0].id}"
     with pytest.raises(runner.ContextLostError):
-        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider(PROJECT, _raise)))
+        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider(PROJECT, fails)))
     found = loaded(tmp_path)
     assert not found.of(CELLS[1].id)
 
@@ -118,37 +111,14 @@ def test_a_lost_gpu_is_recorded_and_the_run_begins_again(tmp_path: Path, monkeyp
     assert commands[1][-1] == "2.00"
 
 
-@THOROUGH
-def test_what_a_process_died_of_is_recorded_by_the_next(tmp_path: Path) -> None:
-    runner.running(tmp_path, "forward").write_text(f"{CELLS[0].id}\nculprit\n")
-    results = Results("forward", HEADER)
-    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("culprit", torch_norm), provider("other", torch_norm)))
-    failed = [key for key, row in results.rows.items() if not row.ok]
-    assert failed == [(CELLS[0].id, "culprit")]
-    assert len(results.rows) == 4
-    assert not runner.running(tmp_path, "forward").exists()
-
-
 def test_compiling_ahead_says_what_failed() -> None:
     assert compile_one(CELLS[0], "eager", "cpu") == ""
     assert compile_one(CELLS[0], "nobody", "cpu") == "KeyError: 'nobody'"
 
 
-def test_results_survive_an_interruption(tmp_path: Path) -> None:
-    def interrupted(inputs: Inputs) -> torch.Tensor:
-        if inputs.cell.n == 128:
-            raise KeyboardInterrupt
-        return torch_norm(inputs)
-
-    with pytest.raises(KeyboardInterrupt):
-        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider("peer", interrupted)))
-    found = loaded(tmp_path)
-    assert list(found.cells()) == [CELLS[0].id]
-
-
 def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
     results = Results("forward", {"device": "a test: with a colon", "revision": "none"})
-    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("copy", torch_norm), provider("broken", _raise)))
+    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("copy", torch_norm), provider("broken", fails)))
     assert load(tmp_path, "forward") == results
     found = read(tmp_path, "forward", ["ratio_to_copy"])
     assert found is not None
@@ -228,7 +198,6 @@ def test_shares_take_turns_on_the_cells_and_leave_none_out(tmp_path: Path, monke
     assert sorted(_measured(tmp_path / "all")) == list(LENGTHS)
 
 
-@THOROUGH
 @pytest.mark.usefixtures("shared")
 def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_cell = runner.run_cell

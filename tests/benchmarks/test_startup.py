@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks.results import save_rows
 from benchmarks.startup import SUITE, WAYS, Environment, Row, Sample, Way, measure, start, table
 
 from ..thorough import THOROUGH
+from .small import records
 
 BY_NAME = {way.name: way for way in WAYS}
 
@@ -64,11 +64,10 @@ def test_the_median_counts(tmp_path: Path) -> None:
 def test_results_are_files_and_a_table(tmp_path: Path) -> None:
     rows = measure(tmp_path, 1, lambda folder: None, Processes().run)
     save_rows(tmp_path / "here", SUITE, {"device": "a test"}, Row, rows)
-    lines = (tmp_path / "here" / "startup.csv").read_text().splitlines()
-    assert lines[0] == "# device: a test"
-    records = list(csv.DictReader(lines[1:]))
-    assert [record["way"] for record in records] == [way.name for way in WAYS]
-    assert [float(record["norm_s"]) for record in records] == [row.norm_s for row in rows]
+    header, found = records(tmp_path / "here", SUITE)
+    assert header == ["# device: a test"]
+    assert [record["way"] for record in found] == [way.name for way in WAYS]
+    assert [float(record["norm_s"]) for record in found] == [row.norm_s for row in rows]
     shown = table(rows).splitlines()
     assert len(shown) == 2 + len(WAYS)
     assert [cell.strip() for cell in shown[2].split("|")[1:4]] == ["torch's own operator", "14.00", "4.00"]

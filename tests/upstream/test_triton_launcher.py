@@ -101,21 +101,17 @@ def hook() -> Iterator[list[Any]]:
     triton.knobs.runtime.launch_enter_hook.remove(told.append)
 
 
-def test_triton_36_is_given_its_arguments_one_by_one() -> None:
-    launch, calls = bound(declared_36)
+@pytest.mark.parametrize(
+    ("declared", "others"),
+    [
+        (declared_36, (None, None, METADATA, None, None, None, *TAKEN)),
+        (declared_37, (METADATA, *[None] * 5, "annotations", b"signature", TAKEN)),
+    ],
+)
+def test_each_release_is_given_its_arguments_as_it_takes_them(declared: Any, others: tuple[Any, ...]) -> None:
+    launch, calls = bound(declared)
     launch(GRID, VALUES)
-    assert calls == [
-        ("C", *GRID, STREAM, FUNCTION, True, False, None, None, METADATA, None, None, None, *TAKEN),
-    ]
-
-
-def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
-    launch, calls = bound(declared_37)
-    launch(GRID, VALUES)
-    nothing = (None, None, None, None, None)
-    assert calls == [
-        ("C", *GRID, STREAM, FUNCTION, True, False, METADATA, *nothing, "annotations", b"signature", TAKEN),
-    ]
+    assert calls == [("C", *GRID, STREAM, FUNCTION, True, False, *others)]
 
 
 @pytest.mark.parametrize("declared", [declared_36, declared_37])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from benchmarks.models.names import BF16, COMPILE, EAGER, FAILS, Key
 from benchmarks.models.picture import draw, picture
 from benchmarks.models.table import Row, Table, load, tables_of
 
+from ..small import records
 from .toy import HEADER
 
 
@@ -51,9 +51,7 @@ def test_the_table_is_read_as_it_was_written_and_shown(tmp_path: Path) -> None:
     table.save(tmp_path)
     again = load(tmp_path, HEADER)
     assert again == table
-    with (tmp_path / "models.csv").open() as file:
-        lines = [line for line in file if not line.startswith("#")]
-    assert [record["variant"] for record in csv.DictReader(lines)] == ["torch", "patch", "torch"]
+    assert [record["variant"] for record in records(tmp_path, "models")[1]] == ["torch", "patch", "torch"]
     times = tables_of(table)[0]
     assert times.heads == ("ms", "torch", "patch + compile")
     assert times.lines[:2] == [("llama", "10.00", "8.13"), ("vit", "fails", "–")]
