@@ -347,33 +347,3 @@ def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest
     wide = torch.randn(N, 2, 4).permute(1, 2, 0)
     apart = ADD[norm](**{**given, "x": wide}, dropout_p=P, dropout_rng=STATE)
     assert same_bits(apart[1], ADD[norm](**{**given, "x": wide.contiguous()}, dropout_p=P, dropout_rng=STATE)[1])
-
-
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dropout_p": ({"dropout_p": 1.0}, errors.ConflictError, "dropout_p=1.0 will not do"),
-    "dropout_rng": ({"dropout_rng": 5}, errors.DTypeError, "dropout_rng is 5; it takes"),
-    "seed alone": ({"dropout_rng": (1,)}, errors.DTypeError, "dropout_rng"),
-    "residual": ({"residual": torch.randn(2, 2, N)}, errors.ShapeError, "residual has shape"),
-    "no residual": ({"residual": None}, errors.DTypeError, "residual is a NoneType"),
-    "weight": ({"weight": torch.ones(N - 1)}, errors.ShapeError, "weight has shape"),
-    "x": ({"x": torch.ones(3, 2, N, dtype=torch.int64)}, errors.DTypeError, "x has dtype"),
-    "eps": ({"eps": -1.0}, errors.ConflictError, "eps=-1.0"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-@each_add
-def test_a_call_is_refused_alike_after_a_good_one(norm: str, case: tuple[dict[str, Any], type[Exception], str]) -> None:
-    """And draws nothing."""
-    bad, error, says = case
-    good = {"x": torch.randn(3, 2, N), "residual": torch.randn(3, 2, N), "weight": torch.ones(N), "dropout_p": P}
-    said: list[str] = []
-    dispatch.forget()
-    for _ in range(2):
-        before = torch.get_rng_state()
-        with pytest.raises(error, match=f"^{says}") as refusal:
-            ADD[norm](**(good | bad))
-        assert torch.equal(torch.get_rng_state(), before)
-        said.append(str(refusal.value))
-        ADD[norm](**good)
-    assert said[0] == said[1]

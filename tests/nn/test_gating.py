@@ -10,7 +10,6 @@ import torch
 
 import normforge
 from normforge.calls import road
-from normforge.errors import ConflictError, DTypeError, ShapeError
 from proving.cases import Case, cases, check, close, doubled, formula, operands
 
 from ..calling import each_device
@@ -89,34 +88,6 @@ def test_no_rows(device: str) -> None:
         assert torch.equal(gradient, torch.zeros(40, device=device))
 
 
-def test_groups_are_a_divisor_of_the_row() -> None:
-    x = torch.randn(3, 40)
-    for wrong in (0, 7, -8, 80, 8.0, True, "8"):
-        with pytest.raises(ShapeError, match=r"group_size=.* and x has shape \(3, 40\); it takes a divisor of N, 40"):
-            normforge.gated_rms_norm(x, x, group_size=wrong)  # type: ignore[arg-type]  # what is refused
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    x, short = torch.randn(3, 40), torch.randn(20)
-    for group_size in (None, 8):
-        with pytest.raises(ShapeError, match=r"weight has shape \(20,\)"):
-            normforge.gated_rms_norm(x, x, short, group_size=group_size)
-        with pytest.raises(ShapeError, match=r"gate has shape \(40,\)"):
-            normforge.gated_rms_norm(x, x[0], group_size=group_size)
-        with pytest.raises(ShapeError, match=r"bias has shape \(20,\)"):
-            normforge.gated_layer_norm(x, x, None, short, group_size=group_size)
-    with pytest.raises(ConflictError, match="activation='relu' is no mode; it takes 'silu', 'sigmoid'"):
-        normforge.gated_rms_norm(x, x, activation="relu")
-    with pytest.raises(ConflictError, match="norm_before_gate='no' is no flag; it takes True or False"):
-        normforge.gated_rms_norm(x, x, norm_before_gate="no")  # type: ignore[arg-type]  # what is refused
-    with pytest.raises(ConflictError, match="eps=-1"):
-        normforge.gated_rms_norm(x, x, eps=-1)
-    with pytest.raises(DTypeError):
-        normforge.gated_rms_norm(x, None)  # type: ignore[arg-type]  # what is refused
-    with pytest.raises(DTypeError):
-        normforge.gated_rms_norm(x, x.int())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases("gated", vary=("norm", "norm_before_gate"), dtype=torch.bfloat16), ids=str)
 def test_short_rows_by_the_hundred_thousand(case: Case) -> None:
@@ -146,15 +117,6 @@ def test_modules_have_the_names_of_the_fields_own() -> None:
     assert [name for name, _ in normforge.GatedLayerNorm(24, bias=False).named_parameters()] == ["weight"]
     assert repr(normforge.GatedRMSNorm(24)) == "normforge.GatedRMSNorm(24, eps=1e-06)"
     assert normforge.GatedRMSNorm(24, dtype=torch.float16, device="meta").weight.is_meta
-
-
-def test_a_module_of_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ShapeError, match="group_size=7 and hidden_size=24; it takes a divisor of that"):
-        normforge.GatedRMSNorm(24, group_size=7)
-    with pytest.raises(ConflictError, match="activation='gelu'"):
-        normforge.GatedLayerNorm(24, activation="gelu")
-    with pytest.raises(ConflictError, match="norm_before_gate=2"):
-        normforge.GatedRMSNorm(24, norm_before_gate=2)  # type: ignore[arg-type]  # what is refused
 
 
 def test_a_module_is_traced_by_torch_jit() -> None:

@@ -162,40 +162,6 @@ def test_torchs_operators_compute_the_same(norm: str, how: str, cast: str, monke
         close("output", output, wanted.double(), 1e-5 if dtype is torch.float32 else 1.6e-2)
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no number": ({"weight_offset": "one"}, errors.ConflictError, "weight_offset='one' will not do"),
-    "True": ({"weight_offset": True}, errors.ConflictError, "weight_offset=True will not do"),
-    "None": ({"weight_offset": None}, errors.ConflictError, "weight_offset=None will not do"),
-    "infinite": ({"weight_offset": float("inf")}, errors.ConflictError, "weight_offset=inf will not do"),
-    "no weight": ({"weight": None, "weight_offset": 1.0}, errors.ConflictError, "weight_offset=1.0 is added to weight"),
-    "short": ({"x_bias": torch.ones(5)}, errors.ShapeError, r"x_bias has shape \(5,\); it takes \(96,\)"),
-    "integer": ({"x_bias": torch.ones(N).int()}, errors.DTypeError, "x_bias has dtype torch.int32"),
-    "elsewhere": ({"x_bias": torch.ones(N, device="meta")}, errors.DeviceError, "x_bias is on meta"),
-    "integer weight": (
-        {"weight": torch.ones(N).int(), "weight_offset": 1.0},
-        errors.DTypeError,
-        "weight has dtype torch.int32",
-    ),
-    "cast": ({"cast": "never"}, errors.ConflictError, "cast='never' is no mode"),
-}
-
-
-@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-@each_function
-def test_bad_options(norm: str, case: tuple[dict[str, Any], type[Exception], str]) -> None:
-    """Also after good calls like it."""
-    bad, error, says = case
-    given = {name: tensor.detach() for name, tensor in tensors(norm, torch.float32).items()}
-    for _ in range(2):
-        with pytest.raises(error, match=says):
-            call(
-                norm,
-                {**given, **{k: v for k, v in bad.items() if k in ("x_bias", "weight")}},
-                **{k: v for k, v in bad.items() if k not in ("x_bias", "weight")},
-            )
-        call(norm, {name: tensor for name, tensor in given.items() if bad.get(name, tensor) is not None})
-
-
 MODULES: dict[str, type[torch.nn.Module]] = {
     "layer": normforge.LayerNorm,
     "rms": normforge.RMSNorm,

@@ -1,0 +1,115 @@
+"""What functions and modules refuse: one table, each call made twice, and after a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.errors import ConflictError, DeviceError, DTypeError, ShapeError
+from normforge.selection import dispatch
+
+from .oracle import FUNCTIONS
+
+X, IMAGES, VECTOR = torch.randn(3, 40), torch.randn(2, 8, 3, 3), torch.randn(40)
+
+# A good call of each kind.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "group": (normforge.group_norm, {"x": IMAGES, "num_groups": 2}),
+    "gated": (normforge.gated_layer_norm, {"x": X, "gate": X}),
+    "gated, in groups": (normforge.gated_layer_norm, {"x": X, "gate": X, "group_size": 8}),
+    "gated rms": (normforge.gated_rms_norm, {"x": X, "gate": X}),
+    "modulated": (normforge.modulated_layer_norm, {"x": X, "scale": VECTOR, "shift": VECTOR}),
+    "modulated rms": (normforge.modulated_rms_norm, {"x": X, "scale": VECTOR, "shift": VECTOR}),
+    "l2": (normforge.l2_norm, {"x": X}),
+    "module": (normforge.GatedRMSNorm, {"hidden_size": 24}),
+    "layer module": (normforge.GatedLayerNorm, {"hidden_size": 24}),
+}
+for norm, function in FUNCTIONS.items():
+    beside = {"residual": X} if norm.startswith("add") else {"normalized_shape": (40,)}
+    CALLS[norm] = (function, {"x": X, **beside, "weight": VECTOR, "x_bias": VECTOR})
+    if norm.startswith("add"):
+        CALLS[f"{norm}, dropped"] = (function, {"x": X, **beside, "weight": VECTOR, "dropout_p": 0.3})
+_DIVISOR = r"group_size=.* and x has shape \(3, 40\); it takes a divisor of N, 40"
+_INDIVISIBLE = "Expected number of channels in input to be divisible by num_groups, but got input of shape"
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("group", {"num_groups": 3}, ShapeError, _INDIVISIBLE),
+    ("group", {"num_groups": 0}, ShapeError, "num_groups is 0"),
+    ("group", {"weight": torch.ones(7)}, ShapeError, r"weight has shape \(7,\); it takes \(8,\)"),
+    ("group", {"bias": torch.ones(1, 8)}, ShapeError, r"bias has shape \(1, 8\); it takes \(8,\)"),
+    ("group", {"x": IMAGES[0, :, 0, 0]}, ShapeError, "at least 2 dimensions"),
+    ("group", {"x": IMAGES.long()}, DTypeError, "x has dtype torch.int64"),
+    ("group", {"x": [[1.0]]}, DTypeError, "x is a list"),
+    ("group", {"activation": "gelu"}, ConflictError, "activation='gelu' is no mode; it takes 'none', 'silu'"),
+    ("group", {"eps": -1.0}, ConflictError, "eps=-1"),
+    ("group", {"weight": torch.ones(8, device="meta")}, DeviceError, "weight is on meta and x on cpu"),
+    *(("gated rms", {"group_size": wrong}, ShapeError, _DIVISOR) for wrong in (0, 7, -8, 80, 8.0, True, "8")),
+    *(
+        (gated, {name: wrong}, ShapeError, rf"{name} has shape \({len(wrong)},\)")
+        for gated in ("gated", "gated, in groups", "gated rms")
+        for name, wrong in (("weight", torch.ones(20)), ("gate", X[0]), ("bias", torch.ones(20)))
+        if (gated, name) != ("gated rms", "bias")
+    ),
+    ("gated rms", {"activation": "relu"}, ConflictError, "activation='relu' is no mode; it takes 'silu', 'sigmoid'"),
+    ("gated rms", {"norm_before_gate": "no"}, ConflictError, "norm_before_gate='no' is no flag; it takes True or"),
+    ("gated rms", {"eps": -1}, ConflictError, "eps=-1"),
+    ("gated rms", {"gate": None}, DTypeError, "gate"),
+    ("gated rms", {"gate": X.int()}, DTypeError, "gate has dtype torch.int32"),
+    ("modulated", {"gate": VECTOR}, ConflictError, "gate scales x before residual is added to it, and none was passed"),
+    ("modulated rms", {"scale": None}, DTypeError, "scale"),
+    ("modulated rms", {"shift": VECTOR.int()}, DTypeError, "shift has dtype torch.int32"),
+    ("modulated rms", {"x": "x"}, DTypeError, "x is a str"),
+    ("modulated rms", {"eps": -1}, ConflictError, "eps=-1"),
+    ("l2", {"eps": -1.0}, ConflictError, "eps"),
+    ("l2", {"weight": torch.randn(7)}, ShapeError, "weight"),
+    ("l2", {"x": X.long()}, DTypeError, "int64"),
+    ("module", {"group_size": 7}, ShapeError, "group_size=7 and hidden_size=24; it takes a divisor of that"),
+    ("layer module", {"activation": "gelu"}, ConflictError, "activation='gelu'"),
+    ("module", {"norm_before_gate": 2}, ConflictError, "norm_before_gate=2"),
+]
+
+
+# Of every function of plain norms, and of those that drop.
+OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"weight_offset": "one"}, ConflictError, "weight_offset='one' will not do"),
+    ({"weight_offset": True}, ConflictError, "weight_offset=True will not do"),
+    ({"weight_offset": None}, ConflictError, "weight_offset=None will not do"),
+    ({"weight_offset": float("inf")}, ConflictError, "weight_offset=inf will not do"),
+    ({"weight": None, "weight_offset": 1.0}, ConflictError, "weight_offset=1.0 is added to weight"),
+    ({"x_bias": torch.ones(5)}, ShapeError, r"x_bias has shape \(5,\); it takes \(40,\)"),
+    ({"x_bias": VECTOR.int()}, DTypeError, "x_bias has dtype torch.int32"),
+    ({"x_bias": VECTOR.to("meta")}, DeviceError, "x_bias is on meta"),
+    ({"weight": VECTOR.int(), "weight_offset": 1.0}, DTypeError, "weight has dtype torch.int32"),
+    ({"cast": "never"}, ConflictError, "cast='never' is no mode"),
+]
+DROPPING: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"dropout_p": 1.0}, ConflictError, "^dropout_p=1.0 will not do"),
+    ({"dropout_rng": 5}, DTypeError, "^dropout_rng is 5; it takes"),
+    ({"dropout_rng": (1,)}, DTypeError, "^dropout_rng"),
+    ({"residual": X[:2]}, ShapeError, "^residual has shape"),
+    ({"residual": None}, DTypeError, "^residual is a NoneType"),
+    ({"weight": torch.ones(39)}, ShapeError, "^weight has shape"),
+    ({"x": X.long()}, DTypeError, "^x has dtype"),
+    ({"eps": -1.0}, ConflictError, "^eps=-1.0"),
+]
+BAD += [(norm, *row) for norm in FUNCTIONS for row in OPTIONS]
+BAD += [(f"{norm}, dropped", *row) for norm in ("add_layer", "add_rms") for row in DROPPING]
+
+
+@pytest.mark.parametrize(("call", "bad", "error", "says"), BAD)
+def test_what_is_refused(call: str, bad: dict[str, Any], error: type[Exception], says: str) -> None:
+    """Alike each time, without a draw of random numbers."""
+    function, good = CALLS[call]
+    dispatch.forget()
+    messages = set()
+    for _ in range(2):
+        before = torch.get_rng_state()
+        with pytest.raises(error, match=says) as refusal:
+            function(**(good | bad))
+        assert torch.equal(torch.get_rng_state(), before)
+        messages.add(str(refusal.value))
+        function(**good)
+    assert len(messages) == 1
