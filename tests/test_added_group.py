@@ -21,7 +21,8 @@ GROUP = """
 
 # What reads the table, or counts what is in it.
 READERS = (
-    *("tests/generator", "tests/golden", "tests/sanitizer/test_cells.py", "tests/tools/test_cli.py"),
+    *("tests/generator", "tests/golden", "tests/sanitizer/test_cells.py"),
+    *("tests/tools/test_cli.py", "tests/tools/test_run.py"),
     *(
         "tests/selection/test_table.py",
         "tests/test_wheel.py::test_its_size_is_what_the_readme_says",

@@ -38,9 +38,15 @@ def test_dimensions(norm: str, shape: tuple[int, ...]) -> None:
         assert a is b is None or (a is not None and b is not None and torch.equal(a.flatten(), b.flatten()))
 
 
+def _slice(rows: int, n: int) -> torch.Tensor:
+    wide = torch.full((rows, n + 5), float("nan"))
+    wide[:, 2 : n + 2] = torch.randn(rows, n)
+    return wide[:, 2 : n + 2]
+
+
 # Rows by the layout that they have.
 STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "slice of a wider tensor": lambda rows, n: torch.randn(rows, n + 5)[:, 2 : n + 2],
+    "slice of a wider tensor": _slice,
     "every other row": lambda rows, n: torch.randn(2 * rows, n)[::2],
     "one row expanded": lambda rows, n: torch.randn(n).expand(rows, n),
     "rows that overlap": lambda rows, n: torch.randn(3 * rows + n).as_strided((rows, n), (3, 1)),
