@@ -36,7 +36,7 @@ class Kind(Enum):
     WORD = "word"
     FLAG = "flag"
     DTYPE = "dtype"
-    PLACE = "place"
+    OUT = "out"
     NAMES = "names"
 
     @property
@@ -55,7 +55,7 @@ class Kind(Enum):
         return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE, Kind.RANDOM)
 
 
-_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.PLACE)
+_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.OUT)
 _NOT_OF_ROWS = (Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.IMAGES, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
 
@@ -106,7 +106,7 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.FLAG: KindRow("bool", "bool"),
     Kind.DTYPE: KindRow("torch.dtype", "ScalarType"),
     # The tensor that an output is written to.
-    Kind.PLACE: KindRow("torch.Tensor", "Tensor"),
+    Kind.OUT: KindRow("torch.Tensor", "Tensor"),
     # A collection of names, out of a fixed few.
     Kind.NAMES: KindRow("Collection[str]", "str[]"),
 }
@@ -192,7 +192,7 @@ class Parameter:
 
     @property
     def slot(self) -> str:
-        """Return the kernels' name for the parameter; for a place, the name of the result written there."""
+        """Return the kernels' name for the parameter; for an out, the name of the result written there."""
         return f"{self.result or self.name}_ptr" if self.kind.is_tensor else self.name
 
     @property
@@ -291,7 +291,7 @@ class Family:
     @cached_property
     def inputs(self) -> tuple[Parameter, ...]:
         """Return the tensors that are read, in the order in which launches pass them."""
-        return tuple(parameter for parameter in self.operands if parameter.kind is not Kind.PLACE)
+        return tuple(parameter for parameter in self.operands if parameter.kind is not Kind.OUT)
 
     @cached_property
     def tensors(self) -> tuple[Parameter | Result, ...]:
@@ -299,9 +299,9 @@ class Family:
         return (*self.inputs, *self.results)
 
     @cached_property
-    def places(self) -> tuple[Parameter, ...]:
+    def outs(self) -> tuple[Parameter, ...]:
         """Return the tensors that are written."""
-        return tuple(parameter for parameter in self.operands if parameter.kind is Kind.PLACE)
+        return tuple(parameter for parameter in self.operands if parameter.kind is Kind.OUT)
 
     def meaning(self, parameter: Parameter, norm: Norm) -> str:
         """Return the docstring's line for a parameter of a norm's function."""

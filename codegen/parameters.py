@@ -250,7 +250,7 @@ FORWARD = Family(
         ),
         Parameter(
             "out",
-            Kind.PLACE,
+            Kind.OUT,
             default=_each("None"),
             meaning=_first(
                 "where y goes, instead of a new tensor; may be x or residual itself if the dtype is the same."
@@ -259,7 +259,7 @@ FORWARD = Family(
         ),
         Parameter(
             "residual_out",
-            Kind.PLACE,
+            Kind.OUT,
             default=_each("None", "fadd.adds"),
             meaning=_first(
                 "where the sum goes, instead of a new tensor, in residual's dtype; may be residual or x itself."

@@ -230,7 +230,7 @@ _QUANTISED = PublicFunctions(
         _as(QUANTISED["save_unquant"], "return y in x's dtype too, before smooth_scale."),
         _row(
             "y_scale",
-            Kind.PLACE,
+            Kind.OUT,
             "None",
             'with fquant "static" the divisor of y: one fp32 value on x\'s device, which the host does not read, or '
             f"(N,), one per column, {_FLOATS}. Otherwise the tensor that scales are written to, or None for a new "

@@ -96,15 +96,15 @@ class Table(NamedTuple):
 def table_of(family: Family, norm: Norm | None = None) -> Table:
     """Return the table of a norm's function, or of the family's calls of the functional API."""
     rows: Sequence[Parameter] = family.of(norm) if norm is not None else _functional(family)
-    every = (*family.inputs, *family.places)
+    every = (*family.inputs, *family.outs)
     names = tuple(row.name for row in rows)
     words = [row for row in rows if not row.kind.is_tensor and row.kind is not Kind.NUMBER]
     numbers = [row for row in family.parameters if row.kind is Kind.NUMBER and (norm is not None or row.name in names)]
 
-    def places(of: Sequence[Parameter]) -> bytes:
+    def indices(of: Sequence[Parameter]) -> bytes:
         return bytes(names.index(row.name) if row.name in names else ABSENT for row in of)
 
-    def place(of: Sequence[str], name: str, holds: bool = True) -> int:
+    def index(of: Sequence[str], name: str, holds: bool = True) -> int:
         return of.index(name) if holds and name in of else -1
 
     operands = [row.name for row in every]
@@ -114,20 +114,20 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         names=names,
         arguments=len(names),
         looks=bytes(_look(row, packed=norm is None) for row in every),
-        operands=places(every),
+        operands=indices(every),
         in_vectors=bytes(row.is_read_in_vectors for row in every),
-        words=places(words),
+        words=indices(words),
         # Arguments of different classes may be equal: True, 1 and 1.0.
-        coded=places([row for row in words if row.kind in (Kind.FLAG, Kind.COUNT) or row.takes_codes]),
+        coded=indices([row for row in words if row.kind in (Kind.FLAG, Kind.COUNT) or row.takes_codes]),
         numbers=tuple(_number(row, names, is_functional=norm is None) for row in numbers),
         inputs=len(family.inputs),
         x=operands.index("x"),
         samples=int(any(row.kind in (Kind.SAMPLES, Kind.IMAGES) for row in every)),
-        mean=place(operands, "mean"),
-        rstd=place(operands, "rstd"),
-        dropout=place(names, "dropout_p"),
-        wants=place(names, "wants"),
-        residual=place(names, "residual", norm is None and family.direction is Direction.FORWARD and not family.name),
+        mean=index(operands, "mean"),
+        rstd=index(operands, "rstd"),
+        dropout=index(names, "dropout_p"),
+        wants=index(names, "wants"),
+        residual=index(names, "residual", norm is None and family.direction is Direction.FORWARD and not family.name),
     )
 
 
@@ -138,7 +138,7 @@ def _functional(family: Family) -> list[Parameter]:
     nothing.
     """
     drawn = Kind.RANDOM if family.direction is Direction.FORWARD else None
-    rows = [row for row in family.parameters if row.functional and row.kind not in (Kind.PLACE, drawn)]
+    rows = [row for row in family.parameters if row.functional and row.kind not in (Kind.OUT, drawn)]
     return sorted(rows, key=lambda row: not row.kind.is_tensor)
 
 
@@ -146,7 +146,7 @@ def _look(row: Parameter, *, packed: bool) -> int:
     # In calls that autograd records, one tensor holds both statistics.
     if packed and row.kind is Kind.PER_ROW:
         return FREE
-    return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.PLACE else row.kind) in LOOKS else FREE
+    return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.OUT else row.kind) in LOOKS else FREE
 
 
 def _number(row: Parameter, names: Sequence[str], *, is_functional: bool) -> Number:

@@ -99,7 +99,7 @@ def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -
     """
     arguments: dict[str, Any] = {}
     for parameter in family_of(mode).of(mode.norm):
-        if parameter.kind is Kind.PLACE or not parameter.is_wanted(mode):
+        if parameter.kind is Kind.OUT or not parameter.is_wanted(mode):
             continue
         if parameter.kind.is_tensor:
             tensor = make(parameter)

@@ -103,7 +103,7 @@ _NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
 }
 _FORMS: Mapping[Kind, tuple[str, ...]] = {
     Kind.ROWS: ("rows",) * 12 + ("vector",),
-    Kind.PLACE: ("rows",) * 12 + ("lead",),
+    Kind.OUT: ("rows",) * 12 + ("lead",),
     Kind.SAMPLES: ("sample", "sample", "rows", "vector"),
     Kind.GROUPS: ("vector", "vector", "groups"),
     Kind.VECTOR: ("vector",) * 12 + ("longer", "matrix"),
@@ -149,7 +149,7 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
             return _operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
         case Kind.VECTOR | Kind.GROUPS | Kind.SAMPLES:
             return _operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
-        case Kind.PLACE:
+        case Kind.OUT:
             return _operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
         case Kind.PER_ROW | Kind.SCALE | Kind.VALUE:
             return _operand(forms, (*[torch.float32] * 8, torch.float16), optional, 0.03)

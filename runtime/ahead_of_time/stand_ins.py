@@ -154,7 +154,7 @@ class Deployment:
 _GRADIENTS = tuple(result.name for result in BACKWARD.results)
 
 # The arguments that are addresses, with the kernels' names for them.
-_POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
+_POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.outs)}
 
 
 def plans(

@@ -270,7 +270,7 @@ def _wants(takes: Function, mode: Mode, args: Mapping[str, Any]) -> tuple[str, .
 def _check_places(call: Call, addressed: bool) -> None:
     """Check what is written to, against all that is read and what is written to besides."""
     others = call.tensors_read() if addressed else {}
-    for name, result in call.function.places:
+    for name, result in call.function.outs:
         output, dtype = call.args[name], call.dtype_of(result)
         if output is not None and dtype is not None:
             check_output(name, output, call.x, dtype, others, addressed)

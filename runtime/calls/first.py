@@ -89,9 +89,9 @@ def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: 
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
-    """Return the results of a call of copies, copied to the places that were passed."""
-    for place, result in passed.function.places:
-        own, computed = passed.args[place], getattr(results, result)
+    """Return the results of a call of copies, copied to the outs that were passed."""
+    for out, result in passed.function.outs:
+        own, computed = passed.args[out], getattr(results, result)
         if own is not None and own is not computed:
             results = results._replace(**{result: own.copy_(computed)})
     return results
@@ -106,7 +106,7 @@ def settled(call: Call) -> Call:
     """Return a call of tensors that lie as N says: the call itself if its tensors do."""
     rows = [row for row in call.function.family.operands if row.is_read_in_vectors]
     of_rows = [row.name for row in rows if row.kind.has_row_stride]
-    # The copy of a place is written to, and the results are copied from there to the place that was passed.
+    # The copy of an out is written to, and the results are copied from there to the out that was passed.
     copies = copies_of({row.name: getattr(call, row.name) for row in rows}, call.n, of_rows)
     return call.with_args(**copies) if copies else call
 
@@ -146,7 +146,7 @@ def prepared(call: Call, key: Key | None, args: Args) -> PlannedCall:
         LayoutError: a tensor has no memory.
     """
     plans, family = dispatch.plans, call.function.family
-    rows = (*family.inputs, *family.places)
+    rows = (*family.inputs, *family.outs)
     tensors: Tensors = tuple([getattr(call, row.name) for row in rows])
     addresses = tuple([address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, tensors, strict=True)])
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
@@ -194,7 +194,7 @@ def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[
     # Any number of samples; and where tensors are not contiguous any first size. The key holds the other sizes then.
     if any(row.kind is Kind.SAMPLES or not tensor.is_contiguous() for row, tensor in there):
         leading = min(leading, 1)
-    if any(row.kind is Kind.PLACE and _widens(tensor) for row, tensor in there):
+    if any(row.kind is Kind.OUT and _widens(tensor) for row, tensor in there):
         # The checked rows do not overlap, and more of them might.
         leading = 0
     return [

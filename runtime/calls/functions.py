@@ -18,7 +18,7 @@ from ..upstream.torch_internals import constant_in_traces
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.PLACE)
+_OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.OUT)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
@@ -45,7 +45,7 @@ class Function(NamedTuple):
         direction: whether it computes gradients.
         family_name: the name of its family; "" of the norms alone.
         defaults: what it is given where nothing is passed, by name, for all parameters of its family.
-        passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
+        passed: the names of its own, but for the outs; in their order, which is that of the operator's schema.
         words: names, with the enums of their members and the axes that they decide.
         numbers: names, with the least and the most that each takes.
         flags: names, with the axes that they decide.
@@ -58,7 +58,7 @@ class Function(NamedTuple):
         needs: names of numbers, with what has to be there unless they are 0, and the error if it is not.
         conditions: names, with the attributes of a mode that lead to whether it reads them, and the errors if it does
             and they were not passed, and the other way round.
-        places: the names of what is written to, with the result that goes there.
+        outs: the names of what is written to, with the result that goes there.
         results: what it may return.
         gradients: names, with the result of the backward family that is the gradient.
     """
@@ -80,7 +80,7 @@ class Function(NamedTuple):
     by_groups: tuple[tuple[str, str], ...]
     needs: tuple[tuple[str, str, str], ...]
     conditions: tuple[tuple[str, tuple[str, ...], str, str], ...]
-    places: tuple[tuple[str, str], ...]
+    outs: tuple[tuple[str, str], ...]
     results: tuple[Returned, ...]
     gradients: tuple[tuple[str, str], ...]
 
@@ -95,7 +95,7 @@ def _function(family: Family, norm: Norm) -> Function:
         direction=family.direction,
         family_name=family.name,
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
-        passed=tuple(dict.fromkeys(row.operator_argument for row in rows if row.kind is not Kind.PLACE)),
+        passed=tuple(dict.fromkeys(row.operator_argument for row in rows if row.kind is not Kind.OUT)),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),
         numbers=tuple((row.name, row.least, row.most) for row in rows if row.kind is Kind.NUMBER),
         flags=tuple((row.name, row.axis) for row in rows if row.kind is Kind.FLAG),
@@ -109,7 +109,7 @@ def _function(family: Family, norm: Norm) -> Function:
         by_groups=tuple((row.name, row.axis) for row in read if row.kind is Kind.GROUPS),
         needs=tuple((row.name, row.needs, row.absent) for row in rows if row.needs),
         conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
-        places=tuple((row.name, row.result) for row in rows if row.kind is Kind.PLACE),
+        outs=tuple((row.name, row.result) for row in rows if row.kind is Kind.OUT),
         results=tuple(
             Returned(row.name, _path(row.wanted), row.axis, row.set_by, row.like)
             for row in family.results

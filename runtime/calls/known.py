@@ -67,7 +67,7 @@ class Known:
             patterns: of those that are there.
         """
         there = [tensor for tensor in tensors if tensor is not None]
-        self.present: Callable[[Any], Any] = picking([place for place, each in enumerate(tensors) if each is not None])
+        self.present: Callable[[Any], Any] = picking([index for index, each in enumerate(tensors) if each is not None])
         self.fits = _guard(there, patterns)
         self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
@@ -128,21 +128,21 @@ def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
     return tuple([not at & MISALIGNED for at in addresses])
 
 
-def picking(places: Sequence[int]) -> Callable[[Any], Any]:
-    """Return what picks the items at some places as a tuple."""
-    if not places:
+def picking(indices: Sequence[int]) -> Callable[[Any], Any]:
+    """Return what picks the items at some indices as a tuple."""
+    if not indices:
         return lambda items: ()
-    # For one place, itemgetter picks the item rather than a tuple.
-    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+    # For one index, itemgetter picks the item rather than a tuple.
+    return itemgetter(*indices) if len(indices) > 1 else itemgetter(slice(indices[0], indices[0] + 1))
 
 
 def _guard(tensors: Sequence[torch.Tensor], patterns: Patterns) -> Fits:
-    first = [next(place for place, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    first = [next(index for index, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     once = sorted(set(first))
-    fits = guard([tensors[place] for place in once], *zip(*[patterns[place] for place in once], strict=True))
+    fits = guard([tensors[index] for index in once], *zip(*[patterns[index] for index in once], strict=True))
     # An output that is an input, say: a guard takes no tensor twice.
     pick = picking(once)
-    twice = [(place, other) for place, other in enumerate(first) if place != other]
+    twice = [(index, other) for index, other in enumerate(first) if index != other]
     least = 2 if any(map(_is_ragged, tensors)) else 0
     if not twice and not least:
         return fits

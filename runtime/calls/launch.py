@@ -50,9 +50,9 @@ def run(
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
     numbers = (eps, weight_offset, dropout_p) if dropout_p else (eps, weight_offset)
-    places = (out, residual_out)
+    outs = (out, residual_out)
     return make_output(
-        LayerNormOutput, run_sized(plan, plan.at(shape), addresses, tensors, numbers, places, packed=packed)
+        LayerNormOutput, run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, packed=packed)
     )
 
 
@@ -132,11 +132,11 @@ def run_sized(
     addresses: Sequence[int],
     tensors: Tensors,
     numbers: tuple[Any, ...] = (),
-    places: Tensors = (),
+    outs: Tensors = (),
     *,
     packed: bool = False,
 ) -> list[Any]:
-    """Allocate the results of a call that have no place, and launch the kernels, unless there are no rows.
+    """Allocate the results of a call that have no out, and launch the kernels, unless there are no rows.
 
     Args:
         plan: the call's.
@@ -144,21 +144,21 @@ def run_sized(
         addresses: of the tensors that are read, in the family's order; 0 where there is none.
         tensors: these themselves; rstd may hold the means too, and mean be None.
         numbers: what launches bring behind the numbers of `sized`.
-        places: where the first results go, None for new tensors.
+        outs: where the first results go, None for new tensors.
         packed: see `run`.
     """
     layout, own, makes, recorded = sized
     empty = plan.empty
     results: list[torch.Tensor | None] = []
-    for make, place in zip_longest(recorded if packed else makes, places):
+    for make, out in zip_longest(recorded if packed else makes, outs):
         if make is None:
             results.append(None)
-        elif place is None:
+        elif out is None:
             results.append(empty(*make))
         else:
             # A tensor that autograd saved has changed: autograd finds out by the version.
-            increment_version(place)
-            results.append(place)
+            increment_version(out)
+            results.append(out)
     if not layout.steps:
         return results
     work = None if layout.memory is None else empty(*layout.memory)

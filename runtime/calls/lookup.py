@@ -20,7 +20,7 @@ from .known import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, add
 from .outputs import NormGradients
 from .overlap import may_write
 
-# The places in `LOOKS`.
+# The indices in `LOOKS`.
 _ROWS, _PER_ROW, _SCALE, _SAMPLES, _, _FREE = range(FREE + 1)
 
 _SHAPES = frozenset((tuple, torch.Size, list))
@@ -37,9 +37,9 @@ class _Present(NamedTuple):
         pick: picks these operands.
         in_vectors: of each of them, whether kernels are compiled for its alignment.
         spread: from their addresses, and a 0 behind them, to those of all operands.
-        sized: the places of those whose sizes are compared with x's, and how.
+        sized: the indices of those whose sizes are compared with x's, and how.
         of_rows: picks those whose strides follow from their sizes where they have no gaps.
-        scales: the places of scales, of which one value for all rows is another kind of call than one per row.
+        scales: the indices of scales, of which one value for all rows is another kind of call than one per row.
     """
 
     mask: int
@@ -67,8 +67,8 @@ class Lookup:
         self.table, self.plans_of = table, plans_of
         self.otherwise, self.settled, self.record = otherwise, settled, record
         self._x = table.operands[table.x]
-        self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
-        self._places = picking([-1 if place == ABSENT else place for place in table.operands[table.inputs :]])
+        self._operands = picking([-1 if index == ABSENT else index for index in table.operands])
+        self._outs = picking([-1 if index == ABSENT else index for index in table.operands[table.inputs :]])
         self._words, self._coded = picking(table.words), picking(table.coded)
         self._vectors = picking([at for at, is_vector in enumerate(table.in_vectors) if is_vector])
         self._patterns: dict[tuple[bool, ...], _Present] = {}
@@ -76,15 +76,15 @@ class Lookup:
     def _present(self, pattern: tuple[bool, ...]) -> _Present:
         """Make and keep what follows from which operands are None."""
         looks = self.table.looks
-        places = [at for at, is_absent in enumerate(pattern) if not is_absent]
+        indices = [at for at, is_absent in enumerate(pattern) if not is_absent]
         present = _Present(
-            mask=sum(1 << at for at in places),
-            pick=picking(places),
-            in_vectors=[self.table.in_vectors[at] for at in places],
-            spread=picking([places.index(at) if at in places else -1 for at in range(len(pattern))]),
-            sized=[(at, looks[at]) for at in places if looks[at] < _FREE and at != self.table.x],
-            of_rows=picking([at for at in places if looks[at] <= _SCALE]),
-            scales=[at for at in places if looks[at] == _SCALE],
+            mask=sum(1 << at for at in indices),
+            pick=picking(indices),
+            in_vectors=[self.table.in_vectors[at] for at in indices],
+            spread=picking([indices.index(at) if at in indices else -1 for at in range(len(pattern))]),
+            sized=[(at, looks[at]) for at in indices if looks[at] < _FREE and at != self.table.x],
+            of_rows=picking([at for at in indices if looks[at] <= _SCALE]),
+            scales=[at for at in indices if looks[at] == _SCALE],
         )
         self._patterns[pattern] = present
         return present
@@ -103,7 +103,7 @@ class Lookup:
             if table.rstd >= 0:
                 return launch.run_backward(*planned)
             plan, addresses, tensors, shape, m, eps, offset, dropout_p = planned
-            out, residual_out = self._places((*arguments, None))
+            out, residual_out = self._outs((*arguments, None))
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
             ):

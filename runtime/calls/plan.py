@@ -107,8 +107,8 @@ class Sized(NamedTuple):
 def _adds(sums: int) -> Callable[[Any], tuple[Any, ...]]:
     """Return `Layout.adds` for kernels of some sums: none takes fewer than a plain norm has."""
     absent = [1] * (len(SUMS) - sums)
-    places = [*range(2 + sums, 2 + 2 * sums), *absent, *range(2, 2 + sums), *absent, 0]
-    pick: Callable[[Any], tuple[Any, ...]] = itemgetter(*places)
+    indices = [*range(2 + sums, 2 + 2 * sums), *absent, *range(2, 2 + sums), *absent, 0]
+    pick: Callable[[Any], tuple[Any, ...]] = itemgetter(*indices)
     return pick
 
 
@@ -181,7 +181,7 @@ class Plan:
             invariant=is_invariant,
             sizes=self.sizes,
         )
-        self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
+        self.extents = _extents(inputs, results, {**strides, **further}, n) if family.outs else Extents()
 
     @property
     def plans(self) -> list[Plan]:
@@ -266,7 +266,7 @@ class Plan:
         if not self.mode.shares:
             return grid
         # Programs of sums behind the last one that is due would have nothing to add up, once for each part.
-        due = max(place for place, dtype in enumerate(self.sum_dtypes) if dtype is not None) + 1
+        due = max(index for index, dtype in enumerate(self.sum_dtypes) if dtype is not None) + 1
         return grid[0], due, parts
 
 
@@ -316,13 +316,13 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
 def _row_strides(call: Call) -> dict[str, RowStride]:
     """Return the strides of rows by their slots: 0 for an absent tensor, N for a new one."""
     family = call.function.family
-    places = {row.result: row.name for row in family.places}
+    outs = {row.result: row.name for row in family.outs}
     kinds = {row.name: row.kind for row in family.inputs}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
         # The kernels of a plain norm are one, whether dx is due or not.
         is_new = row.is_wanted(call.mode) and (row.name in call.wants or not call.mode.shares)
-        slots.append((row.row_stride_slot, places.get(row.name, ""), call.x.shape[-1] if is_new else 0))
+        slots.append((row.row_stride_slot, outs.get(row.name, ""), call.x.shape[-1] if is_new else 0))
     strides: dict[str, RowStride] = {}
     for slot, name, absent in slots:
         if slot is not None:
@@ -357,8 +357,8 @@ def _extents(
     written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}
     return Extents(
         inputs=tuple(
-            (place, *extent(row, dtype), row.name in REPLACEABLE)
-            for place, (row, dtype) in enumerate(inputs.items())
+            (index, *extent(row, dtype), row.name in REPLACEABLE)
+            for index, (row, dtype) in enumerate(inputs.items())
             if dtype is not None
         ),
         y=written["y"],

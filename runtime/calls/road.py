@@ -34,12 +34,12 @@ from .traced import intercepted, is_dynamo_compiling, operated, operated_as, res
 Operands = tuple[Any, ...]
 # The norm's word, and the other arguments of a call, in the order of the rows; whether statistics are saved comes last.
 Options = tuple[Any, ...]
-# The places of outputs, y and the stored sum first; None for new tensors.
-Places = tuple["torch.Tensor | None", ...]
+# The tensors that outputs go to, y and the stored sum first; None for new tensors.
+Outs = tuple["torch.Tensor | None", ...]
 
 
-def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: bool) -> dict[str, torch.Tensor]:
-    """Check the places of y and the stored sum, which plans take to be contiguous and aligned.
+def check_outs(call: Call, outs: Sequence[torch.Tensor | None], addressed: bool) -> dict[str, torch.Tensor]:
+    """Check the tensors that y and the stored sum go to, which plans take to be contiguous and aligned.
 
     Returns:
         All that has an address by name, what is read and these.
@@ -48,9 +48,9 @@ def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: b
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     others = call.tensors_read() if addressed else {}
-    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places, strict=True):
+    for name, result, out in zip(("out", "residual_out"), ("y", "residual_out"), outs, strict=True):
         dtype = call.dtype_of(result)
-        if place is None:
+        if out is None:
             continue
         if dtype is None:
             raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
@@ -58,22 +58,22 @@ def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: b
         if result == "y" and packs > 1:
             # Torch has fewer elements for y: each holds several.
             rows = rows[..., ::packs]
-            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
+            if isinstance(out, torch.Tensor) and out.shape != rows.shape:
                 raise ShapeError(
-                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
+                    f"out has shape {tuple(out.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
                 )
-        check_output(name, place, rows, dtype, others, addressed)
-        if not place.is_contiguous():
-            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
+        check_output(name, out, rows, dtype, others, addressed)
+        if not out.is_contiguous():
+            raise LayoutError(f"{name} has strides {out.stride()}; it takes a contiguous tensor")
         if addressed:
-            if place.data_ptr() & MISALIGNED:
+            if out.data_ptr() & MISALIGNED:
                 raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
-            others[name] = place
+            others[name] = out
     return others
 
 
-def _launch(planned: PlannedCall, options: Options, places: Places) -> LayerNormOutput:
-    out, residual_out, *_ = places
+def _launch(planned: PlannedCall, options: Options, outs: Outs) -> LayerNormOutput:
+    out, residual_out, *_ = outs
     return run(*planned, out=out, residual_out=residual_out)
 
 
@@ -98,8 +98,8 @@ class FamilyCalls(NamedTuple):
         inputs: the names of the tensors that calls bring.
         options: the names of the other arguments, behind the norm.
         output: the class of a call's outputs.
-        check: refuse calls whose outputs cannot go to the places that were passed.
-        launch: from what was found, the options and the places to a call's outputs.
+        check: refuse calls whose outputs cannot go to the tensors that were passed.
+        launch: from the plan, the options and the outs to a call's outputs.
         eager: the family's formula in torch's operators, from the operands and the options to outputs.
         saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
             first of x's shape; statistics are saved behind them.
@@ -115,8 +115,8 @@ class FamilyCalls(NamedTuple):
     inputs: tuple[str, ...]
     options: tuple[str, ...]
     output: Any = LayerNormOutput
-    check: Callable[[Call, Places, bool], object] = check_places
-    launch: Callable[[PlannedCall, Options, Places], Any] = _launch
+    check: Callable[[Call, Outs, bool], object] = check_outs
+    launch: Callable[[PlannedCall, Options, Outs], Any] = _launch
     eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     args: Callable[..., Any] = _nothing
@@ -286,8 +286,8 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
 def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Return all outputs of a call that autograd does not see, known or not."""
     key, planned = calls.find(operands, options)
-    places = tuple([None] * len(calls.output._fields))
-    return calls.launch(planned or prepared(calls, operands, options, key), options, places)
+    outs = tuple([None] * len(calls.output._fields))
+    return calls.launch(planned or prepared(calls, operands, options, key), options, outs)
 
 
 def options_2d(operands: Operands, options: Options) -> Options:
@@ -300,42 +300,42 @@ def options_2d(operands: Operands, options: Options) -> Options:
     return (*others, quantised, out_dtype, saves)
 
 
-def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, places: Places = (None, None)) -> Any:
+def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: Outs = (None, None)) -> Any:
     """Run a call that has no gradient, as an operator if something sees operators, and return all its outputs.
 
     Args:
         calls: its family's row.
         operands: its tensors.
         options: its other arguments.
-        places: where outputs go, None for new tensors.
+        outs: where outputs go, None for new tensors.
 
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     args = named(calls, operands, options)
-    if is_dynamo_compiling() or intercepted(*operands, *places):
-        call = _checked(calls, args, options, places, addressed=False)
+    if is_dynamo_compiling() or intercepted(*operands, *outs):
+        call = _checked(calls, args, options, outs, addressed=False)
         results: Any = operated_as(calls.functions[options[0]], call, calls.output._fields)
-        for at, place in enumerate(places):
-            if place is not None and results[at] is not None:
+        for at, out in enumerate(outs):
+            if out is not None and results[at] is not None:
                 # Scales may be wanted in another shape.
-                results[at] = place.copy_(results[at] if at < 2 else results[at].view(place.shape))
+                results[at] = out.copy_(results[at] if at < 2 else results[at].view(out.shape))
         return calls.output(*results)
     _, _, planned = getattr(native.calls, calls.name).find(operands, options)
-    if planned is None or records(operands) or any(place is not None for place in places):
-        _checked(calls, args, options, places, addressed=True)
+    if planned is None or records(operands) or any(out is not None for out in outs):
+        _checked(calls, args, options, outs, addressed=True)
     if planned is None:
         rows = tuple(map(resolved, operands))
         key, planned = calls.find(rows, options)
         planned = planned or prepared(calls, rows, options, key)
-    return calls.launch(planned, options, places)
+    return calls.launch(planned, options, outs)
 
 
-def _checked(calls: FamilyCalls, args: Mapping[str, Any], options: Options, places: Places, *, addressed: bool) -> Call:
+def _checked(calls: FamilyCalls, args: Mapping[str, Any], options: Options, outs: Outs, *, addressed: bool) -> Call:
     """Check all arguments of a call, and where its outputs go."""
     call = check(calls.functions[options[0]], args, addressed=addressed)
     refuse_gradient(call)
-    calls.check(call, places, addressed)
+    calls.check(call, outs, addressed)
     return call
 
 

@@ -238,22 +238,22 @@ def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradient
         done: the call that was launched.
         gradients: what the call returns.
     """
-    places = [_place(gradient, done.results) for gradient in gradients]
-    if learnt is None or not done.reads_own or None in places:
+    indices = [_index_of(gradient, done.results) for gradient in gradients]
+    if learnt is None or not done.reads_own or None in indices:
         return
     key, arrived = learnt
-    order: Any = itemgetter(*[place for place in places if place is not None])
+    order: Any = itemgetter(*[index for index in indices if index is not None])
     ready = Ready(done.plan, done.backward.inputs, order, done.at)
     remember(among, key, arrived, _free(done, arrived), addresses_of(arrived), ready)
 
 
-def _place(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:
-    """Return the place of a gradient among results, their number for no gradient; None if it is none of them."""
+def _index_of(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:
+    """Return the index of a gradient among results, their number for no gradient; None if it is none of them."""
     if gradient is None:
         return len(results)
-    for place, result in enumerate(results):
+    for index, result in enumerate(results):
         if result is not None and result.data_ptr() == gradient.data_ptr():
-            return place if result.shape == gradient.shape and result.dtype is gradient.dtype else None
+            return index if result.shape == gradient.shape and result.dtype is gradient.dtype else None
     return None
 
 

@@ -79,15 +79,15 @@ def function_traced(family: Family, norm: str, arguments: Mapping[str, Any]) -> 
     refuse_gradient(call)
     if call.function.direction is Direction.BACKWARD:
         return NormGradients(*operated_as(function, call, NormGradients._fields))
-    places = call.function.places
-    if all(call.args[name] is None for name, _ in places):
+    outs = call.function.outs
+    if all(call.args[name] is None for name, _ in outs):
         return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
     args = args_of(call)
     results: dict[str, Any] = {}
-    for name, result in places:
+    for name, result in outs:
         dtype = call.dtype_of(result)
-        place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
-        results[result] = place if call.args[name] is None else call.args[name]
+        out = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
+        results[result] = out if call.args[name] is None else call.args[name]
     outputs = operator(f"{function}_into")(*[args[name] for name in call.function.passed], *results.values())
     others = [name for name in LayerNormOutput._fields if name not in results]
     results |= {name: value if name in call.wants else None for name, value in zip(others, outputs, strict=True)}

@@ -15,7 +15,7 @@ from ..calls.check import Call
 from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from ..calls.overlap import elements_overlap
-from ..calls.road import Options, Places, calls_of
+from ..calls.road import Options, Outs, calls_of
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
@@ -27,17 +27,17 @@ from ..upstream.dynamo_guards import Empty, contiguous_strides
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
-def forward(operands: Any, options: Options, places: Places) -> QuantisedOutput:
-    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the places."""
+def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput:
+    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the outs."""
     norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales = options
     quantisation = word(FusedQuant, "fquant", fquant)
     if quantisation.is_static:
-        quantisation, static = _given_scale(operands[0], places[2])
+        quantisation, static = _given_scale(operands[0], outs[2])
         operands = (*operands[:_STATIC], *static, *operands[_STATIC + 2 :])
-        places = (*places[:2], None)
+        outs = (*outs[:2], None)
     group = ScaleGroup.NONE.value if group_size is None else group_size
     options = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales)
-    result: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
+    result: QuantisedOutput = road.launched_2d(CALLS, operands, options, outs)
     return result
 
 
@@ -60,7 +60,7 @@ def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQu
     return FusedQuant.STATIC_COLUMN, (None, y_scale)
 
 
-def _check(call: Call, places: Places, addressed: bool) -> None:
+def _check(call: Call, outs: Outs, addressed: bool) -> None:
     """Check what quantises, and where outputs go."""
     if not call.mode.fquant.quantises:
         raise ConflictError(
@@ -71,44 +71,44 @@ def _check(call: Call, places: Places, addressed: bool) -> None:
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
-    others = road.check_places(call, places[:2], addressed)
-    if places[2] is not None:
-        _check_scale_place(call, places[2], others, addressed)
+    others = road.check_outs(call, outs[:2], addressed)
+    if outs[2] is not None:
+        _check_scale_out(call, outs[2], others, addressed)
 
 
-def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
+def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
     dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
-    # A static y_scale is an operand, and no place for scales.
+    # A static y_scale is an operand, and no out.
     assert dtype is not None
-    check_tensor("y_scale", place)
+    check_tensor("y_scale", out)
     shapes = [leading, (*leading, 1)]
     if call.mode.scale_layout.swizzles:
         tiles = tiled_shape(call.m, scale_columns(call.mode, call.n))
         shapes = [tiles, (tiles[0] * tiles[1],)]
     elif call.mode.group_size.code:
         shapes = [(*leading, scale_columns(call.mode, call.n))]
-    if tuple(place.shape) not in shapes:
-        raise ShapeError(f"y_scale has shape {tuple(place.shape)}; it takes {' or '.join(map(str, shapes))}")
-    check_dtype("y_scale", place, (dtype,))
-    check_device("y_scale", place, call.x)
-    strided = place.dim() == 2 and call.mode.has_scale_strides
-    if not place.is_contiguous():
-        if not (strided and place.stride(0) > 0 and place.stride(1) > 0):
-            raise LayoutError(f"y_scale has strides {place.stride()}; pass a contiguous tensor")
-        if elements_overlap(place):
+    if tuple(out.shape) not in shapes:
+        raise ShapeError(f"y_scale has shape {tuple(out.shape)}; it takes {' or '.join(map(str, shapes))}")
+    check_dtype("y_scale", out, (dtype,))
+    check_device("y_scale", out, call.x)
+    strided = out.dim() == 2 and call.mode.has_scale_strides
+    if not out.is_contiguous():
+        if not (strided and out.stride(0) > 0 and out.stride(1) > 0):
+            raise LayoutError(f"y_scale has strides {out.stride()}; pass a contiguous tensor")
+        if elements_overlap(out):
             raise LayoutError(
-                f"the elements of y_scale overlap (shape {tuple(place.shape)}, strides {place.stride()}); pass memory "
+                f"the elements of y_scale overlap (shape {tuple(out.shape)}, strides {out.stride()}); pass memory "
                 "for each, a contiguous tensor say, or leave y_scale out"
             )
-    check_written("y_scale", place, addressed)
+    check_written("y_scale", out, addressed)
     if not addressed:
         return
-    start, end = _span(place)
+    start, end = _span(out)
     for name, other in others.items():
         at, behind = _span(other)
         if start < behind and at < end:
             raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
-    if not call.mode.serves and place.data_ptr() & MISALIGNED:
+    if not call.mode.serves and out.data_ptr() & MISALIGNED:
         # The kernel is that of `layernorm2d_fwd`, which allocates them.
         raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
 
@@ -121,10 +121,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def _launch(planned: PlannedCall, options: Options, places: Places) -> QuantisedOutput:
-    """Allocate the outputs that have no place, and launch the kernel of the plan."""
+def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutput:
+    """Allocate the outputs that have no out, and launch the kernel of the plan."""
     plan, addresses, tensors, shape, m, eps, weight_offset = planned
-    leading, (out, residual_out, y_scale, *_) = shape[:-1], places
+    leading, (out, residual_out, y_scale, *_) = shape[:-1], outs
     layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
     make = partial(_new, plan.empty)
     _, sum_dtype, scale_dtype, unquantised_dtype = plan.dtypes
@@ -154,7 +154,7 @@ def _launch(planned: PlannedCall, options: Options, places: Places) -> Quantised
         None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
     )
     # Autograd may have saved these tensors, and detects the write by the version.
-    increment_version([place for place in places if place is not None])
+    increment_version([out for out in outs if out is not None])
     layout = plan.layout(m)
     for launch, grid in layout.steps:
         written: tuple[Any, ...]

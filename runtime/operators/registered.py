@@ -52,9 +52,9 @@ _recording: Any = Recording(_library, _kernels)
 _at_once: dict[Any, Callable[..., Any]] = {}
 
 
-def _in_order(name: str, places: int) -> Callable[..., Tensors]:
-    """Return the kernel of a function's operator by the look-up: arguments in order, without places, to results."""
-    absent = (None,) * places
+def _in_order(name: str, outs: int) -> Callable[..., Tensors]:
+    """Return the kernel of a function's operator by the look-up: arguments in order, without outs, to results."""
+    absent = (None,) * outs
 
     @eager_only
     def run(*arguments: Any) -> Tensors:
@@ -65,32 +65,32 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
 
 
 def _schema(takes: Function, into: bool, defined: str) -> str:
-    """Return the schema of a function's operator, or of its operator that writes to places, under a name."""
+    """Return the schema of a function's operator, or of its operator that writes to outs, under a name."""
     types = {row.operator_argument: row.schema for row in takes.family.parameters}
     declared = [f"{types[name]} {name}" for name in takes.passed]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
-    # y always has a place; other outputs have one if they are asked for.
-    for alias, (place, result) in zip("abcdefgh", takes.places, strict=False):
+    # y always has an out; other results have one if they are asked for.
+    for alias, (out, result) in zip("abcdefgh", takes.outs, strict=False):
         always = not next(row.wanted for row in takes.family.results if row.name == result)
-        declared.append(f"Tensor({alias}!){'' if always else '?'} {place}")
-    written = {result for _, result in takes.places}
+        declared.append(f"Tensor({alias}!){'' if always else '?'} {out}")
+    written = {result for _, result in takes.outs}
     returned = [f"Tensor {row.name}" for row in takes.family.results if row.name not in written]
     return f"{defined}({', '.join(declared)}) -> ({', '.join(returned)})"
 
 
 def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the arguments of an operator by name; places come last."""
+    """Return the arguments of an operator by name; outs come last."""
     takes = OPERATORS[function]
-    return dict(zip((*takes.passed, *[place for place, _ in takes.places]), arguments, strict=False))
+    return dict(zip((*takes.passed, *[out for out, _ in takes.outs]), arguments, strict=False))
 
 
 def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Tensor, ...]:
-    """Return the tensors that an operator returns; a writing operator returns one for each result without a place."""
+    """Return the tensors that an operator returns; a writing operator returns one for each result without an out."""
     if not into:
         return [tensor for tensor in results if tensor is not None]
     takes = OPERATORS[function]
-    written = {result for _, result in takes.places}
+    written = {result for _, result in takes.outs}
     returned = [each for row, each in zip(takes.family.results, results, strict=True) if row.name not in written]
     return tuple([results[0].new_empty(0) if each is None else each for each in returned])
 
@@ -123,7 +123,7 @@ def _kernels_of(name: str, takes: Function, into: bool) -> tuple[Callable[..., A
     kernel, as_checked = partial(_returned, name, into), partial(_fake, name, into)
     if into or takes.family_name:
         return kernel, kernel, as_checked
-    in_order = _in_order(name, len(takes.places))
+    in_order = _in_order(name, len(takes.outs))
     return of_plain_tensors(in_order, kernel), in_order, as_checked
 
 
@@ -140,14 +140,14 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])
         if into:
-            _count_writes(defined, operator, len(takes.places))
+            _count_writes(defined, operator, len(takes.outs))
 
 
-def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: int) -> None:
+def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], outs: int) -> None:
     """Make autograd see that an operator writes to its last arguments, also while it is traced."""
 
     def count(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        increment_version([place for place in arguments[-places:] if place is not None])
+        increment_version([out for out in arguments[-outs:] if out is not None])
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
     # torch.library.custom_op does the same for mutated arguments.
@@ -165,7 +165,7 @@ def _register_gradients(name: str, takes: Function) -> None:
 
 for _name, _takes in OPERATORS.items():
     _register(_name, _takes)
-    if _takes.places:
+    if _takes.outs:
         _register(_name, _takes, into=True)
     _register_gradients(_name, _takes)
 called_at_once(_at_once)

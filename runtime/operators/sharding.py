@@ -42,15 +42,15 @@ def register(library: torch.library.Library, namespace: str) -> None:
 
     for name, takes in OPERATORS.items():
         function = PUBLIC.get(name, partial(run_named, function=name))
-        for own, places in {name: {}, f"{name}_into": dict(takes.places)}.items():
-            if places or own == name:
+        for own, outs in {name: {}, f"{name}_into": dict(takes.outs)}.items():
+            if outs or own == name:
                 for defined, compute in both(own, function).items():
-                    rule(defined, partial(_sharded, takes, places, compute))
+                    rule(defined, partial(_sharded, takes, outs, compute))
 
 
 def _sharded(
     takes: Function,
-    places: Mapping[str, str],
+    outs: Mapping[str, str],
     function: Callable[..., Any],
     cls: type,
     operator: Any,
@@ -60,19 +60,19 @@ def _sharded(
 ) -> Sequence[torch.Tensor]:
     """Return the results of an operator for DTensors; `args` are all arguments, in order.
 
-    An operator that writes to places returns the other results, as tensors without elements if not asked for.
+    An operator that writes to outs returns the other results, as tensors without elements if not asked for.
     """
-    operands = dict(zip((*takes.passed, *places), args, strict=True))
+    operands = dict(zip((*takes.passed, *outs), args, strict=True))
     frame = _frame(operator, operands, takes)
-    written = {place: _written(frame, place, operands[place]) for place in places if operands[place] is not None}
+    written = {out: _written(frame, out, operands[out]) for out in outs if operands[out] is not None}
     results = function(**_parts(frame, takes, operands), **written)
     returned = []
     for row, part in zip(takes.family.results, results, strict=True):
         if part is None:
-            returned += [_nothing(frame)] if places and row.name not in places.values() else []
-        elif row.name not in places.values():
+            returned += [_nothing(frame)] if outs and row.name not in outs.values() else []
+        elif row.name not in outs.values():
             returned.append(_whole(frame, takes, row, part, operands))
-    return tuple(returned) if places else returned
+    return tuple(returned) if outs else returned
 
 
 def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _frame(operator: Any, operands: Mapping[str, Any], takes: Function) -> Frame
 
 
 def _parts(frame: Frame, takes: Function, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a rank's call, without places."""
+    """Return the arguments of a rank's call, without outs."""
     parts = {name: operands[name] for name in takes.passed}
     for name, kind, _ in takes.tensors:
         if kind is Kind.PER_ROW and takes.family_name == GROUP:
@@ -139,7 +139,7 @@ def _scales(frame: Frame, part: torch.Tensor, operands: Mapping[str, Any]) -> to
 
 
 def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
-    """Return a rank's part of a place; a place cannot be redistributed."""
+    """Return a rank's part of an out; an out cannot be redistributed."""
     if whole.placements != frame.of_rows:
         raise LayoutError(
             f"{name} has placements {whole.placements} and what is written there {frame.of_rows}; give it those, or "

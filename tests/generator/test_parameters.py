@@ -185,7 +185,7 @@ def test_a_row_speaks_of_what_there_is(family: Family, row: Parameter | Result) 
         assert not row.axis or row.axis in {field.name for field in fields(Mode)}
         return
     results = {result.name for result in family.results}
-    assert (row.kind is Kind.PLACE) == (row.result in results)
+    assert (row.kind is Kind.OUT) == (row.result in results)
     assert row.gradient in {"", *(result.name for result in GRADIENTS.get(family.name, BACKWARD).results)}
     assert row.needs in {"", *names}
     words = {parameter.name for parameter in family.parameters if parameter.kind is Kind.WORD}

@@ -112,7 +112,7 @@ def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]
     takes = FUNCTIONS[name]
     kinds = {parameter: kind for parameter, kind, _ in takes.tensors}
     shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1], Kind.SCALE: SHAPE[:-1]}
-    modes = FORWARD_MODES if takes.places else BACKWARD_MODES
+    modes = FORWARD_MODES if takes.outs else BACKWARD_MODES
     for mode in modes:
         if any(name in mode and name not in takes.passed for name in ("residual", "x_bias", "dresidual_out")):
             # A norm that lacks these has no such call.
@@ -131,7 +131,7 @@ def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]
         if "wants" in given:
             known = {result.name for result in takes.results}
             given["wants"] = tuple(name for name in given["wants"] if name in known)
-        if not takes.places:
+        if not takes.outs:
             given.setdefault("dy", None)
         yield given, kinds
 

@@ -88,7 +88,7 @@ def fits(gradient: str, mode: Mode) -> bool:
 
 def compiled(call: Call, family: Family, target: Target) -> list[str]:
     """What the kernels of a call are compiled from, as text, but for the types of row strides."""
-    operands = (*family.inputs, *family.places)
+    operands = (*family.inputs, *family.outs)
     call = settled(call)
     tensors = [(row, getattr(call, row.name, None)) for row in operands]
     misaligned = [row.slot for row, tensor in tensors if address_of(row.name, tensor) & MISALIGNED]

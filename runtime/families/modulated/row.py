@@ -14,7 +14,7 @@ from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ...calls import road
 from ...calls.outputs import LayerNormOutput, dtype_of_all
 from ...calls.record import Recording
-from ...calls.road import Options, Places, calls_of, launch_recorded
+from ...calls.road import Options, Outs, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
 from ...codegen.model import Mode
@@ -50,10 +50,10 @@ def check_gate(operands: ModulatedOperands) -> None:
         raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
 
 
-def forward(operands: ModulatedOperands, options: ModulatedOptions, places: Places) -> LayerNormOutput:
+def forward(operands: ModulatedOperands, options: ModulatedOptions, outs: Outs) -> LayerNormOutput:
     """Run a call of `modulated_layernorm2d_fwd` or `modulated_rmsnorm2d_fwd`."""
     check_gate(operands)
-    result: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), places)
+    result: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs)
     return result
 
 
