@@ -23,7 +23,7 @@ from ..thorough import THOROUGH
 # not, each value of either by itself.
 BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped", "dropout")
 SERVED = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")
-TOGETHER = 97
+TOGETHER = 389
 ALONE = 11
 
 
