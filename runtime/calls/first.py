@@ -89,7 +89,7 @@ def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: 
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
-    """Return the results of a call of copies, copied to the outs that were passed."""
+    """Return the results of a call of copies, copied to the tensors that were passed as `out`."""
     for out, result in passed.function.outs:
         own, computed = passed.args[out], getattr(results, result)
         if own is not None and own is not computed:
@@ -106,7 +106,7 @@ def settled(call: Call) -> Call:
     """Return a call of tensors that lie as N says: the call itself if its tensors do."""
     rows = [row for row in call.function.family.operands if row.is_read_in_vectors]
     of_rows = [row.name for row in rows if row.kind.has_row_stride]
-    # The copy of an out is written to, and the results are copied from there to the out that was passed.
+    # The copy of `out` is written to, and the results are copied from there to the tensor that was passed.
     copies = copies_of({row.name: getattr(call, row.name) for row in rows}, call.n, of_rows)
     return call.with_args(**copies) if copies else call
 

@@ -136,7 +136,7 @@ def run_sized(
     *,
     packed: bool = False,
 ) -> list[Any]:
-    """Allocate the results of a call that have no out, and launch the kernels, unless there are no rows.
+    """Allocate the results for which no tensor was passed, and launch the kernels, unless there are no rows.
 
     Args:
         plan: the call's.

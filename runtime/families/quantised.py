@@ -78,7 +78,7 @@ def _check(call: Call, outs: Outs, addressed: bool) -> None:
 
 def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
     dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
-    # A static y_scale is an operand, and no out.
+    # A static y_scale is an operand, and is not written to.
     assert dtype is not None
     check_tensor("y_scale", out)
     shapes = [leading, (*leading, 1)]
@@ -122,7 +122,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutput:
-    """Allocate the outputs that have no out, and launch the kernel of the plan."""
+    """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan."""
     plan, addresses, tensors, shape, m, eps, weight_offset = planned
     leading, (out, residual_out, y_scale, *_) = shape[:-1], outs
     layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])

@@ -70,7 +70,7 @@ def _schema(takes: Function, into: bool, defined: str) -> str:
     declared = [f"{types[name]} {name}" for name in takes.passed]
     if not into:
         return f"{defined}({', '.join(declared)}) -> Tensor[]"
-    # y always has an out; other results have one if they are asked for.
+    # A tensor for y is always passed; those for other results if they are asked for.
     for alias, (out, result) in zip("abcdefgh", takes.outs, strict=False):
         always = not next(row.wanted for row in takes.family.results if row.name == result)
         declared.append(f"Tensor({alias}!){'' if always else '?'} {out}")
@@ -86,7 +86,7 @@ def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Tensor, ...]:
-    """Return the tensors that an operator returns; a writing operator returns one for each result without an out."""
+    """Return the tensors that an operator returns; a writing operator returns those not passed to it."""
     if not into:
         return [tensor for tensor in results if tensor is not None]
     takes = OPERATORS[function]
