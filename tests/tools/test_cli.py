@@ -141,7 +141,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # Whatever started the
 sys.argv = ["normforge", "aot", "--arch", "gfx942", "--n", "64", "--jobs", "2", "--out", "kernels", "ln_fwd_bf16"]
 from normforge.ahead_of_time import build
 def slow(*_):
-    print("compiling", flush=True)
+    sys.stdout.write("compiling\\n")  # In one piece: print() writes the end of a line by itself, and threads mix.
+    sys.stdout.flush()
     time.sleep(60)
 build._compile = slow
 from normforge.tools.cli import main
