@@ -312,6 +312,12 @@ def _floats(row: Parameter) -> Parameter:
     return replace(row, meaning={norm: text.replace(_FLOATS, _ANY_FLOATS) for norm, text in row.meaning.items()})
 
 
+def _saving_for_autograd(family: Family) -> Family:
+    """Return a family whose calls save statistics if a gradient is due, which their look-up finds out: None says so."""
+    rows = [replace(row, default={}) if row.name == "save_mv" else row for row in family.parameters]
+    return replace(family, parameters=tuple(rows))
+
+
 _TWO, _THREE = (f"tuple[{', '.join(['torch.Tensor'] * many)}]" for many in (2, 3))
 _COPIED = "An x that kernels cannot walk is copied once."
 CAST = _as(
@@ -561,7 +567,7 @@ _MODULATED_FUNCTIONS = FunctionalFunctions(
         _EPS,
         _OFFSET,
     ),
-    rows=MODULATED,
+    rows=_saving_for_autograd(MODULATED),
     call="modulated.normalise(operands, options)",
     output="torch.Tensor | tuple[torch.Tensor, torch.Tensor]",
     overloads=(
@@ -602,7 +608,7 @@ _GATED_FUNCTIONS = FunctionalFunctions(
         *(_GATED.family[name] for name in ("activation", "norm_before_gate", "group_size")),
         _EPS,
     ),
-    rows=GATED,
+    rows=_saving_for_autograd(GATED),
     output="torch.Tensor",
     call="gated.normalise(operands, options, group_size)",
     renamed={"gating": "norm_before_gate"},
@@ -645,8 +651,7 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
         _eps(Norm.LAYER, "."),
         ACTIVATION,
     ),
-    # A look-up finds out by itself if statistics are saved.
-    rows=replace(GROUP, parameters=tuple(row for row in GROUP.parameters if row.name != "save_mv")),
+    rows=_saving_for_autograd(GROUP),
     output="torch.Tensor",
     call="group.normalise(operands, options)",
     summary={

@@ -70,7 +70,8 @@ class Table(NamedTuple):
         rstd: the operand that holds the rows' rstd, or both where the means are not passed; or -1.
         dropout: the index of dropout_p, which dropout_rng follows, or -1.
         wants: the index of the argument that may be a list of names, or -1.
-        residual: the index of the residual, if autograd records calls with and without one differently, or -1.
+        saves: the index of save_mv, which is None if statistics are saved where a gradient is due; `arguments` if there
+            is no such argument and a due gradient alone decides; -1 if autograd records no such call.
     """
 
     head: str
@@ -90,7 +91,7 @@ class Table(NamedTuple):
     rstd: int
     dropout: int
     wants: int
-    residual: int
+    saves: int
 
 
 def table_of(family: Family, norm: Norm | None = None) -> Table:
@@ -108,6 +109,9 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         return of.index(name) if holds and name in of else -1
 
     operands = [row.name for row in every]
+    saves = index(names, "save_mv", norm is None)
+    if norm is None and family.direction is Direction.FORWARD and not family.name:
+        saves = len(names)
     return Table(
         head=family.functions[norm] if norm else f"{family.name or 'recorded'} {family.direction.value}",
         norm=norm and norm.value,
@@ -127,7 +131,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         rstd=index(operands, "rstd"),
         dropout=index(names, "dropout_p"),
         wants=index(names, "wants"),
-        residual=index(names, "residual", norm is None and family.direction is Direction.FORWARD and not family.name),
+        saves=saves,
     )
 
 

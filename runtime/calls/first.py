@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -73,7 +73,7 @@ def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: 
     require_device(call.x)
     if family.direction is Direction.FORWARD:
         lies = as_invariant(call)
-        results = run(*prepared(lies, key if lies is call else None, args), lies.out, lies.residual_out)
+        results = run(prepared(lies, key if lies is call else None, args), lies.out, lies.residual_out)
         return results if lies is call else _landed(call, results)
     if call.m == 0:
         return of_no_rows(call)
@@ -85,7 +85,7 @@ def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: 
         mean, rstd = unpacked(call.rstd, call.m)
         call = call.with_args(mean=mean, rstd=rstd)
     lies = as_invariant(call)
-    return run_backward(*prepared(lies, key if lies is call else None, args))
+    return run_backward(prepared(lies, key if lies is call else None, args))
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
@@ -157,8 +157,9 @@ def prepared(call: Call, key: Key | None, args: Args) -> PlannedCall:
         vectors = tuple([at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors])
         remember(plans, key, passed, _free(rows, passed, call.x), vectors, plan)
     inputs = len(family.inputs)
-    numbers = [float(getattr(call, row.name)) for row in family.parameters if row.kind is Kind.NUMBER]
-    return cast("PlannedCall", (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers))
+    numbers = {row.name: float(getattr(call, row.name)) for row in family.parameters if row.kind is Kind.NUMBER}
+    brought = tuple([number for name, number in numbers.items() if number or name != "dropout_p"])
+    return plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, brought
 
 
 def refuse_foreign(family: Family, args: Args) -> None:

@@ -41,9 +41,9 @@ Tensors = tuple["torch.Tensor | None", ...]
 # Sizes and strides of a tensor, None for those that may be others in a call of the same kind.
 Pattern = tuple[list["int | None"], list["int | None"]]
 Patterns = list[Pattern]
-# A plan, the addresses of what is read, these tensors, x's shape and its rows, eps and weight_offset; behind them
-# dropout_p where the family has it.
-PlannedCall = tuple[Any, Addresses, Tensors, torch.Size, int, float, float]
+# A plan, the addresses of what is read, these tensors, x's shape and its rows, and the numbers that launches bring:
+# eps, weight_offset and dropout_p, as far as the family has them; dropout_p only if something is dropped.
+PlannedCall = tuple[Any, Addresses, Tensors, torch.Size, int, tuple[float, ...]]
 
 
 class Known:

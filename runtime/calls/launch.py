@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.launcher import new_exchange
 from .check import Call
-from .known import Tensors, addresses_of
+from .known import PlannedCall, Tensors, addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of
 from .plan import Layout, Plan, Sized, make_of
 
@@ -21,14 +21,7 @@ make_output = tuple.__new__
 
 
 def run(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    shape: torch.Size,
-    m: int,
-    eps: float,
-    weight_offset: float,
-    dropout_p: float = 0.0,
+    planned: PlannedCall,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     *,
@@ -37,23 +30,17 @@ def run(
     """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 
     Args:
-        plan: the call's.
-        addresses: of the tensors that are read, in the family's order; 0 where there is none.
-        tensors: these themselves.
-        shape: x's.
-        m: x's rows.
-        eps: added to the variance.
-        weight_offset: added to weight.
-        dropout_p: of a plan with dropout.
+        planned: the call, looked up or prepared.
         out: where y goes, or None for a new tensor.
         residual_out: where the stored sum goes, or None for a new tensor.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
+
+    Returns:
+        The results of the family's rows; GroupNorm has y, mean and rstd alone.
     """
-    numbers = (eps, weight_offset, dropout_p) if dropout_p else (eps, weight_offset)
-    outs = (out, residual_out)
-    return make_output(
-        LayerNormOutput, run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, packed=packed)
-    )
+    plan, addresses, tensors, shape, _, numbers = planned
+    results = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out), packed=packed)
+    return make_output(LayerNormOutput, results)
 
 
 # Launches a call that autograd records: rstd is one tensor with the means.
@@ -65,32 +52,26 @@ Recorded = tuple[torch.Tensor, "torch.Tensor | None", torch.Tensor, bool]
 
 def recorded_of(planned: Any) -> Recorded:
     """Launch a call that was looked up or planned, for autograd to record."""
-    y, total, _, _, statistics = run_recorded(*planned)
+    y, total, *_, statistics = run_recorded(planned)
     assert statistics is not None
     return y, total, statistics, planned[0].is_invariant
 
 
-def run_backward(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    shape: torch.Size,
-    m: int,
-    weight_offset: float,
-    dropout_p: float = 0.0,
-) -> NormGradients:
+def run_backward(planned: PlannedCall) -> NormGradients:
     """Allocate what a backward call of some rows returns and launch the kernels of its plan.
 
     rstd may be in one tensor with the means, if there are any, and mean None; the addresses are each one's own.
     """
+    plan, addresses, tensors, shape, _, numbers = planned
     sized, ddropped = plan.at(shape), None
-    numbers: tuple[Any, ...] = (weight_offset,)
+    _, *dropout_p = numbers
+    brought: tuple[Any, ...] = numbers
     if dropout_p:
         of_dropped = make_of(shape, plan.dtypes[-1])
         ddropped = None if of_dropped is None else plan.empty(*of_dropped)
         (further,) = addresses_of((ddropped,)) if sized.layout.by_address else (ddropped,)
-        numbers = (weight_offset, dropout_p, further)
-    return make_output(NormGradients, (*run_sized(plan, sized, addresses, tensors, numbers), ddropped))
+        brought = (*numbers, further)
+    return make_output(NormGradients, (*run_sized(plan, sized, addresses, tensors, brought), ddropped))
 
 
 class Ready(NamedTuple):

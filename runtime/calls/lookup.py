@@ -101,13 +101,13 @@ class Lookup:
         key, _, planned = self._look_up(table.norm, arguments, ())
         if planned is not None:
             if table.rstd >= 0:
-                return launch.run_backward(*planned)
-            plan, addresses, tensors, shape, m, eps, offset, dropout_p = planned
+                return launch.run_backward(planned)
+            plan, addresses, tensors, _, m, _ = planned
             out, residual_out = self._outs((*arguments, None))
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
             ):
-                return launch.run(plan, addresses, tensors, shape, m, eps, offset, dropout_p, out, residual_out)
+                return launch.run(planned, out, residual_out)
         return self.otherwise(key, *arguments)
 
     @eager_only
@@ -119,37 +119,34 @@ class Lookup:
             `launch.run` and `launch.run_recorded` take of the call, or None if no call like it is known.
         """
         norm, *others = options
-        if self.table.residual < 0:
-            key, _, planned = self._look_up(norm, (*operands, *others), ())
-            return key, False, planned
-        records = is_grad_enabled()
-        key, known, planned = self._look_up(norm, (*operands, *others), (records,))
-        return key, planned is not None and records and known.trains, planned
+        values, saves = (*operands, *others), self.table.saves
+        # Only autograd knows whether a gradient is due.
+        is_due = saves >= 0 and (*values, None)[saves] is None
+        records = (is_grad_enabled(),) if is_due else ()
+        key, known, planned = self._look_up(norm, values, records)
+        return key, planned is not None and records == (True,) and known.trains, planned
 
     @eager_only
-    def normalise(self, operands: Sequence[Any], options: Sequence[Any], normalized_shape: Sequence[int] | None) -> Any:
-        """Return what `plain.normalise` of families/ returns of a known call; None of another call.
+    def normalise(self, operands: Sequence[Any], options: Sequence[Any], *normalized_shape: Any) -> Any:
+        """Return y of a known call, or y and the sum if there is one, recorded if a gradient is due; None of another.
 
-        Arguments need no check before: a call that would copy or refuse something is not known. A normalized_shape of
-        None is x's last dimension where there is a residual, and is refused elsewhere.
+        Arguments need no check before: a call that would copy or refuse something is not known. Nor is a call whose
+        normalized_shape, where one is passed, is anything but x's last dimension.
         """
         _, records, planned = self.find(operands, options)
-        residual = operands[self.table.residual]
-        if planned is None or (normalized_shape is None and residual is None):
-            return None
-        if normalized_shape is not None and not is_last(normalized_shape, planned[3]):
+        if planned is None or not all(is_last(shape, planned[3]) for shape in normalized_shape):
             return None
         if records:
             return self.record(operands, options, launch.recorded_of(planned))
-        y, total, *_ = launch.run(*planned)
-        return y if residual is None else (y, total)
+        y, total, *_ = launch.run(planned)
+        return y if total is None else (y, total)
 
     @eager_only
     def gradients(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, NormGradients | None]:
         """Return the key of a backward pass, or None; and the gradients, or None if no pass like it is known."""
         norm, *others = options
         key, _, planned = self._look_up(norm, (*operands, *others), ())
-        return key, None if planned is None else launch.run_backward(*planned)
+        return key, None if planned is None else launch.run_backward(planned)
 
     @eager_only
     def known_gradients(self, arrived: Tensors, args: Any, due: tuple[bool, ...]) -> tuple[Key, Any]:
@@ -217,7 +214,8 @@ class Lookup:
                 return key, None, None
             if value != 0.0 and needs != ABSENT and (values[needs] is None or norm not in norms):
                 return key, None, None
-            numbers.append(value)
+            if value != 0.0 or argument != table.dropout:
+                numbers.append(value)
         for at, look in present.sized:
             if not _is_sized(tensors[at], look, shape):
                 return key, None, None
@@ -238,7 +236,7 @@ class Lookup:
             # One tensor holds the means, and rstd behind them.
             packed = addresses[table.rstd]
             addresses = (*addresses[: table.mean], packed, packed + to_rstd, *addresses[table.rstd + 1 :])
-        return key, known, (plan, addresses[: table.inputs], tensors[: table.inputs], shape, m, *numbers)
+        return key, known, (plan, addresses[: table.inputs], tensors[: table.inputs], shape, m, tuple(numbers))
 
 
 def is_last(normalized_shape: Sequence[int], shape: torch.Size) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ class Plan:
         # By class of M.
         self._prepared: list[Prepared | None] = [None] * len(ROWS)
         # Found anew for each call, they took 0.3 us of it.
-        self.at = lru_cache(_LAYOUTS)(self._at)
+        self.at: Callable[[torch.Size], Any] = lru_cache(_LAYOUTS)(self._at)
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
 
@@ -182,6 +183,12 @@ class Plan:
             sizes=self.sizes,
         )
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.outs else Extents()
+
+    def sized_by(self, at: Callable[[torch.Size], Any]) -> Plan:
+        """Return a plan of the same kernels whose calls are launched as `at` says, from x's shape."""
+        plan = copy(self)
+        plan.at = at
+        return plan
 
     @property
     def plans(self) -> list[Plan]:

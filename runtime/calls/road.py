@@ -6,6 +6,7 @@ What one family has of its own is a row of data, a `FamilyCalls`, in its file of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -23,7 +24,7 @@ from .argument_checks import check_output
 from .check import Call, check, refuse_gradient
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
-from .known import MISALIGNED, PLAIN, Key, PlannedCall
+from .known import MISALIGNED, Key, PlannedCall
 from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
@@ -74,7 +75,7 @@ def check_outs(call: Call, outs: Sequence[torch.Tensor | None], addressed: bool)
 
 def _launch(planned: PlannedCall, options: Options, outs: Outs) -> LayerNormOutput:
     out, residual_out, *_ = outs
-    return run(*planned, out=out, residual_out=residual_out)
+    return run(planned, out=out, residual_out=residual_out)
 
 
 def _nothing(*_: Any) -> NoReturn:
@@ -82,8 +83,13 @@ def _nothing(*_: Any) -> NoReturn:
     raise AssertionError("calls without gradients are never recorded")
 
 
-def _record(calls: FamilyCalls, operands: Operands, options: Options, planned: PlannedCall | None) -> Any:
-    return record((calls.recording, (calls, options, planned)), *operands)
+def _record(calls: FamilyCalls, operands: Operands, options: Options, recorded: Recorded | None) -> Any:
+    return record((calls.recording, (calls, options, recorded)), *operands)
+
+
+def record_known(calls: FamilyCalls, operands: Operands, options: Options, recorded: Recorded) -> Any:
+    """Record a call that was found and launched."""
+    return record_at_once((calls.recording, (calls, options, recorded)), *operands)
 
 
 class FamilyCalls(NamedTuple):
@@ -105,7 +111,8 @@ class FamilyCalls(NamedTuple):
             first of x's shape; statistics are saved behind them.
         args: from the options, the tensors' dtypes and y's to the other arguments of the backward pass.
         recording: how autograd records the family's calls; None for a family without gradients.
-        record: records a call that is not known, given the row, the operands, the options and what was found.
+        record: records a call that is not known, given the row, the operands, the options and what was launched, or
+            None for a call of an operator.
         looked_up: how many of the operands, and of the options, calls are looked up by; None for all.
     """
 
@@ -153,6 +160,8 @@ def calls_of(family: Family, **own: Any) -> FamilyCalls:
         "options": tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
     }
     calls = FamilyCalls(**(facts | own))
+    if calls.recording is not None:
+        native.record_by(calls.name, partial(record_known, calls))
     return _ROWS.setdefault(calls.name, calls)
 
 
@@ -188,48 +197,41 @@ def as_operands(operands: Operands) -> Operands:
     return tuple([None if operand is None else walkable(operand) for operand in operands])
 
 
-def normalise_known(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
-    """Return what `normalise` returns of a known call; None of another call."""
-    # A proxy of torch.fx records whatever it is asked.
-    if operands[0].__class__ not in PLAIN:
-        return None
-    _, _, planned = getattr(native.calls, calls.name).find(operands, options)
-    return None if planned is None else normalise_planned(calls, operands, options, planned)
-
-
-def normalise_planned(calls: FamilyCalls, operands: Operands, options: Options, planned: PlannedCall) -> Any:
-    """Launch a call that was found, recording it where `options` ask for statistics: y, and the sum if there is one."""
-    if options[-1]:
-        return record_at_once((calls.recording, (calls, options, planned)), *operands)
-    y, total, *_ = run(*planned)
-    return y if total is None else (y, total)
-
-
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
-    """Launch the kernel that serves arguments which were checked, recording it where `options` ask for statistics.
+    """Launch the kernel that serves arguments which were checked, recording it where a gradient is due.
 
     Where something sees operators the call is an operator, and saves the same tensors for the backward pass.
+
+    Args:
+        calls: its family's row.
+        operands: its tensors.
+        options: its other arguments; whether statistics are saved is None, and follows from the operands.
 
     Returns:
         y, and residual_out where there is a residual.
     """
     # Resolved here, where autograd sees it, and not by what launches.
     rows = as_operands(tuple(map(resolved, operands)))
+    settled = with_saves(rows, options)
     planned: PlannedCall | None = None
     if not intercepted(*rows):
         # Copies may be like the tensors of a call before.
         key, planned = calls.find(rows, options)
-        planned = planned or prepared(calls, rows, options, key)
-    if options[-1]:
-        return calls.record(calls, rows, options, planned)
-    return (
-        normalise_traced(calls, rows, options) if planned is None else normalise_planned(calls, rows, options, planned)
-    )
+        planned = planned or prepared(calls, rows, settled, key)
+    if settled[-1]:
+        return calls.record(calls, rows, settled, None if planned is None else recorded_of(planned))
+    y, total, *_ = operate(calls, rows, settled) if planned is None else run(planned)
+    return y if total is None else (y, total)
+
+
+def with_saves(operands: Operands, options: Options) -> Options:
+    """Return options that say whether statistics are saved: they are if a gradient is due."""
+    return (*options[:-1], records(operands))
 
 
 def normalise_traced(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Run `normalise` as one operator, and the copies before it."""
-    y, total, _ = operate(calls, as_operands(operands), options)
+    y, total, _ = operate(calls, as_operands(operands), with_saves(operands, options))
     return y if total is None else (y, total)
 
 
@@ -339,9 +341,9 @@ def _checked(calls: FamilyCalls, args: Mapping[str, Any], options: Options, outs
     return call
 
 
-def launch_recorded(call: tuple[FamilyCalls, Options, PlannedCall | None], operands: Operands) -> Launched:
-    """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
-    calls, options, planned = call
-    y, total, statistics, is_invariant = run_seen(calls, operands, options) if planned is None else recorded_of(planned)
+def launch_recorded(call: tuple[FamilyCalls, Options, Recorded | None], operands: Operands) -> Launched:
+    """Return what a launch computed for autograd, or call the operator; see `Recording.launch`."""
+    calls, options, recorded = call
+    y, total, statistics, is_invariant = recorded or run_seen(calls, operands, options)
     args = calls.args(options, dtypes_of(operands), y.dtype)
     return y, total, (*calls.saved(operands, total), statistics), args, is_invariant

@@ -11,10 +11,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
 from ..calls.known import PLAIN
+from ..calls.launch import recorded_of, run
 from ..calls.lookup import is_last
 from ..calls.outputs import NormGradients, unpacked_of
 from ..calls.randomness import settled
-from ..calls.record import Gradients, Recording, records
+from ..calls.record import Gradients, Recording
 from ..calls.road import calls_of, launch_recorded
 from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
@@ -108,12 +109,16 @@ def normalise_known(
         or (isinstance(rng, torch.Tensor) and type(rng) not in PLAIN)
     ):
         return None
-    full = full_options(operands, options, records(operands), p)
-    _, _, planned = native.calls.dropped.find(operands, full)
+    full = full_options(operands, options, p)
+    _, is_recorded, planned = native.calls.dropped.find(operands, full)
     if planned is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
     _, rng = settled(p, rng, x)
-    return road.normalise_planned(CALLS, (*operands, rng), full, road.with_rng(planned, rng))
+    planned = road.with_rng(planned, rng)
+    if is_recorded:
+        return road.record_known(CALLS, (*operands, rng), full, recorded_of(planned))
+    y, total, *_ = run(planned)
+    return y, total
 
 
 def dropping(dropout: Dropout) -> Dropping:

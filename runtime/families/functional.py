@@ -89,7 +89,7 @@ def modulated_layer_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, scale, shift, gate, residual, weight, bias)
-    options = ("layer", eps, 0.0, "none", None, False)
+    options = ("layer", eps, 0.0, "none", None, None)
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
     return result
 
@@ -169,7 +169,7 @@ def modulated_rms_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, scale, shift, gate, residual, weight, None)
-    options = ("rms", eps, weight_offset, "none", None, False)
+    options = ("rms", eps, weight_offset, "none", None, None)
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = modulated.normalise(operands, options)
     return result
 
@@ -221,7 +221,7 @@ def gated_layer_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, gate, weight, bias)
-    options = ("layer", norm_before_gate, activation, eps, 0.0, "none", None, False)
+    options = ("layer", norm_before_gate, activation, eps, 0.0, "none", None, None)
     result: torch.Tensor = gated.normalise(operands, options, group_size)
     return result
 
@@ -271,7 +271,7 @@ def gated_rms_norm(
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, gate, weight, None)
-    options = ("rms", norm_before_gate, activation, eps, 0.0, "none", None, False)
+    options = ("rms", norm_before_gate, activation, eps, 0.0, "none", None, None)
     result: torch.Tensor = gated.normalise(operands, options, group_size)
     return result
 
@@ -321,6 +321,6 @@ def group_norm(
         ConflictError: eps is no number of at least 0, or activation no such word.
     """
     operands = (x, weight, bias)
-    options = ("layer", num_groups, eps, activation)
+    options = ("layer", num_groups, eps, activation, None)
     result: torch.Tensor = group.normalise(operands, options)
     return result

@@ -28,12 +28,12 @@ ModulatedOperands = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
     torch.Tensor | None,
 ]  # fmt: skip
-ModulatedOptions = tuple[str, float, float, str | int | FusedQuant, torch.dtype | None, bool]
+ModulatedOptions = tuple[str, float, float, str | int | FusedQuant, torch.dtype | None, bool | None]
 
 # A call of gated norms.
 GatedOperands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 GatedOptions = tuple[
-    str, str | Gating, str | GateActivation, float, float, str | int | FusedQuant, torch.dtype | None, bool
+    str, str | Gating, str | GateActivation, float, float, str | int | FusedQuant, torch.dtype | None, bool | None
 ]
 
 # A call of quantised norms.

@@ -14,10 +14,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
 from ..calls.first import launched, resolved
-from ..calls.known import Key, PlannedCall
-from ..calls.launch import Recorded, recorded_of
+from ..calls.known import Key
+from ..calls.launch import Recorded
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
-from ..calls.record import arrived_in_memory, records, reentering
+from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, operate
 from ..calls.row_layout import as_rows, walkable
 from ..calls.traced import operated
@@ -86,13 +86,13 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
     calls, p, rng = drops or (CALLS, (), ())
-    result = road.normalise(calls, (*rows, *rng), full_options(rows, options, records(rows), *p))
+    result = road.normalise(calls, (*rows, *rng), full_options(rows, options, *p))
     if not isinstance(result, tuple):
         return unflattened(result, shape)
     return tuple([unflattened(each, shape) for each in result])
 
 
-def full_options(operands: Operands, options: Options, saves: bool, *p: float) -> road.Options:
+def full_options(operands: Operands, options: Options, *p: float, saves: bool | None = None) -> road.Options:
     """Return the options of a call as its family's row has them; p is the probability of a dropout, if there is one."""
     return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)
 
@@ -110,7 +110,7 @@ def normalise_traced(operands: Operands, dimensions: int, options: Options, drop
 
 
 def _seen(operands: Operands, options: Options) -> Recorded:
-    return road.run_seen(CALLS, operands, full_options(operands, options, True))
+    return road.run_seen(CALLS, operands, full_options(operands, options, saves=True))
 
 
 class _Normalise(torch.autograd.Function):
@@ -228,9 +228,9 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
 _record_seen = _recording(applied(_Normalise), applied(_AddNormalise))
 
 
-def _record(_: Any, operands: Any, options: Any, planned: PlannedCall | None) -> Any:
+def _record(_: Any, operands: Any, options: Any, recorded: Recorded | None) -> Any:
     """Record a call that is not known."""
-    return _record_seen(operands, options[:-2], None if planned is None else recorded_of(planned))
+    return _record_seen(operands, options[:-2], recorded)
 
 
 # The look-up itself finds out if a residual is added and if statistics are saved.

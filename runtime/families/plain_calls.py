@@ -46,7 +46,8 @@ def add_normalise(
         return dropped_add_normalise(operands, normalized_shape, options, asked)
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
-        both = native.calls.recorded.normalise(operands, options, normalized_shape)
+        shapes = () if normalized_shape is None else (normalized_shape,)
+        both = native.calls.recorded.normalise(operands, options, *shapes)
     return normalise_first(operands, normalized_shape, options, adds=True) if both is None else both
 
 

@@ -41,13 +41,13 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
-    result: Any = native.calls.added_ahead.normalise(operands, options, None)
+    result: Any = native.calls.added_ahead.normalise(operands, options)
     if result is None:
         if not _served(operands, options):
             return None
         is_recorded = records(operands)
         planned = _planned(operands, options, is_recorded)
-        result = _record(operands, options, recorded_of(planned)) if is_recorded else run(*planned)
+        result = _record(operands, options, recorded_of(planned)) if is_recorded else run(planned)
     first, second, *_ = result
     # A call without a gradient returns y and the sum.
     return (first, second) if isinstance(second, tuple) else (second, (first, None))
@@ -56,7 +56,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 def _planned(operands: Operands, options: Options, is_recorded: bool) -> PlannedCall:
     """Check and plan a call that is not known, and make its kind known."""
     key, _, _ = native.calls.added_ahead.find(operands, options)
-    return prepared(CALLS, operands, full_options(operands, options, is_recorded), key)
+    return prepared(CALLS, operands, full_options(operands, options, saves=is_recorded), key)
 
 
 def norm_of_sum(

@@ -123,7 +123,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan."""
-    plan, addresses, tensors, shape, m, eps, weight_offset = planned
+    plan, addresses, tensors, shape, m, numbers = planned
     leading, (out, residual_out, y_scale, *_) = shape[:-1], outs
     layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
     make = partial(_new, plan.empty)
@@ -166,7 +166,7 @@ def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutp
             read = tensors
             results = outputs._asdict().items()
             written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)
-        launch(grid, (*read, *written, m, eps, weight_offset, *scale_strides))
+        launch(grid, (*read, *written, m, *numbers, *scale_strides))
     return outputs
 
 

@@ -19,7 +19,7 @@
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
   use(increment_version) use(run) use(run_recorded) use(run_backward) use(output) use(otherwise) use(record)
 #define EACH_INDEX(use)                                                                                                \
-  use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
+  use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(saves)                \
   use(misaligned)
 #define AS_OBJECT(name) PyObject *name;
 #define AS_INDEX(name) Py_ssize_t name;
@@ -50,6 +50,7 @@ typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
   PyObject *key, *shape, *kind, *plan, *m, *addresses, *const *sized, *const *layout;
   int failed, count, packs;
+  Py_ssize_t numbered, results;
   /* The number of operands that are present, their places, and themselves. */
   size_t present;
   int place[MOST_ARGUMENTS];
@@ -61,8 +62,6 @@ static void begin(Call *call, PyObject **values, PyObject *norm) {
   call->values = values;
   call->norm = norm;
   call->key = Py_None;
-  for (int at = 0; at < MOST_NUMBERS; ++at)
-    call->numbers[at] = no_number;
 }
 
 /* End a call, and return a new reference to its result: NULL with an exception if the call failed. */
@@ -226,7 +225,9 @@ static int are_numbers(Lookup *self, Call *call) {
     if (number != 0.0 && needs != ABSENT &&
         (call->values[needs] == Py_None || PySequence_Contains(row[4], call->norm) <= 0))
       return 0;
-    call->numbers[at] = value;
+    /* Kernels without a dropout take no dropout_p. */
+    if (number != 0.0 || argument != self->dropout)
+      call->numbers[call->numbered++] = value;
   }
   return 1;
 }
@@ -325,12 +326,11 @@ static PyObject *tensors_of(Lookup *self, Call *call) {
   return tuple_of(call, tensors, self->inputs);
 }
 
-/* Return what launches in Python take of a call: a tuple of five, and the numbers. */
-static PyObject *found_of(Lookup *self, Call *call) {
-  PyObject *found[5 + MOST_NUMBERS] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m};
-  Py_ssize_t numbers = PyTuple_GET_SIZE(self->numbers);
-  memcpy(found + 5, call->numbers, (size_t)numbers * sizeof(*found));
-  return tuple_of(call, found, 5 + numbers);
+/* Return what launches in Python take of a call, a `PlannedCall`. */
+static PyObject *planned_of(Lookup *self, Call *call) {
+  PyObject *numbers = tuple_of(call, call->numbers, call->numbered);
+  PyObject *planned[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, numbers};
+  return tuple_of(call, planned, 6);
 }
 
 /* Allocate a tensor of a size, strides and a dtype, or return None. */
@@ -355,7 +355,7 @@ static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, P
 
 /* Allocate the results of a call that are not `made` yet, and launch every step, and the kernel that adds up partial
  * sums, if there is one. The launches read `read` and the numbers. None follows the results. */
-static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t more, PyObject **made) {
+static void launch_steps(Call *call, PyObject *read, PyObject **made) {
   PyObject *values[MOST_ARGUMENTS], *added[MOST_ARGUMENTS], *empty = get(call, call->plan, empty_name);
   PyObject *const *layout = call->layout;
   PyObject *const *offsets = items_of(call, layout[OFFSETS], 0), *const *steps = items_of(call, layout[STEPS], 1);
@@ -363,7 +363,7 @@ static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t 
   PyObject *makes = call->sized[call->packs ? RECORDED : MAKES], *const *each = items_of(call, makes, 0);
   if (call->failed)
     return;
-  Py_ssize_t results = PyTuple_GET_SIZE(makes), sums = PyLong_AsSsize_t(layout[SUMS]), adds = 2;
+  Py_ssize_t results = call->results = PyTuple_GET_SIZE(makes), sums = PyLong_AsSsize_t(layout[SUMS]), adds = 2;
   Py_ssize_t count = PyTuple_GET_SIZE(read);
   memcpy(values, inputs, (size_t)count * sizeof(*values));
   for (Py_ssize_t at = 0; at < results; ++at) {
@@ -383,8 +383,8 @@ static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t 
   values[count++] = zero;
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(call->sized[NUMBERS]); ++at)
     values[count++] = own[at];
-  memcpy(values + count, numbers, more * sizeof(*values));
-  PyObject *given = tuple_of(call, values, count + (Py_ssize_t)more);
+  memcpy(values + count, call->numbers, (size_t)call->numbered * sizeof(*values));
+  PyObject *given = tuple_of(call, values, count + call->numbered);
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(layout[STEPS]); ++at)
     launch(call, steps[at], given);
   if (layout[FINISH] != Py_None) {
@@ -395,38 +395,38 @@ static void launch_steps(Call *call, PyObject *read, PyObject **numbers, size_t 
   }
 }
 
-/* The results of a forward call, and the numbers. */
-enum { Y, SUM, Y_SCALE, MEAN, RSTD, RESULTS };
-enum { EPS, WEIGHT_OFFSET, DROPOUT_P };
+/* The first results of a forward call, and the most that there are. */
+enum { Y, SUM, RESULTS = 5 };
 
-/* Run a forward call, by `run` of launch.py unless `IN_C`. If the call `packs`, one tensor in place of rstd holds the
- * statistics of the rows, as autograd saves them. */
+/* Run a forward call, by `run` of launch.py unless `IN_C`. If the call `packs`, the last result holds the statistics of
+ * the rows in one tensor, as autograd saves them. */
 static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObject **made) {
-  PyObject **numbers = call->numbers;
   PyObject *places[] = {operand_at(self, call, self->inputs), operand_at(self, call, self->inputs + 1)};
   if (!find_sized(call, call->plan) || !is_yes(call, call->layout[IN_C])) {
-    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, numbers[EPS],
-                         numbers[WEIGHT_OFFSET], numbers[DROPOUT_P], places[Y], places[SUM]};
-    return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 8 : 10), RESULTS);
+    PyObject *given[] = {planned_of(self, call), places[Y], places[SUM]};
+    PyObject *all = apply(call, packs ? self->run_recorded : self->run, given, packs ? 1 : 3);
+    PyObject *const *results = items_of(call, all, SUM + 1);
+    call->results = results == NULL ? 0 : PyTuple_GET_SIZE(all);
+    return results;
   }
   for (int at = 0; at <= SUM; ++at)
     /* Autograd may have saved a tensor that is written: the version shows the change. */
     if (places[at] != Py_None && apply(call, self->increment_version, &places[at], 1))
       made[at] = places[at];
   call->packs = packs;
-  launch_steps(call, call->addresses, numbers, 2 + (PyFloat_AS_DOUBLE(numbers[DROPOUT_P]) != 0.0), made);
+  launch_steps(call, call->addresses, made);
   return call->failed ? NULL : made;
 }
 
 /* Run a backward call, by `run_backward` of launch.py with a dropout, or unless `IN_C`. */
 static PyObject *run_backward(Lookup *self, Call *call) {
-  PyObject *made[MOST_ARGUMENTS] = {NULL}, *offset = call->numbers[0], *p = call->numbers[1];
-  if (PyFloat_AS_DOUBLE(p) != 0.0 || !is_yes(call, call->layout[IN_C])) {
-    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m, offset, p};
-    return apply(call, self->run_backward, given, 7);
+  PyObject *made[MOST_ARGUMENTS] = {NULL};
+  if (call->numbered > 1 || !is_yes(call, call->layout[IN_C])) {
+    PyObject *planned = planned_of(self, call);
+    return apply(call, self->run_backward, &planned, 1);
   }
-  launch_steps(call, call->addresses, &offset, 1, made);
-  return output_of(self, call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
+  launch_steps(call, call->addresses, made);
+  return output_of(self, call, made, call->results + 1);
 }
 
 /* Run a backward call of rows in parts whose kind was found. Return None if there are no rows, or no plan. */
@@ -448,8 +448,8 @@ static PyObject *run_parts(Lookup *self, Call *call, PyObject *arrived) {
   at[count + 1] = sum_of(call, at[count - 1], call->layout[TO_RSTD]);
   PyObject *all = tuple_of(call, at, count + 2);
   call->plan = get(call, ready, plan_name);
-  launch_steps(call, apply(call, get(call, ready, inputs_name), &all, 1), at, 0, made);
-  PyObject *results = tuple_of(call, made, PyTuple_GET_SIZE(call->sized[MAKES]) + 1);
+  launch_steps(call, apply(call, get(call, ready, inputs_name), &all, 1), made);
+  PyObject *results = tuple_of(call, made, call->results + 1);
   return apply(call, get(call, ready, order_name), &results, 1);
 }
 
@@ -488,10 +488,10 @@ static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given)
   settle(self, &call);
   if (!call.failed && self->wants >= 0 && PyList_CheckExact(values[self->wants]))
     values[self->wants] = keep(&call, PyList_AsTuple(values[self->wants]));
-  if (!call.failed && look_up(self, &call) && may_write(self, &call))
-    made = self->rstd >= 0 ? run_backward(self, &call)
-                           : output_of(self, &call, run_forward(self, &call, 0, results), RESULTS);
-  else if (!call.failed) {
+  if (!call.failed && look_up(self, &call) && may_write(self, &call)) {
+    PyObject *const *forward = self->rstd >= 0 ? NULL : run_forward(self, &call, 0, results);
+    made = self->rstd >= 0 ? run_backward(self, &call) : output_of(self, &call, forward, call.results);
+  } else if (!call.failed) {
     passed[0] = call.key;
     made = apply(&call, self->otherwise, passed, (size_t)given + 1);
   }
@@ -524,7 +524,8 @@ static int look_up_pair(Lookup *self, Call *call, PyObject **values, PyObject *c
   memcpy(values, operands, (size_t)count * sizeof(*values));
   memcpy(values + count, options + 1, (size_t)(self->arguments - count) * sizeof(*values));
   call->norm = options[0];
-  if (self->residual >= 0)
+  /* Only autograd knows whether a gradient is due. */
+  if (self->saves == self->arguments || (self->saves >= 0 && values[self->saves] == Py_None))
     call->records = is_yes(call, apply(call, self->is_grad_enabled, NULL, 0)) ? Py_True : Py_False;
   return !call->failed && look_up(self, call);
 }
@@ -540,27 +541,27 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
   PyObject *records = known && is_recorded(&call) ? Py_True : Py_False;
-  PyObject *made[] = {call.key, records, known ? found_of(self, &call) : Py_None};
+  PyObject *made[] = {call.key, records, known ? planned_of(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 3));
 }
 
-/* Return y of a known call, and the sum if there is a residual, recorded where a gradient is due; None of another call.
- * A normalized_shape of None is x's last dimension where there is a residual. */
+/* Return y of a known call, or y and the sum if there is one, recorded where a gradient is due; None of another call, as
+ * is one whose normalized_shape, if one is passed, is not x's last dimension. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1] = {NULL}, *found = Py_None;
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
-  int adds = !call.failed && values[self->residual] != Py_None;
-  if (known && (given < 3 || args[2] == Py_None ? adds : is_last(&call, args[2]))) {
+  if (known && (given < 3 || is_last(&call, args[2]))) {
     int records = is_recorded(&call);
     PyObject *const *results = run_forward(self, &call, records, made);
     if (records && results != NULL) {
-      PyObject *kept[] = {results[Y], results[SUM], results[RSTD], get(&call, call.plan, is_invariant_name)};
+      PyObject *statistics = results[call.results - 1];
+      PyObject *kept[] = {results[Y], results[SUM], statistics, get(&call, call.plan, is_invariant_name)};
       PyObject *passed[] = {args[0], args[1], tuple_of(&call, kept, 4)};
       found = apply(&call, self->record, passed, 3);
     } else if (results != NULL)
-      found = adds ? tuple_of(&call, results, 2) : results[Y];
+      found = results[SUM] == Py_None ? results[Y] : tuple_of(&call, results, 2);
   }
   return end(&call, found);
 }

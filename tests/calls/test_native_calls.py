@@ -56,9 +56,9 @@ def found(operands: Operands, options: Any) -> Any:
     return expected
 
 
-def is_served(operands: Operands, options: Any, normalized: Any) -> bool:
+def is_served(operands: Operands, options: Any, *normalized: Any) -> bool:
     """Whether a call that is to normalise the dimensions `normalized` is known: to Python, and to C alike."""
-    ours, python = (each.recorded.normalise(operands, options, normalized) for each in (native.calls, PYTHON))
+    ours, python = (each.recorded.normalise(operands, options, *normalized) for each in (native.calls, PYTHON))
     assert (ours is None) == (python is None)
     return ours is not None
 
@@ -104,8 +104,8 @@ def test_what_python_finds_is_found(name: str, gradients: bool) -> None:
         assert told is not None
         for normalized in ((N,), [N], torch.Size((N,))):
             assert is_served(given, options, normalized)
-        # A residual's call need not say which dimensions; another one has to.
-        assert is_served(given, options, None) == (given[3] is not None)
+        assert is_served(given, options)
+        assert not is_served(given, options, None)
         # Of other tensors of the same kind their own addresses, and nothing that is kept.
         assert found(operands(), options)[2] not in (None, told)
 
@@ -226,17 +226,20 @@ def asked(name: str, method: str, run: Callable[[], object]) -> tuple[Any, ...]:
     return given[-1]
 
 
-FAMILIES: dict[str, Callable[[], object]] = {
-    "gated": lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N)),
-    "modulated": lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N)),
-    "quantised": lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8),
+# The method that looks a call up, and the call.
+FAMILIES: dict[str, tuple[str, Callable[[], object]]] = {
+    "gated": ("normalise", lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N))),
+    "modulated": ("normalise", lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N))),
+    "group": ("normalise", lambda: normforge.group_norm(DEEP, M)),
+    "quantised": ("find", lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8)),
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_other_families_are_found_as_python_finds_them(name: str) -> None:
-    FAMILIES[name]()
-    given = asked(name, "find", FAMILIES[name])
+    method, call = FAMILIES[name]
+    call()
+    given = asked(name, method, call)
     ours, expected = (getattr(calls, name).find(*given) for calls in (native.calls, PYTHON))
     assert ours == expected
     assert ours[2] is not None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...calls import road
+from ...calls import native, road
 from ...calls.backend import backend
 from ...calls.check import check_normalised
-from ...calls.record import records
 from ...calls.traced import is_dynamo_compiling
 from ...upstream.torch_internals import is_sharded
 from ..operands import GatedOperands, GatedOptions
@@ -16,14 +15,14 @@ from . import row
 
 
 def normalise(operands: GatedOperands, options: Any, group_size: int | None) -> Any:
-    """Run a call of a public function, whose options begin with norm_before_gate; the last option is set here."""
-    return _run(operands, row.with_words(options, records(operands)), group_size)
+    """Run a call of a public function, whose options begin with norm_before_gate."""
+    return _run(operands, row.with_words(options), group_size)
 
 
 def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     result = None
     if group_size is None and not is_dynamo_compiling():
-        result = road.normalise_known(row.CALLS, operands, options)
+        result = native.calls.gated.normalise(operands, options)
     if result is not None:
         return result
     if is_handed_on(operands):

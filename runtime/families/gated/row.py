@@ -38,15 +38,10 @@ def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], _: Any = Non
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
 
 
-def with_words(options: Options, saves: bool) -> Any:
-    """Return options whose norm_before_gate, and the activation, which is checked later, are words of the rows.
-
-    Args:
-        options: the options, norm_before_gate and the activation as callers pass them.
-        saves: the last option, whether statistics are saved.
-    """
+def with_words(options: Options) -> Any:
+    """Return options whose norm_before_gate, and the activation, which is checked later, are words of the rows."""
     # Written out: lists of the others take 0.8 us of each call.
-    norm, norm_before_gate, activation, eps, weight_offset, fquant, out_dtype, _ = options
+    norm, norm_before_gate, activation, eps, weight_offset, fquant, out_dtype, saves = options
     if norm_before_gate.__class__ is not bool:
         norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
     # An enum's member is no word of a schema.
@@ -88,7 +83,7 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
 
 def forward(operands: GatedOperands, options: Options, group_size: int | None) -> LayerNormOutput:
     """Run a call of `gated_layernorm2d_fwd` or `gated_rmsnorm2d_fwd`, whose options begin with norm_before_gate."""
-    options = road.options_2d(operands, with_words(options, options[-1]))
+    options = road.options_2d(operands, with_words(options))
     if group_size is not None:
         operands = in_groups(operands, group_size)
     result: LayerNormOutput = road.launched_2d(CALLS, operands, options)

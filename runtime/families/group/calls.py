@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from ...calls import native
 from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ...calls.backend import backend, left_to_torch
-from ...calls.known import PLAIN
 from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
-from ...codegen.groups import Activation
 from ...codegen.parameters import GROUP
-from ...dtypes import FLOATS, word
+from ...dtypes import FLOATS
 from ...errors import ShapeError
 from ...upstream.torch_internals import is_sharded
 from .. import eager
@@ -27,8 +26,8 @@ _NAMES = ("x", "weight", "bias", "num_groups", "eps", "activation")
 
 def normalise_known(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor | None:
     """Return the result of a call like an earlier one; None of another call."""
-    known = not is_dynamo_compiling() and operands[0].__class__ in PLAIN
-    return row.normalise_known(operands, key_args) if known else None
+    known: torch.Tensor | None = None if is_dynamo_compiling() else native.calls.group.normalise(operands, key_args)
+    return known
 
 
 def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
@@ -36,14 +35,14 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
     known = normalise_known(operands, key_args)
     if known is not None:
         return known
-    _, num_groups, eps, activation = key_args
+    _, num_groups, eps, activation, _ = key_args
     if is_handed_on(operands):
-        args = dict(zip(_NAMES, (*operands, *key_args[1:]), strict=True))
+        args = dict(zip(_NAMES, (*operands, *key_args[1:-1]), strict=True))
         y: torch.Tensor = handed_on(row.NAME, operands, args, positional=5)
         return y
     x, *vectors = operands
     check_tensor("x", x)
-    silu = applied(activation)
+    silu = row.applied(activation)
     if not isinstance(num_groups, (int, torch.SymInt)):
         num_groups = _as_int(num_groups)
     with unrecorded():
@@ -51,7 +50,7 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
     options = GroupOptions(num_groups, check_number("eps", eps, least=0.0), silu, result_dtype("group", x))
     if is_sharded(*operands):
         # Each rank normalises its samples, in a call of plain tensors.
-        own_args = ("layer", *options[:-1])
+        own_args = ("layer", *options[:-1], None)
         whole: torch.Tensor = by_parts(
             row.NAME, GROUP.inputs, operands, lambda parts: normalise(parts, own_args).contiguous(), x.dim() - 1
         )
@@ -61,20 +60,7 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
     if becomes_operator(*operands):
         return row.normalise_traced(operands, options)
     # Numbers of other classes are known as what they are converted to.
-    return row.normalise(operands, options, ("layer", num_groups, options.eps, activation))
-
-
-_WORDS = tuple(activation.value for activation in Activation)
-
-
-def applied(activation: str | Activation | None) -> str:
-    """Return the word of an activation, which None is one of."""
-    # torch 2.11's TorchDynamo can make no enum of a word.
-    if activation is None:
-        return _WORDS[0]
-    if isinstance(activation, str) and activation in _WORDS:
-        return activation
-    return word(Activation, "activation", activation).value
+    return row.normalise(operands, options, ("layer", num_groups, options.eps, activation, None))
 
 
 def _as_int(number: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 from ...call_kinds import GROUP_SIZES
 from ...calls import native
 from ...calls.check import Call
-from ...calls.known import PLAIN, Key, addresses_of, remember
-from ...calls.launch import Ready, run_sized
+from ...calls.known import PLAIN, Key, PlannedCall, addresses_of, remember
+from ...calls.launch import Ready, Recorded, recorded_of, run, run_recorded
 from ...calls.plan import Plan, Sized, make_of, plan_of
 from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, record, record_at_once, records
 from ...calls.row_gradients import call_of, looked_up_again
@@ -22,7 +22,7 @@ from ...calls.traced import intercepted, operator
 from ...codegen.groups import Activation, GroupMode
 from ...codegen.parameters import GROUP
 from ...codegen.values import Direction
-from ...dtypes import DTYPES
+from ...dtypes import DTYPES, word
 from ...kernels.gpu import require_device
 from ...kernels.key import ALIGNMENT
 from ...selection import dispatch
@@ -38,10 +38,21 @@ _Vector = torch.Tensor | None
 _Vectors = Mapping[str, _Vector]
 # Channels, groups of a sample, and positions of a channel.
 Sizes = tuple[int, int, int]
-# The norm's word, and the options of a call as callers passed them, by which calls are known.
+# The norm's word, and the options of a call as callers passed them, by which calls are known; the last is None, because
+# statistics are saved if a gradient is due.
 KeyArgs = tuple[Any, ...]
-# The launches of a call, the addresses of the operands, the operands, and what else a look-up returns.
-_PlannedCall = tuple[Any, ...]
+
+_WORDS = tuple(activation.value for activation in Activation)
+
+
+def applied(activation: str | Activation | None) -> str:
+    """Return the word of an activation, which None is one of."""
+    # torch 2.11's TorchDynamo can make no enum of a word.
+    if activation is None:
+        return _WORDS[0]
+    if isinstance(activation, str) and activation in _WORDS:
+        return activation
+    return word(Activation, "activation", activation).value
 
 
 def are_channels_last(x: torch.Tensor) -> bool | None:
@@ -87,7 +98,8 @@ def launched(
     if not x.numel():
         statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
         return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
-    return _run(_prepared(_readable(x, weight, bias), options, saves, None), options.eps)
+    y, *_, statistics = run_recorded(_prepared(_readable(x, weight, bias), options, saves, None))
+    return y, statistics
 
 
 def call_in_memory(mode: GroupMode, sizes: Sizes, tensors: _Vectors, dtypes: Mapping[str, torch.dtype]) -> Call:
@@ -128,13 +140,10 @@ _INPUTS = itemgetter(0, 2, 3, 4, 6, 7)
 _SHAPES = 64
 
 
-def _ready(plan: Plan, x: torch.Tensor, order: Callable[[Any], Any] = tuple) -> Ready:
-    """Return the launches of calls of tensors like x, whose number of samples is no part of a plan.
+def _sized_by(plan: Plan, x: torch.Tensor) -> Callable[[torch.Size], Sized | None]:
+    """Return how calls of a plan are launched, from the shapes of tensors like x; None of no rows.
 
-    Args:
-        plan: the plan.
-        x: the tensor, whose strides y and dx have.
-        order: picks the gradients of the operands from the results of a backward call.
+    The number of samples is no part of a plan, and y and dx have the strides of x.
     """
     strides, dtype, groups = x.stride(), plan.dtypes[0], plan.sizes["groups"]
     sums = [make_of((plan.sizes["channels"],), each) for each in plan.sum_dtypes]
@@ -151,28 +160,21 @@ def _ready(plan: Plan, x: torch.Tensor, order: Callable[[Any], Any] = tuple) -> 
             # Kernels take an eps and do not read it.
             return Sized(layout, (0.0,), (rows, *sums))
         of_both = make_of((2, shape[0], groups), torch.float32) if plan.saves_mean else None
-        return Sized(layout, (), (), (rows, None, of_both))
+        return Sized(layout, (), (rows, None, None), (rows, None, of_both))
 
-    return Ready(plan, _INPUTS, order, at)
+    return at
 
 
-def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: Key | None) -> _PlannedCall:
-    """Plan a call of operands that kernels can read, make its kind known by a key, and return what `_run` takes."""
+def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: Key | None) -> PlannedCall:
+    """Plan a call of operands that kernels can read, make its kind known by a key, and return what launches take."""
     x, weight, bias = operands
     plans, addresses = dispatch.plans, tuple(addresses_of(operands))
     dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
-    ready = _ready(_plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes), x)
+    shared = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
+    plan = shared.sized_by(_sized_by(shared, x))
     if key is not None and all(each is None or each.__class__ in PLAIN for each in operands):
-        remember(plans, key, operands, (1, 0, 0), addresses, ready)
-    return ready, addresses, operands
-
-
-def _run(planned: _PlannedCall, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate and launch; see `launched`."""
-    ready, addresses, operands, *_ = planned
-    sized = ready.at(operands[0].shape)
-    y, _, statistics = run_sized(ready.plan, sized, addresses, operands, (eps,), packed=True)
-    return y, statistics
+        remember(plans, key, operands, (1, 0, 0), addresses, plan)
+    return plan, addresses, operands, x.shape, x.shape[0] * options.num_groups, (options.eps,)
 
 
 @eager_only
@@ -204,7 +206,8 @@ def launched_backward(
     dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
     # Kernels write dx whether a call wants dx or not.
     order = itemgetter(0 if "dx" in wants else 3, 1, 2)
-    ready = _ready(_plan(Direction.BACKWARD, tensors, options, dtypes), x, order)
+    plan = _plan(Direction.BACKWARD, tensors, options, dtypes)
+    ready = Ready(plan, _INPUTS, order, _sized_by(plan, x))
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
     outputs = ready.run(launched, addresses)
@@ -217,40 +220,27 @@ def launched_backward(
     return GroupNormGradients(*outputs)
 
 
-def normalise_known(operands: GroupOperands, key_args: KeyArgs) -> torch.Tensor | None:
-    """Return what `normalise` returns, if an earlier call had arguments of the same kind; None otherwise."""
-    # Which operands require gradients is part of what a guard holds.
-    _, _, planned = native.calls.group.find(operands, (*key_args, torch.is_grad_enabled()))
-    return None if planned is None else _ran(planned, key_args[2], record_at_once)
-
-
-def _ran(planned: _PlannedCall, eps: float, function: Any) -> torch.Tensor:
-    plan = planned[0].plan
-    if not plan.saves_mean:
-        return _run(planned, eps)[0]
-    options = GroupOptions(plan.sizes["groups"], eps, plan.mode.activation.value, plan.dtypes[0])
-    recorded: torch.Tensor = function((_RECORDING, (options, planned)), *planned[2])
-    return recorded
-
-
 def normalise(operands: GroupOperands, options: GroupOptions, key_args: KeyArgs | None = None) -> torch.Tensor:
     """Run a checked call by kernels, recorded where a gradient is due, and known from then on by `key_args`.
 
     Where a dispatch mode sees operators, the call is one operator that saves the same tensors.
     """
     whole = _readable(*operands)
-    saves = records(whole)
-    if intercepted(*whole):
-        seen: torch.Tensor = (
-            record((_RECORDING, (options, None)), *whole) if saves else normalise_traced(whole, options)
-        )
-        return seen
-    native.start()
-    # Copies may be like the tensors of a call before.
-    key, planned = None, None
-    if key_args is not None:
-        key, _, planned = native.calls.group.find(whole, (*key_args, torch.is_grad_enabled()))
-    return _ran(planned or _prepared(whole, options, saves, key), options.eps, record)
+    saves, recorded = records(whole), None
+    if not intercepted(*whole):
+        native.start()
+        # Copies may be like the tensors of a call before.
+        key, planned = None, None
+        if key_args is not None:
+            key, _, planned = native.calls.group.find(whole, key_args)
+        planned = planned or _prepared(whole, options, saves, key)
+        if not saves:
+            return run(planned)[0]
+        recorded = recorded_of(planned)
+    elif not saves:
+        return normalise_traced(whole, options)
+    y: torch.Tensor = record((_RECORDING, (options, recorded)), *whole)
+    return y
 
 
 def normalise_traced(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
@@ -265,14 +255,12 @@ def _args(options: GroupOptions, weight: _Vector, bias: _Vector) -> tuple[GroupO
     return options, weight is None, bias is None
 
 
-def _launch_recorded(call: tuple[GroupOptions, _PlannedCall | None], operands: GroupOperands) -> Launched:
-    options, planned = call
-    if planned is not None:
-        y, statistics = _run(planned, options.eps)
-        is_invariant = planned[0].plan.is_invariant
-    else:
+def _launch_recorded(call: tuple[GroupOptions, Recorded | None], operands: GroupOperands) -> Launched:
+    options, recorded = call
+    if recorded is None:
         y, statistics = operator(NAME)(*operands, *options, True)
-        is_invariant = is_on()
+        recorded = y, None, statistics, is_on()
+    y, _, statistics, is_invariant = recorded
     return y, None, (*operands, statistics), _args(options, *operands[1:]), is_invariant
 
 
@@ -294,3 +282,14 @@ def _gradients(
 
 
 _RECORDING = Recording(_launch_recorded, _gradients, "group_gradients")
+
+
+def _record_known(operands: GroupOperands, key_args: KeyArgs, recorded: Recorded) -> torch.Tensor:
+    """Record a call that was found and launched."""
+    _, num_groups, eps, activation, _ = key_args
+    options = GroupOptions(num_groups, eps, applied(activation), recorded[0].dtype)
+    y: torch.Tensor = record_at_once((_RECORDING, (options, recorded)), *operands)
+    return y
+
+
+native.record_by("group", _record_known)

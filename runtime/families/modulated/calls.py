@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...calls import road
-from ...calls.record import records
+from ...calls import native, road
 from ...calls.traced import is_dynamo_compiling
 from ..operands import ModulatedOperands, ModulatedOptions
 from ..plain_calls import handed_on, is_handed_on, normalise_family
@@ -13,9 +12,8 @@ from . import row
 
 
 def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    """Run a call of a public function; the last option is set here."""
-    options = (*options[:-1], records(operands))
-    result = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
+    """Run a call of a public function."""
+    result = None if is_dynamo_compiling() else native.calls.modulated.normalise(operands, options)
     if result is not None:
         return result
     if is_handed_on(operands):
