@@ -37,12 +37,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_594,
+    "all by hand": 13_560,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 726,
     "calls": 2_404,
-    "families": 2_042,
+    "families": 2_008,
     "compiled": 540,
     "integrations": 380,
     "jax": 597,

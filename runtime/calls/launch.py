@@ -179,13 +179,14 @@ def _as_tensors(
     """Return the tensors that are read and the results, as kernels that take tensors need them."""
     names = [*[row.name for row in plan.family.inputs], *[row.name for row in plan.family.results[: len(results)]]]
     by_name = dict(zip(names, (*tensors, *results), strict=True))
-    packed = by_name["rstd"]
-    if by_name["mean"] is None and packed is not None and layout.to_rstd:
+    packed = by_name.get("rstd")
+    if packed is not None and by_name["mean"] is None and layout.to_rstd:
         packed = packed.view(-1)
         rstd = packed[layout.to_rstd // packed.itemsize :]
         by_name["mean"], by_name["rstd"] = packed[: rstd.numel()], rstd
     for name in plan.as_bytes:
         tensor = by_name[name]
-        by_name[name] = None if tensor is None else tensor.view(torch.uint8)
+        # Kernels read only the address, and a tensor of wider elements with gaps has no view of bytes.
+        by_name[name] = None if tensor is None else tensor.as_strided((1,), (1,)).view(torch.uint8)
     ordered = tuple(by_name.values())
     return ordered[: len(tensors)], list(ordered[len(tensors) :])

@@ -27,7 +27,7 @@ from ..selection import dispatch
 from ..upstream.dynamo_guards import allocator, contiguous_strides
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
-from .outputs import aligned_length, packing
+from .outputs import aligned_length, packing, y_shape
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
 from .row_layout import group_stride, row_stride, sample_stride
 
@@ -133,7 +133,7 @@ class Plan:
         y_dtype: y's, forward.
         sum_dtypes: those of the sums over rows among the results; empty forward.
         saves_mean: whether kernels write the rows' means, or read them.
-        as_bytes: which of x and y kernels are handed as bytes.
+        as_bytes: the names of the tensors that kernels are handed as bytes.
         extents: where the tensors lie that outputs must not meet.
         at: from x's shape to the `Sized` of a call's launches.
         layout: from M, and how many parts the rows are in, to the `Layout` of the launches.
@@ -170,11 +170,13 @@ class Plan:
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
         fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
-        self.as_bytes = frozenset(name for name, dtype in fp8.items() if in_software(dtype, self._target))
+        self.as_bytes = [name for name, dtype in fp8.items() if in_software(dtype, self._target)]
 
         dtypes = {row.name: dtype for row, dtype in inputs.items()}
         dtypes |= {row.name: dtype for row, dtype in results.items()}
         self._dtypes, self.saves_mean = dtypes, dtypes.get("mean") is not None
+        if dtypes.get("y_scale") is not None and mode.scale_format.stores_bytes:
+            self.as_bytes.append("y_scale")
         strides, further = _row_strides(call), _scale_strides(family, call)
         self.is_invariant = is_invariant = self.entry.is_invariant
         self._facts = Facts(
@@ -224,11 +226,13 @@ class Plan:
 
     def makes(self, shape: Sequence[int], of_sums: Sequence[Sequence[int]] = ()) -> Makes:
         """Return how to make the results of calls on rows of a shape; `of_sums` has a shape for each that is a sum."""
-        kinds = [row.kind for row in self.family.results]
+        rows = self.family.results
         sizes = {Kind.ROWS: shape, Kind.PER_ROW: shape[:-1]}
-        others = of_sums or [shape[-1:]] * len(kinds)
-        results = zip(kinds, others, self.dtypes, strict=True)
-        return tuple([make_of(sizes.get(kind, other), dtype) for kind, other, dtype in results])
+        others = of_sums or [shape[-1:]] * len(rows)
+        shapes = [sizes.get(row.kind, other) for row, other in zip(rows, others, strict=True)]
+        if rows[0].name == "y":
+            shapes[0] = y_shape(shape, self.mode)
+        return tuple([make_of(size, dtype) for size, dtype in zip(shapes, self.dtypes, strict=True)])
 
     def _lay_out(self, m: int, parts: int = 1) -> Layout:
         if m == 0:

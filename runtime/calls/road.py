@@ -314,31 +314,24 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: 
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
-    args = named(calls, operands, options)
-    if is_dynamo_compiling() or intercepted(*operands, *outs):
-        call = _checked(calls, args, options, outs, addressed=False)
+    seen = is_dynamo_compiling() or intercepted(*operands, *outs)
+    planned = None if seen else calls.find(operands, options)[1]
+    if planned is None or records(operands) or any(out is not None for out in outs):
+        call = check(calls.functions[options[0]], named(calls, operands, options), addressed=not seen)
+        refuse_gradient(call)
+        calls.check(call, outs, not seen)
+    if seen:
         results: Any = operated_as(calls.functions[options[0]], call, calls.output._fields)
         for at, out in enumerate(outs):
             if out is not None and results[at] is not None:
                 # Scales may be wanted in another shape.
                 results[at] = out.copy_(results[at] if at < 2 else results[at].view(out.shape))
         return calls.output(*results)
-    _, _, planned = getattr(native.calls, calls.name).find(operands, options)
-    if planned is None or records(operands) or any(out is not None for out in outs):
-        _checked(calls, args, options, outs, addressed=True)
     if planned is None:
         rows = tuple(map(resolved, operands))
         key, planned = calls.find(rows, options)
         planned = planned or prepared(calls, rows, options, key)
     return calls.launch(planned, options, outs)
-
-
-def _checked(calls: FamilyCalls, args: Mapping[str, Any], options: Options, outs: Outs, *, addressed: bool) -> Call:
-    """Check all arguments of a call, and where its outputs go."""
-    call = check(calls.functions[options[0]], args, addressed=addressed)
-    refuse_gradient(call)
-    calls.check(call, outs, addressed)
-    return call
 
 
 def launch_recorded(call: tuple[FamilyCalls, Options, Recorded | None], operands: Operands) -> Launched:

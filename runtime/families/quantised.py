@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from ..calls import road
 from ..calls.argument_checks import check_device, check_dtype, check_tensor, check_written
 from ..calls.check import Call
 from ..calls.known import MISALIGNED, PlannedCall
-from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
+from ..calls.launch import run_sized
+from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
 from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Outs, calls_of
 from ..codegen.parameters import QUANTISED
@@ -124,71 +124,29 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan."""
     plan, addresses, tensors, shape, m, numbers = planned
-    leading, (out, residual_out, y_scale, *_) = shape[:-1], outs
-    layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
-    make = partial(_new, plan.empty)
-    _, sum_dtype, scale_dtype, unquantised_dtype = plan.dtypes
-    scale_strides: tuple[int, ...] = ()
-    if scale_dtype is not None:
-        groups = bool(plan.mode.group_size.code)
-        if groups:
-            columns, packs = scale_columns(plan.mode, plan.n), plan.mode.scale_format.packs
+    out, residual_out, y_scale, *_ = outs
+    mode, dtype = plan.mode, plan.dtypes[2]
+    if dtype is not None and mode.group_size.code:
+        columns, packs = scale_columns(mode, plan.n), mode.scale_format.packs
+        layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
+        if y_scale is None:
+            y_scale = group_scales(partial(_new, plan.empty), shape[:-1], m, columns, dtype, layout)
+        if not layout.swizzles:
             # The bytes of an int32 behind the last group are 0.
-            is_whole = plan.n > (columns * packs - 1) * plan.mode.group_size.code
-            if y_scale is None:
-                filled = make if is_whole else partial(_zeros, plan.empty)
-                y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
-            elif not is_whole:
+            if plan.n <= (columns * packs - 1) * mode.group_size.code:
                 y_scale[..., -1].zero_()
-        elif y_scale is None:
-            y_scale = make(leading, dtype=scale_dtype)
-        if layout is ScaleLayout.SWIZZLED_128X4:
-            _clear_padding(y_scale, m, scale_columns(plan.mode, plan.n))
-        elif groups:
-            scale_strides = _scale_strides(plan.mode.scale_format, y_scale)
-    of_y = y_shape(shape, plan.mode) if plan.y_dtype is torch.float4_e2m1fn_x2 else shape
-    outputs = QuantisedOutput(
-        make(of_y, dtype=plan.y_dtype) if out is None else out,
-        residual_out if sum_dtype is None or residual_out is not None else make(shape, dtype=sum_dtype),
-        y_scale,
-        None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
-    )
-    # Autograd may have saved these tensors, and detects the write by the version.
-    increment_version([out for out in outs if out is not None])
-    layout = plan.layout(m)
-    for launch, grid in layout.steps:
-        written: tuple[Any, ...]
-        if layout.by_address:
-            read: tuple[Any, ...] = addresses
-            written = (*[0 if output is None else output.data_ptr() for output in outputs], 0)
-        else:
-            of_bytes = (*plan.as_bytes, *(("y_scale",) if plan.mode.scale_format.stores_bytes else ()))
-            read = tensors
-            results = outputs._asdict().items()
-            written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)
-        launch(grid, (*read, *written, m, *numbers, *scale_strides))
-    return outputs
+            numbers = (*numbers, *_scale_strides(mode.scale_format, y_scale))
+        elif y_scale.numel() != m * columns:
+            # So is the padding of tiles.
+            y_scale.view(torch.uint8).zero_()
+    outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out, y_scale))
+    return QuantisedOutput._make(outputs)
 
 
 def _new(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous tensor with undefined values."""
     sizes = tuple(shape)
     return empty(sizes, contiguous_strides(sizes), dtype)
-
-
-def _zeros(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-    return _new(empty, shape, dtype=dtype).zero_()
-
-
-def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor's memory as bytes; kernels that write bytes read only its address."""
-    return None if tensor is None else tensor.as_strided((1,), (1,)).view(torch.uint8)
-
-
-def _clear_padding(scale: torch.Tensor, m: int, columns: int) -> None:
-    """Set the padding of tiles to zeros."""
-    if scale.numel() != m * columns:
-        scale.view(torch.uint8).zero_()
 
 
 def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
