@@ -12,10 +12,8 @@ import torch
 from benchmarks import cli, profile
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
 from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
-from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
+from benchmarks.profile import kernel_rows
 from normforge.kernels import obtain as obtaining
-from normforge.kernels.gpu import target_of
-from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 from normforge.tools.machine import Machine
 
@@ -150,37 +148,6 @@ def test_calls_that_differ_are_refused() -> None:
         kernel_rows("forward", CELLS[0], "normforge", calls)
 
 
-def test_spills_are_those_of_the_kernel_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    words: dict[KernelKey, int] = {}
-
-    class Compiled:
-        def __init__(self, key: KernelKey) -> None:
-            self.n_spills = words[key]
-
-    def made(symbol: str, n: int, warps: int, spills: int, alignment: int = 16) -> None:
-        arguments = (("N", n), ("ROW_ALIGNMENT", alignment))
-        words[KernelKey(f"{__name__}:{symbol}", arguments, (("num_warps", warps),))] = spills
-
-    warps_of_32 = target_of(torch.device("cpu"))
-    monkeypatch.setattr(profile, "target_of", lambda _: warps_of_32)
-    monkeypatch.setattr(profile, "obtained", lambda: tuple((key, 0) for key in words))
-    monkeypatch.setattr(profile, "obtain", lambda key, *_: Compiled(key))
-    for symbol in ("held", "other"):
-        monkeypatch.setitem(globals(), symbol, object())
-    held = Kernel("held", (1, 1, 1), 512, 64, 0, 50, 1.0)
-    made("held", 4096, 8, 9)
-    made("held", 2048, 16, 9)
-    made("other", 4096, 16, 9)
-    assert spilled_bytes(held, 4096) is None
-    made("held", 4096, 16, 52)
-    assert spilled_bytes(held, 4096) == 208
-    # Another that cannot be told from it, first with as many and then with more.
-    made("held", 4096, 16, 52, alignment=8)
-    assert spilled_bytes(held, 4096) == 208
-    made("held", 4096, 16, 60, alignment=4)
-    assert spilled_bytes(held, 4096) is None
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine whose profiler always sees the same; what is done before each call is noted."""
@@ -237,11 +204,6 @@ def test_what_was_seen_is_saved_before_the_gpu_is_lost(
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
     assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
     assert len(records(tmp_path, "profile")[1]) == 1
-
-
-def test_long_names_are_whole_in_the_files_alone() -> None:
-    row = Row("forward", "a cell", "peer", "ok", 1, 1.0, 1.0, "k" * 100, 1, 1.0)
-    assert "k" * 59 + "… |" in table([row])
 
 
 @pytest.mark.gpu

@@ -45,19 +45,6 @@ def test_a_goal_is_held_against_the_copy_and_the_fastest_peer(forward: Results) 
     assert not long.met
 
 
-def test_a_goal_may_ask_for_some_of_the_cells_and_some_of_the_peers(forward: Results) -> None:
-    assert not check(RULE, forward).met
-    assert check(Rule("most", "forward", copy=0.9, share=0.5), forward).met
-    assert check(Rule("peers", "forward", peer=1.05, peers=("quack",)), forward).met
-    assert not check(Rule("absent", "forward", peer=1.0, peers=("liger",)), forward).met
-    assert [f.row.n for f in check(Rule("long", "forward", least_n=8192), forward).findings] == [8192]
-
-
-def test_a_goal_may_be_held_against_another_cell(forward: Results) -> None:
-    against = Rule("against", "forward", "*x8192", peer=1.5, peers=("eager",), against=LARGE.id)
-    assert check(against, forward).findings[0].to_peer == pytest.approx(200 / 125)
-
-
 def test_nothing_measured_and_a_failure_of_our_own_are_short() -> None:
     failed = results("forward", (LARGE, "copy", 1.0), (LARGE, "eager", 1.0), (LARGE, "normforge", 0.0))
     for found, said in ((None, "not measured"), (failed, "no such kernel")):

@@ -214,13 +214,3 @@ def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypa
     assert _measured(tmp_path) == [64]
     assert _share("1/2", tmp_path) == 0
     assert _measured(tmp_path) == [64, 192, 320]
-
-
-@THOROUGH
-@pytest.mark.usefixtures("shared")
-def test_a_share_is_of_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _share("2/2", tmp_path, "--only", "*x128", "*x256", "*x320") == 0
-    assert _measured(tmp_path) == [256]
-    capsys.readouterr()
-    assert _share("4/4", tmp_path, "--only", "*x128", "*x256", "*x320") == cli.USAGE
-    assert "--share 4/4 has no cell, as only 3 are chosen; make fewer shares" in capsys.readouterr().err

@@ -9,11 +9,9 @@ import pytest
 
 from benchmarks import startup
 from benchmarks.errors import UsageError
-from benchmarks.results import save_rows
-from benchmarks.startup import SUITE, WAYS, Environment, Row, Sample, Way, measure, start, table
+from benchmarks.startup import WAYS, Environment, Sample, Way, measure, start
 
 from ..thorough import THOROUGH
-from .small import records
 
 BY_NAME = {way.name: way for way in WAYS}
 
@@ -59,18 +57,6 @@ def test_the_median_counts(tmp_path: Path) -> None:
     # Three processes are not counted; then the ways take turns, five at a time.
     assert (rows["torch"].norm_s_min, rows["torch"].norm_s, rows["torch"].norm_s_max) == (4, 9, 14)
     assert (rows["aot"].norm_s, rows["aot"].total_s) == (12, 22)
-
-
-def test_results_are_files_and_a_table(tmp_path: Path) -> None:
-    rows = measure(tmp_path, 1, lambda folder: None, Processes().run)
-    save_rows(tmp_path / "here", SUITE, {"device": "a test"}, Row, rows)
-    header, found = records(tmp_path / "here", SUITE)
-    assert header == ["# device: a test"]
-    assert [record["way"] for record in found] == [way.name for way in WAYS]
-    assert [float(record["norm_s"]) for record in found] == [row.norm_s for row in rows]
-    shown = table(rows).splitlines()
-    assert len(shown) == 2 + len(WAYS)
-    assert [cell.strip() for cell in shown[2].split("|")[1:4]] == ["torch's own operator", "14.00", "4.00"]
 
 
 @THOROUGH

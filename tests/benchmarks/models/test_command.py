@@ -16,12 +16,12 @@ import torch
 
 from benchmarks import cli
 from benchmarks.errors import UsageError
-from benchmarks.models import command, worker
+from benchmarks.models import command
 from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
 from benchmarks.models.specs import SPECS, Spec
-from benchmarks.models.table import Row, Table, extend, load, tables_of
+from benchmarks.models.table import Row, extend, tables_of
 from benchmarks.models.variants import NotOfferedError
-from benchmarks.models.worker import Job, read_job, work
+from benchmarks.models.worker import Job, work
 
 from ...thorough import THOROUGH
 from .toy import BROKEN, HEADER, INSTALL, add_variant, job_of, loaded, of_norm, rows_of
@@ -98,47 +98,6 @@ def test_a_model_whose_package_is_missing_is_so_in_every_row(
 def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> None:
     assert work(job_of(tmp_path, deadline=0.0)) == 2
     assert rows_of(tmp_path) == {}
-
-
-@THOROUGH
-def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[tuple[str, str, tuple[str, ...]]] = []
-    ahead: list[tuple[str, str, tuple[str, ...]]] = []
-
-    def launch(job: Job) -> int:
-        (ahead if job.ahead else done).append((job.dtype, job.runs[0], job.variants))
-        assert not job.ahead or len(done) % 2 == 1
-        table = load(tmp_path) or Table(job.header)
-        for key in () if job.ahead else job.keys:
-            table.add(Row(*key, "ok", ms=1.0))
-        table.save(tmp_path)
-        return 0
-
-    monkeypatch.setattr(command, "launch", launch)
-    given = ["models", "--models", "toy", "--variants", "torch", "patch", "--jobs", "2", "--out", str(tmp_path)]
-    late = [*given, "--minutes", "0"]
-    assert cli.main(late) == 0
-    assert done == []
-    assert cli.main(given) == 0
-    assert done == [(dtype, run, ("torch", "patch")) for dtype in (BF16, AUTOCAST) for run in (EAGER, COMPILE)]
-    each = [(dtype, COMPILE, (variant,)) for dtype in (BF16, AUTOCAST) for variant in ("torch", "patch")]
-    assert sorted(ahead) == sorted(each)
-    done.clear()
-    assert cli.main(given) == 0
-    assert (done, len(ahead)) == ([], len(each))
-
-
-def test_what_compiles_ahead_leaves_no_row(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_variant(monkeypatch, "breaks", lambda model: 1 / 0)
-    assert work(job_of(tmp_path, variants=("torch", "breaks"), ahead=True)) == 0
-    assert load(tmp_path) is None
-
-
-def test_a_job_is_text_and_back(tmp_path: Path) -> None:
-    job = job_of(tmp_path, deadline=1.5)
-    assert read_job(job.text()) == job
 
 
 @THOROUGH
@@ -222,25 +181,6 @@ def test_each_gpu_does_one_model_at_a_time(
     # No row is lost, and they are in the models' order.
     table = loaded(tmp_path)
     assert [key.model for key in table.rows] == ["llama", "vit", "bert", "dit"]
-
-
-def test_the_most_worth_comes_first(tmp_path: Path, in_process: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "work", lambda job: 0)
-    monkeypatch.setitem(globals(), "work", lambda job: 0)
-    assert cli.main(["models", "--out", str(tmp_path), "--minutes", "1"]) == 0
-    order = [(job.dtype, job.runs[0]) for job in in_process]
-    ways = [(BF16, EAGER), (BF16, COMPILE), (AUTOCAST, EAGER), (AUTOCAST, COMPILE)]
-    assert order == [way for way in ways for _ in SPECS]
-    assert [job.model for job in in_process[: len(SPECS)]] == [
-        "llama",
-        "qwen3",
-        "gemma",
-        "gpt2",
-        "vit",
-        "bert",
-        "t5",
-        "dit",
-    ]
 
 
 @THOROUGH

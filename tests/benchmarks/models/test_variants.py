@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import steps
-from benchmarks.models.names import AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING
+from benchmarks.models.names import AUTOCAST, BF16, COMPILE, EAGER, FAILS, NOTHING
 from benchmarks.models.specs import SPECS, Spec, make
 from benchmarks.models.variants import VARIANTS, vary
 from benchmarks.models.worker import work
@@ -46,11 +46,6 @@ def test_names_set_in_a_models_module_are_there_for_that_variant_alone(monkeypat
     with varied.within():
         assert home.LOGITS == "others"
     assert before == home.LOGITS
-
-
-def test_there_are_graphs_on_a_gpu_alone(toy: Spec) -> None:
-    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
-        steps.made_to_run(make(toy, toy.tiny, CPU, torch.bfloat16), GRAPHS, CPU)
 
 
 @THOROUGH
@@ -124,18 +119,3 @@ def test_ligers_modules_take_the_place_of_norms_and_their_parameters(name: str) 
         assert type(module).__name__.startswith("Liger"), path
         old: Any = theirs[path]
         assert module.variance_epsilon == (old.variance_epsilon if hasattr(old, "variance_epsilon") else old.eps)
-
-
-@THOROUGH
-def test_ligers_own_function_changes_one_variant() -> None:
-    for package in ("transformers", "liger_kernel"):
-        pytest.importorskip(package, reason=INSTALL)
-    spec = SPECS["llama"]
-    model = make(spec, spec.tiny, CPU, torch.bfloat16)
-    varied = vary(model, spec, VARIANTS["liger-apply"])
-    assert "forward" in vars(varied.model)
-    assert "forward" not in vars(model)
-    assert "apply_rotary_pos_emb" in varied.replaced
-    assert "liger" not in varied.home.apply_rotary_pos_emb.__module__
-    with varied.within():
-        assert "liger" in varied.home.apply_rotary_pos_emb.__module__
