@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,9 +22,7 @@ from normforge.selection.table import load_folder
 from normforge.tools import list_instances
 from normforge.tools.cli import VERBS
 
-from ..calling import printed, python
-from ..some_rows import SomeTable
-from ..thorough import first_of_each
+from ..calling import printed
 from .command_line import status
 
 SMALL = ["run", "-m", "3", "-n", "48"]
@@ -71,15 +68,6 @@ def plain_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
 
 
 @pytest.mark.usefixtures("plain_table")
-def test_list_has_a_column_for_some_rows_where_they_have_tiles(capsys: pytest.CaptureFixture[str]) -> None:
-    with dispatch.using(SomeTable(dispatch.loaded())):
-        assert status("list", "ln_fwd_fp16_n4096") == 0
-    head, _, row, *_ = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
-    assert head[2:] == ["more than 2048 rows", "257 to 2048 rows", "256 rows or fewer", "batch invariant"]
-    assert [words.rpartition(" on ")[2] for words in row[2:]] == ["4 warps", "8 warps", "8 warps", "4 warps"]
-
-
-@pytest.mark.usefixtures("plain_table")
 def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("list", "ln_fwd_fp16_n4096", "rms_fwd_bf16_n1024") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -102,11 +90,7 @@ def test_list_takes_no_architecture_that_is_none(arch: str, capsys: pytest.Captu
 
 TWICE = {
     "out": ["generate", "--out", "a", "--out", "b"],
-    "tiles": ["generate", "--tiles", "a", "--tiles", "b"],
     "arch": ["list", "--arch", "sm_90", "--arch", "sm_80"],
-    "n": ["warmup", "--n", "64", "--n", "128", "--list"],
-    "weight": ["aot", "--n", "64", "--weight", "fp32", "--weight", "fp32", "--arch", "sm_90", "--out", "x"],
-    "only": ["tune", "--only", "fwd*", "--only", "bwd*"],
     "m": ["run", "-m", "3328", "-m=3"],
     # The first is the default, and none the less given.
     "v": ["run", "-v=1", "-v", "0"],
@@ -274,15 +258,17 @@ REFUSED_LATER = [
 ]
 
 
+# Torch takes from 3 seconds to half a minute, and the others tenths of a second.
+SLOW = ("torch", "triton", "numpy", "matplotlib", "sympy")
 ANSWERED = [*([verb, "-h"] for verb in VERBS), *REFUSED, *REFUSED_LATER]
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Return status and text of each command of `ANSWERED`, run in one process that cannot import torch."""
+    """Return status and text of each command of `ANSWERED`, run in one process that can import nothing slow."""
     code = f"""
 import contextlib, io, os, pathlib, sys
-sys.modules["torch"] = None  # Importing it now fails.
+sys.modules |= dict.fromkeys({SLOW!r})  # Importing them now fails.
 sys.argv = ["normforge"]
 os.chdir({str(tmp_path_factory.mktemp("answers"))!r})
 pathlib.Path("file").touch()
@@ -304,34 +290,10 @@ print(found)
 
 
 @pytest.mark.parametrize("argv", ANSWERED, ids=str)
-def test_help_and_refusals_import_no_torch(argv: list[str], answers: dict[str, tuple[int, str]]) -> None:
-    """Importing torch takes from 3 seconds to half a minute."""
+def test_help_and_refusals_import_nothing_slow(argv: list[str], answers: dict[str, tuple[int, str]]) -> None:
     status, said = answers[str(argv)]
     assert status == (0 if "-h" in argv else 2), said
     assert (f"normforge {argv[0]}: error: " if argv in REFUSED_LATER else f"usage: normforge {argv[0]}") in said
-
-
-# Of each module of parsers one is timed in the quick half.
-TIMED = [argv for argv in ANSWERED if "-h" in argv or argv[0] in ("aot", "list", "backendbench")]
-
-
-@pytest.mark.parametrize("argv", first_of_each(TIMED, lambda argv: VERBS[argv[0]].parser.partition(":")[0], str))
-def test_help_and_refusals_take_half_a_second(
-    argv: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Of the processor, at one of 20 tries: tests share the cores. The first compiles all files to bytecode."""
-    (tmp_path / "file").touch()
-    code = f"""
-import atexit, os, sys, time
-os.chdir({str(tmp_path)!r})
-atexit.register(lambda: print(time.process_time()))
-sys.argv = ["normforge"]
-from normforge.tools.cli import main
-sys.exit(main({argv!r}))
-"""
-    kept = str(tmp_path_factory.getbasetemp() / "bytecode")
-    bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": kept}
-    assert any(float(python(code, **bytecode).stdout.split()[-1]) < 0.5 for _ in range(20))
 
 
 @pytest.mark.parametrize(
@@ -340,10 +302,7 @@ sys.exit(main({argv!r}))
         ("normforge ", set(VERBS)),
         ("normforge wa", {"warmup"}),
         ("normforge run -prec_i b", {"bf16"}),
-        ("normforge run -war", {"-warmup"}),
         ("normforge tune --res", {"--resume"}),
-        ("normforge aot --ar", {"--arch"}),
-        ("normforge generate --man", {"--manifest"}),
         ("normforge generate --manifest mi", {"mine.yaml"}),
     ],
 )

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.calls import row_gradients
-from normforge.calls.row_gradients import Launched
 from normforge.codegen import tile_limits, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
@@ -155,25 +153,6 @@ def test_some_rows_are_timed_with_their_operands_in_l2_and_without(
     assert outcome.present_ms == pytest.approx(ms)
 
 
-@pytest.mark.parametrize(
-    ("bucket", "size", "lengths"),
-    [
-        ("n32768", Size.LARGE, (32768, 20488)),
-        ("n32768", Size.SOME, (32768, 20488)),
-        ("n32768", Size.SMALL, (32768,)),
-        ("n128", Size.LARGE, (128, 88)),
-        ("nbig", Size.LARGE, (tile_trials.UNCAPPED_LENGTH,)),
-        ("n3072", Size.RAGGED, (2312,)),
-    ],
-)
-def test_tiles_for_many_and_some_rows_are_timed_by_a_length_that_fills_no_chunk_too(
-    bucket: str, size: Size, lengths: tuple[int, ...]
-) -> None:
-    served = next(each for each in standard_ladder() if each.name == bucket)
-    assert Case(PLAIN, served, size).lengths == lengths
-    assert all(n in served for n in lengths)
-
-
 def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(clock: Callable[..., None]) -> None:
     """It is a tenth faster than the present one of the longest row, and takes half as long again of the other."""
     case = Case(PLAIN, N128, Size.LARGE)
@@ -250,31 +229,6 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
     assert len(done) == 4
 
 
-@THOROUGH
-def test_winners_are_written_and_read_back(
-    clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock(lambda tile, _: 1.0 / tile.rows)
-    out = tmp_path / "sm_90.yaml"
-    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
-    ((bucket, tiles),) = tile_tables.read_table(out).rows[PLAIN]
-    assert (str(bucket), tiles.large.rows, tiles.small.rows) == ("1..128", 64, 1)
-    assert out.read_text().startswith("# Measured by normforge tune on a card: torch ")
-    assert "wrote" in capsys.readouterr().out
-
-    # What was measured before stays, unless it is measured again.
-    clock(lambda tile, _: float(tile.rows))
-    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "200") == 0
-    (first, second) = tile_tables.read_table(out).rows[PLAIN]
-    assert first == (bucket, tiles)
-    assert (str(second[0]), second[1].large.rows) == ("129..256", 2)
-    assert run("--out", str(out), "--only", "bwd_16bit,fwd_16bit", "--n", "100") == 0
-    again = tile_tables.read_table(out).rows
-    assert [str(bucket) for bucket, _ in again[PLAIN]] == ["1..128", "129..256"]
-    assert again[PLAIN][0][1].large.rows == 4
-    assert [str(bucket) for bucket, _ in again[BACKWARD]] == ["1..128"]
-
-
 def test_what_is_written_is_what_the_generator_takes(
     clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,17 +246,6 @@ def test_what_is_written_is_what_the_generator_takes(
     assert tiles.large != entry.tile(10**6, 128, "gfx942")
 
 
-def test_a_case_without_a_tile_is_reported(
-    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    clock(lambda tile, _: 1.0)
-    monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
-    out = tmp_path / "sm_90.yaml"
-    assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
-    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 5
-    assert not out.exists()
-
-
 def test_a_table_is_called_after_this_gpu(clock: Callable[..., None], tmp_path: Path) -> None:
     clock(lambda tile, _: 1.0)
     with pytest.raises(TileTableError, match=r"this GPU's is sm_90; write --out .*sm_90\.yaml"):
@@ -316,46 +259,6 @@ def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         if not torch.cuda.is_available()
         else "normforge tune: error: Triton's CPU interpreter has no times to compare; unset TRITON_INTERPRET\n"
     )
-
-
-@pytest.mark.parametrize(("itemsize", "n"), [(2, 3072), (4, 128)])
-def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
-    """One scale and one shift would stay in L1; those of a batch do not."""
-    kind = next(kind for kind in EVERY_CLASS if kind.name == f"fwd_{8 * itemsize}bit_mod")
-    (bucket,) = [bucket for bucket in standard_ladder() if n in bucket]
-    (rows,) = Case(kind, bucket, Size.LARGE).rows(Sizes())
-    assert rows % 32 == 0
-    assert rows * n * itemsize > 0.99 * Sizes().bytes
-    outputs = Case(kind, bucket, Size.LARGE).run(64, torch.device("cpu")).call()
-    assert outputs.y.shape == (32, 2, bucket.last)
-
-
-@pytest.mark.parametrize("name", ["bwd_16bit_mod", "bwd_32bit_mod_rms"])
-def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many samples as have eight rows, and by the tile that is on trial."""
-    kind = next(kind for kind in EVERY_CLASS if kind.name == name)
-    case = Case(kind, N128, Size.LARGE)
-    launched: list[tuple[Launched, int]] = []
-    launch = row_gradients.launched
-
-    def told(*given: Any) -> Launched:
-        launched.append((launch(*given), given[1].parts))
-        return launched[-1][0]
-
-    monkeypatch.setattr(row_gradients, "launched", told)
-    run, tile = case.run(70, CARD.device), case.tiles(CARD.device)[-1]
-    with tile_trials.tiled(Trial(case, tile)):
-        assert run.entry().mode == case.mode.name
-        findings = run.validate(run.call())
-    ((done, parts),) = launched
-    constants = dict(done.plan.prepared(70).launchers[0].key.arguments)
-    assert (constants["BLOCK"], constants["ROWS"], parts) == (tile.block, tile.rows, 7)
-    assert case.mode.is_backward
-    dy, *_ = run.operands
-    assert isinstance(dy, torch.Tensor)
-    assert dy.shape == (7, 10, 128)
-    wanted = {"dx", "dscale", "dshift", "dweight", *(["dbias"] if not kind.rms else [])}
-    assert {finding.name for finding in findings if finding.ok} == wanted
 
 
 # Two for each of the 16 processes that compile ahead: a case is compiled in a few seconds.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,18 +17,17 @@ import torch
 
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
-from normforge.codegen.instance import Tile, Tiles
+from normforge.codegen.instance import Tile
 from normforge.codegen.locking import replace_file
 from normforge.codegen.tiling import CLASSES, standard_ladder
 from normforge.codegen.values import Pipeline
 from normforge.tools import budget, tile_compiler, tile_trials, tune
-from normforge.tools.budget import Budget, OutOfTimeError
+from normforge.tools.budget import Budget
 from normforge.tools.machine import Machine
 from normforge.tools.tile_compiler import Compiler
 from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Trial, Tried, Winner
 from normforge.tools.tune_options import parse
-from normforge.tools.tune_record import Record, winners
-from normforge.tools.tune_remark import add_remark, listed
+from normforge.tools.tune_record import Record
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
@@ -142,40 +140,6 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     assert "for lack of time" not in capsys.readouterr().out
 
 
-def test_without_a_table_no_time_says_how_a_run_could_go_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.seconds = 60
-    assert run(*THREE, "--minutes", "0.5") == 1
-    assert capsys.readouterr().out == (
-        "not measured, for lack of time: fwd_16bit 1..512; with --out FILE, --resume could go on\n"
-    )
-
-
-def test_classes_and_lengths_are_measured_as_they_are_named(bench: Bench) -> None:
-    assert run("--only", "bwd_16bit,fwd_16bit", "--n", "200,100") == 0
-    assert [(row.kind.name, str(row.bucket)) for row in bench.rows()] == [
-        ("bwd_16bit", "129..256"),
-        ("bwd_16bit", "1..128"),
-        ("fwd_16bit", "129..256"),
-        ("fwd_16bit", "1..128"),
-    ]
-
-
-def test_compiling_counts_and_what_waits_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-
-    def slow(trial: Trial, device: torch.device) -> None:
-        begun.append(trial)
-        time.sleep(0.3)
-
-    monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
-    monkeypatch.setattr(tile_compiler, "_compile", slow)
-    trials = SHORT[2].trials(CARD.device)
-    assert len(trials) > 8
-    with pytest.raises(OutOfTimeError), Compiler(CARD.device, jobs=1) as compiler:
-        compiler.compile(trials, Budget(0.1 / 60), lambda: None)
-    assert 1 <= len(begun) <= 2
-
-
 def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it took along is compiled in its turn."""
 
@@ -201,15 +165,6 @@ def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch
     assert (started, len(done)) == ([2, 2], 2 * len(trials))
 
 
-def test_rows_are_compiled_in_groups_that_keep_every_process_busy() -> None:
-    trials = [len(row.trials(CARD.device)) for row in SHORT]
-    groups = list(tune._groups(SHORT, CARD.device, trials[0] + 1))
-    assert [group for group, _ in groups] == [SHORT[:2], SHORT[2:]]
-    assert [len(each) for _, each in groups] == [sum(trials[:2]), trials[2]]
-    # Nothing is compiled ahead: each row by itself.
-    assert [group for group, _ in tune._groups(SHORT, CARD.device, 0)] == [[row] for row in SHORT]
-
-
 def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
     bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,35 +186,24 @@ def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("changed", "to", "said"),
     [
-        ("device", "another card", "device a card (here another card)"),
-        ("torch", "2.12.0", "torch 2.11.0 (here 2.12.0)"),
-        ("triton", "3.7.0", "triton 3.6.0 (here 3.7.0)"),
-        ("driver", "570", "driver none (here 570)"),
+        ("describe", HERE | {"device": "another card"}, "device a card (here another card)"),
+        ("describe", HERE | {"torch": "2.12.0"}, "torch 2.11.0 (here 2.12.0)"),
+        ("describe", HERE | {"triton": "3.7.0"}, "triton 3.6.0 (here 3.7.0)"),
+        ("describe", HERE | {"driver": "570"}, "driver none (here 570)"),
+        ("revision_of", "def5678", "revision abc1234 (here def5678)"),
+        ("cache_folder", Path("0.1.0-another"), ""),
     ],
 )
-def test_figures_of_another_card_or_version_are_not_taken(
-    name: str, value: str, said: str, bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_figures_of_another_card_version_or_revision_are_not_taken(
+    changed: str, to: object, said: str, bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    assert run("--out", out, *THREE) == 0
-    bench.cases.clear()
-    monkeypatch.setattr(tune, "describe", lambda machine: HERE | {name: value})
-    assert run("--out", out, "--only", "fwd_16bit", "--n", "128", "--resume") == 0
-    assert bench.rows() == SHORT[:1]
-    assert f"measured again: fwd_16bit 1..128, measured before with {said}\n" in capsys.readouterr().out
-    # The report says of each row what it was measured with.
-    assert [line["environment"].get(name) for line in report(out)] == [HERE.get(name), HERE.get(name), value]
-
-
-@pytest.mark.parametrize(("changed", "to"), [("revision_of", "def5678"), ("cache_folder", Path("0.1.0-another"))])
-def test_figures_of_another_revision_are_not_taken(
-    changed: str, to: object, bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor of the same one, with other changes."""
+    """Nor of the same revision, with other changes."""
     assert run("--out", out, *THREE) == 0
     monkeypatch.setattr(tune, changed, lambda *_: to)
     assert bench.measured("--out", out, *THREE, "--resume") == SHORT
+    assert f"measured again: fwd_16bit 1..512, measured before with {said}" in capsys.readouterr().out
 
 
 def test_a_row_that_was_changed_by_hand_is_measured_again(
@@ -318,40 +262,16 @@ def test_some_sizes_are_measured_and_the_others_kept(
     assert found.some not in (None, found.large)
     mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234, some alone: "
     assert head(out) == ["# By hand.", f"{mine}fwd_16bit 1..200"]
-    # In the style that all are in.
-    added = [line for line in out.read_text().splitlines() if line.startswith("    some: {pipeline: ")]
-    assert [line for line in out.read_text().splitlines() if line not in (*added, head(out)[1])] == [
-        *text[:11],
-        "",
-        *text[11:-1],
-    ]
     # It is held against the tile that the table has for many rows.
     assert bench.many == other.large
 
     bench.cases.clear()
-    assert run(*asked, "--resume") == 0
-    assert bench.cases == []
     # Of those for other sizes none was measured.
     assert run(*asked[:-1], "large,some", "--resume") == 0
     assert [case.size for case in bench.cases] == [Size.LARGE, Size.SOME]
-    assert [case["for"] for case in report(out)[0]["cases"]] == ["large", "some"]
-    assert run(*asked[:-1], "small", "--resume") == 0
-    assert [case["for"] for case in report(out)[0]["cases"]] == ["large", "some", "small"]
     with pytest.raises(SystemExit):
         run("--out", out, "--only", "bwd_16bit", "--sizes", "some")
     assert "has no row of what --only and --n name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", [Size.SOME, Size.RAGGED])
-def test_a_tile_for_some_rows_or_ragged_ones_that_is_the_one_for_many_is_left_out(size: Size) -> None:
-    row = SHORT[0]
-    many, *_ = (outcome_of(case) for case in row.cases)
-    assert many.winner is not None
-    outcomes = [replace(outcome_of(case), winner=many.winner) for case in row.cases]
-    assert winners(row, outcomes) == Tiles(many.winner.tile, many.winner.tile)
-    kept = Tiles(many.winner.tile, many.winner.tile, **{size.value: many.present})
-    (again,) = (outcome for outcome in outcomes if outcome.case.size is size)
-    assert winners(replace(row, sizes=(size,), kept=kept), [again]) == Tiles(many.winner.tile, many.winner.tile)
 
 
 def test_a_comment_that_would_be_lost_stops_a_run_before_it_measures(bench: Bench, out: Path) -> None:
@@ -475,23 +395,6 @@ def test_a_file_that_cannot_be_replaced_stays_and_nothing_lies_about(
         replace_file(path, contents)
     assert path.read_text() == "old"
     assert {each.name for each in tmp_path.iterdir()} == {"a", "link"}
-
-
-def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own() -> None:
-    told = "Measured by normforge tune on a card (rev. 2): torch 2.11.0+cu130, Triton 3.6.0, revision abc1234"
-    rows = [Row(kind, bucket) for kind in CLASSES[:6] for bucket in standard_ladder()[::2]]
-    head = "# above\n# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."
-    for row in reversed(rows):
-        head = add_remark(head, told, row)
-        if row == rows[-1]:
-            head += "\n# bwd_16bit was another day's"
-    lines = head.splitlines()
-    assert lines[:2] == ["# above", "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."]
-    assert len(lines) > 5
-    assert all(len(line) <= 120 for line in lines)
-    assert lines[-1] == "# bwd_16bit was another day's"
-    assert joined(lines[2:-1]) == f"{told}: {listed(rows)}"
-    assert add_remark(head, told, rows[7]) == head
 
 
 @pytest.mark.parametrize(
