@@ -128,7 +128,7 @@ generate: $(READY)
 	$(BIN)/python generate.py
 
 docs: $(DOCS) links
-	NO_MKDOCS_2_WARNING=1 DOCS_PACKAGES=$(LINKS) $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 DOCS_PACKAGES=$(LINKS) $(BIN)/mkdocs build --strict
 
 check: $(READY)
 	$(BIN)/python generate.py --check

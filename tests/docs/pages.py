@@ -1,4 +1,4 @@
-"""Markdown, as far as the tests of the documents read it: code blocks, headings and links."""
+"""Markdown, as far as the tests of the documents read it: code blocks and links."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class Block:
 
 
 _FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
-_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[(?:[^\]]|\n)*?\]\(([^)\s]+)\)")
 
 
@@ -72,15 +71,6 @@ def prose(page: Path) -> str:
 def links(page: Path) -> Iterator[str]:
     """Yield the targets of a page's links and pictures."""
     yield from _LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page)))
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, by GitHub's rule."""
-    return {_slug(heading) for heading in _HEADING.findall(prose(page))}
-
-
-def _slug(heading: str) -> str:
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def first_sentence(page: Path) -> str:

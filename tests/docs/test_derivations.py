@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 from ..thorough import THOROUGH
@@ -47,25 +45,6 @@ def test_a_pivot_alone_keeps_rows_far_from_zero(script: ModuleType) -> None:
     assert math.isnan(by_squares[6])
 
 
-def test_welford_is_right_where_rounding_is_small(script: ModuleType) -> None:
-    x = np.random.default_rng(1).standard_normal((3, 64))
-    np.testing.assert_allclose(script.by_welford(x), script.by_pivot(x), atol=1e-5)
-
-
-def test_models_of_programs_take_every_row_once_and_hold_a_lock_alone(script: ModuleType) -> None:
-    locked, kept = script.with_locks(), script.with_partial_sums()
-    for spans in (locked, kept):
-        assert sum(span.what == "row" for span in spans) == script.TOTAL_ROWS
-        for program in range(script.SLOTS):
-            own = sorted((span.start, span.start + span.length) for span in spans if span.program == program)
-            assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(own))
-    adding = sorted(span.start for span in locked if span.what == "add")
-    assert len(adding) == script.TOTAL_ROWS
-    # No more additions at a time than there are locks.
-    behind = zip(adding, adding[script.LOCKS :], strict=False)
-    assert all(later - earlier >= script.ADD_TIME - 1e-9 for earlier, later in behind)
-
-
 @THOROUGH
 def test_the_pictures_of_the_page_are_drawn(script: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
@@ -76,11 +55,3 @@ def test_the_pictures_of_the_page_are_drawn(script: ModuleType, tmp_path: Path) 
     assert page.read_text() == PAGE.read_text()
     shown = {Path(link).name for link in links(PAGE) if link.endswith(".png")}
     assert shown == {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in pictures.PICTURES}
-
-
-def test_a_page_without_markers_is_left_alone(script: ModuleType, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("nothing")
-    with pytest.raises(SystemExit, match="lacks the markers of variances"):
-        script.put_into(page)
-    assert page.read_text() == "nothing"

@@ -67,16 +67,6 @@ def test_docstrings_and_comments_are_plain() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_dialect_is_found() -> None:
-    text = (
-        '"""A module.\n\nRows are told apart likewise."""\n\n# Of rows,\n# two.\nx = 1  # that\n\n\n'
-        'def f():\n    """Whether it is."""\n'
-    )
-    assert dialect(text) == ["Whether it is.", "Of rows, two.", "Rows are told", "Rows are told apart likewise"]
-    assert dialect('"""Of."""\n')
-    assert not dialect('"""Often."""\n\n\ndef f():\n    """Return a row."""\n')
-
-
 # Words of all of docs/, and of pages that once held whole tables.
 MOST_WORDS = 35_000
 MOST_WORDS_OF = {"benchmarks": 1_200, "design": 2_900, "h100": 500, "models": 1_000}
