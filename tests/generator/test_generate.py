@@ -285,104 +285,80 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_the_script_finds_its_own_manifest_from_anywhere(repository: Path, tmp_path: Path) -> None:
-    ran = run(str(repository / "generate.py"), "--out", "kernels", cwd=tmp_path)
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_the_script_writes_the_same_bytes_in_any_process_and_from_anywhere(
+    repository: Path, tmp_path: Path, seed: str
+) -> None:
+    ran = run(str(repository / "generate.py"), "--out", "kernels", cwd=tmp_path, PYTHONHASHSEED=seed)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert contents(str(tmp_path / "kernels")) == render_folder(load(repository / "instances.yaml").instances)
 
 
-def test_bytes_do_not_depend_on_the_process(repository: Path, tmp_path: Path) -> None:
-    for seed in ("1", "2"):
-        ran = run(str(repository / "generate.py"), "--out", seed, cwd=tmp_path, PYTHONHASHSEED=seed)
-        assert ran.returncode == 0
-    assert contents(str(tmp_path / "1")) == contents(str(tmp_path / "2"))
-
-
-def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path) -> None:
-    for name in ("generate.py", "instances.yaml"):
-        shutil.copy(repository / name, tmp_path)
-    for name in ("codegen", "templates"):
-        shutil.copytree(repository / name, tmp_path / name)
-    ran = run("generate.py", "--where", "norm=rms,n=1", cwd=tmp_path)
-    every = load(repository / "instances.yaml").instances
-    few = sum(getattr(instance.mode, "norm", None) is Norm.RMS and 1 in instance.bucket for instance in every)
-    # Beside the modules: the package, its table, what kernels share, and what adds up gradients.
-    counts = f"{few} instances in {few} modules: {few + 4} files written, 0 unchanged, 0 removed"
-    assert ran.stdout == f"{counts} in generated\n"
-    assert run("generate.py", "--where", "norm=rms,n=1", "--check", cwd=tmp_path).returncode == 0
-    drifted = run("generate.py", "--check", cwd=tmp_path)
-    assert drifted.returncode == 1
-    assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
-    # What it would remove from a folder that others have under version control is asked for by name.
-    before = contents(str(tmp_path / "generated"))
-    refused = run("generate.py", "--filter", "ln_*", "--where", "n=1", cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(
-        r"python generate\.py: error: this selection would remove \d+ files from generated and change 1; nothing was "
-        r"written or removed\. Name another folder with --out, look with --dry-run, or confirm with --prune\n",
-        refused.stderr,
-    )
-    assert contents(str(tmp_path / "generated")) == before
-    assert run("generate.py", "--filter", "ln_*", "--where", "n=1", "--prune", cwd=tmp_path).returncode == 0
-
-
-@THOROUGH
-def test_another_manifest_removes_nothing_from_a_checkouts_own_folder_unless_asked(
-    repository: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def checkout(repository: Path, tmp_path: Path) -> Path:
+    """A checkout whose own manifest asks for two modes, with a manifest for one of the two beside it."""
     for name in ("codegen", "templates"):
         shutil.copytree(repository / name, tmp_path / name)
     shutil.copy(repository / "generate.py", tmp_path)
-    (tmp_path / "instances.yaml").write_text("groups:\n  few: {norm: rms, dtype_in: [fp16, bf16], n: 4096}\n")
-    (tmp_path / "mine.yaml").write_text("groups:\n  few: {norm: rms, dtype_in: [fp16], n: 4096}\n")
-    assert run("generate.py", cwd=tmp_path).returncode == 0
-    before = contents(str(tmp_path / "generated"))
-    refused = run("generate.py", "--manifest", "mine.yaml", cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(
-        r"python generate\.py: error: this manifest would remove \d+ files? from generated and change \d+; nothing was "
-        r"written or removed\. Name another folder with --out, look with --dry-run, or confirm with --prune\n",
-        refused.stderr,
+    for name, dtypes in (("instances.yaml", "[fp16, bf16]"), ("mine.yaml", "fp16")):
+        (tmp_path / name).write_text(f"groups:\n  few: {{norm: rms, dtype_in: {dtypes}, n: 4096}}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("narrower", "what"),
+    [
+        (("--filter", "*_fp16_*"), "selection"),
+        pytest.param(("--manifest", "mine.yaml"), "manifest", marks=THOROUGH),
+    ],
+)
+def test_nothing_is_removed_from_a_checkouts_own_folder_unless_asked(
+    checkout: Path, narrower: tuple[str, str], what: str
+) -> None:
+    """Others may have the folder under version control."""
+    ran = run("generate.py", cwd=checkout)
+    assert ran.stdout == "2 instances in 2 modules: 5 files written, 0 unchanged, 0 removed in generated\n"
+    before = contents(str(checkout / "generated"))
+    refused = run("generate.py", *narrower, cwd=checkout)
+    assert (refused.returncode, refused.stdout, refused.stderr) == (
+        2,
+        "",
+        f"python generate.py: error: this {what} would remove 1 file from generated and change 1; nothing was written "
+        "or removed. Name another folder with --out, look with --dry-run, or confirm with --prune\n",
     )
-    assert contents(str(tmp_path / "generated")) == before
-    # A folder of one's own, a look and the checkout's own manifest by name need no confirmation.
-    for arguments in (("mine.yaml", "--out", "kernels"), ("mine.yaml", "--dry-run"), ("instances.yaml",)):
-        assert run("generate.py", "--manifest", *arguments, cwd=tmp_path).returncode == 0
-    assert contents(str(tmp_path / "generated")) == before
-    assert run("generate.py", "--manifest", "mine.yaml", "--prune", cwd=tmp_path).returncode == 0
-    assert contents(str(tmp_path / "generated")) != before
+    for harmless in ((*narrower, "--out", "kernels"), (*narrower, "--dry-run"), ("--check",)):
+        assert run("generate.py", *harmless, cwd=checkout).returncode == 0
+    assert contents(str(checkout / "generated")) == before
+    assert run("generate.py", *narrower, "--prune", cwd=checkout).returncode == 0
+    drifted = run("generate.py", "--check", cwd=checkout)
+    assert drifted.returncode == 1
+    assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
 
 
-def test_one_is_no_plural(repository: Path, tmp_path: Path) -> None:
-    name = load(repository / "instances.yaml").instances[0].name
-    only = ("--filter", name, "--out", str(tmp_path / "one"))
-    assert run("generate.py", *only, cwd=repository).stdout.startswith("1 instance in 1 module: ")
+def test_one_is_no_plural(generate: Generate) -> None:
+    outcome = generate("--filter", "ln_fwd_fp16_nbig", "--out", "kernels")
+    assert outcome.out.startswith("1 instance in 1 module: ")
 
 
 @THOROUGH
-def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, tmp_path: Path) -> None:
-    for name in ("generate.py", "instances.yaml"):
-        shutil.copy(repository / name, tmp_path)
-    for name in ("codegen", "templates"):
-        shutil.copytree(repository / name, tmp_path / name)
-    name = "runtime/families/public.py"
-    path = tmp_path / name
+def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, checkout: Path) -> None:
     for each in calls.TEMPLATES:
-        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
-    few = ("generate.py", "--where", "norm=rms,n=1")
+        (checkout / each).parent.mkdir(parents=True, exist_ok=True)
     for told, verb in ((("--dry-run",), "would be written"), ((), "written")):
         said = "".join(f"{name}: {verb}\n" for name in calls.TEMPLATES)
-        assert run(*few, *told, cwd=tmp_path).stdout.endswith(said)
+        assert run("generate.py", *told, cwd=checkout).stdout.endswith(said)
     for each in calls.TEMPLATES:
-        assert (tmp_path / each).read_text() == (repository / each).read_text()
-    assert [run(*few, "--check", cwd=tmp_path).returncode, run(*few, cwd=tmp_path).stdout.count("\n")] == [0, 1]
+        assert (checkout / each).read_text() == (repository / each).read_text()
+    assert run("generate.py", "--check", cwd=checkout).returncode == 0
+    name = "runtime/families/public.py"
+    path = checkout / name
     path.write_text(path.read_text().replace("native.calls", "native"))
-    drifted = run(*few, "--check", cwd=tmp_path)
+    drifted = run("generate.py", "--check", cwd=checkout)
     assert drifted.returncode == 1
     assert f"--- {name}" in drifted.stdout
     assert drifted.stderr.startswith(f"{name} differs from its template; to bring it up to date: python generate")
     # With a folder of one's own, nothing else is touched.
-    assert run(*few, "--out", "mine", cwd=tmp_path).stdout.count("\n") == 1
+    assert run("generate.py", "--out", "mine", cwd=checkout).stdout.count("\n") == 1
 
 
 def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, tmp_path: Path) -> None:

@@ -94,18 +94,23 @@ def in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def assert_is_row(parameter: inspect.Parameter, row: Parameter, norm: Norm) -> None:
+    """Fail unless a function's parameter has the annotation and the default of its row."""
+    written = row.default[norm]
+    assert parameter.annotation == row.annotation
+    assert (parameter.default is parameter.empty) == (written == REQUIRED)
+    if written != REQUIRED:
+        assert written == str(parameter.default) or ast.literal_eval(written) == parameter.default
+
+
 @each_emitted_function
 def test_the_function_has_the_signature_of_its_rows(family: Family, norm: Norm) -> None:
     signature = inspect.signature(FUNCTIONS[family.functions[norm]])
     rows = family.of(norm)
     assert list(signature.parameters) == [row.name for row in rows]
     for row, parameter in zip(rows, signature.parameters.values(), strict=True):
-        assert parameter.annotation == row.annotation
+        assert_is_row(parameter, row, norm)
         assert (parameter.kind is parameter.KEYWORD_ONLY) == (not row.positional)
-        assert (parameter.default is parameter.empty) == (row.default[norm] == REQUIRED)
-        if row.default[norm] != REQUIRED:
-            written = row.default[norm]
-            assert written == str(parameter.default) or ast.literal_eval(written) == parameter.default
 
 
 @each_emitted_function
@@ -116,32 +121,22 @@ def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> Non
         assert f"{row.name}: {family.meaning(row, norm)}" in said
 
 
-@pytest.mark.parametrize("norm", MODULATED.functions, ids=str)
-def test_modulated_functions_take_what_their_rows_say(norm: Norm) -> None:
-    """All but what autograd decides and what follows from x; with the rows' defaults."""
-    signature = inspect.signature(getattr(normforge, MODULATED.functions[norm]))
-    rows = {row.name: row for row in MODULATED.of(norm) if row.name not in ("fquant", "out_dtype", "save_mv")}
-    assert set(signature.parameters) == set(rows)
-    for name, parameter in signature.parameters.items():
-        assert parameter.annotation == rows[name].annotation
-        assert (parameter.kind is parameter.KEYWORD_ONLY) == (not rows[name].positional)
-        written = rows[name].default[norm]
-        assert (parameter.default is parameter.empty) == (written == REQUIRED)
-        assert written == REQUIRED or ast.literal_eval(written) == parameter.default
+# What a public function has instead of rows that autograd and x decide, and of those.
+OTHERWISE = {
+    MODULATED: ({"fquant", "out_dtype", "save_mv"}, set()),
+    # Gating and groups are in the words of Mamba2.
+    GATED: ({"weight_offset", "fquant", "out_dtype", "save_mv", "gating"}, {"norm_before_gate", "group_size"}),
+}
 
 
-@pytest.mark.parametrize("norm", GATED.functions, ids=str)
-def test_gated_functions_take_what_their_rows_say(norm: Norm) -> None:
-    """All but what autograd decides and what follows from x; gating and groups in the words of Mamba2."""
-    signature = inspect.signature(getattr(normforge, GATED.functions[norm]))
-    left = ("weight_offset", "fquant", "out_dtype", "save_mv", "gating")
-    rows = {row.name: row for row in GATED.of(norm) if row.name not in left}
-    assert set(signature.parameters) == {*rows, "norm_before_gate", "group_size"}
+@functions_of(tuple(OTHERWISE))
+def test_public_functions_take_what_their_rows_say(family: Family, norm: Norm) -> None:
+    left_out, own = OTHERWISE[family]
+    signature = inspect.signature(getattr(normforge, family.functions[norm])).parameters
+    rows = {row.name: row for row in family.of(norm) if row.name not in left_out}
+    assert set(signature) == rows.keys() | own
     for name, row in rows.items():
-        parameter, written = signature.parameters[name], row.default[norm]
-        assert parameter.annotation == row.annotation
-        assert (parameter.default is parameter.empty) == (written == REQUIRED)
-        assert written == REQUIRED or ast.literal_eval(written) == parameter.default
+        assert_is_row(signature[name], row, norm)
 
 
 def test_the_results_are_what_is_returned() -> None:
