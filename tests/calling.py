@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +112,21 @@ def printed(code: str, **environment: str | None) -> str:
     process = python(code, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()
+
+
+def printed_at_once(imports: str, codes: Sequence[str], folder: Path, **environment: str) -> list[str]:
+    """What each code prints in a process of its own; each waits, everything imported, until all are ready."""
+    wait = f"""
+import pathlib, time
+{imports}
+(pathlib.Path({str(folder)!r}) / f"ready{{time.monotonic_ns()}}").touch()
+until = time.monotonic() + 60
+while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and time.monotonic() < until:
+    time.sleep(0.001)
+"""
+    commands = [[sys.executable, "-c", wait + code] for code in codes]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env=os.environ | environment, **pipes) for command in commands]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(codes), outputs
+    return [out for out, _ in outputs]

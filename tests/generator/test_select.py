@@ -53,6 +53,13 @@ def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(several: M
     assert kept(several, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
 
 
+def test_where_takes_alternatives_and_spaces(several: Manifest) -> None:
+    tight = kept(several, where="dtype_in=bf16,fquant=dynamic|smooth_dynamic,n<=8192")
+    assert tight == kept(several, where=" dtype_in = bf16 , fquant =dynamic | smooth_dynamic, n <= 8192 ")
+    # Two norms, two dtype_out, two fadd, two fquant, and thirteen buckets up to n8192.
+    assert len(tight) == 2 * 2 * 2 * 2 * 13
+
+
 def test_filter_and_where_both_hold(several: Manifest) -> None:
     assert kept(several, "rms_fwd_bf16_n*", "n=4096|1") == ["rms_fwd_bf16_n128", "rms_fwd_bf16_n4096"]
 

@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.kernels import obtain
 from normforge.override import served
-from proving.cases import EPS
+from proving.cases import EPS, LAYOUTS
 
 from ..calling import each_device
+from ..nn.test_transform_table import TRANSFORMS, Call, M, N, Transform, leaf, pair
 from ..thorough import THOROUGH
 from .conftest import override
 
 aten: Any = torch.ops.aten
-func: Any = torch.func
 
 SERVED = {
     "layer": ["layernorm2d_fwd", "layernorm2d_bwd"],
@@ -111,18 +110,13 @@ def test_parameters_of_fp32_beside_16_bits_on_a_cpu(ran: list[str]) -> None:
     assert ran == SERVED["layer"]
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rows that lie apart": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
-    "columns": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "one row for all": lambda x: x[:1, :1].expand(x.shape),
-    "leading dimensions of two strides": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "an odd address": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-}
+OTHERS = {name: LAYOUTS[name] for name in ("gapped", "offset", "transposed", "channels last")}
+OTHERS["one row for all"] = lambda x: x[:1, :1].expand(x.shape)
 
 
 @each_device
 @each_norm
-@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("lay", OTHERS.values(), ids=OTHERS)
 def test_a_layout(lay: Callable[[torch.Tensor], torch.Tensor], norm: str, device: str, ran: list[str]) -> None:
     """Of x and of the gradient that arrives; results are contiguous, as torch's are."""
     x, dy = (lay(torch.randn(2, 3, 16, device=device)) for _ in range(2))
@@ -169,16 +163,6 @@ def test_an_output_mask(norm: str, mask: tuple[bool, ...], device: str, ran: lis
     assert ran == (SERVED[norm] if any(mask) else SERVED[norm][:1])
 
 
-def test_a_gradient_of_a_parameter_that_is_not_there() -> None:
-    """What torch says of it, which depends on its release."""
-    x, dy = torch.randn(3, 16), torch.randn(3, 16)
-    with pytest.raises(RuntimeError) as expected:
-        backward_of("layer", dy, x, None, None, (True, True, True))
-    with override(), pytest.raises(RuntimeError) as actual:
-        backward_of("layer", dy, x, None, None, (True, True, True))
-    assert str(actual.value) == str(expected.value)
-
-
 class Own(torch.Tensor):
     """A class of somebody's own."""
 
@@ -216,6 +200,9 @@ def test_what_no_kernel_serves_is_torchs(call: Callable[[], Results], ran: list[
 
 
 ERRORS: dict[str, Callable[[], object]] = {
+    "gradients of parameters that are not there": lambda: backward_of(
+        "layer", torch.randn(3, 16), torch.randn(3, 16), None, None, (True, True, True)
+    ),
     "another shape": lambda: functional.layer_norm(torch.randn(3, 8), (9,)),
     "no shape": lambda: functional.layer_norm(torch.randn(3, 8), ()),
     "a weight of another shape": lambda: functional.layer_norm(torch.randn(3, 8), (8,), torch.ones(9)),
@@ -325,131 +312,55 @@ def test_a_captured_graph(norm: str, ran: list[str]) -> None:
         alike(actual, expected)
 
 
-def pair(norm: str, device: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]:
-    weight, bias = torch.randn(16, device=device), torch.randn(16, device=device)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        if norm == "rms":
-            return functional.rms_norm(x, (16,), weight, EPS)
-        return functional.layer_norm(x, (16,), weight, bias, EPS)
-
-    return call, torch.randn(3, 4, 16, device=device), torch.randn(3, 4, 16, device=device)
-
-
-def _squares(call: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: call(x).square().sum()
-
-
-def _leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_()
-
-
-def _batched(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
-    leaf = _leaf(x)
-    return torch.autograd.grad(call(leaf), leaf, torch.stack((t, 2 * t)), is_grads_batched=True)
-
-
-def _checkpointed(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
-    leaf = _leaf(x)
-    return torch.autograd.grad(checkpoint(call, leaf, use_reentrant=False), leaf, t)
-
-
-def _autocast(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
-    leaf = _leaf(x)
+def _autocast(call: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
     with torch.autocast(x.device.type, torch.bfloat16):
-        y = call(leaf)
-    return [y, *torch.autograd.grad(y, leaf, t.to(y.dtype))]
+        y = call(a)
+    return [y, *torch.autograd.grad(y, a, t.to(y.dtype))]
 
 
-def _inferred(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+def _inferred(call: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
     with torch.inference_mode():
         return call(x).clone()
 
 
-SURROUNDINGS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
-    "vmap": lambda call, x, t: func.vmap(call)(x),
-    "vmap of the last dimension": lambda call, x, t: func.vmap(call, in_dims=-1)(torch.stack((x, t), -1)),
-    "grad": lambda call, x, t: func.grad(_squares(call))(x),
-    "vmap of grad": lambda call, x, t: func.vmap(func.grad(_squares(call)))(x),
-    "grad of grad": lambda call, x, t: func.grad(lambda x: func.grad(_squares(call))(x).sin().sum())(x),
-    "jvp": lambda call, x, t: func.jvp(call, (x,), (t,)),
-    "jvp of grad": lambda call, x, t: func.jvp(func.grad(_squares(call)), (x,), (t,)),
-    "functionalize": lambda call, x, t: func.functionalize(call)(x),
-    "batched gradients": _batched,
-    "checkpoint": _checkpointed,
-    "autocast": _autocast,
-    "inference mode": _inferred,
-    "jit.trace": lambda call, x, t: torch.jit.trace(lambda x: call(x), x)(t),  # type: ignore[no-untyped-call]  # torch declares no types for it
-}
-
-
-_LONG = ("grad of grad", "jvp of grad", "jit.trace", "vmap")
-_SURROUNDINGS = [
-    pytest.param(surround, id=name, marks=[THOROUGH] if name in _LONG else [])
-    for name, surround in SURROUNDINGS.items()
+# Transforms that come to other operators and keys of torch's dispatcher, and those of them that take seconds.
+_QUICK = (
+    "vmap, in_dims of the last",
+    "grad",
+    "vmap of grad",
+    "jvp",
+    "functionalize",
+    "double backward of a checkpoint",
+)
+_LONG = ("vmap", "grad of grad", "jvp of grad", "batched gradients, differentiated", "jit.trace", "compiled grad")
+SURROUNDINGS = [
+    pytest.param(_autocast, id="autocast"),
+    pytest.param(_inferred, id="inference mode"),
+    *(pytest.param(TRANSFORMS[name], id=name) for name in _QUICK),
+    *(pytest.param(TRANSFORMS[name], id=name, marks=THOROUGH) for name in _LONG),
 ]
 
 
 @each_device
 @each_norm
-@pytest.mark.parametrize("surround", _SURROUNDINGS)
-def test_what_surrounds_a_call(surround: Callable[..., Any], norm: str, device: str) -> None:
-    call, x, t = pair(norm, device)
+@pytest.mark.parametrize("surround", SURROUNDINGS)
+def test_what_surrounds_a_call(surround: Transform, norm: str, device: str) -> None:
+    _, call = pair(norm, device)
+    x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
     leaves = torch.utils._pytree.tree_leaves
     expected = leaves(surround(call, x, t))
     with override(device):
         alike(leaves(surround(call, x, t)), expected, 1e-4)
 
 
-@pytest.mark.thorough
-@each_norm
-def test_a_compiled_graph_is_the_same(norm: str) -> None:
-    """AOTAutograd sees torch's operators, and decomposes them where its backend says so."""
-    call, x, t = pair(norm, "cpu")
-
-    def seen() -> list[str]:
-        graphs: list[str] = []
-
-        def keep(module: torch.fx.GraphModule, _: Any) -> Any:
-            graphs.append(module.print_readable(print_output=False))
-            return module.forward
-
-        torch._dynamo.reset()
-        from torch._dynamo.backends.common import aot_autograd
-
-        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-        leaf = _leaf(x)
-        torch.autograd.grad(compiled(leaf), leaf, t)
-        torch._dynamo.reset()
-        return graphs
-
-    expected = seen()
-    with override():
-        assert seen() == expected
-    assert len(expected) == 2
-
-
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "LayerNorm": lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)),
-    "RMSNorm": lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.RMSNorm(16)),
+    "norms": lambda: torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.RMSNorm(16)),
     "LayerNorm without a bias": lambda: torch.nn.LayerNorm(16, bias=False),
     "TransformerEncoder": lambda: torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2
     ),
-    "TransformerDecoderLayer": lambda: _of_one(torch.nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)),
 }
-
-
-def _of_one(decoder: torch.nn.Module) -> torch.nn.Module:
-    class OfOne(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = decoder
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.inner(x, x)
-
-    return OfOne()
 
 
 @each_device

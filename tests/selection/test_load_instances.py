@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from normforge.selection.table import FORMAT
 
 from ..calling import check, printed, python
 from ..folders import PLAIN, RMS, instance, write
-from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
 
@@ -60,25 +58,14 @@ def test_the_folder_is_what_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(normforge.layernorm2d_fwd(x).y, committed + 1)
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_path_or_a_string(kind: type, tmp_path: Path) -> None:
-    normforge.load_instances(kind(write(tmp_path / "mine", [instance(PLAIN, 64)])))
-    assert names() == ["ln_fwd_fp32_n128"]
-
-
-def test_a_relative_path_stays_right_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "mine", [instance(PLAIN, 64)])
-    monkeypatch.chdir(tmp_path)
-    normforge.load_instances("mine")
-    monkeypatch.chdir("/")
-    check("layer", torch.randn(3, 64))
-
-
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["mine", "~/mine"])
+def test_a_name_stays_right_when_the_process_moves(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine", [instance(PLAIN, 64)])
     monkeypatch.setenv("HOME", str(tmp_path))
-    normforge.load_instances("~/mine")
-    assert names() == ["ln_fwd_fp32_n128"]
+    monkeypatch.chdir(tmp_path)
+    normforge.load_instances(named)
+    monkeypatch.chdir("/")
+    check("layer", torch.randn(3, 64))
 
 
 def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,15 +83,6 @@ def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.M
     normforge.load_instances(folder)
     assert names() == ["rms_fwd_fp32_n1536"]
     check("rms", torch.randn(3, 1500))
-
-
-def test_two_folders_by_turns(tmp_path: Path) -> None:
-    first = write(tmp_path / "first", [instance(PLAIN, 64)])
-    second = write(tmp_path / "second", [instance(PLAIN, 64), instance(RMS, 64)])
-    for folder, count in ((first, 1), (second, 2), (first, 1)):
-        normforge.load_instances(folder)
-        assert len(names()) == count
-        check("layer", torch.randn(3, 64))
 
 
 @pytest.mark.parametrize("arguments", [(), (None,)])
@@ -211,23 +189,15 @@ def test_a_listed_kernel_that_cannot_be_loaded(spoil: Callable[[Path], object], 
 LIST = "import normforge; print(*(entry.name for entry in normforge.instances()))"
 
 
-def test_the_variable_names_the_folder(tmp_path: Path) -> None:
-    folder = write(tmp_path / "mine", [instance(RMS, 64), instance(PLAIN, 64)])
-    code = f"{LIST}; import torch; print(normforge.layernorm2d_fwd(torch.arange(4.0), save_mv=False).y.tolist())"
-    listed, y = printed(code, NORMFORGE_INSTANCES=str(folder)).splitlines()
+def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where the process began."""
+    write(tmp_path / "mine", [instance(RMS, 64), instance(PLAIN, 64)])
+    monkeypatch.chdir(tmp_path)
+    call = "import os; os.chdir('/'); import torch; print(normforge.layernorm2d_fwd(torch.arange(4.0)).y.tolist())"
+    y, listed = printed(f"import normforge; {call}; {LIST}", NORMFORGE_INSTANCES="mine").splitlines()
     assert listed == "rms_fwd_fp32_n128 ln_fwd_fp32_n128"
     expected = torch.nn.functional.layer_norm(torch.arange(4.0), (4,))
     torch.testing.assert_close(torch.tensor([float(value) for value in y.strip("[]").split(",")]), expected)
-
-
-@THOROUGH
-def test_a_relative_variable_stays_right_when_the_process_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "mine", [instance(RMS, 64)])
-    monkeypatch.chdir(tmp_path)
-    code = f"import os, normforge; os.chdir('/'); {LIST.partition('; ')[2]}"
-    assert printed(code, NORMFORGE_INSTANCES="mine") == "rms_fwd_fp32_n128"
 
 
 def test_the_variable_names_no_folder(tmp_path: Path) -> None:
@@ -246,12 +216,3 @@ def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("NORMFORGE_INSTANCES", str(write(tmp_path / "variable", [instance(PLAIN, 64)])))
     normforge.load_instances(write(tmp_path / "called", [instance(RMS, 64)]))
     assert names() == ["rms_fwd_fp32_n128"]
-
-
-def test_the_entry_of_a_folder_says_where_it_lives(tmp_path: Path) -> None:
-    normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
-    (entry,) = normforge.instances()
-    assert (
-        Path(entry.load(entry.tile(1, entry.first, "cpu").pipeline).fn.__code__.co_filename).parent == tmp_path / "mine"
-    )
-    assert dataclasses.replace(entry, package="x") != entry

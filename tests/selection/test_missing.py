@@ -14,7 +14,6 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedQuant, Norm
 from normforge.errors import MissingInstanceError
 
-from ..calling import check
 from ..folders import PLAIN, RMS, instance, write
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
@@ -73,26 +72,19 @@ each_miss = pytest.mark.parametrize(
 
 
 @each_miss
-def test_the_manifest_lines_make_what_was_missing(
+def test_following_the_message_makes_what_was_missing(
     x: torch.Tensor, keywords: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
+    message = miss(x, **keywords)
+    mode, n = name.rsplit("_", 1)[0], x.shape[-1]
+    assert message.startswith(f"no instance of normforge's own generated/ folder serves {mode} with N = {n}")
+    assert "NORMFORGE_ON_MISS=error forbids generating one" in message
     path = tmp_path / "instances.yaml"
-    path.write_text("groups:\n" + manifest_lines(miss(x, **keywords)))
+    path.write_text("groups:\n" + manifest_lines(message))
     made = manifest.load(path).instances
     assert [instance.name for instance in made] == [name]
-    # And once it is made, the same call finds it.
     normforge.load_instances(write(tmp_path / "mine", made))
     assert normforge.which(x, **keywords) == name
-
-
-@each_miss
-def test_the_lines_may_be_added_to_the_committed_manifest(
-    x: torch.Tensor, keywords: dict[str, Any], name: str, tmp_path: Path, repository: Path
-) -> None:
-    path = tmp_path / "instances.yaml"
-    before = (repository / "instances.yaml").read_text()
-    path.write_text(before + "\n" + manifest_lines(miss(x, **keywords)))
-    assert name in [instance.name for instance in manifest.load(path).instances]
 
 
 def test_the_lines_leave_out_what_goes_without_saying() -> None:
@@ -103,14 +95,6 @@ def test_the_lines_leave_out_what_goes_without_saying() -> None:
         "    x_bias: true\n"
         "    n: n128\n"
     )  # fmt: skip
-
-
-@each_miss
-def test_what_was_asked_is_said(x: torch.Tensor, keywords: dict[str, Any], name: str) -> None:
-    mode, n = name.rsplit("_", 1)[0], x.shape[-1]
-    message = miss(x, **keywords)
-    assert message.startswith(f"no instance of normforge's own generated/ folder serves {mode} with N = {n}")
-    assert "NORMFORGE_ON_MISS=error forbids generating one" in message
 
 
 def test_the_call_itself_says_the_same() -> None:
@@ -188,11 +172,3 @@ def test_the_lines_name_the_buckets_of_the_loaded_table(tmp_path: Path) -> None:
         x = torch.empty(2, n, dtype=torch.float16)
         path.write_text(BUCKETS + GROUP + manifest_lines(miss(x)))
         assert f"ln_fwd_fp16_{bucket}" in [instance.name for instance in manifest.load(path).instances]
-
-
-def test_following_the_message_to_the_end(tmp_path: Path) -> None:
-    x, x_bias = torch.randn(2, 64), torch.randn(64)
-    path = tmp_path / "instances.yaml"
-    path.write_text("groups:\n" + manifest_lines(miss(x, x_bias=x_bias)))
-    normforge.load_instances(write(tmp_path / "mine", manifest.load(path).instances))
-    check("layer", x, x_bias=x_bias)

@@ -7,11 +7,9 @@ import logging
 import os
 import py_compile
 import stat
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,10 @@ import torch
 import normforge
 from normforge import settings
 from normforge.codegen import emit
-from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, Norm
 from normforge.errors import CacheError, IllegalCombinationError, MissingInstanceError, SettingError
 from normforge.selection import dispatch, on_demand
 
-from ..calling import LENGTHS, check, each_norm, each_pipeline, printed, python
+from ..calling import check, each_norm, each_pipeline, printed, printed_at_once, python
 from ..folders import PLAIN, instance, write
 from ..thorough import THOROUGH
 
@@ -92,23 +88,6 @@ def test_a_hit_says_and_generates_nothing(empty_cache: Path, caplog: pytest.LogC
     assert not empty_cache.exists()
 
 
-def test_each_bucket_of_a_mode_is_an_instance(empty_cache: Path) -> None:
-    before = len(normforge.instances())
-    for n in LENGTHS.values():
-        check("layer", torch.randn(2, n), **ASK)
-    # Another length in a bucket that is there already.
-    check("layer", torch.randn(2, 65), **ASK)
-    names = [entry.name for entry in normforge.instances()][before:]
-    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n1536", "n65536")]
-
-
-def test_modes_share_a_folder(empty_cache: Path) -> None:
-    for keywords in (ASK, {"fquant": 2, "save_mv": True}, {"x_bias": torch.ones(64)}):
-        check("layer", torch.randn(2, 64), **keywords)
-    modes = (MODE, "ln_fwd_fp32_int8_dq_mv", "ln_fwd_fp32_xb")
-    assert set(files(folder_of(empty_cache))) == {*SHARED, *(f"{mode}.py" for mode in modes)}
-
-
 def test_modules_share_a_folder_within_a_tick_of_the_clock(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes a folder whose time has not changed for one that holds nothing new."""
     replace = on_demand._replace
@@ -128,17 +107,6 @@ def test_the_module_is_the_generators(empty_cache: Path) -> None:
     first = files(folder_of(empty_cache))
     normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
     assert files(folder_of(empty_cache)) == first
-
-
-def test_a_loaded_table_goes_first(empty_cache: Path) -> None:
-    normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
-    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), 64)
-    assert entry.package == "normforge.generated"
-
-
-def test_no_rows_still_miss(empty_cache: Path) -> None:
-    assert normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK).y.shape == (0, 64)
-    assert normforge.instances()[-1].name == f"{MODE}_n128"
 
 
 @THOROUGH
@@ -161,10 +129,7 @@ def test_a_file_that_is_not_the_generators_is_replaced(
     folder = folder_of(empty_cache)
     right = files(folder)
     (folder / name).write_text(spoil((folder / name).read_text()))
-    # As in a process that has imported nothing from there.
-    monkeypatch.setattr(dispatch, "_generated", {})
-    monkeypatch.setattr(dispatch, "plans", {})
-    on_demand._package.cache_clear()
+    forget(monkeypatch)
     check("layer", torch.randn(2, 64), **ASK)
     assert files(folder) == right
 
@@ -242,13 +207,6 @@ def test_a_cache_that_cannot_be_written(blocked: str, empty_cache: Path) -> None
     assert not list(empty_cache.glob("**/.*"))
 
 
-@pytest.mark.parametrize("policy", ["generate", "", None])
-def test_policies_that_generate(policy: str | None, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if policy is not None:
-        monkeypatch.setenv("NORMFORGE_ON_MISS", policy)
-    check("layer", torch.randn(2, 64), **ASK)
-
-
 def test_the_strict_policy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
     x = torch.randn(2, 64)
@@ -257,6 +215,13 @@ def test_the_strict_policy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
             function(x, **ASK)
     check("layer", x)
     assert not empty_cache.exists()
+    for policy in ("generate", ""):
+        monkeypatch.setenv("NORMFORGE_ON_MISS", policy)
+        check("layer", x, **ASK)
+    # What was generated before is missing too.
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    with pytest.raises(MissingInstanceError):
+        normforge.which(x, **ASK)
 
 
 @pytest.mark.parametrize("policy", ["fail", "ERROR", "0"])
@@ -420,15 +385,6 @@ def test_what_was_generated_does_not_outlive_the_table(
             function(x, **ASK)
 
 
-def test_a_stricter_policy_holds_for_what_was_generated_before(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    with pytest.raises(MissingInstanceError):
-        normforge.which(torch.empty(0, 64), **ASK)
-
-
 @THOROUGH
 def test_a_relative_cache_stays_where_it_was_named_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -438,35 +394,15 @@ def test_a_relative_cache_stays_where_it_was_named_from(tmp_path: Path, monkeypa
 
 @THOROUGH
 def test_processes_that_miss_at_once(tmp_path: Path) -> None:
-    """Each waits, everything imported, until all are ready; then all miss the same instance in an empty cache."""
-    cache, ready, go = tmp_path / "cache", tmp_path / "ready", tmp_path / "go"
-    ready.mkdir()
-    code = f"""
-import os, pathlib, time
-import triton, jinja2, normforge.selection.on_demand
-(pathlib.Path({str(ready)!r}) / str(os.getpid())).touch()
-while not os.path.exists({str(go)!r}):
-    time.sleep(0.001)
-{CALL}
-print(*(path.name for path in normforge.selection.on_demand.cache_folder().glob(".*")))
-"""
-    environment = os.environ | {"NORMFORGE_CACHE": str(cache)}
-    command = [sys.executable, "-c", code]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
-    while len(list(ready.iterdir())) < len(processes) and all(process.poll() is None for process in processes):
-        time.sleep(0.01)
-    go.touch()
-    outputs = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outputs
-    said = []
-    for stdout, _ in outputs:
-        *first, q, left = stdout.splitlines()
-        said += first
-        assert q == Q
-        assert left == "", "temporary files"
+    cache = tmp_path / "cache"
+    left = "print(*(path.name for path in normforge.selection.on_demand.cache_folder().glob('.*')))"
+    imports = "import triton, jinja2, normforge.selection.on_demand"
+    outputs = printed_at_once(imports, [f"{CALL}{left}"] * 4, tmp_path, NORMFORGE_CACHE=str(cache))
+    said = [line for out in outputs for line in out.splitlines()[:-2]]
     assert said
     assert all(line.startswith(f"generated {MODE}_n128") for line in said)
+    # No temporary files are left.
+    assert [out.splitlines()[-2:] for out in outputs] == [[Q, ""]] * 4
     assert set(files(folder_of(cache))) == {*SHARED, f"{MODE}.py"}
 
 
@@ -475,23 +411,15 @@ def test_threads_that_miss_at_once(empty_cache: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="normforge")
     before = len(normforge.instances())
     start = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def call(n: int) -> None:
-        try:
-            start.wait()
-            for step in range(20):
-                normforge.layernorm2d_fwd(torch.empty(0, n), **ASK, save_mv=step % 2 == 0)
-                normforge.instances()
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for step in range(20):
+            normforge.layernorm2d_fwd(torch.empty(0, n), **ASK, save_mv=step % 2 == 0)
+            normforge.instances()
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in (64, 64, 64, 200, 200, 300, 300, 1500)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, (64, 64, 64, 200, 200, 300, 300, 1500)))
     made = [entry.name for entry in normforge.instances()][before:]
     buckets = ("n128", "n256", "n512", "n1536")
     assert sorted(made) == sorted(f"{MODE}{mv}_{bucket}" for mv in ("", "_mv") for bucket in buckets)

@@ -11,7 +11,6 @@ import torch
 import normforge
 from normforge.call_kinds import MOST_ROWS_IN_I32, ROWS
 from normforge.codegen.instance import ANY, Tile
-from normforge.codegen.legal import legal_modes
 from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import Part, Pipeline
 from normforge.errors import TableError
@@ -123,10 +122,6 @@ def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:
         assert {other.name for other in committed()} == {other.name for other in table}
         check("layer", x)
     assert dispatch.loaded() is table
-
-
-def test_every_mode_is_a_legal_one() -> None:
-    assert {entry.mode for entry in committed()} <= {mode.name for mode in legal_modes()}
 
 
 def test_every_kernel_exists_in_its_module() -> None:
