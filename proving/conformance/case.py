@@ -90,8 +90,6 @@ class Tolerance:
         parameters: gradients of weight and bias.
         statistics: mean and rstd.
         y_scale: the scale of a quantised row.
-        beside_torch: whether instead everything but residual_out may be off by twice the largest error of torch's
-            operator in the inputs' own types, plus atol (flash-attention's rule).
     """
 
     y: Close
@@ -99,7 +97,6 @@ class Tolerance:
     parameters: Close = Close(0.0)
     statistics: Close = Close(6e-4)
     y_scale: Close = Close(0.0, 1e-5)
-    beside_torch: bool = False
 
 
 @dataclass(frozen=True)

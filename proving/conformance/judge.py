@@ -1,16 +1,22 @@
-"""How far outputs are off, in units of what is allowed: at most 1 passes. Sums and maxima, so that blocks of rows do.
+"""How far results are off, in units of what is allowed: at most 1 passes. Sums and maxima, so that blocks of rows do.
 
-Nothing here waits for a GPU; `Tally.units` are tensors, read all at once when a case is over.
+Nothing here waits for a GPU before a case is over; then the units of all its results are read at once.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 
 import torch
 
-from . import oracle
-from .case import Close
+from normforge.codegen.values import Rounding
+from normforge.dtypes import DTYPES
+from normforge.reference.norms import quantise
+
+from .calls import Tensors
+from .case import BF16, FP16, FP32, Case, Close, Norm, Y
+from .expected import PER_ROW, SUMMED, Want, blocks, expected, rows_of
+from .outcome import Finding
 
 # A value may be off by one step where z / y_scale lies within so much of qmax of the middle between two: fp32 holds
 # neither exactly.
@@ -22,26 +28,14 @@ SHARE = 1e-3
 TIE = 5e-7
 
 # What is due to arithmetic in fp32 and one rounding to the output's own type, whichever suite the case is of.
-OWN = {
-    torch.float16: Close(2e-5, 1e-3),
-    torch.bfloat16: Close(2e-5, 8e-3),
-    torch.float32: Close(*oracle.FP32_ERROR),
-}
+OWN = {FP16: Close(2e-5, 1e-3), BF16: Close(2e-5, 8e-3), FP32: Close(2e-5, 1e-5)}
 OWN_STATISTICS = Close(1e-5, 1e-5)
 # An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
 OWN_SUM = 2e-6
 
 
-class Tally(ABC):
-    """The error of one output, block by block of rows."""
-
-    @abstractmethod
-    def units(self) -> torch.Tensor:
-        """Return the error so far in units of what is allowed, a number on the output's device."""
-
-
-class CloseTally(Tally):
-    """Held to `Close`, element by element; what is not finite has to be so on both sides."""
+class CloseTally:
+    """The error of one result, block by block of rows, held to `Close` element by element."""
 
     def __init__(self, close: Close, device: torch.device) -> None:
         self._close = close
@@ -59,71 +53,31 @@ class CloseTally(Tally):
         self._worst = torch.maximum(self._worst, ratio.max())
 
     def units(self) -> torch.Tensor:
-        """Return the largest error over what is allowed of it."""
+        """Return the largest error over what is allowed of it, a number on the output's device."""
         return self._worst
 
 
-class BesideTally(Tally):
-    """Held to twice the largest error of another computation, plus atol: flash-attention's rule."""
-
-    def __init__(self, atol: float, device: torch.device) -> None:
-        self._atol = atol
-        self._ours = torch.zeros((), dtype=torch.float64, device=device)
-        self._theirs = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, got: torch.Tensor, want: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Count a block of ours and theirs."""
-        if got.numel():
-            ours = (got.double() - want).abs().nan_to_num(nan=torch.inf)
-            self._ours = torch.maximum(self._ours, ours.max())
-            self._theirs = torch.maximum(self._theirs, (theirs.double() - want).abs().max())
-
-    def units(self) -> torch.Tensor:
-        """Return the largest error over what theirs allows."""
-        return self._ours / (2 * self._theirs + self._atol)
-
-
-class ExactTally(Tally):
-    """Held to the bit, -0 and NaN aside: any difference is infinitely many units."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._differing = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        """Count a block."""
-        self._differing = self._differing + (~((got == want) | (got.isnan() & want.isnan()))).sum()
-
-    def units(self) -> torch.Tensor:
-        """0 or infinity."""
-        return torch.where(self._differing > 0, torch.inf, self._differing)
-
-
-class QuantisedTally(Tally):
-    """At most one step off, where rounding explains it, and of int8 in at most `SHARE` of the elements."""
+class QuantisedTally:
+    """The error of a quantised y: one step at most, where rounding explains it, and of int8 in `SHARE` of y at most."""
 
     def __init__(self, dtype: torch.dtype, rounding: str, device: torch.device) -> None:
-        self._dtype, self._rounding = dtype, rounding
+        self._dtype, self._rounding = DTYPES[dtype], Rounding(rounding)
         self._worst = torch.zeros((), dtype=torch.float64, device=device)
         self._off, self._unexplained, self._count = self._worst, self._worst, 0
 
-    def add(self, got: torch.Tensor, z: torch.Tensor, y_scale: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
-        """Count a block: the stored values, and the values that they represent with the scale that was stored.
+    def add(self, got: torch.Tensor, want: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
+        """Count a block: the stored values, and z over the scale that was stored.
 
         z may be off by `extra`: of a value whose terms cancel, several of the finest steps.
         """
         if not got.numel():
             return
-        # A row without a finite scale holds no values to compare.
-        finite = y_scale.isfinite().unsqueeze(-1)
-        ratio = torch.where(finite, z / y_scale.double().unsqueeze(-1), 0.0)
-        open_steps = torch.where(finite, extra / y_scale.double().unsqueeze(-1), 0.0)
-        slack = SLACK * oracle.QMAX[self._dtype] + open_steps
-        tie = TIE * oracle.QMAX[self._dtype] + open_steps
-        low, tied_low, open_low, best, open_high, tied_high, high = (
-            steps(oracle.quantise(ratio + shift, self._dtype, self._rounding))
-            for shift in (-slack, -tie, -open_steps, 0.0, open_steps, tie, slack)
+        slack, tie = (share * self._dtype.qmax + extra for share in (SLACK, TIE))
+        low, tied_low, open_low, open_high, tied_high, high = (
+            steps(quantise(want + shift, self._dtype, self._rounding))
+            for shift in (-slack, -tie, -extra, extra, tie, slack)
         )
-        actual = torch.where(finite, steps(got), best)
+        actual = steps(got)
         # A step beyond what either rounding before the weight gives.
         off = (actual - torch.minimum(torch.maximum(actual, open_low), open_high)).abs()
         self._worst = torch.maximum(self._worst, off.max().double())
@@ -134,7 +88,7 @@ class QuantisedTally(Tally):
     def units(self) -> torch.Tensor:
         """Return the largest of: steps, the share of its limit, and infinity for what rounding does not explain."""
         units = torch.where(self._unexplained > 0, torch.inf, self._worst)
-        if self._dtype is torch.int8:
+        if self._dtype.is_int:
             units = torch.maximum(units, self._off / max(1.0, SHARE * self._count))
         return units
 
@@ -145,3 +99,91 @@ def steps(q: torch.Tensor) -> torch.Tensor:
         return q.to(torch.int32)
     code = q.view(torch.uint8).to(torch.int32)
     return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
+
+
+Tally = CloseTally | QuantisedTally
+
+
+def judge(case: Case, given: Tensors, got: Tensors) -> list[Finding]:
+    """Hold the results of a case against the expected ones, each to the suite's rule and to our own."""
+    likes = _likes(case, given, got)
+    missing = [name for name in {**likes, **got} if name not in got or _like(got[name]) != likes.get(name)]
+    tallies = {name: _tallies(case, name, got[name]) for name in likes if name not in missing}
+    if "y_scale" in missing:
+        tallies.pop("y", None)
+    sums: dict[str, Want] = {}
+    for part in blocks(case):
+        for name, want in expected(case, given, got, part).items():
+            if name in SUMMED:
+                sums[name] = want.plus(sums.get(name))
+            elif name in tallies:
+                rows = got[name].reshape(-1) if name in PER_ROW else rows_of(got[name], case.n)
+                _count(tallies[name], rows[part], _stored(case, name, want, got, part))
+    for name, tally in tallies.items():
+        if name in SUMMED:
+            _count(tally, got[name], sums.get(name) or Want(torch.zeros_like(got[name], dtype=torch.float64)))
+    units = torch.stack([tally.units() for pair in tallies.values() for tally in pair]).tolist() if tallies else []
+    found = [Finding(name, *units[2 * i : 2 * i + 2]) for i, name in enumerate(tallies)]
+    absent = [Finding(f"{name} (missing, or another shape or dtype)", math.inf, math.inf) for name in missing]
+    return found + absent
+
+
+Like = tuple[tuple[int, ...], torch.dtype]
+
+
+def _like(tensor: torch.Tensor) -> Like:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _likes(case: Case, given: Tensors, got: Tensors) -> dict[str, Like]:
+    """Return the shape and the dtype of every result."""
+    likes: dict[str, Like] = {"y": (case.shape, case.y)}
+    if case.residual is not None and case.fadd == "pre_add_store":
+        likes["residual_out"] = (case.shape, case.residual)
+    if case.dropout_p:
+        likes["keep"] = (case.shape, torch.bool)
+    if case.quantises:
+        likes["y_scale"] = (case.shape[:-1], case.scale)
+    if case.save_mv:
+        names = ("mean", "rstd") if case.norm is Norm.LAYER else ("rstd",)
+        likes |= dict.fromkeys(names, (case.shape[:-1], torch.float32))
+    for name in ("x", "gate", "residual", "weight", "bias") if case.arriving else ():
+        # Without a gradient of y, those of weight and bias are zero, and may be left out.
+        if name in given and (Y in case.arriving or name in ("x", "residual") or f"d{name}" in got):
+            likes[f"d{name}"] = _like(given[name])
+    return likes
+
+
+def _tallies(case: Case, name: str, got: torch.Tensor) -> tuple[Tally, Tally]:
+    """Return the tally of the suite's tolerance, and of our own."""
+    device, tolerance = got.device, case.tolerance
+    if name == "y" and case.quantises:
+        return QuantisedTally(case.y, case.rounding, device), QuantisedTally(case.y, case.rounding, device)
+    # A scale of 16 bits may be one unit in the last place off.
+    y_scale = Close(0.0, max(tolerance.y_scale.rtol, torch.finfo(case.scale).eps))
+    rules = {"y": tolerance.y, "mean": tolerance.statistics, "rstd": tolerance.statistics, "y_scale": y_scale}
+    rules |= dict.fromkeys(SUMMED, tolerance.parameters) | dict.fromkeys(("dx", "dgate", "dresidual"), tolerance.dx)
+    suite = own = rules.get(name, Close(0.0))
+    if name in ("mean", "rstd"):
+        own = OWN_STATISTICS
+    elif name == "y":
+        own = OWN[case.y]
+    elif name.startswith("d") and not case.is_beside:
+        about = torch.finfo(got.dtype)
+        # Half a step of the smallest numbers: fp16 has them from 6e-5 down.
+        own = Close(about.smallest_normal * about.eps / 2, OWN[got.dtype].rtol)
+    return CloseTally(suite, device), CloseTally(own, device)
+
+
+def _stored(case: Case, name: str, want: Want, got: Tensors, part: slice) -> Want:
+    """Return a quantised y in units of the scale that was stored, and other results as they are."""
+    if name != "y" or not case.quantises:
+        return want
+    scale = got["y_scale"].reshape(-1)[part].double().unsqueeze(-1)
+    return Want(want.value / scale, want.open / scale)
+
+
+def _count(tallies: tuple[Tally, Tally], got: torch.Tensor, want: Want) -> None:
+    suite, own = tallies
+    suite.add(got, want.value.reshape(got.shape), want.open)
+    own.add(got, want.value.reshape(got.shape), want.open + OWN_SUM * want.terms)

@@ -1,14 +1,10 @@
-"""Define the outcome of a case, and the book in which its outputs' errors are kept while it runs."""
+"""Define the outcome of a case."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
-
 from .case import Mode
-from .judge import Tally
 
 
 @dataclass(frozen=True)
@@ -57,30 +53,3 @@ class Outcome:
     def __str__(self) -> str:
         wrong = [f"{f.output} {f.units:.3g} (own {f.own:.3g})" for f in self.findings if not f.ok]
         return f"{self.case}: {self.error or ', '.join(wrong) or 'passed'}"
-
-
-class Book:
-    """Two tallies for each output: the suite's and our own."""
-
-    def __init__(self) -> None:
-        self._tallies: dict[str, tuple[Tally, Tally]] = {}
-        self._missing: dict[str, None] = {}
-
-    def expects(self, name: str, tensor: torch.Tensor | None, like: tuple[tuple[int, ...], torch.dtype] | None) -> bool:
-        """Return True if an output is there, of the expected shape and dtype; if not, its error is infinite."""
-        found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if found != like:
-            self._missing[name] = None
-        return found is not None and found == like
-
-    def open(self, name: str, suite: Tally, own: Tally | None = None) -> None:
-        """Keep an output's tallies; what has one is held to the same by both."""
-        self._tallies[name] = (suite, own or suite)
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Read every tally, which waits for the GPU."""
-        pairs = [(suite.units(), own.units()) for suite, own in self._tallies.values()]
-        units = torch.stack([number for pair in pairs for number in pair]).tolist() if pairs else []
-        found = [Finding(name, *units[2 * i : 2 * i + 2]) for i, name in enumerate(self._tallies)]
-        absent = [Finding(f"{name} (missing, or another shape or dtype)", math.inf, math.inf) for name in self._missing]
-        return (*found, *absent)

@@ -1,21 +1,23 @@
-"""Runs one case: draws its inputs, calls normforge's public functions, and has the judge look at all that came back."""
+"""Run one case: draw its inputs, call normforge's public functions, and judge all that came back."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from . import backward, beside, forward
+from .calls import results
 from .case import Case
 from .draw import operands
-from .judge import ExactTally
-from .outcome import Book, Finding, Outcome
+from .judge import judge
+from .outcome import Finding, Outcome
 
 # Larger inputs are not kept twice to see whether a call wrote to them.
 _KEPT = 1 << 26
 
 
 def run(case: Case, device: torch.device, seed: int) -> Outcome:
-    """Run a case; what it raises is caught and told."""
+    """Run a case; an exception is caught and reported."""
     try:
         findings = _findings(case, device, seed)
     except Exception as error:
@@ -28,16 +30,7 @@ def _findings(case: Case, device: torch.device, seed: int) -> tuple[Finding, ...
     given = operands(case, device, seed)
     small = case.rows * case.n <= _KEPT
     before = {name: tensor.clone() for name, tensor in given.items()} if small else {}
-    book = Book()
-    if case.is_beside:
-        beside.judge(case, given, book)
-    elif case.arriving:
-        backward.judge(case, given, book)
-    else:
-        forward.judge(case, given, forward.call(case, given), book)
-    if before:
-        untouched = ExactTally(device)
-        for name, tensor in before.items():
-            untouched.add(given[name], tensor)
-        book.open("inputs as they were", untouched)
-    return book.findings()
+    findings = judge(case, given, results(case, given))
+    if all(torch.equal(given[name], tensor) for name, tensor in before.items()):
+        return tuple(findings)
+    return (*findings, Finding("inputs as they were", math.inf, math.inf))
