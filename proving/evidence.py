@@ -59,6 +59,21 @@ def record(folder: Path, what: str, table: Table, summary: Callable[[Table], str
     (folder / TABLES / f"{what}.csv").write_text(tables.text(table.header, table.columns, table.rows))
 
 
+def conclude(
+    asked: argparse.Namespace,
+    what: str,
+    table: Table,
+    summary: Callable[[Table], str],
+    *,
+    page: Path = EVIDENCE,
+    left: int = 0,
+) -> None:
+    """Print the summary of a table, and record the table if --record asks for it and no case is left."""
+    print(summary(table))
+    if asked.record is not None and not left:
+        record(asked.record, what, table, summary, page)
+
+
 def load(folder: Path, what: str) -> Table:
     """Read the table that `record` wrote."""
     return Table(*tables.parse((folder / TABLES / f"{what}.csv").read_text()))

@@ -7,10 +7,14 @@ evidence for one revision and one machine. Imports nothing beyond Python, as `pr
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,7 @@ from benchmarks.errors import UsageError
 
 C = TypeVar("C")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,36 @@ def run(
     left = len(cases) - len(here)
     if left:
         how = "the same command runs them" if asked.resume else "--resume FILE keeps results for a later part"
-        print(f"time is up: {left} of {len(cases)} cases are left; {how}", file=sys.stderr)
+        print(f"{left} of {len(cases)} cases are left; {how}", file=sys.stderr)
     return Found(here, left, before + time.monotonic() - started)
+
+
+def in_processes(
+    tasks: Iterable[T], work: Callable[[T], Iterable[tuple[str, R]]], jobs: int
+) -> Generator[tuple[str, R], None, None]:
+    """Yield the names and results that `work` yields of each task, as they come, from `jobs` processes.
+
+    One job is this process. Where a process ends, all tasks without a result are left to a later part.
+    """
+    if jobs == 1:
+        for task in tasks:
+            yield from work(task)
+        return
+    # The processes are the parallelism: torch, imported later, reads the variable and takes one thread.
+    spawn, one_thread = multiprocessing.get_context("spawn"), ("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(jobs, spawn, initializer=os.putenv, initargs=one_thread) as pool:
+        pending = [pool.submit(_listed, work, task) for task in tasks]
+        try:
+            for done in as_completed(pending):
+                yield from done.result()
+        except BrokenProcessPool as error:
+            print(f"{error} The tasks without a result are left.", file=sys.stderr)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _listed(work: Callable[[T], Iterable[R]], task: T) -> list[R]:
+    return list(work(task))
 
 
 def _read(file: Path | None, header: Mapping[str, str]) -> tuple[dict[str, R], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
@@ -38,6 +39,18 @@ def test_parts_leave_out_what_earlier_ones_found(tmp_path: Path, capsys: pytest.
     second = run(tmp_path / "results", begun)
     assert (second.results, second.left) == ({"a": 0, "b": 1, "c": 4, "d": 9}, 0)
     assert begun == [0, 1, 2, 3]
+
+
+def squares_until_3(number: int) -> Generator[tuple[str, int], None, None]:
+    if number == 3:
+        os._exit(7)
+    yield str(number), number * number
+
+
+def test_a_process_that_ends_leaves_cases_and_keeps_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dict(parts.in_processes(range(3), squares_until_3, 2)) == {"0": 0, "1": 1, "2": 4}
+    assert "3" not in dict(parts.in_processes(range(4), squares_until_3, 2))
+    assert "The tasks without a result are left." in capsys.readouterr().err
 
 
 def test_half_a_result_of_a_part_that_was_killed_is_made_again(tmp_path: Path) -> None:

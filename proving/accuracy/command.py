@@ -10,7 +10,7 @@ from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .. import parts
-from ..evidence import add_options, record
+from ..evidence import add_options, conclude
 from .cases import cases, matching
 from .report import summary, table, text
 from .rows import KINDS
@@ -47,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         header,
     )
     made = outcome_of(found.results)
+    conclude(options, "accuracy", table(made, header), summary, left=found.left)
     print(text(made))
-    if options.record is not None and not found.left:
-        record(options.record, "accuracy", table(made, header), summary)
     return 0 if made.ok and not found.left else 1
 
 

@@ -66,6 +66,11 @@ class Cell:
         """Return True if the rule holds."""
         return self.ratio <= MOST
 
+    def __str__(self) -> str:
+        place = f"{self.pipeline}, {self.mode} N={self.n} {self.tile}, {self.kind}, {self.output}"
+        ours, theirs = (f"{error.largest:.1f}, rms {error.rms:.3g}" for error in (self.ours, self.torch))
+        return f"{place}: {ours}; torch {theirs}; {self.ratio:.3g} times"
+
 
 @dataclass(frozen=True)
 class Operands:

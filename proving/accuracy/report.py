@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from ..evidence import Table, markdown
 from .measure import Cell
 from .rows import KINDS
@@ -56,12 +54,9 @@ class Outcome:
 
 
 def text(outcome: Outcome) -> str:
-    """Return the text that the command prints: the table, the failures and the verdict."""
-    lines = [_table(outcome.cells), ""]
-    if outcome.failing:
-        lines += [_failing(outcome.failing), ""]
-    lines += [f"did not run: {case}" for case in outcome.broken]
-    return "\n".join((*lines, outcome.verdict))
+    """Return a line per cell that fails and per case that did not run, and the verdict."""
+    broken = [f"did not run: {case}" for case in outcome.broken]
+    return "\n".join((*map(str, outcome.failing), *broken, outcome.verdict))
 
 
 def table(outcome: Outcome, header: Mapping[str, str]) -> Table:
@@ -122,47 +117,6 @@ def _by(rows: Iterable[Mapping[str, str]], *names: str) -> dict[tuple[str, ...],
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
-
-
-def _table(cells: Iterable[Cell]) -> str:
-    """Return a line for each pipeline, direction, dtype and output."""
-    rows = []
-    for key, some in _grouped(cells, _key).items():
-        worst = _worst(some)
-        rows.append(
-            (
-                *key,
-                worst.kind,
-                f"{worst.n}",
-                _number(worst.ours.largest),
-                _number(worst.torch.largest),
-                _number(worst.ours.rms),
-                _number(worst.torch.rms),
-                f"{_number(worst.ratio)}{'' if worst.ok else ' !'}",
-                f"{sum(cell.ratio <= 1 for cell in some)}/{len(some)}",
-            )
-        )
-    names = ("direction", "pipeline", "norm", "dtype", "output", "worst rows", "N")
-    measures = ("largest", "torch's", "rms", "torch's", "times torch's", "no worse")
-    return tabulate(rows, (*names, *measures), "simple", disable_numparse=True)
-
-
-def _failing(cells: Iterable[Cell]) -> str:
-    rows = [
-        (
-            cell.pipeline,
-            cell.mode,
-            cell.n,
-            cell.tile,
-            cell.kind,
-            cell.output,
-            *(f"{_number(e.largest)}, rms {_number(e.rms)}" for e in (cell.ours, cell.torch)),
-            _number(cell.ratio),
-        )
-        for cell in cells
-    ]
-    names = ("pipeline", "mode", "N", "tile", "rows", "output", "ours", "torch's", "times")
-    return tabulate(rows, names, "simple", disable_numparse=True)
 
 
 def _key(cell: Cell) -> tuple[str, ...]:

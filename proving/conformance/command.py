@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Generator, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from benchmarks.environment import describe
-from benchmarks.progress import progress_to
 from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .. import parts
-from ..evidence import add_options, record
+from ..evidence import add_options, conclude
 from . import report
 from .case import Case
-from .outcome import Outcome
 from .pool import run_in_processes
-from .report import Report
-from .table import SUITES, cases, groups, interpreted
+from .table import SUITES, cases, interpreted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,26 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error("--suite and --only leave no case; leave one of them out")
     header = describe(machine, (), asked.revision) | {"seed": str(asked.seed)}
-    done = parts.run(chosen, lambda due: _run(due, machine.device, asked), asked, header)
-    found = Report.of(header, done.results.values(), done.seconds)
-    print(found.details(), found.summary(), sep="\n\n", end="\n\n")
-    for failure in found.failures:
-        print(failure)
-    print(found.totals())
-    if asked.record and not done.left:
-        record(asked.record, "conformance", found.table(), report.summary)
-    return 1 if found.failures or done.left else 0
-
-
-def _run(
-    due: Sequence[Case], device: torch.device, asked: argparse.Namespace
-) -> Generator[tuple[str, Outcome], None, None]:
-    with progress_to(len(due), what="conformance", unit="case") as progress:
-        for outcome in run_in_processes(groups(due), device, asked.seed, asked.jobs):
-            progress.update()
-            if not outcome.ok:
-                progress.write(str(outcome))
-            yield outcome.case, outcome
+    done = parts.run(chosen, lambda due: run_in_processes(due, machine.device, asked.seed, asked.jobs), asked, header)
+    failures = [outcome for outcome in done.results.values() if not outcome.ok]
+    print(*failures, sep="\n")
+    table = report.table(done.results.values(), header | {"seconds": f"{done.seconds:.0f}"})
+    conclude(asked, "conformance", table, report.summary, left=done.left)
+    return 1 if failures or done.left else 0
 
 
 def _is_chosen(case: Case, asked: argparse.Namespace) -> bool:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .. import parts
-from ..evidence import Table, add_options, markdown, record
+from ..evidence import Table, add_options, conclude, markdown
 from .cells import ALL, FEW, ROOT, Cell, CellError, Seen, run
 
 # The two suites of a cell, or why it could not be run.
@@ -50,9 +50,7 @@ def main(argv: list[str]) -> int:
         {str(cell): cell for cell in cells}, lambda due: _seen(due, every, arguments.jobs), arguments, header
     )
     whole = table(found.results.values(), header)
-    if arguments.record and not found.left:
-        record(arguments.record, "versions", whole, summary, _PAGE)
-    print(summary(whole))
+    conclude(arguments, "versions", whole, summary, page=_PAGE, left=found.left)
     failed = any(isinstance(result, str) or any(each.failed for each in result) for result in found.results.values())
     return 1 if failed or found.left else 0
 

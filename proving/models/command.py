@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.environment import revision_of
 
-from ..evidence import add_options, record
+from ..evidence import add_options, conclude
 from .survey import NORM, summary, survey, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "revision": options.revision or revision_of(ROOT),
     }
     found = table(survey(_classes(Path(transformers.__path__[0]))), header)
-    if options.record:
-        record(options.record, "huggingface", found, summary, _PAGE)
-    print(summary(found))
+    conclude(options, "huggingface", found, summary, page=_PAGE)
     return 0
 
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from .. import parts
-from ..evidence import add_options, record
+from ..evidence import add_options, conclude
 from .mutant import Mutant, Suite
 from .report import header, summary, table
 from .table import MUTANTS
@@ -61,13 +61,8 @@ def main(argv: list[str]) -> int:
         outcomes = [*found.results.values()]
         if not found.left:
             outcomes = _judged(outcomes, submit, arguments.jobs)
-    if arguments.record and not found.left:
-        record(arguments.record, "mutants", table(outcomes, stated, found.seconds), summary)
-    missed = [each for each in outcomes if not each.caught]
-    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {found.seconds:.0f} s")
-    for each in missed:
-        print(f"{each.verdict.value}: {each.mutant.name} ({each.mutant.breaks}): {each.said}")
-    return 1 if missed or found.left else 0
+    conclude(arguments, "mutants", table(outcomes, stated, found.seconds), summary, left=found.left)
+    return 1 if found.left or not all(each.caught for each in outcomes) else 0
 
 
 @contextmanager

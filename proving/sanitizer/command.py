@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from .. import parts
-from ..evidence import Table, add_options, markdown, record
+from ..evidence import Table, add_options, conclude, markdown
 from .cells import every
 from .log import Log, read
 
@@ -113,12 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found = parts.run({tool: tool for tool in options.tool or TOOLS}, watched, options, header)
     outcomes = [*found.results.values()]
-    print(_table(outcomes))
+    conclude(options, "sanitizer", table(outcomes, header), summary, left=found.left)
     for outcome in outcomes:
         for line in outcome.found:
             print(f"{outcome.tool}: {line}")
-    if options.record is not None and not found.left:
-        record(options.record, "sanitizer", table(outcomes, header), summary)
     return 0 if all(outcome.clean for outcome in outcomes) and not found.left else 1
 
 
@@ -180,10 +177,6 @@ def _header(sanitizer: str, revision: str | None) -> dict[str, str]:
     done = subprocess.run((sanitizer, "--version"), capture_output=True, text=True, check=False)
     version = next((line for line in done.stdout.splitlines() if line.startswith("Version")), "not known")
     return {**header, "compute-sanitizer": version.removeprefix("Version ")}
-
-
-def _table(outcomes: Sequence[Outcome]) -> str:
-    return tabulate([(outcome.tool, *_counts(outcome)) for outcome in outcomes], ("tool", *_COUNTS))
 
 
 def _counts(outcome: Outcome) -> tuple[str, ...]:

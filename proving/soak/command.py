@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..evidence import add_options, record
+from ..evidence import add_options, conclude
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from normforge.tools.machine import Machine
     from tests.properties import seed as seeds
 
-    from .report import report, summary, table
+    from .report import summary, table
     from .soak import soak
 
     seed = seeds.fresh() if options.seed is None else options.seed
@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's CPU interpreter"
     machine = Machine(device, name, interpreted=device.type == "cpu")
     header = {**describe(machine, (), options.revision), "seed": str(seed)}
-    print(report(result, header))
-    if options.record:
-        record(options.record, "soak", table(result, header), summary)
+    conclude(options, "soak", table(result, header), summary)
+    print(*result.failures, sep="\n\n")
     return 0 if result.ok else 1

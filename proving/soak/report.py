@@ -1,11 +1,9 @@
-"""The result of a soak: for a terminal, as CSV, and as a summary."""
+"""The result of a soak: the full table, and its summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-
-from tabulate import tabulate
 
 from ..evidence import Table, markdown
 from .soak import Result
@@ -19,18 +17,6 @@ _COUNTS = (
     "graph replays",
     "checks",
 )
-
-
-def report(result: Result, header: Mapping[str, str]) -> str:
-    """Return the tables for a terminal; failures, if there are any, after them."""
-    columns = ("left", *["right"] * 4, "left")
-    parts = [
-        ", ".join(f"{name} {value}" for name, value in header.items()) + f", {_minutes(result)} minutes.",
-        tabulate(_counts(result).items(), ("", "how many"), colalign=("left", "right"), disable_numparse=True),
-        tabulate(_held(result), _HELD, colalign=columns, disable_numparse=True),
-        *result.failures,
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def table(result: Result, header: Mapping[str, str]) -> Table:

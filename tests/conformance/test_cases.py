@@ -33,7 +33,7 @@ LINES = _lines()
 @pytest.mark.parametrize("line", LINES)
 def test_on_a_gpu(line: str) -> None:
     outcomes = run_group(LINES[line], torch.device("cuda"), SEED)
-    assert [str(outcome) for outcome in outcomes if not outcome.ok] == []
+    assert [str(outcome) for _, outcome in outcomes if not outcome.ok] == []
 
 
 def kind_of(case: Case) -> Hashable:
@@ -48,7 +48,7 @@ ONE_A_MODE = first_of_each(interpreted(), kind_of, lambda case: case.id)
 
 @pytest.mark.parametrize("case", ONE_A_MODE)
 def test_in_the_interpreter(case: Case) -> None:
-    for outcome in run_group((case,), torch.device("cpu"), SEED):
+    for _, outcome in run_group((case,), torch.device("cpu"), SEED):
         assert outcome.ok, str(outcome)
 
 
