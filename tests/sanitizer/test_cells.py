@@ -161,7 +161,9 @@ SMALL: list[Cell | Beside] = [cell for cell in cells() if cell.m * cell.n < 200 
 # One of each kind, and the others where there is time.
 BESIDE = first_of_each(
     [cell for cell in beside() if cell.m * cell.n < 700],
-    lambda cell: (cell.step, cell.last) if cell.norm != "rms" else None,
+    lambda cell: (
+        (cell.step, cell.case["layout"], "gate" in cell.case["without"]) if cell.case["norm"] != "rms" else None
+    ),
     lambda cell: cell.name,
 )
 
@@ -175,12 +177,13 @@ def test_what_the_table_lacks_is_called_in_every_pipeline() -> None:
     """Of the calls' row lengths, on the architecture; GroupNorm's spread is a table's, which there is none of."""
     touched: set[tuple[str, Direction, Pipeline | Part]] = set()
     for cell in beside():
-        modes = [mode for mode in MODES[cell.norm, cell.step] if mode.dtype_in is DTYPES[cell.dtype]]
+        norm = "group" if cell.step == "grouped" else cell.case["norm"]
+        modes = [mode for mode in MODES[norm, cell.step] if mode.dtype_in is DTYPES[cell.case["dtype"]]]
         for mode in modes:
             if isinstance(mode, Mode):
                 found = normforge.compile_keys([cell.shape[-1]], [mode], arch=ARCH, rows=rows_of(cell.m))
-            elif mode.channels_last is cell.last:
-                shape = f"{'x'.join(map(str, cell.shape))}/{dict(cell.options)['num_groups']}"
+            elif mode.channels_last is (cell.case["layout"] == "channels last"):
+                shape = f"{'x'.join(map(str, cell.shape))}/{cell.case['num_groups']}"
                 found = normforge.compile_keys(modes=[mode], shapes=[shape], arch=ARCH)
             else:
                 continue
