@@ -13,7 +13,10 @@ from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm, Y
 from .suites import BOTH, CK_TILE_FADD, CK_TILE_INPUTS, CK_TILE_SHAPES, EACH_WAY, FLOATS, QUACK_INPUTS
 
 # One length or more of each way to walk a row.
-LENGTHS = (1, 7, 100, 127, 769, 1024, 1500, 3000, 4096, 4099, 5120, 6144, 8191, 9216, 16384, 20000, 40000, 65537)
+LENGTHS = (
+    *(1, 7, 100, 127, 769, 1024, 1500, 3000, 4096, 4097, 4099, 5000, 5120, 6143, 6144),
+    *(8191, 9216, 16384, 20000, 40000, 65537),
+)
 _ROWS = (3, 300)
 
 # The types that ck_tile's list has not, over some of its shapes.
@@ -49,6 +52,16 @@ def _quantised(norm: Norm) -> Iterator[Case]:
             rounding=rounding,
             fquant=fquant,
             row_stride=stride,
+        )
+
+    # Other libraries refused these.
+    for n, out in product((8193, 10240, 20001, 65536, 262144, 1048576), (INT8, E4M3FN)):
+        yield Case(
+            *("normforge", norm, (2, n), BF16, QUACK_INPUTS, tolerances.quack(BF16, 2, BF16)),
+            weight=BF16,
+            smooth_scale=FP32,
+            out=out,
+            fquant="smooth_dynamic",
         )
 
 
