@@ -9,8 +9,19 @@ from typing import Any
 import torch
 
 from . import tolerances
-from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm, Y
-from .suites import BOTH, CK_TILE_FADD, CK_TILE_INPUTS, CK_TILE_SHAPES, EACH_WAY, FLOATS, QUACK_INPUTS
+from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Inputs, Norm, Tolerance, Y
+from .suites import (
+    BOTH,
+    CK_TILE_FADD,
+    CK_TILE_INPUTS,
+    CK_TILE_SHAPES,
+    EACH_WAY,
+    FLOATS,
+    QUACK_INPUTS,
+    adding,
+    affine,
+    quantised,
+)
 
 # One length or more of each way to walk a row.
 LENGTHS = (
@@ -38,81 +49,51 @@ def normforge() -> Iterator[Case]:
     yield from _groups()
 
 
+def _case(
+    norm: Norm, shape: tuple[int, ...], x: torch.dtype, tolerance: Tolerance, inputs: Inputs = QUACK_INPUTS, **more: Any
+) -> Case:
+    return Case("normforge", norm, shape, x, inputs, tolerance, **more)
+
+
 def _quantised(norm: Norm) -> Iterator[Case]:
     for (m, n, stride), (out, scale, rounding), (x, fquant) in product(
         CK_TILE_SHAPES[::5], _QUANT, ((BF16, "dynamic"), (FP16, "smooth_dynamic"))
     ):
-        yield Case(
-            *("normforge", norm, (m, n), x, CK_TILE_INPUTS, tolerances.CK_TILE),
-            weight=x,
-            bias=FP32 if norm is Norm.LAYER else None,
-            smooth_scale=FP32 if fquant == "smooth_dynamic" else None,
-            out=out,
-            scale=scale,
-            rounding=rounding,
-            fquant=fquant,
-            row_stride=stride,
-        )
-
+        more = affine(norm, x, FP32) | quantised(fquant, out)
+        more |= {"scale": scale, "rounding": rounding, "row_stride": stride}
+        yield _case(norm, (m, n), x, tolerances.CK_TILE, CK_TILE_INPUTS, **more)
     # Other libraries refused these.
     for n, out in product((8193, 10240, 20001, 65536, 262144, 1048576), (INT8, E4M3FN)):
-        yield Case(
-            *("normforge", norm, (2, n), BF16, QUACK_INPUTS, tolerances.quack(BF16, 2, BF16)),
-            weight=BF16,
-            smooth_scale=FP32,
-            out=out,
-            fquant="smooth_dynamic",
-        )
+        more = {"weight": BF16} | quantised("smooth_dynamic", out)
+        yield _case(norm, (2, n), BF16, tolerances.quack(BF16, 2, BF16), **more)
 
 
 def _layouts(norm: Norm) -> Iterator[Case]:
     """Rows that start anywhere, at any stride, forward and backward; and x_bias beside every other operand."""
-    bias = FP32 if norm is Norm.LAYER else None
     for n, offset, arriving, x in product((255, 3584, 8191), (1, 3, 8), EACH_WAY, (BF16, FP32)):
-        yield Case(
-            *("normforge", norm, (19, n), x, QUACK_INPUTS, tolerances.quack(x, 19)),
-            weight=FP32,
-            bias=bias,
-            row_stride=n + 13,
-            offset=offset,
-            arriving=arriving,
-        )
+        more = affine(norm, FP32) | {"row_stride": n + 13, "offset": offset, "arriving": arriving}
+        yield _case(norm, (19, n), x, tolerances.quack(x, 19), **more)
     for n, fadd, fquant in product((100, 769, 5120, 20000), CK_TILE_FADD, ("none", "smooth_dynamic")):
-        yield Case(
-            # With an offset y is up to 8, of which a rounding to bf16 is more than ck_tile allows.
-            *("normforge", norm, (5, n), BF16, CK_TILE_INPUTS, tolerances.VLLM),
-            weight=FP16,
-            bias=bias,
-            x_bias=FP32,
-            residual=None if fadd == "none" else FP32,
-            smooth_scale=BF16 if fquant == "smooth_dynamic" else None,
-            out=INT8 if fquant == "smooth_dynamic" else None,
-            fadd=fadd,
-            fquant=fquant,
-            save_mv=True,
-            weight_offset=1.0 if norm is Norm.RMS else 0.0,
-        )
+        more = affine(norm, FP16, FP32) | adding(FP32, fadd)
+        if fquant != "none":
+            more |= {"smooth_scale": BF16, "out": INT8, "fquant": fquant}
+        more |= {"x_bias": FP32, "save_mv": True, "weight_offset": 1.0 if norm is Norm.RMS else 0.0}
+        # With an offset y is up to 8, of which a rounding to bf16 is more than ck_tile allows.
+        yield _case(norm, (5, n), BF16, tolerances.VLLM, CK_TILE_INPUTS, **more)
 
 
 def _lengths(norm: Norm) -> Iterator[Case]:
     """Every way to walk a row, forward, backward and through a fused add, with few rows and with many, and bare."""
     for n, m, x in product(LENGTHS, _ROWS, FLOATS):
-        bias, tolerance = x if norm is Norm.LAYER else None, tolerances.quack(x, m, x)
-        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, save_mv=True)
-        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, arriving=(Y,))
+        shape, tolerance = (m, n), tolerances.quack(x, m, x)
+        yield _case(norm, shape, x, tolerance, **affine(norm, x), save_mv=True)
+        yield _case(norm, shape, x, tolerance, **affine(norm, x), arriving=(Y,))
         if x is BF16 and m < 10:
             for arriving in EACH_WAY:
-                yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, arriving=arriving)
+                yield _case(norm, shape, x, tolerance, arriving=arriving)
         if x is BF16:
-            added = tolerances.quack(BF16, m)
-            yield Case(
-                *("normforge", norm, (m, n), x, QUACK_INPUTS, added),
-                weight=FP32,
-                bias=FP32 if norm is Norm.LAYER else None,
-                residual=FP32,
-                fadd="pre_add_store",
-                arriving=BOTH,
-            )
+            more = affine(norm, FP32) | adding(FP32) | {"arriving": BOTH}
+            yield _case(norm, shape, x, tolerances.quack(BF16, m), **more)
 
 
 # x's type, weight's and y's: Llama's, its weight in fp32, and T5's, whose rows are fp32 and take their weight's type.
@@ -127,20 +108,18 @@ def _rounded_first(norm: Norm) -> Iterator[Case]:
         # Gradients are held to what the coarsest of these types allows.
         coarsest = BF16 if BF16 in (x, weight) else FP16
         least = out if out in FLOATS and "arriving" not in more else coarsest
-        tolerance = tolerances.quack(least, m, weight)
-        bias = weight if norm is Norm.LAYER else None
-        given: dict[str, Any] = {"weight": weight, "bias": bias, "cast": "before_weight", **more}
-        return Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, out=None if out is x else out, **given)
+        given = affine(norm, weight) | {"cast": "before_weight", "out": None if out is x else out} | more
+        return _case(norm, (m, n), x, tolerances.quack(least, m, weight), **given)
 
     for n, m, types in product(_CAST_LENGTHS, _ROWS, _CASTS):
         yield case(m, n, *types, save_mv=True)
         yield case(m, n, *types, arriving=(Y,))
     for n, m in product(_CAST_LENGTHS, _ROWS):
-        yield case(m, n, BF16, BF16, BF16, residual=BF16, fadd="pre_add_store")
-        yield case(m, n, BF16, BF16, BF16, residual=BF16, fadd="pre_add")
-        yield case(m, n, BF16, BF16, BF16, residual=FP32, fadd="pre_add_store", arriving=BOTH)
+        yield case(m, n, BF16, BF16, BF16, **adding(BF16))
+        yield case(m, n, BF16, BF16, BF16, **adding(BF16, "pre_add"))
+        yield case(m, n, BF16, BF16, BF16, **adding(FP32), arriving=BOTH)
         yield case(m, n, BF16, BF16, INT8, smooth_scale=FP32, fquant="smooth_dynamic")
-        yield case(m, n, FP16, FP16, E4M3FN, residual=FP16, fadd="pre_add_store", fquant="dynamic")
+        yield case(m, n, FP16, FP16, E4M3FN, **adding(FP16), fquant="dynamic")
 
 
 _BESIDE_LENGTHS = (7, 100, 769, 4096, 4099, 20000)
@@ -149,13 +128,10 @@ _BESIDE_LENGTHS = (7, 100, 769, 4096, 4099, 20000)
 def _beside(norm: Norm) -> Iterator[Case]:
     """Rows with a gate, behind the norm and before it, and rows of which some is dropped before an add."""
     for n, m, x in product(_BESIDE_LENGTHS, _ROWS, FLOATS):
-        tolerance = tolerances.quack(x, m, x)
-        common: dict[str, Any] = {"weight": x, "bias": x if norm is Norm.LAYER else None, "arriving": (Y,)}
+        shape, tolerance, common = (m, n), tolerances.quack(x, m, x), affine(norm, x) | {"arriving": (Y,)}
         for activation, first in product(("silu", "sigmoid"), (False, True)):
-            gated: dict[str, Any] = {"gate": x, "activation": activation, "gate_first": first}
-            yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, **common, **gated)
-        added: dict[str, Any] = {"residual": x, "fadd": "pre_add_store", "dropout_p": 0.3}
-        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, **common, **added)
+            yield _case(norm, shape, x, tolerance, **common, gate=x, activation=activation, gate_first=first)
+        yield _case(norm, shape, x, tolerance, **common, **adding(x), dropout_p=0.3)
 
 
 # Elements of a group and its channels: of one program and in parts.
@@ -167,12 +143,6 @@ def _groups() -> Iterator[Case]:
     for (n, channels), samples, x, activation, last in product(
         _GROUPS, (2, 80), FLOATS, ("none", "silu"), (False, True)
     ):
-        yield Case(
-            *("normforge", Norm.LAYER, (samples, 4, n), x, QUACK_INPUTS, tolerances.quack(x, samples * n, x)),
-            weight=x,
-            bias=x,
-            arriving=(Y,),
-            activation=activation,
-            channels_per_group=channels,
-            channels_last=last,
-        )
+        more = affine(Norm.LAYER, x) | {"activation": activation, "channels_per_group": channels}
+        more |= {"channels_last": last, "arriving": (Y,)}
+        yield _case(Norm.LAYER, (samples, 4, n), x, tolerances.quack(x, samples * n, x), **more)

@@ -6,8 +6,13 @@ flash-attention's, Liger's and FlashInfer's, and Triton's tutorial 05.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from typing import Any
+
+import torch
 
 from . import tolerances
 from .case import BF16, E4M3FN, FP16, FP32, INT8, RESIDUAL_OUT, Case, Draw, Inputs, Norm, Y
@@ -70,6 +75,7 @@ VLLM_INPUTS = Inputs(
     bias=Draw("normal", spread=0.1),
 )
 VLLM_TOKENS = (7, 83, 4096)
+VLLM_FADD = ("none", "pre_add_store")
 VLLM_HIDDEN = (8, 768, 769, 5120, 5125, 8192)
 VLLM_QUANT_SHAPES = (
     *((1, n) for n in (1, 64, 128, 1024, 1025, 1027, 1029, 5120, 5137)),
@@ -112,56 +118,43 @@ TUTORIAL_INPUTS = Inputs(
 TUTORIAL_SHAPE = (1151, 8192)
 
 
+def affine(norm: Norm, weight: torch.dtype | None, bias: torch.dtype | None = None) -> dict[str, Any]:
+    """Return the dtypes of weight and bias, the same unless another bias is named; RMSNorm has no bias."""
+    return {"weight": weight, "bias": (bias or weight) if norm is Norm.LAYER else None}
+
+
+def adding(residual: torch.dtype, fadd: str = "pre_add_store") -> dict[str, Any]:
+    """Return the fields of a fused add, or of none."""
+    return {"residual": None if fadd == "none" else residual, "fadd": fadd}
+
+
+def quantised(fquant: str, out: torch.dtype | None) -> dict[str, Any]:
+    """Return the fields of a quantisation; a smooth scale is fp32."""
+    return {"smooth_scale": FP32 if fquant == "smooth_dynamic" else None, "out": out, "fquant": fquant}
+
+
 def ck_tile() -> Iterator[Case]:
     """Its smoke lists, every shape in every mode; and the default problem of its example."""
+    case = partial(Case, "ck_tile", inputs=CK_TILE_INPUTS, tolerance=tolerances.CK_TILE)
     for norm in Norm:
-        bias = {FP16: FP16, BF16: BF16} if norm is Norm.LAYER else {}
-        for (m, n, stride), (fquant, out), x, fadd, save_mv in product(
+        for (m, n, stride), quant, x, fadd, save_mv in product(
             CK_TILE_SHAPES, CK_TILE_QUANT, (FP16, BF16), CK_TILE_FADD, (False, True)
         ):
-            yield Case(
-                *("ck_tile", norm, (m, n), x, CK_TILE_INPUTS, tolerances.CK_TILE),
-                weight=x,
-                bias=bias.get(x),
-                residual=None if fadd == "none" else x,
-                smooth_scale=FP32 if fquant == "smooth_dynamic" else None,
-                out=out,
-                fadd=fadd,
-                fquant=fquant,
-                save_mv=save_mv,
-                row_stride=stride,
-            )
-        yield Case(
-            *("ck_tile", norm, CK_TILE_DEFAULT, FP16, CK_TILE_INPUTS, tolerances.CK_TILE),
-            weight=FP16,
-            bias=bias.get(FP16),
-        )
+            more = affine(norm, x) | adding(x, fadd) | quantised(*quant)
+            yield case(norm, (m, n), x, **more, save_mv=save_mv, row_stride=stride)
+        yield case(norm, CK_TILE_DEFAULT, FP16, **affine(norm, FP16))
 
 
 def vllm() -> Iterator[Case]:
     """With and without a residual, contiguous and as a slice of rows twice as long; and quantised by token."""
+    case = partial(Case, "vllm", inputs=VLLM_INPUTS, eps=1e-6)
     for norm in Norm:
-        for m, n, adds, strided, x in product(VLLM_TOKENS, VLLM_HIDDEN, (False, True), (False, True), FLOATS):
-            yield Case(
-                *("vllm", norm, (m, n), x, VLLM_INPUTS, tolerances.VLLM),
-                weight=x,
-                bias=x if norm is Norm.LAYER else None,
-                residual=x if adds else None,
-                fadd="pre_add_store" if adds else "none",
-                row_stride=2 * n if strided else None,
-                eps=1e-6,
-            )
-        for shape, adds, x, out in product(VLLM_QUANT_SHAPES, (False, True), (BF16, FP32), (INT8, E4M3FN)):
-            yield Case(
-                *("vllm", norm, shape, x, VLLM_INPUTS, tolerances.VLLM_QUANT),
-                weight=x,
-                bias=x if norm is Norm.LAYER else None,
-                residual=x if adds else None,
-                out=out,
-                fadd="pre_add_store" if adds else "none",
-                fquant="dynamic",
-                eps=1e-6,
-            )
+        for m, n, fadd, strided, x in product(VLLM_TOKENS, VLLM_HIDDEN, VLLM_FADD, (False, True), FLOATS):
+            more = affine(norm, x) | adding(x, fadd)
+            yield case(norm, (m, n), x, tolerance=tolerances.VLLM, **more, row_stride=2 * n if strided else None)
+        for shape, fadd, x, out in product(VLLM_QUANT_SHAPES, VLLM_FADD, (BF16, FP32), (INT8, E4M3FN)):
+            more = affine(norm, x) | adding(x, fadd) | quantised("dynamic", out)
+            yield case(norm, shape, x, tolerance=tolerances.VLLM_QUANT, **more)
 
 
 def quack() -> Iterator[Case]:
@@ -170,108 +163,65 @@ def quack() -> Iterator[Case]:
         for m, n, x, bias in product(QUACK_M, QUACK_N, FLOATS, (None, FP32)):
             if norm is Norm.RMS and bias is not None:
                 continue
-            tolerance = tolerances.quack(x, m)
-            yield Case("quack", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=FP32, bias=bias, save_mv=True)
-            yield Case("quack", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=FP32, bias=bias, arriving=(Y,))
+            yield quack_case(norm, (m, n), x, weight=FP32, bias=bias, save_mv=True)
+            yield quack_case(norm, (m, n), x, weight=FP32, bias=bias, arriving=(Y,))
         for x in FLOATS:
-            ragged = tolerances.quack(x, 3)
-            yield Case("quack", norm, (3, 769), x, QUACK_RAGGED, ragged, weight=FP32, save_mv=True)
+            yield quack_case(norm, (3, 769), x, inputs=QUACK_RAGGED, weight=FP32, save_mv=True)
         yield from _quack_edges(norm)
 
 
+def quack_case(
+    norm: Norm, shape: tuple[int, ...], x: torch.dtype, *, inputs: Inputs = QUACK_INPUTS, **more: Any
+) -> Case:
+    """Return a case of QuACK's inputs, held to its tolerance."""
+    return Case("quack", norm, shape, x, inputs, tolerances.quack(x, math.prod(shape[:-1])), **more)
+
+
 def _quack_edges(norm: Norm) -> Iterator[Case]:
-    bias = FP32 if norm is Norm.LAYER else None
-    bf16, fp16 = tolerances.quack(BF16, 199), tolerances.quack(FP16, 32)
-    view = tolerances.quack(BF16, 8 * 4096)
-    if norm is Norm.RMS:
-        for arriving in EACH_WAY:
-            yield Case(
-                *("quack", norm, (199, 1024), BF16, QUACK_INPUTS, bf16),
-                weight=FP32,
-                weight_offset=1.0,
-                arriving=arriving,
-            )
+    both = affine(norm, FP32)
     for arriving in EACH_WAY:
-        yield Case(
-            *("quack", norm, (8, 4096, 512), BF16, QUACK_INPUTS, view),
-            weight=FP32,
-            bias=bias,
-            row_stride=576,
-            arriving=arriving,
-        )
+        if norm is Norm.RMS:
+            yield quack_case(norm, (199, 1024), BF16, weight=FP32, weight_offset=1.0, arriving=arriving)
+        yield quack_case(norm, (8, 4096, 512), BF16, **both, row_stride=576, arriving=arriving)
         for x in FLOATS:
-            empty = tolerances.quack(x, 0)
-            yield Case("quack", norm, (0, 1024), x, QUACK_INPUTS, empty, weight=x, bias=bias and x, arriving=arriving)
+            yield quack_case(norm, (0, 1024), x, **affine(norm, x), arriving=arriving)
     # In PyTorch's mixed precision the gradient comes in bf16 and x is still fp32.
     for m in (37, 199):
-        mixed = tolerances.quack(FP32, m)
-        yield Case("quack", norm, (m, 1024), FP32, QUACK_INPUTS, mixed, weight=FP32, bias=bias, arriving=(Y,), dy=BF16)
+        yield quack_case(norm, (m, 1024), FP32, **both, arriving=(Y,), dy=BF16)
     for arriving in EACH_GRADIENT:
-        yield Case(
-            *("quack", norm, (32, 1024), FP16, QUACK_INPUTS, fp16),
-            weight=FP32,
-            bias=bias,
-            residual=FP16,
-            fadd="pre_add_store",
-            eps=1e-6,
-            arriving=arriving,
-        )
+        yield quack_case(norm, (32, 1024), FP16, **both, **adding(FP16), eps=1e-6, arriving=arriving)
     for shape in QUACK_LARGE:
-        large = tolerances.quack(BF16, shape[0])
-        yield Case("quack", norm, shape, BF16, QUACK_INPUTS, large, weight=FP32, bias=bias)
+        yield quack_case(norm, shape, BF16, **both)
 
 
 def flash_attention() -> Iterator[Case]:
     """Every pair of x's and residual's dtypes with every dtype of weight, forward and through both outputs."""
     for norm, n, (x, residual), weight in product(Norm, FLASH_N, FLASH_DTYPES, FLOATS):
-        yield Case(
-            "flash_attention",
-            norm,
-            (8, 512, n),
-            x,
-            FLASH_INPUTS,
-            tolerances.flash_attention(x, residual, weight),
-            weight=weight,
-            bias=weight if norm is Norm.LAYER else None,
-            residual=residual,
-            fadd="pre_add_store",
-            eps=1e-6,
-            arriving=BOTH,
-        )
+        tolerance = tolerances.flash_attention(x, residual, weight)
+        more = affine(norm, weight) | adding(residual) | {"eps": 1e-6, "arriving": BOTH}
+        yield Case("flash_attention", norm, (8, 512, n), x, FLASH_INPUTS, tolerance, **more)
 
 
 def liger() -> Iterator[Case]:
     """Few and short rows, mostly of odd lengths."""
     for norm, shape, x in product(Norm, LIGER_SHAPES, FLOATS):
-        bias, tolerance = x if norm is Norm.LAYER else None, tolerances.liger(x, shape[0] * shape[1])
-        yield Case("liger", norm, shape, x, LIGER_INPUTS, tolerance, weight=x, bias=bias, eps=1e-6, arriving=(Y,))
+        tolerance = tolerances.liger(x, shape[0] * shape[1])
+        yield Case("liger", norm, shape, x, LIGER_INPUTS, tolerance, **affine(norm, x), eps=1e-6, arriving=(Y,))
 
 
 def flashinfer() -> Iterator[Case]:
     """RMSNorm and Gemma's, with and without a residual, and LayerNorm of bf16 with fp32 weights."""
+    case = partial(Case, "flashinfer", inputs=FLASHINFER_INPUTS, eps=1e-6)
     for m, n, x, fadd, weight_offset in product(
         FLASHINFER_BATCH, FLASHINFER_HIDDEN, (FP16, BF16), CK_TILE_FADD, (0.0, 1.0)
     ):
-        yield Case(
-            *("flashinfer", Norm.RMS, (m, n), x, FLASHINFER_INPUTS, tolerances.flashinfer(x)),
-            weight=x,
-            residual=None if fadd == "none" else x,
-            fadd=fadd,
-            eps=1e-6,
-            weight_offset=weight_offset,
-        )
+        more = adding(x, fadd) | {"weight": x, "weight_offset": weight_offset}
+        yield case(Norm.RMS, (m, n), x, tolerance=tolerances.flashinfer(x), **more)
     for shape in FLASHINFER_LAYER:
-        tolerance = tolerances.flashinfer(BF16)
-        yield Case(
-            "flashinfer", Norm.LAYER, shape, BF16, FLASHINFER_INPUTS, tolerance, weight=FP32, bias=FP32, eps=1e-6
-        )
+        yield case(Norm.LAYER, shape, BF16, tolerance=tolerances.flashinfer(BF16), weight=FP32, bias=FP32)
 
 
 def triton() -> Iterator[Case]:
     """Tutorial 05's problem, forward and backward."""
-    yield Case(
-        *("triton", Norm.LAYER, TUTORIAL_SHAPE, FP16, TUTORIAL_INPUTS, tolerances.TUTORIAL),
-        weight=FP16,
-        bias=FP16,
-        arriving=(Y,),
-    )
+    more = affine(Norm.LAYER, FP16) | {"arriving": (Y,)}
+    yield Case("triton", Norm.LAYER, TUTORIAL_SHAPE, FP16, TUTORIAL_INPUTS, tolerances.TUTORIAL, **more)
