@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,42 +17,37 @@ from normforge.selection import dispatch
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Held:
-    """The memory and plans of a process at one time, while nothing runs.
+# What a process holds, and how much more of it the last window may hold than the first: so much, and such a share of
+# the first window's. None is anything. Host memory is what is resident, but for what malloc holds free in its arenas;
+# see `_free_in_arenas`. Python's objects are the threads' own few, and what hangs on plans, which are bounded
+# themselves. A leak of one plan, tensor or graph a call is far beyond these.
+SLACK: Mapping[str, tuple[float, float] | None] = {
+    "host in use, MiB": (8, 0.005),
+    "held free by malloc, MiB": None,
+    "device allocated, MiB": (1, 0.0),
+    "device reserved, MiB": (8, 0.0),
+    "device in use, MiB": (64, 0.0),
+    "plans": (8, 0.05),
+    "Python objects": (5000, 0.01),
+}
 
-    Attributes:
-        calls: calls made until then.
-        rss: bytes of the host's memory.
-        free: bytes of those that malloc holds free, in its arenas; see `_free_in_arenas`.
-        allocated: bytes of tensors on the device.
-        reserved: bytes that torch's allocator holds there, after it gave back what it could.
-        device: bytes of the device in use by anyone.
-        plans: calls known by their keys.
-        objects: those of Python that its collector tracks.
-    """
-
-    calls: int
-    rss: int
-    free: int
-    allocated: int
-    reserved: int
-    device: int
-    plans: int
-    objects: int
+# By the names of `SLACK`, while nothing runs; and the calls made until then.
+Held = Mapping[str, float]
+CALLS = "calls"
 
 
 def held(device: torch.device, calls: int) -> Held:
     """Measure, once all that can be freed is."""
     gc.collect()
-    rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    on_device = (0, 0, 0)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    free, on_device = _free_in_arenas(), (0, 0, 0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        on_device = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free)
-    return Held(calls, rss, _free_in_arenas(), *on_device, len(dispatch.plans), len(gc.get_objects()))
+        unused, total = torch.cuda.mem_get_info(device)
+        on_device = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - unused)
+    values = [memory / MIB for memory in (resident - free, free, *on_device)]
+    return {**dict(zip(SLACK, (*values, len(dispatch.plans), len(gc.get_objects())), strict=True)), CALLS: calls}
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -83,43 +78,19 @@ def _free_in_arenas() -> int:
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """Something held: how it is read and shown, and how much more of it the last window may have than the first.
+class Growth:
+    """Medians of something held in the first and last window after warm-up, and its slope over all of them, per call.
 
     Attributes:
-        name: for people.
-        read: from `Held`.
-        unit: what one shown is of those read.
-        slack: how much may be added; `share` of the first window's besides. None is anything: it is shown for people.
-        share: how much of the first window may be added.
+        what: a name of `SLACK`.
+        start: the value before any call.
+        first: the median in the first window.
+        last: the median in the last window.
+        slope: the growth per call.
     """
 
-    name: str
-    read: Callable[[Held], int]
-    unit: int
-    slack: float | None
-    share: float = 0.0
-
-
-# Host memory: what is resident, but for what malloc holds free. Python's objects: the threads' own few, and what hangs
-# on plans, which are bounded themselves. A leak of one plan, tensor or graph a call is far beyond these.
-QUANTITIES = (
-    Quantity("host in use, MiB", lambda held: held.rss - held.free, MIB, 8 * MIB, 0.005),
-    Quantity("held free by malloc, MiB", lambda held: held.free, MIB, None),
-    Quantity("device allocated, MiB", lambda held: held.allocated, MIB, 1 * MIB),
-    Quantity("device reserved, MiB", lambda held: held.reserved, MIB, 8 * MIB),
-    Quantity("device in use, MiB", lambda held: held.device, MIB, 64 * MIB),
-    Quantity("plans", lambda held: held.plans, 1, 8, 0.05),
-    Quantity("Python objects", lambda held: held.objects, 1, 5000, 0.01),
-)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A quantity's medians in the first and last window after warm-up, and its slope over all of them, per call."""
-
-    quantity: Quantity
-    start: int
+    what: str
+    start: float
     first: float
     last: float
     slope: float
@@ -127,20 +98,17 @@ class Growth:
     @property
     def ok(self) -> bool:
         """Return True if the last window holds no more than the first but for the slack."""
-        return (
-            self.quantity.slack is None
-            or self.last - self.first <= self.quantity.slack + self.quantity.share * self.first
-        )
+        slack = SLACK[self.what]
+        return slack is None or self.last - self.first <= slack[0] + slack[1] * self.first
 
 
 def growths(before: Held, samples: Sequence[Held]) -> list[Growth]:
     """Compare the first and the last third of the samples taken after warm-up."""
     third = max(1, len(samples) // 3)
     found = []
-    for quantity in QUANTITIES:
-        values = [float(quantity.read(sample)) for sample in samples]
-        calls = [float(sample.calls) for sample in samples]
+    for what in SLACK:
+        values, calls = ([sample[name] for sample in samples] for name in (what, CALLS))
         slope = statistics.linear_regression(calls, values).slope if len(set(calls)) > 1 else 0.0
         medians = statistics.median(values[:third]), statistics.median(values[-third:])
-        found.append(Growth(quantity, quantity.read(before), *medians, slope))
+        found.append(Growth(what, before[what], *medians, slope))
     return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..evidence import Table, markdown
+from .measure import SLACK
 from .soak import Result
 
 _COUNTS = (
@@ -58,11 +59,8 @@ _HELD = ("held", "at start", "after warm-up", "at end", "slope per 1000 calls", 
 def _held(result: Result) -> list[tuple[str, ...]]:
     rows = []
     for growth in result.growths:
-        unit = growth.quantity.unit
-        shown = [
-            f"{value / unit:,.1f}" if unit > 1 else f"{value:,.0f}"
-            for value in (growth.start, growth.first, growth.last)
-        ]
-        verdict = "not judged" if growth.quantity.slack is None else "held" if growth.ok else "GREW"
-        rows.append((growth.quantity.name, *shown, f"{1000 * growth.slope / unit:+.3f}", verdict))
+        digits = 1 if growth.what.endswith("MiB") else 0
+        shown = [f"{value:,.{digits}f}" for value in (growth.start, growth.first, growth.last)]
+        verdict = "not judged" if SLACK[growth.what] is None else "held" if growth.ok else "GREW"
+        rows.append((growth.what, *shown, f"{1000 * growth.slope:+.3f}", verdict))
     return rows

@@ -13,7 +13,7 @@ import torch
 from benchmarks.pages import markers, section
 from proving.evidence import EVIDENCE, load
 from proving.soak.command import main
-from proving.soak.measure import Held, growths
+from proving.soak.measure import CALLS, MIB, SLACK, growths
 from proving.soak.report import summary
 from proving.soak.soak import soak
 
@@ -53,29 +53,29 @@ def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("leak", [0, 200], ids=["none", "200 bytes a call"])
 def test_growth_is_told_from_noise(leak: int) -> None:
     noise = random.Random(0)
-    samples = [
-        Held(1000 * i, 10**9 + noise.randrange(10**7) + leak * 20_000 * i, 0, 0, 0, 0, 500, 10**5) for i in range(24)
-    ]
-    verdicts = {growth.quantity.name: growth.ok for growth in growths(samples[0], samples)}
+    quiet = dict.fromkeys(SLACK, 0.0) | {"plans": 500, "Python objects": 10**5}
+    host = [(10**9 + noise.randrange(10**7) + leak * 20_000 * i) / MIB for i in range(24)]
+    samples = [quiet | {"host in use, MiB": held, CALLS: 1000 * i} for i, held in enumerate(host)]
+    verdicts = {growth.what: growth.ok for growth in growths(samples[0], samples)}
     assert verdicts.pop("host in use, MiB") == (leak == 0)
     assert all(verdicts.values())
 
 
 _KEEPS_EVERY_SECOND_BLOCK = """
 import torch
-from proving.soak.measure import MIB, held
+from proving.soak.measure import held
 
-def at(calls):
-    now = held(torch.device("cpu"), calls)
-    return now.rss / MIB, (now.rss - now.free) / MIB
+def at():
+    now = held(torch.device("cpu"), 0)
+    return now["host in use, MiB"], now["held free by malloc, MiB"]
 
-empty = at(0)
+empty = at()
 kept = [bytearray(1 << 16) for _ in range(1600)]
-full = at(1)
+full = at()
 # What stays is between what goes, so that no arena shrinks.
 del kept[::2]
-half = at(2)
-print(full[1] - empty[1], half[1] - empty[1], half[0] - full[0])
+half = at()
+print(full[0] - empty[0], half[0] - empty[0], sum(half) - sum(full))
 """
 
 
