@@ -21,6 +21,7 @@ from normforge.codegen.values import (
     FusedQuant,
     GateActivation,
     Gating,
+    Part,
     Pipeline,
 )
 from normforge.kernels.gpu import target_of
@@ -141,6 +142,25 @@ class Case:
         """For messages: the mode, N, the tile and the layout."""
         tile = " ".join(str(value) for value in self.tile.row)
         return f"{self.mode.name} N={self.n} {tile} {self.layout.value}".rstrip()
+
+    @property
+    def dtypes(self) -> str:
+        """X's type and y's, and what else there is, in words."""
+        mode = self.mode
+        words = [" → ".join(dict.fromkeys((mode.dtype_in.value, mode.dtype_out.value)))]
+        words += ["dropout"] if mode.dropout else []
+        words += ["add"] if mode.fadd.adds else []
+        if mode.gating.gates:
+            words.append(f"{mode.gate_activation.value} gate{' before' if mode.gating.is_before else ''}")
+        words += ["rounded first"] if mode.cast.comes_first else []
+        words += [self.layout.value] if self.layout.value else []
+        return ", ".join(words)
+
+    @property
+    def parts(self) -> tuple[Pipeline | Part, ...]:
+        """The kernels that run."""
+        sweeps = self.mode.is_backward and self.tile.pipeline is Pipeline.TWO_PASS
+        return (self.tile.pipeline, *((Part.ROW_TERMS,) if sweeps else ()))
 
 
 AnyCase = Case | GroupCase

@@ -111,16 +111,40 @@ def _dropout(device: torch.device) -> dict[str, Any]:
 
 def measure(case: Case | GroupCase, device: torch.device, seed: int) -> list[Cell]:
     """Every cell of a case."""
-    if isinstance(case, GroupCase):
-        return _measure_groups(case, device, seed)
-    dtype = TORCH_DTYPES[case.mode.dtype_in]
-    kinds = _kinds(dtype, device, (case.mode.dtype_in, case.mode.dtype_out))
-    operands = _draw(case, kinds, device, seed)
     with _tiled(case) as loaded:
-        run = _backward if case.mode.is_backward else _forward
-        cells = list(run(case, kinds, operands))
-    pipeline = _label(case, loaded)
-    return [_cell(case, pipeline, *cell) for cell in cells]
+        of = _of_groups(case, device, seed) if isinstance(case, GroupCase) else _of_rows(case, device, seed)
+        found = list(of)
+    pipeline, mode = _label(case, loaded), case.mode
+    direction, tile = "bwd" if mode.is_backward else "fwd", " ".join(str(value) for value in case.tile.row)
+    place = (pipeline, direction, mode.name, case.dtypes, case.n, tile)
+    return [
+        Cell(*place, kind, output, ours, theirs, ratio(ours, theirs, dtype))
+        for kind, output, dtype, ours, theirs in found
+    ]
+
+
+# The kind of rows, the output and its dtype, our error and torch's.
+Found = tuple[str, str, torch.dtype, Error, Error]
+
+
+def _of_rows(case: Case, device: torch.device, seed: int) -> Iterator[Found]:
+    kinds = _kinds(TORCH_DTYPES[case.mode.dtype_in], device, (case.mode.dtype_in, case.mode.dtype_out))
+    run = _backward if case.mode.is_backward else _forward
+    yield from run(case, kinds, _draw(case, kinds, device, seed))
+
+
+def _of_groups(case: GroupCase, device: torch.device, seed: int) -> Iterator[Found]:
+    mode, dtype, count = case.mode, TORCH_DTYPES[case.mode.dtype_in], rows_of_a_kind(case.n, device)
+    weight = (1 + 0.1 * _normal(_generator(case, device, seed, "weight"), GROUPS * case.channels)).to(dtype)
+    for kind in _kinds(dtype, device, (mode.dtype_in,)):
+        rows = KINDS[kind].rows(count, case.n, dtype, _generator(case, device, seed, f"x {kind}"))
+        if mode.is_backward:
+            dy = _normal(_generator(case, device, seed, f"dy {kind}"), count, case.n).to(dtype)
+            found = groups.backward(case, rows, dy, weight)
+        else:
+            found = groups.forward(case, rows, weight)
+        for output, of, exact, ours, theirs in found:
+            yield kind, output, of, exact.error_of(ours), exact.error_of(theirs)
 
 
 def _kinds(dtype: torch.dtype, device: torch.device, dtypes: Collection[DType]) -> list[str]:
@@ -130,62 +154,12 @@ def _kinds(dtype: torch.dtype, device: torch.device, dtypes: Collection[DType]) 
     return kinds
 
 
-def _measure_groups(case: GroupCase, device: torch.device, seed: int) -> list[Cell]:
-    mode, dtype = case.mode, TORCH_DTYPES[case.mode.dtype_in]
-    direction = "bwd" if mode.is_backward else "fwd"
-    count, tile = rows_of_a_kind(case.n, device), " ".join(str(value) for value in case.tile.row)
-    cells = []
-    channels = GROUPS * case.channels
-    weight = (1 + 0.1 * _normal(_generator(case, device, seed, "weight"), channels)).to(dtype)
-    with _tiled(case) as loaded:
-        for kind in _kinds(dtype, device, (mode.dtype_in,)):
-            rows = KINDS[kind].rows(count, case.n, dtype, _generator(case, device, seed, f"x {kind}"))
-            if mode.is_backward:
-                dy = _normal(_generator(case, device, seed, f"dy {kind}"), count, case.n).to(dtype)
-                found = groups.backward(case, rows, dy, weight)
-            else:
-                found = groups.forward(case, rows, weight)
-            for output, of, exact, our, their in found:
-                ours, theirs = exact.error_of(our), exact.error_of(their)
-                told = (direction, mode.name, case.dtypes, case.n, tile, kind, output)
-                cells.append(Cell(case.tile.pipeline.value, *told, ours, theirs, ratio(ours, theirs, of)))
-    expected = {part.value for part in case.parts}
-    if set(loaded) != expected:
-        raise AssertionError(f"{case.name}: {sorted(set(loaded))} ran where {sorted(expected)} should have")
-    return cells
-
-
 def _generator(case: Case | GroupCase, device: torch.device, seed: int, name: str) -> torch.Generator:
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {case.n} {case.mode.dtype_in}".encode()))
 
 
 def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
-
-
-Found = tuple[str, str, torch.dtype, Error, Error]
-
-
-def _cell(case: Case, pipeline: str, kind: str, output: str, dtype: torch.dtype, ours: Error, theirs: Error) -> Cell:
-    mode = case.mode
-    same = mode.dtype_out is mode.dtype_in
-    dtypes = mode.dtype_in.value if same else f"{mode.dtype_in.value} → {mode.dtype_out.value}"
-    if mode.dropout:
-        dtypes = f"{dtypes}, dropout"
-    if mode.fadd.adds:
-        dtypes = f"{dtypes}, add"
-    if mode.gating.gates:
-        word = mode.gate_activation.value
-        dtypes = f"{dtypes}, {word} gate before" if mode.gating.is_before else f"{dtypes}, {word} gate"
-    if mode.cast.comes_first:
-        dtypes = f"{dtypes}, rounded first"
-    if case.layout is not Layout.ADJOINING:
-        dtypes = f"{dtypes}, {case.layout.value}"
-    tile = " ".join(str(value) for value in case.tile.row)
-    direction = "bwd" if mode.is_backward else "fwd"
-    return Cell(
-        pipeline, direction, mode.name, dtypes, case.n, tile, kind, output, ours, theirs, ratio(ours, theirs, dtype)
-    )
 
 
 @contextmanager
@@ -205,17 +179,16 @@ def _tiled(case: Case | GroupCase) -> Iterator[list[str]]:
         yield loaded
 
 
-def _label(case: Case, loaded: list[str]) -> str:
+def _label(case: Case | GroupCase, loaded: list[str]) -> str:
     """Return the kernels that ran, which must be those that the case is about."""
-    ran = set(loaded)
-    asked = case.tile.pipeline.value
-    expected = {asked}
-    if case.mode.is_backward and case.tile.pipeline is Pipeline.TWO_PASS:
-        expected = {asked, Part.ROW_TERMS.value}
-    if ran == {Part.WINDOW.value} and case.mode.has_window:
+    ran, asked = set(loaded), case.tile.pipeline.value
+    if isinstance(case, Case) and ran == {Part.WINDOW.value} and case.mode.has_window:
         return Part.WINDOW.value
+    expected = {part.value for part in case.parts}
     if ran != expected:
         raise AssertionError(f"{case.name}: {sorted(ran)} ran where {sorted(expected)} should have")
+    if isinstance(case, GroupCase):
+        return asked
     few = case.n <= 2 * case.tile.block and not case.mode.is_backward
     is_head = asked == Pipeline.ONE_PASS.value and few and case.mode.has_head
     return f"{asked}, head" if is_head else asked

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeVar
 
 from ..evidence import Table, markdown
 from .measure import Cell
 from .rows import KINDS
 from .units import MOST
+
+T = TypeVar("T")
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
 _NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
@@ -82,7 +86,7 @@ def summary(table: Table) -> str:
     """Return the section of the page: the verdict, the largest errors by output, and where they are."""
     cells, beyond, no_worse = (sum(int(row[name]) for row in table.rows) for name in ("cells", "beyond", "no worse"))
     rows = []
-    for (direction, output), some in _by(table.rows, "direction", "output").items():
+    for (direction, output), some in _grouped(table.rows, itemgetter("direction", "output")).items():
         counts = (sum(int(row[name]) for row in some) for name in ("cells", "no worse"))
         worst = max(some, key=lambda row: float(row["times torch"]))
         place = f"{worst['pipeline']}, {worst['norm']}, {worst['dtype']}, {worst['worst rows']} of N = {worst['n']}"
@@ -112,22 +116,15 @@ def _named(row: Mapping[str, str]) -> str:
     return " ".join(row[name] for name in ("direction", "pipeline", "norm", "dtype", "output"))
 
 
-def _by(rows: Iterable[Mapping[str, str]], *names: str) -> dict[tuple[str, ...], list[Mapping[str, str]]]:
-    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups
-
-
 def _key(cell: Cell) -> tuple[str, ...]:
     norm = _NORMS[cell.mode.partition("_")[0]]
     return _DIRECTIONS[cell.direction], cell.pipeline, norm, cell.dtypes, cell.output
 
 
-def _grouped(cells: Iterable[Cell], key: Callable[[Cell], tuple[str, ...]]) -> dict[tuple[str, ...], list[Cell]]:
-    groups: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
+def _grouped(items: Iterable[T], key: Callable[[T], tuple[str, ...]]) -> dict[tuple[str, ...], list[T]]:
+    groups: dict[tuple[str, ...], list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
