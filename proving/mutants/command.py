@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
 
 from .. import parts
 from ..evidence import add_options, conclude
@@ -20,14 +18,8 @@ from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
 
-T = TypeVar("T")
-
-
-class Submit(Protocol):
-    """Has the next idle runner run something."""
-
-    def __call__(self, use: Callable[[Runner], T], /) -> Future[T]:
-        """Return what will come of it."""
+# The runner of each thread.
+_here = threading.local()
 
 
 def main(argv: list[str]) -> int:
@@ -55,42 +47,41 @@ def main(argv: list[str]) -> int:
             print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
         return 0
     stated = header(arguments.revision)
-    with _runners(arguments.jobs) as submit:
+    with _runners(arguments.jobs) as threads:
         cases = {mutant.name: mutant for mutant in chosen}
-        found = parts.run(cases, lambda due: _tried(due, submit), arguments, stated)
+        found = parts.run(cases, lambda due: _tried(due, threads), arguments, stated)
         outcomes = [*found.results.values()]
         if not found.left:
-            outcomes = _judged(outcomes, submit, arguments.jobs)
+            outcomes = _judged(outcomes, threads, arguments.jobs)
     conclude(arguments, "mutants", table(outcomes, stated, found.seconds), summary, left=found.left)
     return 1 if found.left or not all(each.caught for each in outcomes) else 0
 
 
 @contextmanager
-def _runners(jobs: int) -> Iterator[Submit]:
-    """Runners of tests in copies of the tree as it is now, whatever is done to the tree meanwhile."""
+def _runners(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads with a runner each, for copies of the tree as it is now, whatever is done to the tree meanwhile."""
     files = present_files()
     with ExitStack() as stack:
         snapshot = stack.enter_context(copied(ROOT, files))
-        idle: SimpleQueue[Runner] = SimpleQueue()
-        for _ in range(jobs):
-            idle.put(stack.enter_context(Runner(snapshot, files)))
-        pool = stack.enter_context(ThreadPoolExecutor(jobs))
 
-        def with_a_runner(use: Callable[[Runner], T]) -> Future[T]:
-            def run() -> T:
-                runner = idle.get()
-                try:
-                    return use(runner)
-                finally:
-                    idle.put(runner)
+        def begin() -> None:
+            _here.runner = stack.enter_context(Runner(snapshot, files))
 
-            return pool.submit(run)
-
-        yield with_a_runner
+        yield stack.enter_context(ThreadPoolExecutor(jobs, initializer=begin))
 
 
-def _tried(due: Sequence[Mutant], submit: Submit) -> Generator[tuple[str, Outcome], None, None]:
-    trials = [submit(partial(Runner.outcome, mutant=mutant)) for mutant in due]
+def _outcome(mutant: Mutant) -> Outcome:
+    runner: Runner = _here.runner
+    return runner.outcome(mutant)
+
+
+def _failing_unmutated(suite: Suite, tests: Sequence[str]) -> Sequence[str]:
+    runner: Runner = _here.runner
+    return runner.failing_unmutated(suite, tests)
+
+
+def _tried(due: Sequence[Mutant], threads: ThreadPoolExecutor) -> Generator[tuple[str, Outcome], None, None]:
+    trials = [threads.submit(_outcome, mutant) for mutant in due]
     try:
         for trial in trials:
             found = trial.result()
@@ -101,13 +92,13 @@ def _tried(due: Sequence[Mutant], submit: Submit) -> Generator[tuple[str, Outcom
             trial.cancel()
 
 
-def _judged(outcomes: Sequence[Outcome], submit: Submit, jobs: int) -> list[Outcome]:
+def _judged(outcomes: Sequence[Outcome], threads: ThreadPoolExecutor, jobs: int) -> list[Outcome]:
     """Return outcomes, unfit where the test that caught a mutant fails in a copy of the tree without an edit, too."""
     unmutated = []
     for suite in Suite:
         tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
         for part in _parts(tests, jobs):
-            unmutated.append(submit(partial(Runner.failing_unmutated, suite=suite, tests=part)))
+            unmutated.append(threads.submit(_failing_unmutated, suite, part))
     unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import ConflictError, NormforgeError
+from proving.cases import close
 from proving.conformance.case import BF16, FP16, FP32
 
 from ..calling import each_device
@@ -73,9 +74,7 @@ def _eager(function: Callable[..., torch.Tensor], sample: Any) -> tuple[torch.Te
 
 def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     assert (actual.dtype, actual.shape) == (dtype, exact.shape)
-    largest = exact.abs().max().item() if exact.numel() else 0.0
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance * max(largest, 1.0))
+    close("sample", actual, exact, TOLERANCE[dtype])
 
 
 @each_device
