@@ -15,7 +15,7 @@ import torch
 from benchmarks.environment import revision_of
 
 from ..evidence import add_options, conclude
-from .survey import NORM, summary, survey, table
+from .survey import NORM, summary, survey
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PAGE = Path("docs/reference/huggingface.md")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Python": platform.python_version(),
         "revision": options.revision or revision_of(ROOT),
     }
-    found = table(survey(_classes(Path(transformers.__path__[0]))), header)
+    found = survey(_classes(Path(transformers.__path__[0])), header)
     conclude(options, "huggingface", found, summary, page=_PAGE)
     return 0
 

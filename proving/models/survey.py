@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
@@ -27,45 +26,30 @@ _FORMULAS = {
 }
 
 
-@dataclass
-class Survey:
-    """The findings, with classes grouped by what they have in common.
-
-    Attributes:
-        taken: by formula.
-        skipped: by reason.
-        not_made: those whose constructor takes more than a size.
-    """
-
-    taken: dict[str, list[str]] = field(default_factory=dict)
-    skipped: dict[str, list[str]] = field(default_factory=dict)
-    not_made: list[str] = field(default_factory=list)
-
-    @property
-    def tried(self) -> int:
-        """How many norms there were to patch."""
-        return sum(map(len, (*self.taken.values(), *self.skipped.values())))
+_COLUMNS = ("class", "outcome", "formula or reason")
+_TAKEN, _SKIPPED, _NOT_TRIED = "taken", "skipped", "not tried"
 
 
-def survey(classes: Iterable[type[torch.nn.Module]]) -> Survey:
-    """Patch a norm of each class."""
-    found = Survey()
-    for cls in classes:
-        norm = _made(cls)
-        if norm is None:
-            found.not_made.append(cls.__name__)
-            continue
-        formula = _formula(norm)
-        done = normforge.patch(norm)
-        swapped, skipped = done.swapped, done.skipped
-        if swapped:
-            what = formula or ("a module around torch's own" if swapped[0].path else "torch's own")
-            found.taken.setdefault(what, []).append(cls.__name__)
-        else:
-            # The class's name is the one thing in a reason that is not common to many.
-            reason = skipped[0].reason.replace(f"{cls.__name__} is", "it is") if skipped else "patch does not see it"
-            found.skipped.setdefault(reason, []).append(cls.__name__)
-    return found
+def survey(classes: Iterable[type[torch.nn.Module]], header: Mapping[str, str]) -> Table:
+    """Patch a norm of each class, and return the full table: a row per class, by outcome and by formula or reason."""
+    found = [(cls.__name__, *_outcome(cls)) for cls in classes]
+    order = [_TAKEN, _SKIPPED, _NOT_TRIED]
+    found.sort(key=lambda row: (order.index(row[1]), row[2], row[0].lower()))
+    return Table(header, _COLUMNS, [dict(zip(_COLUMNS, row, strict=True)) for row in found])
+
+
+def _outcome(cls: type[torch.nn.Module]) -> tuple[str, str]:
+    """Return what `patch` does with a norm of a class, and the norm's formula or the reason why not."""
+    norm = _made(cls)
+    if norm is None:
+        return _NOT_TRIED, ""
+    formula = _formula(norm)
+    done = normforge.patch(norm)
+    if done.swapped:
+        return _TAKEN, formula or ("a module around torch's own" if done.swapped[0].path else "torch's own")
+    # The class's name is the one thing in a reason that is not common to many.
+    reasons = [skipped.reason.replace(f"{cls.__name__} is", "it is") for skipped in done.skipped]
+    return _SKIPPED, reasons[0] if reasons else "patch does not see it"
 
 
 def _made(cls: type[torch.nn.Module]) -> torch.nn.Module | None:
@@ -82,22 +66,6 @@ def _formula(norm: torch.nn.Module) -> str | None:
         return _FORMULAS[formula_of(norm).order]
     except Exception:  # Not one of the three.
         return None
-
-
-_COLUMNS = ("class", "outcome", "formula or reason")
-_TAKEN, _SKIPPED, _NOT_TRIED = "taken", "skipped", "not tried"
-
-
-def table(found: Survey, header: Mapping[str, str]) -> Table:
-    """Return the full table, a row per class."""
-    groups = [(_TAKEN, found.taken), (_SKIPPED, found.skipped), (_NOT_TRIED, {"": found.not_made})]
-    rows = [
-        dict(zip(_COLUMNS, (name, outcome, why), strict=True))
-        for outcome, by_reason in groups
-        for why, names in by_reason.items()
-        for name in sorted(names, key=str.lower)
-    ]
-    return Table(header, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:

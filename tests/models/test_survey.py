@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from proving.models.survey import NORM, summary, survey, table
+from proving.models.survey import NORM, summary, survey
 
 from ..nn import models
 
@@ -28,14 +28,17 @@ def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:
     class WideRMSNorm(Wide):
         pass
 
-    found = survey([WideRMSNorm, GemmaRMSNorm, models.ScaledLayerNorm, torch.nn.LayerNorm, Needy])
-    assert found.taken == {"`weight * cast(h)`, cast to x's dtype": ["WideRMSNorm"], "torch's own": ["LayerNorm"]}
-    reasons = {name: reason for reason, names in found.skipped.items() for name in names}
-    assert reasons.keys() == {"GemmaRMSNorm", "ScaledLayerNorm"}
-    assert reasons["GemmaRMSNorm"].startswith("its forward computes something else")
-    assert reasons["ScaledLayerNorm"].startswith("it is a subclass of torch's")
-    assert (found.tried, found.not_made) == (4, ["Needy"])
-    page = summary(table(found, {"transformers": "0"}))
+    classes = [WideRMSNorm, GemmaRMSNorm, models.ScaledLayerNorm, torch.nn.LayerNorm, Needy]
+    found = survey(classes, {"transformers": "0"})
+    outcomes = {row["class"]: (row["outcome"], row["formula or reason"]) for row in found.rows}
+    assert outcomes.pop("WideRMSNorm") == ("taken", "`weight * cast(h)`, cast to x's dtype")
+    assert outcomes.pop("LayerNorm") == ("taken", "torch's own")
+    assert outcomes.pop("Needy") == ("not tried", "")
+    assert outcomes.keys() == {"GemmaRMSNorm", "ScaledLayerNorm"}
+    assert {outcome for outcome, _ in outcomes.values()} == {"skipped"}
+    assert outcomes["GemmaRMSNorm"][1].startswith("its forward computes something else")
+    assert outcomes["ScaledLayerNorm"][1].startswith("it is a subclass of torch's")
+    page = summary(found)
     assert "**2 of 4 classes are taken.** 1 more" in page
     assert "| taken | torch's own | 1 | LayerNorm |" in page
 
