@@ -1,4 +1,4 @@
-"""The oracle of gradients against autograd in fp64, and what holds gradients against it."""
+"""What the oracle of gradients rounds first, and what holds gradients against the oracle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 
 from normforge import reference
 from normforge.calls.outputs import NormGradients
-from normforge.codegen.values import Norm
-from normforge.reference import modulated as modulation_reference
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools.compare import compare_gradients
 
@@ -55,80 +53,6 @@ def test_dweight_is_of_rows_rounded_first_and_nothing_else_is(
     torch.testing.assert_close(actual.dweight, (dy.double() * rounded).sum(0), atol=1e-12, rtol=1e-12)
     assert torch.equal(actual.dx, once.dx)
     assert (actual.open is None) == (to is None)
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("x_biased", [False, True])
-@pytest.mark.parametrize("stored", [False, True])
-def test_gradients_are_autograd_s(norm: str, weighted: bool, x_biased: bool, stored: bool) -> None:
-    x, weight, x_bias, dy = fp64(M, N) * 2 + 1, fp64(N), fp64(N), fp64(M, N)
-    bias, dresidual_out = torch.zeros(N, dtype=torch.float64), fp64(M, N)
-    for leaf in (x, weight, bias, x_bias):
-        leaf.requires_grad_()
-    # A forward call returns its statistics in fp32.
-    s = x + x_bias if x_biased else x
-    mean = s.mean(-1) if norm == "layer" else torch.zeros(M, dtype=torch.float64)
-    rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
-    y = (s - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    y = y * (weight if norm == "layer" else weight + OFFSET) if weighted else y
-    loss = ((y + bias) * dy).sum() + ((s * dresidual_out).sum() if stored else 0.0)
-
-    leaves, operands = {"dx": x}, {"dy": dy, "x": x}
-    if weighted:
-        leaves["dweight"], operands["weight"] = weight, weight
-    if norm == "layer":
-        leaves["dbias"] = bias
-    if x_biased:
-        leaves["dx_bias"], operands["x_bias"] = x_bias, x_bias
-    if stored:
-        operands["dresidual_out"] = dresidual_out
-    actual = gradients(norm, operands, {"mean": mean, "rstd": rstd} if norm == "layer" else {"rstd": rstd})
-    for name, want in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
-        torch.testing.assert_close(getattr(actual, name), want, atol=1e-12, rtol=1e-12)
-    assert (actual.dbias is None) == (norm == "rms")
-
-
-@pytest.mark.parametrize("kind", ["sample", "row", "all"])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_gradients_of_modulated_norms_are_autograd_s(norm: str, affine: bool, gated: bool, kind: str) -> None:
-    shape = (2, M, N)
-    size = {"sample": (2, N), "row": shape, "all": (N,)}[kind]
-    names = {"x": shape, "scale": size, "shift": size}
-    names |= {"gate": size, "residual": shape} if gated else {}
-    names |= {"weight": (N,), **({"bias": (N,)} if norm == "layer" else {})} if affine else {}
-    leaves = {name: fp64(*its).requires_grad_() for name, its in names.items()}
-    forward = modulation_reference.FORWARD[Norm(norm)]
-    x, scale, shift, *_ = leaves.values()
-    outputs = forward(**leaves, eps=EPS)
-    s = x if outputs.residual_out is None else outputs.residual_out
-    dy, ds = fp64(*shape), fp64(*shape)
-    loss = (outputs.y * dy).sum() + ((s * ds).sum() if gated else 0.0)
-    expected = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-    # Saved statistics are fp32.
-    rows = s.detach()
-    mean = rows.mean(-1) if norm == "layer" else None
-    spread = rows if mean is None else rows - mean.unsqueeze(-1)
-    actual = modulation_reference.gradients(
-        dy,
-        rows,
-        scale.detach(),
-        shift.detach(),
-        **{name: leaves[name].detach() for name in ("gate", "weight", "bias") if name in leaves},
-        gated=x.detach() if gated else None,
-        mean=mean,
-        rstd=(spread.square().mean(-1) + EPS).rsqrt(),
-        dresidual_out=ds if gated else None,
-    )
-    for name, want in expected.items():
-        torch.testing.assert_close(getattr(actual, f"d{name}"), want, atol=1e-12, rtol=1e-12)
-        magnitude = actual.magnitudes[f"d{name}"]
-        assert magnitude.shape == want.shape
-        assert bool((magnitude * (1 + 1e-12) >= want.abs()).all())
-    assert (actual.dgate is None) == (not gated)
-    assert (actual.dbias is None) == (norm == "rms")
 
 
 def test_a_gradient_that_fp16_holds_as_a_subnormal_is_rounded_to_its_step() -> None:

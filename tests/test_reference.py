@@ -1,4 +1,4 @@
-"""The oracle against torch's own norms, and its quantisation against formulas written another way."""
+"""The oracles against the formula in fp64 and its autograd, and quantisation against formulas written another way."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import layer_norm, rms_norm
 
 from normforge import reference
-from normforge.codegen.values import QUANTISED_DTYPES, DType, Rounding
+from normforge.codegen.values import QUANTISED_DTYPES, DType, Norm, Rounding
 from normforge.dtypes import TORCH_DTYPES
+from normforge.reference import gated, grouped, modulated
 from normforge.reference.norms import quantise
+from proving.cases import EPS, Case, Tensors, cases, formula, gradients, operands
 
-from .calling import FLOATS, ORACLE, each_float, each_norm
+from .calling import FLOATS, FORWARD, ORACLE, each_float, each_norm
 
 SHAPE = (2, 3, 50)
 N = SHAPE[-1]
@@ -24,38 +25,69 @@ def close(actual: torch.Tensor | None, expected: torch.Tensor, tolerance: float 
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 0.1])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+EXACT: dict[str, Any] = dict.fromkeys(("dtype", "vectors", "residual"), torch.float64) | {"layout": "contiguous"}
+CASES = [
+    *cases("plain", weight_offset=0.0, **EXACT),
+    *cases("plain", norm="rms", **EXACT),
+    *(case for norm in FORWARD for case in cases("modulated", norm=norm, **EXACT)),
+    *(case for norm in FORWARD for case in cases("gated", norm=norm, without=(), group_size=None, **EXACT)),
+    *cases("group", **EXACT),
+]
+Gradients = reference.gradients.ReferenceGradients
+
+
+def oracle(case: Case, given: Tensors, dy: torch.Tensor, *ds: torch.Tensor) -> tuple[list[Any], Gradients]:
+    """Return what the oracles say of a case: the output, the sum if there is one, and the gradients."""
+    norm, x = Norm(case["norm"]), given["x"]
+    operands = {name: tensor for name, tensor in given.items() if name not in ("x", "residual")}
+    if case.family == "group":
+        told = {**operands, "num_groups": case["num_groups"], "eps": EPS, "activation": case["activation"]}
+        return [grouped.group_norm(x, **told).y], grouped.group_norm_bwd(dy, x, **told)
+    if case.family == "gated":
+        gating = "after_norm" if case["norm_before_gate"] else "before_norm"
+        told = {**operands, "gating": gating, "eps": EPS, "activation": case["activation"]}
+        return [gated.FORWARD[norm](x, **told).z], gated.gradients(dy, x, **told)
+    if case.family == "modulated":
+        forward = modulated.FORWARD[norm](**given, eps=EPS)
+    else:
+        told = {} if norm.centres else {"weight_offset": case["weight_offset"]}
+        fadd = "pre_add_store" if "residual" in given else "none"
+        forward = ORACLE[norm.value](**given, fadd=fadd, eps=EPS, **told)
+    # Statistics that a call saves are fp32.
+    rows = x + given.get("x_bias", 0.0) if forward.residual_out is None else forward.residual_out
+    statistics: dict[str, Any] = {"mean": rows.mean(-1)} if norm.centres else {}
+    spread = rows - rows.mean(-1, keepdim=True) if norm.centres else rows
+    statistics |= {"rstd": (spread.square().mean(-1) + EPS).rsqrt(), "dresidual_out": ds[0] if ds else None}
+    if case.family == "modulated":
+        found = modulated.gradients(dy, rows, **operands, gated=x, **statistics)
+    else:
+        backward = reference.layernorm2d_bwd if norm.centres else reference.rmsnorm2d_bwd
+        found = backward(dy, rows, given.get("weight"), **statistics, **told)
+        found = found._replace(dresidual=found.dx, magnitudes={**found.magnitudes, "dresidual": found.magnitudes["dx"]})
+    return [each for each in (forward.z, forward.residual_out) if each is not None], found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_are_those_of_the_formula(case: Case) -> None:
+    """And a gradient is at most as large as the sum of its terms' magnitudes, which gated norms only estimate."""
+    given = operands(case)
+    wanted = formula(case, given)
+    arriving = [torch.randn_like(output) for output in wanted]
+    outputs, found = oracle(case, {name: tensor.detach() for name, tensor in given.items()}, *arriving)
+    for output, its in zip(outputs, wanted, strict=True):
+        close(output, its)
+    for name, gradient in gradients(wanted, given, arriving).items():
+        close(getattr(found, f"d{name}"), gradient)
+        if case.family != "gated":
+            assert bool((found.magnitudes[f"d{name}"] * (1 + 1e-12) >= gradient.abs()).all())
+
+
+@each_norm
 @each_float
-def test_layernorm_is_torch_layer_norm(dtype: torch.dtype, weighted: bool, biased: bool, eps: float) -> None:
+def test_y_is_rounded_once(norm: str, dtype: torch.dtype) -> None:
     x = (3 + torch.randn(SHAPE)).to(dtype)
-    weight = torch.randn(N) if weighted else None
-    bias = torch.randn(N).bfloat16() if biased else None
-    expected = layer_norm(
-        x.double(), (N,), None if weight is None else weight.double(), None if bias is None else bias.double(), eps
-    )
-    actual = reference.layernorm2d_fwd(x, weight, bias, eps=eps)
-    close(actual.z, expected)
-    assert torch.equal(actual.y, expected.to(dtype))
-
-
-@pytest.mark.parametrize("eps", [1e-6, 0.1])
-@pytest.mark.parametrize("weighted", [False, True])
-@each_float
-def test_rmsnorm_is_torch_rms_norm(dtype: torch.dtype, weighted: bool, eps: float) -> None:
-    x = (3 + torch.randn(SHAPE)).to(dtype)
-    weight = torch.randn(N) if weighted else None
-    expected = rms_norm(x.double(), (N,), None if weight is None else weight.double(), eps)
-    actual = reference.rmsnorm2d_fwd(x, weight, eps=eps)
-    close(actual.z, expected)
-    assert torch.equal(actual.y, expected.to(dtype))
-
-
-def test_weight_offset_is_added_to_weight() -> None:
-    x, weight = torch.randn(SHAPE), torch.randn(N)
-    expected = rms_norm(x.double(), (N,), weight.double() + 1, 1e-6)
-    close(reference.rmsnorm2d_fwd(x, weight, weight_offset=1.0).z, expected)
+    actual = ORACLE[norm](x, torch.randn(N))
+    assert torch.equal(actual.y, actual.z.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +118,6 @@ def test_cast_before_weight_is_what_llama_and_t5_compute(
     if dtype is torch.float32:
         whole = function(x, weight, eps=1e-5, cast="before_weight")
         assert torch.equal(whole.y, function(x, weight, eps=1e-5).y)
-
-
-def test_default_eps() -> None:
-    x = 1e-3 * torch.randn(SHAPE)
-    close(reference.layernorm2d_fwd(x).z, layer_norm(x.double(), (N,), eps=1e-5))
-    close(reference.rmsnorm2d_fwd(x).z, rms_norm(x.double(), (N,), eps=1e-6))
 
 
 @each_norm
