@@ -1,8 +1,7 @@
-"""What a program was recorded to launch is what is compiled from the recording, kernel by kernel, and no other."""
+"""What recordings hold, what is compiled from them for other GPUs, and which files are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import normforge
 from normforge.calls import plan
 from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
-from normforge.kernels.key import KernelKey, integer_type
+from normforge.kernels.key import integer_type
 from normforge.kernels.strides import RowStride, RowWalk, kind_of, row_alignment, strides_of_kind
 from normforge.selection import dispatch
 from normforge.selection.recorded import read
 from normforge.tools import cli
 
-from ..some_rows import SomeTable
-from .calls import BF16, N, ones, recorded, rows
+from .calls import BF16, N, ones, rows
 
 
 def leaf(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -35,87 +33,6 @@ def the_first_program() -> None:
     x, residual = rows(2, 8), rows(2, 8)
     options: dict[str, Any] = {"fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn}
     normforge.rmsnorm2d_fwd(x, torch.ones(N), residual=residual, **options)
-
-
-def a_patched_model() -> None:
-    model = torch.nn.TransformerDecoderLayer(N, 4, norm_first=True)
-    normforge.patch(model)
-    model(torch.randn(3, 2, N), torch.randn(4, 2, N)).sum().backward()
-
-
-def encoded_in_software() -> None:
-    normforge.rmsnorm2d_fwd(rows(), ones(), fquant="dynamic", out_dtype=torch.float8_e4m3fnuz)
-
-
-def with_gaps() -> None:
-    normforge.rmsnorm2d_fwd(
-        torch.zeros(3, N + 3, dtype=BF16)[:, :N], ones(), out=torch.zeros(3, N + 5, dtype=BF16)[:, :N]
-    )
-    normforge.rmsnorm2d_fwd(torch.zeros(1, N, dtype=BF16).expand(3, N), ones())
-
-
-def rows_of_any_start() -> None:
-    wide = torch.zeros(3, 2055, dtype=BF16)[:, :2053]
-    normforge.rmsnorm2d_fwd(wide)
-    normforge.rmsnorm2d_fwd(wide, out=torch.zeros(3, 2055, dtype=BF16)[:, :2053])
-    normforge.rmsnorm2d_fwd(wide, out=torch.zeros(3, 2057, dtype=BF16)[:, :2053])
-
-
-def modulated() -> None:
-    scale, shift = leaf(2), leaf(2)
-    trained(normforge.modulated_layer_norm(leaf(2, 9), scale, shift, eps=1e-6))
-    gate, x = leaf(2), leaf(2, 9)
-    found = normforge.modulated_layer_norm(x, scale, shift, gate=gate, residual=leaf(2, 9), eps=1e-6)
-    trained(*found)
-
-
-def gated() -> None:
-    trained(normforge.gated_rms_norm(leaf(), leaf(), ones(requires_grad=True)))
-    x, z = torch.randn(3, 2 * N, requires_grad=True), torch.randn(3, 2 * N, requires_grad=True)
-    trained(normforge.gated_rms_norm(x, z, torch.ones(2 * N, requires_grad=True), norm_before_gate=False, group_size=N))
-
-
-def whatever_the_batch() -> None:
-    for m in (3, dispatch.loaded().small_m + 1):
-        with normforge.batch_invariant():
-            normforge.rms_norm(rows(m), (N,), ones())
-            trained(normforge.rms_norm(leaf(m), (N,), ones(requires_grad=True)))
-        normforge.rms_norm(rows(m), (N,), ones())
-
-
-def by_an_operator() -> None:
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def program(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return normforge.rms_norm(x + 1, (N,), weight)
-
-    trained(program(leaf(), ones(requires_grad=True)))
-
-
-def of_some_rows() -> None:
-    """Rows that share a weight, and groups."""
-    with dispatch.using(SomeTable(dispatch.loaded())):
-        trained(normforge.gated_rms_norm(leaf(300), leaf(300), ones(requires_grad=True)))
-        trained(normforge.group_norm(torch.randn(65, 8, 3, requires_grad=True), 4))
-
-
-CALLS = (
-    *(the_first_program, a_patched_model, encoded_in_software, with_gaps, rows_of_any_start, modulated, gated),
-    *(whatever_the_batch, by_an_operator, of_some_rows),
-)
-
-
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_the_kernels_are_those_that_were_launched(
-    call: Callable[[], None], called: set[KernelKey], tmp_path: Path
-) -> None:
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        call()
-    assert called
-    launched = {key.portable for key in called}
-    table = dispatch.loaded()
-    with dispatch.using(SomeTable(table) if call is of_some_rows else table):
-        assert recorded(path) == launched
 
 
 STRIDES: dict[str, tuple[RowStride, ...]] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -19,15 +21,24 @@ from normforge.families.group import row as group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher
+from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
+from proving.cold_warm.compare import changed, subjects
+from proving.cold_warm.functions import one_of
+from proving.cold_warm.outcome import Subject
+from proving.cold_warm.session import Session, forgotten
+from proving.cold_warm.surroundings import one_rank
 
-from ..calling import FLOATS, FORWARD, QUANTISED
+from ..some_rows import SomeTable
 from ..thorough import first_of_each
 
-Shape = tuple[int, ...]
-LEADING: Sequence[Shape] = ((3,), (2, 2), (2, 3, 2), (260,), (30, 11))
-# Rows that start anywhere are among them, and those that every pipeline takes.
-LENGTHS = (32, 33, 100, 1024, 2053, 4096, 5137, 9001, 17000)
+FAMILIES = ("functional", "forward", "backward", "modulated", "gated", "quantised", "group")
+# Rows that start anywhere are among these sizes, and rows for every pipeline and of every class.
+SIZES = {
+    "n": one_of(*(16, 32, 64) * 2, 33, 100, 1024, 2053, 4096, 5137, 9001, 17000),
+    "lead": one_of(*((3,), (2, 9), (2, 3, 2)) * 2, (30, 11), (260,), ()),
+}
+CALLS = 40
 
 
 @contextmanager
@@ -57,171 +68,40 @@ def launching_nothing(target: Target) -> Iterator[set[str]]:
         yield met
 
 
-class Draw:
-    """What random calls bring."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.one_of = self.random.choice
-
-    def often(self, share: float = 0.5) -> bool:
-        return self.random.random() < share
-
-    def rows(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Rows that adjoin or lie apart, on several strides or one, from an aligned address or not."""
-        *outer, n = shape
-        kind = self.one_of(("whole", "whole", "gaps", "offset", "heads", "transposed", "expanded"))
-        if kind == "gaps":
-            return torch.zeros(*outer, n + self.one_of((1, 2, 4, 8, 16, 24)), dtype=dtype)[..., :n]
-        if kind == "offset":
-            offset = self.one_of((1, 2, 4, 8))
-            return torch.zeros(torch.Size(shape).numel() + offset, dtype=dtype)[offset:].view(shape)
-        if kind == "heads" and len(outer) > 1:
-            wider = (*outer[:-1], outer[-1] + self.one_of((1, 2, 4)), n)
-            return torch.zeros(wider, dtype=dtype)[..., : outer[-1], :]
-        if kind == "transposed" and len(outer) > 1:
-            return torch.zeros(outer[1], outer[0], *outer[2:], n, dtype=dtype).transpose(0, 1)
-        if kind == "expanded":
-            return torch.zeros(n, dtype=dtype).expand(shape)
-        return torch.zeros(shape, dtype=dtype)
-
-    def place(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """The same of rows that can be written."""
-        found = self.rows(shape, dtype)
-        return found if 0 not in found.stride() else torch.zeros(shape, dtype=dtype)
-
-    def vector(self, n: int) -> torch.Tensor:
-        offset = self.one_of((0, 0, 1, 8))
-        return torch.zeros(n + offset, dtype=self.one_of(FLOATS))[offset:]
-
-    def leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(self.often(0.8))
-
-    def trained(self, *outputs: torch.Tensor) -> None:
-        due = [output for output in outputs if output.requires_grad]
-        torch.autograd.backward(due, [self.rows(tuple(output.shape), output.dtype) for output in due])
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings(), one_rank():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)
 
 
-def forward(draw: Draw) -> None:
-    """One of the forward functions."""
-    n, dtype, norm = draw.one_of(LENGTHS), draw.one_of(FLOATS), draw.one_of(("layer", "rms"))
-    shape = (*draw.one_of(LEADING if n < 9000 else LEADING[:4]), n)
-    options: dict[str, Any] = {"save_mv": draw.often(0.3), "x_bias": draw.vector(n) if draw.often(0.2) else None}
-    x = draw.rows(shape, dtype)
-    if draw.often(0.15):
-        x = x.to(draw.one_of((torch.float8_e4m3fn, torch.float8_e5m2)))
-        scale = draw.one_of((torch.ones(1), torch.ones(*shape[:-1], 1), torch.ones(9)[5]))
-        options |= {"x_scale": scale, "out_dtype": draw.one_of(FLOATS), "x_bias": None}
-    weights = [draw.vector(n) if draw.often(0.8) else None for _ in range(2 if norm == "layer" else 1)]
-    if draw.often():
-        options |= {"residual": draw.rows(shape, draw.one_of(FLOATS)), "fadd": "pre_add_store"}
-        if draw.often():
-            options |= {"fadd": "pre_add"}
-        elif draw.often(0.3):
-            options |= {"residual_out": draw.place(shape, options["residual"].dtype)}
-    if draw.often(0.4):
-        options |= {"fquant": "dynamic", "out_dtype": draw.one_of(QUANTISED), "scale_dtype": draw.one_of(FLOATS)}
-        if draw.often():
-            options |= {"fquant": "smooth_dynamic", "smooth_scale": draw.vector(n)}
-    elif draw.often(0.4):
-        options["out"] = draw.place(shape, options.get("out_dtype", dtype))
-        options["out_dtype"] = options["out"].dtype
-    FORWARD[norm](x, *weights, **options)
-
-
-# What block-scaled products take.
-_BLOCKS: dict[str, dict[str, Any]] = {
-    "mxfp8": {"group_size": 32, "scale_format": "ue8m0", "out_dtype": torch.float8_e4m3fn},
-    "nvfp4": {
-        "group_size": 16,
-        "scale_format": "e4m3",
-        "out_dtype": torch.float4_e2m1fn_x2,
-        "global_scale": torch.ones(1),
-    },
-}
-
-
-def quantised(draw: Draw) -> None:
-    """Scales of rows or of groups, in every format, given ones, and y in 16 bits beside."""
-    n, dtype = draw.one_of((100, 1024, 4096)), draw.one_of(FLOATS[:2])
-    shape = (*draw.one_of(LEADING), n)
-    options: dict[str, Any] = {"out_dtype": draw.one_of((torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))}
-    options["residual"] = draw.rows(shape, dtype) if draw.often() else None
-    kind = draw.one_of(("rows", "groups", "static", "mxfp8", "nvfp4"))
-    if kind == "groups":
-        formats = ("float",) if options["out_dtype"] is torch.int8 else ("float", "ue8m0")
-        options |= {"group_size": draw.one_of((32, 64, 128)), "scale_format": draw.one_of(formats)}
-        options["scale_layout"] = draw.one_of(("row_major", "column_major"))
-    elif kind in ("mxfp8", "nvfp4"):
-        options |= _BLOCKS[kind] | {"scale_layout": draw.one_of(("row_major", "swizzled_128x4"))}
-    elif kind == "static":
-        options |= {"fquant": "static", "y_scale": torch.ones(draw.one_of((1, n)))}
-    else:
-        bounded = options["out_dtype"] is not torch.int8 and draw.often()
-        options |= {"save_unquant": draw.often(), "scale_ub": torch.ones(1) if bounded else None}
-    weight = draw.vector(n) if draw.often(0.8) else None
-    normforge.quantised_rms_norm(draw.rows(shape, dtype), weight, **options)
-
-
-def recorded(draw: Draw) -> None:
-    """One of the functions that autograd records, and its gradients."""
-    n, dtype = draw.one_of(LENGTHS[:6]), draw.one_of(FLOATS)
-    shape = (*draw.one_of(LEADING[:4]), n)
-    x, residual = draw.leaf(draw.rows(shape, dtype)), draw.leaf(draw.rows(shape, draw.one_of(FLOATS)))
-    weight, bias = (draw.leaf(draw.vector(n)) if draw.often(0.8) else None for _ in range(2))
-    calls: dict[str, Callable[[], Any]] = {
-        "layer": lambda: (normforge.layer_norm(x, (n,), weight, bias),),
-        "rms": lambda: (normforge.rms_norm(x, (n,), weight),),
-        "add and layer": lambda: normforge.add_layer_norm(x, residual, weight, bias),
-        "dropout": lambda: normforge.add_rms_norm(x, residual, weight, dropout_p=0.1),
-    }
-    draw.trained(*calls[draw.one_of(sorted(calls))]())
-
-
-def neighbouring(draw: Draw) -> None:
-    """Modulated or gated rows, and gradients."""
-    n, dtype = draw.one_of(LENGTHS[:6]), draw.one_of(FLOATS)
-    shape = (2, draw.one_of((9, 150)), n)
-    x, gate = draw.leaf(draw.rows(shape, dtype)), draw.leaf(draw.rows(shape, dtype))
-    if draw.often():
-        scale, shift, x_gate = (draw.leaf(draw.rows((2, n), dtype)) for _ in range(3))
-        beside = {"gate": x_gate, "residual": draw.leaf(draw.rows(shape, dtype))} if draw.often() else {}
-        found = normforge.modulated_layer_norm(x, scale, shift, eps=1e-6, **beside)
-        draw.trained(*(found if isinstance(found, tuple) else (found,)))
-        return
-    groups: dict[str, Any] = {"group_size": n // 2} if n % 2 == 0 and draw.often() else {}
-    weight = draw.leaf(draw.vector(n)) if draw.often() else None
-    draw.trained(normforge.gated_rms_norm(x, gate, weight, norm_before_gate=draw.often(), **groups))
-
-
-def of_groups(draw: Draw) -> None:
-    """GroupNorm in either layout, and gradients."""
-    channels, positions = draw.one_of((8, 64)), draw.one_of(((3, 3), (16, 16), (5,)))
-    x = torch.zeros(draw.one_of((2, 40)), channels, *positions, dtype=draw.one_of(FLOATS))
-    x = x.to(memory_format=torch.channels_last) if len(positions) == 2 and draw.often() else x
-    weight, bias = (draw.leaf(draw.vector(channels)) if draw.often(0.8) else None for _ in range(2))
-    activation = draw.one_of(("none", "silu"))
-    draw.trained(normforge.group_norm(draw.leaf(x), draw.one_of((2, 4)), weight, bias, activation=activation))
-
-
-KINDS = (forward, quantised, recorded, neighbouring, of_groups)
 CASES = first_of_each(
-    [(arch, seed) for arch in ("sm_90", "sm_80", "sm_100", "gfx942") for seed in range(4)],
-    lambda case: "one" if case[0] in ("sm_90", "gfx942") else None,
-    lambda case: f"{case[0]}-{case[1]}",
+    [(arch, family) for arch in ("sm_90", "gfx942", "sm_80", "sm_100") for family in FAMILIES],
+    lambda case: case[1],
+    "-".join,
 )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_recording_comes_to_what_random_calls_launch(case: tuple[str, int], tmp_path: Path) -> None:
-    arch, seed = case
-    target, draw = named_target(arch), Draw(seed)
+def test_a_recording_comes_to_what_random_calls_launch(case: tuple[str, str], tmp_path: Path) -> None:
+    arch, family = case
+    random, target, session = Random(f"{arch} {family}"), named_target(arch), Session(by_address=False)
+    among = [subject._replace(draws={**subject.draws, **SIZES}) for subject in subjects(family)]
+    current = {subject.name: subject.defaults for subject in among}
     launched = 0
-    for number in range(40):
-        path = tmp_path / f"{number}.yaml"
-        with launching_nothing(target) as met, normforge.record(path):
-            draw.one_of(KINDS)(draw)
-        if met:
-            assert {key.key.portable for key in recorded_keys_for(path, target, None)} == met, path.read_text()
+    for number in range(CALLS):
+        subject: Subject = random.choice(among)
+        call = changed(random, subject, current[subject.name])
+        path, table = tmp_path / f"{number}.yaml", dispatch.loaded()
+        with dispatch.using(SomeTable(table) if number % 4 == 3 else table), forgotten():
+            with launching_nothing(target) as met, normforge.record(path):
+                subject.outcome(session, call, False)
+            found = {key.key.portable for key in recorded_keys_for(path, target, None)} if met else set()
+        assert found == met, (call, path.read_text())
+        # Calls that are refused, or of tensors without memory, launch nothing.
+        current[subject.name] = call if met else current[subject.name]
         launched += len(met)
-    assert launched >= 40
+    assert launched >= CALLS / 4
