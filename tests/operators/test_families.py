@@ -18,18 +18,6 @@ from normforge.families.public import CALLS
 from ..calling import same_bits
 from .families import BACKWARD, BLOCKS, FUNCTIONS, OPERATORS, N, arguments, by_name, each_family, each_norm
 
-# The shapes of a call's tensors, and what else it is told, by family.
-_CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
-    "gated": (((2, 3, N), (2, 3, N)), {"group_size": 8, "norm_before_gate": False}),
-    "modulated": (((2, 3, N), (2, N), (2, N)), {}),
-    "group": (((2, 8, 5),), {"num_groups": 4, "activation": "silu"}),
-}
-
-
-def call(name: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    shapes, told = _CALLS[name.partition("_")[0]]
-    return [torch.randn(shape) for shape in shapes], {**told, "eps": 1e-3}
-
 
 @each_family
 @pytest.mark.parametrize("full", [False, True])
@@ -46,14 +34,6 @@ def test_a_quantising_operator_is_what_torch_wants(name: str, full: bool) -> Non
     y, *total, y_scale = OPERATORS[name](*given)
     assert (y.dtype, y_scale.dtype, y_scale.shape) == (torch.int8, torch.float32, y.shape[:-1])
     assert [each.shape for each in total] == [y.shape] * (full and name.startswith("modulated"))
-
-
-@each_norm
-def test_an_operator_returns_what_is_asked_for(name: str) -> None:
-    """Y and the statistics, and of a residual that is added the sum."""
-    found = OPERATORS[name](*arguments(name, full=True))
-    assert len(found) == 2 + name.endswith("layer") + name.startswith("modulated")
-    assert len(OPERATORS[name](*arguments(name, full=False, save_mv=False))) == 1
 
 
 @each_family
@@ -163,28 +143,6 @@ def test_a_backward_operator_returns_memory_of_its_own() -> None:
     (dshift,) = BACKWARD["modulated_rms"](*[given.get(name) for name in takes.passed])
     assert torch.equal(dshift, rows["dy"])
     assert dshift.data_ptr() != rows["dy"].data_ptr()
-
-
-@each_family
-def test_an_exported_program_holds_the_operator(name: str) -> None:
-    tensors, told = call(name)
-
-    class Model(torch.nn.Module):
-        def forward(self, *given: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = FUNCTIONS[name](*given, **told)
-            return found
-
-    program = torch.export.export(Model(), tuple(tensors))
-    assert OPERATORS[name] in [node.target for node in program.graph.nodes]
-    assert torch.equal(program.module()(*tensors), Model()(*tensors))
-
-
-@each_family
-def test_symbolic_tracing_records_the_public_function(name: str) -> None:
-    (x, *behind), told = call(name)
-    graph = torch.fx.symbolic_trace(lambda x: FUNCTIONS[name](x, *behind, **told))
-    assert FUNCTIONS[name] in [node.target for node in graph.graph.nodes]
-    assert torch.equal(graph(x), FUNCTIONS[name](x, *behind, **told))
 
 
 @pytest.mark.parametrize(

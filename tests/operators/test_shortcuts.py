@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,57 +34,29 @@ def at_once(norm: str) -> Callable[..., Any]:
     return function
 
 
-def python_calls(call: Callable[[], object]) -> int:
-    """How many functions in Python a call comes to, once its kind is known: the least of three tries."""
-    return min(_python_calls(call) for _ in range(3))
+def by_name(norm: str, values: tuple[Any, ...]) -> dict[str, Any]:
+    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
+    return dict(zip(names, values, strict=True))
 
 
-def _python_calls(call: Callable[[], object]) -> int:
-    count = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    call()
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return count
+def function(norm: str, *values: Any) -> list[torch.Tensor]:
+    return [each for each in FORWARD[norm](**by_name(norm, values)) if each is not None]
 
 
-@each_norm
-def test_a_call_runs_hardly_more_python_than_the_functions(norm: str) -> None:
-    """One that autograd records nothing of: torch's kernel in Python for autograd has no part in it."""
-    x, weight = torch.randn(M, N), torch.randn(N)
-    values = given(norm, x=x, weight=weight, bias=None, weight_offset=0.0)
-    function, operator, by_inductor = FORWARD[norm], registered.FORWARD[norm], at_once(norm)
-    with torch.no_grad():
-        alone = python_calls(lambda: function(x, weight))
-        # What looks whether anyone is to see the operator, what names its arguments, and what leaves out results.
-        assert python_calls(lambda: by_inductor(*values)) <= alone + 3
-        # Those, torch's own function, and one that looks at dispatch keys, with another.
-        assert python_calls(lambda: operator(*values)) <= alone + 6
+WAYS: dict[str, Callable[[str], Callable[..., Any]]] = {"operator": registered.FORWARD.__getitem__, "at once": at_once}
+each_way = pytest.mark.parametrize("way", WAYS)
 
 
 @each_norm
 def test_every_way_returns_the_same_bits(norm: str) -> None:
     values = given(norm, residual=torch.randn(M, N), fadd="pre_add_store", save_mv=True)
     with torch.no_grad():
-        expected = [each for each in FORWARD[norm](**by_name(norm, values)) if each is not None]
+        expected = function(norm, *values)
         for way in (registered.FORWARD[norm], at_once(norm)):
             assert all(map(same_bits, way(*values), expected))
     with torch.inference_mode():
         inside = tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in values)
         assert all(map(same_bits, registered.FORWARD[norm](*inside), expected))
-
-
-def by_name(norm: str, values: tuple[Any, ...]) -> dict[str, Any]:
-    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
-    return dict(zip(names, values, strict=True))
 
 
 class _Seen(TorchDispatchMode):
@@ -97,16 +69,16 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("way", ["operator", "at once"])
+@each_way
 @each_norm
 def test_who_sees_operators_sees_them(norm: str, way: str) -> None:
-    run = registered.FORWARD[norm] if way == "operator" else at_once(norm)
-    values = given(norm)
+    run, values = WAYS[way](norm), given(norm)
     with torch.no_grad():
         run(*values)
-        with _Seen() as mode:
-            run(*values)
-        assert str(registered.FORWARD[norm]) in mode.names
+        for seen in (run, partial(function, norm)):
+            with _Seen() as mode:
+                seen(*values)
+            assert str(registered.FORWARD[norm]) in mode.names
         with FakeTensorMode() as fake:
             twins = [fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in values]
             (y,) = run(*twins)
@@ -114,15 +86,14 @@ def test_who_sees_operators_sees_them(norm: str, way: str) -> None:
         # Outside its mode too, a fake tensor is one.
         (y,) = run(*twins)
         assert type(y) is type(twins[0])
-        function: Any = torch.func.functionalize
-        assert all(map(same_bits, function(run)(*values), run(*values)))
+        functionalised: Any = torch.func.functionalize(run)
+        assert all(map(same_bits, functionalised(*values), run(*values)))
 
 
-@pytest.mark.parametrize("way", ["operator", "at once"])
+@each_way
 @each_norm
 def test_a_gradient_is_recorded_where_it_is_due(norm: str, way: str) -> None:
-    run = registered.FORWARD[norm] if way == "operator" else at_once(norm)
-    values = given(norm, save_mv=True)
+    run, values = WAYS[way](norm), given(norm, save_mv=True)
     run(*values)
     assert not run(*values)[0].requires_grad
     x = values[0].requires_grad_()

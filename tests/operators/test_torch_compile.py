@@ -18,7 +18,7 @@ from normforge import errors
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from proving.cases import operands
 
-from ..calling import FORWARD, pieces, printed, same_bits
+from ..calling import pieces, printed, same_bits
 from ..calls.test_bad_arguments import TABLES, Case, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
@@ -130,26 +130,6 @@ def test_several_dimensions_normalised_together() -> None:
     assert same_bits(actual, expected)
     ours, eager = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (actual, expected))
     assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
-
-
-@THOROUGH
-@each_norm
-def test_every_output_of_the_forward_functions(norm: str) -> None:
-    smooth = torch.randn(N)
-
-    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
-        fused: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": "smooth_dynamic", "smooth_scale": smooth}
-        return FORWARD[norm](x, smooth, save_mv=True, **fused)
-
-    function, counter = compiled(call, dynamic=True)
-    compilations = None
-    for m in (2, 5, 600):
-        x, residual = torch.randn(m, N), torch.randn(m, N).bfloat16()
-        actual, expected = function(x, residual), call(x, residual)
-        assert type(actual) is normforge.LayerNormOutput
-        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
-        compilations = compilations or counter.frame_count
-    assert counter.frame_count == compilations
 
 
 @THOROUGH
@@ -348,25 +328,6 @@ def test_activation_checkpointing() -> None:
     inputs = [x, *block.parameters()]
     ours, eager = (torch.autograd.grad(y.square().sum(), inputs) for y in (function(x), block(x)))
     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export(strict: bool) -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.add = normforge.LayerNorm(N), normforge.AddRMSNorm(N)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y: tuple[torch.Tensor, torch.Tensor] = self.add(self.norm(x), x)
-            return y
-
-    model = Model()
-    rows = torch.export.Dim("rows")
-    program = torch.export.export(model, (torch.randn(4, N),), dynamic_shapes={"x": {0: rows}}, strict=strict)
-    assert any("normforge" in str(node.target) for node in program.graph.nodes)
-    x = torch.randn(9, N)
-    assert all(same_bits(a, b) for a, b in zip(program.module()(x), model(x), strict=True))
 
 
 # One of each kind, from the tables of all calls that eager calls refuse.

@@ -10,8 +10,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
-import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter as quick
 
@@ -77,23 +75,6 @@ def test_as_much_is_replaced(known: tuple[dict[str, ModuleType], ...], plain: Mo
     assert len(seen) > 100
 
 
-def test_a_language_that_an_earlier_launch_left_replaced(plain: ModuleType) -> None:
-    """A device function's own is put back by nobody, as Triton has it; a tensor's methods are with the kernel's."""
-    outer, inner = (function_that_knows(modules) for modules in KNOWN[:2])
-    for interpreter in (quick, plain):
-        scope, left = interpreter._patch_lang(outer), interpreter._patch_lang(inner)
-        scope.restore()
-        try:
-            again = interpreter._patch_lang(inner)
-            assert not tl.core.is_builtin(tl.tensor.__add__), interpreter
-            again.restore()
-            assert tl.core.is_builtin(tl.tensor.__add__), interpreter
-        finally:
-            scope = interpreter._patch_lang(outer)
-            left.restore()
-            scope.restore()
-
-
 def test_element_types_are_triton_s(plain: ModuleType) -> None:
     scalars = [value for value in vars(tl).values() if isinstance(value, tl.dtype) and value != tl.void]
     assert len(scalars) > 15
@@ -103,23 +84,3 @@ def test_element_types_are_triton_s(plain: ModuleType) -> None:
             assert quick._get_np_dtype(dtype) == plain._get_np_dtype(dtype), dtype
     with pytest.raises(KeyError):
         quick._get_np_dtype(tl.void)
-
-
-@triton.jit
-def _sum_of_squares(x):  # type: ignore[no-untyped-def]  # Triton's
-    return tl.sum(x * x, axis=0)
-
-
-@triton.jit
-def _kernel(x_ptr, y_ptr):  # type: ignore[no-untyped-def]  # Triton's
-    x = tl.load(x_ptr + tl.arange(0, 8))
-    tl.store(y_ptr, _sum_of_squares(x) + _sum_of_squares(x + 1))
-
-
-def test_a_launch_that_calls_device_functions() -> None:
-    before = replaced()
-    x, y = torch.arange(8.0), torch.empty(1)
-    _kernel[(1,)](x, y)
-    assert y.item() == (x.square() + (x + 1).square()).sum().item()
-    # Triton's own device functions know `tl.core`, and nobody puts back what is replaced there for them.
-    assert {key for key in replaced() - before if key[0] != "tl.core"} == set()
