@@ -18,13 +18,15 @@ from normforge.codegen.lazy import cached_property
 from normforge.codegen.locking import locked
 
 from .calling import printed
+from .forking import in_child
 from .thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Threads call norms that are known and norms that are not, and the main thread forks among them; each child calls some.
 FORKS = """
-import os, signal, sys, threading, time, torch, normforge
+import threading, time, torch, normforge
+from tests.forking import in_child
 torch.set_num_threads(1)
 
 def call(n):
@@ -36,48 +38,40 @@ def hammer(n):
         call(n)
         normforge.load_instances()
 
+def calls():
+    call(64)
+    call(80)
+    normforge.load_instances()
+    return True
+
 over = False
 call(64)
 threads = [threading.Thread(target=hammer, args=(n,)) for n in (64, 96, 128)]
 for thread in threads:
     thread.start()
-hung = 0
-for _ in range(8):
+found = []
+while len(found) < 8 and None not in found:
     time.sleep(0.02)
-    child = os.fork()
-    if child == 0:
-        try:
-            call(64)
-            call(80)
-            normforge.load_instances()
-        finally:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
-    until = time.monotonic() + 20
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
-        time.sleep(0.01)
-    if not ended[0]:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        hung += 1
-        break
-    assert ended[1] == 0, ended
+    found.append(in_child(calls, 20))
 over = True
 for thread in threads:
     thread.join()
-print(hung)
+print(set(found))
 """
 
 
 def test_a_child_that_is_forked_while_threads_call_norms_calls_them_too() -> None:
-    assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "0"
+    assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "{True}"
 
 
 # A thread makes the first call of the process, and the main thread forks in the midst of each import that this brings.
 FIRST = """
-import os, signal, sys, threading, time, torch, normforge
+import sys, threading, time, torch, normforge
+from tests.forking import in_child
 
 def call():
     normforge.group_norm(torch.ones(2, 8, 3), 2)
+    return True
 
 def midst():
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(("triton", "normforge."))]
@@ -85,51 +79,20 @@ def midst():
 
 first = threading.Thread(target=call)
 first.start()
-forks, hung = 0, 0
-while first.is_alive() and forks < 8 and not hung:
-    if not midst():
+found = []
+while first.is_alive() and len(found) < 8 and None not in found:
+    if midst():
+        found.append(in_child(call, 60))
+    else:
         time.sleep(0.0005)
-        continue
-    forks += 1
-    child = os.fork()
-    if child == 0:
-        call()
-        os._exit(0)
-    until = time.monotonic() + 60
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
-        time.sleep(0.01)
-    if not ended[0]:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        hung += 1
-    assert not ended[0] or ended[1] == 0, ended
 first.join()
-print(forks > 0, hung)
+print(set(found))
 """
 
 
 @THOROUGH
 def test_a_child_that_is_forked_during_a_first_call_calls_norms_too() -> None:
-    assert printed(FIRST, OMP_NUM_THREADS="1").splitlines()[-1] == "True 0"
-
-
-def in_child(function: Callable[[], bool]) -> bool | None:
-    """What a function returns in a forked child; None if it is still busy after two seconds."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if function() else 1)
-        finally:
-            os._exit(2)
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return {0: True, 1: False}[os.waitstatus_to_exitcode(status)]
-        time.sleep(0.005)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return None
+    assert printed(FIRST, OMP_NUM_THREADS="1").splitlines()[-1] == "{True}"
 
 
 class Holder(threading.Thread):

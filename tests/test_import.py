@@ -20,8 +20,8 @@ from normforge import errors, reference
 from .calling import printed, python
 from .thorough import THOROUGH
 
-# What only a call (triton), only the generator (jinja2, yaml) or only a miss (platformdirs) needs.
-LATE = ("triton", "jinja2", "yaml", "platformdirs", "tabulate")
+# What only a call (triton), a compiled call (torch's), the generator (jinja2, yaml) or a miss (platformdirs) needs.
+LATE = ("triton", "torch._dynamo", "torch._inductor", "jinja2", "yaml", "platformdirs", "tabulate")
 
 
 def test_import_and_listing_bring_nothing_that_only_a_call_needs() -> None:
@@ -118,7 +118,7 @@ def test_every_error_is_in_sight() -> None:
 
 
 @THOROUGH
-def test_a_call_needs_no_generator() -> None:
+def test_a_call_and_a_list_of_kernels_need_no_generator() -> None:
     code = """
 import sys, torch
 for name in ("jinja2", "yaml", "platformdirs"):
@@ -129,9 +129,9 @@ assert torch.allclose(normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_
 try:
     normforge.layernorm2d_fwd(x, x_bias=x[0])
 except normforge.errors.MissingInstanceError:
-    print("strict")
+    print("strict", len(normforge.compile_keys([64], ["ln_fwd_bf16"], arch="sm_90")))
 """
-    assert printed(code, NORMFORGE_ON_MISS="error") == "strict"
+    assert printed(code, NORMFORGE_ON_MISS="error") == "strict 3"
 
 
 @THOROUGH

@@ -28,7 +28,6 @@ from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 
-from ..calling import python
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
 from .calls import CALLS, DEFAULTS, listed, recorded
@@ -222,16 +221,6 @@ def test_what_is_refused(case: tuple[dict[str, Any], type[Exception], str]) -> N
     given: dict[str, Any] = {"n": [64], "modes": ["ln_fwd_bf16"], "arch": "sm_90"} | changed
     with pytest.raises(kind, match=message):
         compile_keys(given.pop("n"), given.pop("modes"), **given)
-
-
-def test_listing_keys_imports_no_generator() -> None:
-    code = """
-import sys
-sys.modules["jinja2"] = sys.modules["yaml"] = None  # Importing it now fails.
-import normforge
-print(len(normforge.compile_keys([64], ["ln_fwd_bf16"], arch="sm_90")))
-"""
-    assert python(code).stdout.strip() == "3"
 
 
 # A row length for each way to walk a row, odd, as in tests/conformance/test_edges.py, and one with aligned rows.

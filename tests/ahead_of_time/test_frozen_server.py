@@ -72,21 +72,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     return here, keys(here)
 
 
-def command(*arguments: str) -> str:
-    return f"from normforge.tools.cli import main\nassert main({list(arguments)!r}) == 0"
-
-
-def test_ahead_of_time(recorded: tuple[Path, list[str]]) -> None:
-    here, launched = recorded
-    assert len(launched) >= 5
-    run(command("aot", "--recorded", "needed.yaml", "--arch", "sm_90", "--out", "kernels"), here, "second")
-    index = json.loads((here / "kernels" / "index.json").read_text())
-    assert sorted(row["key"] for row in index["kernels"]) == launched
-    run(_ON_AN_H200, here, "third", NORMFORGE_AOT=str(here / "kernels"), NORMFORGE_FROZEN="1")
-    assert keys(here) == launched
-    assert not binaries([here / "third"])
-
-
 def test_warmed_up(recorded: tuple[Path, list[str]]) -> None:
     here, launched = recorded
     warm = """

@@ -14,7 +14,6 @@ from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
 from normforge.kernels.key import integer_type
 from normforge.kernels.strides import RowStride, RowWalk, kind_of, row_alignment, strides_of_kind
-from normforge.selection import dispatch
 from normforge.selection.recorded import read
 from normforge.tools import cli
 
@@ -91,17 +90,6 @@ def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.
         normforge.rmsnorm2d_fwd(rows())
     monkeypatch.undo()
     assert len(normforge.recorded_keys(path, arch="sm_90")) == 1
-
-
-def test_classes_of_rows_that_share_a_weight(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        for m in (3, dispatch.loaded().small_m + 1, dispatch.loaded().some_m + 1):
-            trained(normforge.gated_rms_norm(leaf(m), leaf(m), ones(requires_grad=True)))
-    met = {(kind.mode, kind.rows) for kind in read(path, path.read_bytes()).calls}
-    assert met == {
-        (mode, word) for mode in ("rms_bwd_bf16_ga", "rms_fwd_bf16_ga_mv") for word in ("few", "some", "many")
-    }
 
 
 def test_another_architecture_gets_its_own_tiles(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import normforge
 from normforge.calls.traced import INVARIANT
@@ -21,38 +22,31 @@ def rows(m: int) -> torch.Tensor:
     return torch.randn(m, N, generator=torch.Generator().manual_seed(7)) + 100.0
 
 
-def graphs(made: list[torch.fx.GraphModule]) -> Callable[..., Any]:
-    """A backend that runs what it is given, and keeps it."""
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        made.append(graph)
-        return graph.forward
-
-    return compile_graph
-
-
 def operators(graph: torch.fx.GraphModule) -> list[str]:
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     return [name for name in names if "normforge" in name or "norm" in name]
 
 
+# Rows, and what normalises them alike in any batch.
+CALLS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "layer_norm": (lambda: rows(257), lambda x: normforge.layer_norm(x, (N,))),
+    "group_norm": (lambda: torch.randn(15, 8, 5, 5), lambda x: normforge.group_norm(x, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_calls_have_the_bits_of_eager_ones(dynamic: bool) -> None:
+def test_compiled_calls_have_the_bits_of_eager_ones(name: str, dynamic: bool) -> None:
     """For every M, of a fixed size and of one that varies; outside they are of another graph."""
-    weight = torch.ones(N)
-
-    @torch.compile(backend="aot_eager", dynamic=dynamic, fullgraph=True)
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return normforge.layer_norm(x, (N,), weight)
-
-    x = rows(257)
+    batch_of, call = CALLS[name]
+    x, program = batch_of(), torch.compile(call, backend="aot_eager", dynamic=dynamic, fullgraph=True)
     outside = program(x)
     with normforge.batch_invariant():
-        batch = normforge.layer_norm(x, (N,), weight)
-        for first, last in ((0, 257), (3, 4), (5, 12)):
+        batch = call(x)
+        for first, last in ((0, len(x)), (3, 4), (5, 12)):
             assert torch.equal(program(x[first:last]), batch[first:last])
     assert torch.equal(program(x), outside)
-    assert torch.equal(outside, normforge.layer_norm(x, (N,), weight))
+    assert torch.equal(outside, call(x))
 
 
 def test_a_compiled_gradient_is_invariant_wherever_it_runs() -> None:
@@ -82,9 +76,9 @@ def test_a_compiled_gradient_is_invariant_wherever_it_runs() -> None:
 
 def test_a_graph_holds_twins_and_another_thread_runs_them() -> None:
     """What was traced is invariant for good: a CUDA graph of it may be captured by anybody."""
-    made: list[torch.fx.GraphModule] = []
+    made = EagerAndRecordGraphs()
 
-    @torch.compile(backend=graphs(made), fullgraph=True)
+    @torch.compile(backend=made, fullgraph=True)
     def program(x: torch.Tensor) -> torch.Tensor:
         return normforge.rms_norm(x, (N,))
 
@@ -96,7 +90,7 @@ def test_a_graph_holds_twins_and_another_thread_runs_them() -> None:
         thread.start()
         thread.join()
     program(x)
-    inside, outside = map(operators, made)
+    inside, outside = map(operators, made.graphs)
     assert inside == [f"normforge.rmsnorm2d_fwd{INVARIANT}.default"]
     assert outside == ["normforge.rmsnorm2d_fwd.default"]
 
@@ -104,9 +98,9 @@ def test_a_graph_holds_twins_and_another_thread_runs_them() -> None:
 def test_nothing_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose norms are of blocks that follow from M; outside a norm of so few elements is."""
     monkeypatch.setattr(rules, "LEAST_ELEMENTS", 1 << 22)
-    made: list[torch.fx.GraphModule] = []
+    made = EagerAndRecordGraphs()
 
-    @torch.compile(backend=graphs(made), fullgraph=True)
+    @torch.compile(backend=made, fullgraph=True)
     def program(x: torch.Tensor) -> torch.Tensor:
         return normforge.rms_norm(x, (N,))
 
@@ -114,7 +108,7 @@ def test_nothing_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         program(rows(3))
         with normforge.batch_invariant():
             program(rows(3))
-    outside, inside = map(operators, made)
+    outside, inside = map(operators, made.graphs)
     assert not any("normforge" in name for name in outside)
     assert inside == [f"normforge.rmsnorm2d_fwd{INVARIANT}.default"]
 
@@ -139,16 +133,3 @@ def test_what_torch_would_compute_is_refused_in_a_trace_too() -> None:
 
     with normforge.batch_invariant(), pytest.raises(InvarianceError, match="float64"):
         program(rows(3).double())
-
-
-def test_group_norm() -> None:
-    x = torch.randn(9, 8, 5, 5, generator=torch.Generator().manual_seed(3))
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return normforge.group_norm(x, 2)
-
-    with normforge.batch_invariant():
-        batch = normforge.group_norm(x, 2)
-        assert torch.equal(program(x), batch)
-        assert torch.equal(program(x[3:4]), batch[3:4])

@@ -1,19 +1,17 @@
 """Emitted kernels, launched by Triton's C launcher and by ours on a stand-in for the driver: a line for each.
 
-    LD_LIBRARY_PATH=FOLDER TRITON_LIBCUDA_PATH=FOLDER python -m tests.upstream.beside_triton FOLDER [--time]
+    LD_LIBRARY_PATH=FOLDER TRITON_LIBCUDA_PATH=FOLDER python -m tests.upstream.beside_triton FOLDER
 
-FOLDER holds what `stand_in_cuda.build` made. With --time a line says what a launch takes by each.
+FOLDER holds what `stand_in_cuda.build` made.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import timeit
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
@@ -29,7 +27,6 @@ from ..stand_in_driver import driving
 MODES = ((64, "rms_fwd_bf16"), (4096, "ln_fwd_bf16_addst_mv"), (16384, "ln_bwd_bf16"), (4096, "rms_bwd_bf16_xb_addst"))
 GRID = (5, 2, 1)
 BYTES = {"i32": 4, "i64": 8, "fp32": 4}
-LAUNCHES = 200_000
 
 
 def arguments_of(key: CompileKey) -> tuple[triton_launcher.Arguments, tuple[Any, ...], list[int]]:
@@ -67,8 +64,8 @@ def launches(key: CompileKey, arguments: triton_launcher.Arguments) -> Iterator[
         yield launch
 
 
-def main(folder: str, timed: bool) -> None:
-    """Compare, and time."""
+def main(folder: str) -> None:
+    """Compare the launches of each kernel."""
     driver = stand_in_cuda.Driver(Path(folder) / stand_in_cuda.NAME)
     triton_launcher.current_stream = lambda device: 0x1234 + device
     with driving() as triton_driver:
@@ -78,18 +75,14 @@ def main(folder: str, timed: bool) -> None:
             for key in compile_keys([n], [mode], arch="sm_90"):
                 arguments, values, sizes = arguments_of(key)
                 driver.expect(sizes)
-                seen, took = [], []
+                seen = []
                 for launch in launches(key, arguments):
                     launch(GRID, values)
                     seen.append(driver.last())
-                    if timed:
-                        given = SimpleNamespace(launch=launch, grid=GRID, values=values)
-                        run = timeit.repeat("launch(grid, values)", globals=vars(given), number=LAUNCHES, repeat=5)
-                        took.append(f"{min(run) / LAUNCHES * 1e6:.3f} us")
                 verdict = "the same" if seen[0] == seen[1] else f"{seen[0]} and {seen[1]}"
                 about = f"{key.key.symbol} {len(sizes)} parameters {seen[0].attributes}"
-                print(about, *took, verdict)
+                print(about, verdict)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--time" in sys.argv)
+    main(sys.argv[1])

@@ -9,7 +9,6 @@ import os
 import struct
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,22 +116,6 @@ def test_what_reaches_the_driver(driver: Driver) -> None:
     assert prepare()(GRID, VALUES) is None
     assert driver.last() == Launched(GRID, (128, 1, 1), 1024, STREAM + DEVICE, FUNCTION, (), IN_ORDER)
     assert driver.get("launches") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "attributes"),
-    [
-        ({"launch_pdl": True}, ((6, 1),)),
-        ({"launch_cooperative_grid": True}, ((2, 1),)),
-        ({"launch_pdl": True, "launch_cooperative_grid": True}, ((6, 1), (2, 1))),
-    ],
-)
-def test_launches_that_are_early_or_cooperative(
-    options: dict[str, Any], attributes: tuple[tuple[int, int], ...], driver: Driver
-) -> None:
-    prepare(kernel(**options))(GRID, VALUES)
-    assert driver.last().attributes == attributes
-    assert driver.last().parameters == IN_ORDER
 
 
 def launched_with(at: int, value: Any, driver: Driver) -> int:
@@ -369,21 +352,6 @@ def test_one_that_cannot_be_made_drops_what_it_held(driver: Driver, monkeypatch:
         monkeypatch.setattr(native_launcher, "LIBRARY", driver.path)
     gc.collect()
     assert sys.getrefcount(stream_of) == before
-
-
-def test_threads_launch_at_once(driver: Driver) -> None:
-    launch = prepare()
-
-    def run() -> None:
-        for _ in range(2000):
-            launch(GRID, VALUES)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert driver.last().parameters == IN_ORDER
 
 
 TOO_MANY = {f"p{at}_ptr": "*fp32" for at in range(129)}
