@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from .test_examples import example as example_of
 from .thorough import THOROUGH
 
 TINY = ("--device", "cpu", "--batch", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2")
@@ -25,15 +25,9 @@ def script(repository: Path) -> Path:
 
 
 @pytest.fixture
-def example(script: Path) -> ModuleType:
+def example(repository: Path) -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[script.stem] = module  # Its dataclass looks itself up there.
-    spec.loader.exec_module(module)
-    return module
+    return example_of(repository, "train_tiny_gpt")
 
 
 def run(script: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +62,7 @@ def test_without_a_gpu_both_curves_are_equal_and_drawn(script: Path, tmp_path: P
     ids=["layer", "rms-bf16-fused"],
 )
 def test_generated_kernels_train_alike(
-    example: ModuleType, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    example: Any, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # In this process, whose interpreter takes a third of the time.
     assert example.main([*TINY, "--layers", "1", "--steps", "4", "--tolerance", "1e-3", *flags]) == 0
@@ -78,7 +72,7 @@ def test_generated_kernels_train_alike(
 
 
 def test_a_wrong_norm_is_found_out(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def spoil(model: torch.nn.Module) -> None:
         for module in model.modules():
@@ -102,7 +96,7 @@ def test_a_wrong_norm_is_found_out(
     ids=lambda value: "" if isinstance(value, str) else value[0][2:] + value[1][-3:],
 )
 def test_bad_flags_are_refused(
-    example: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    example: Any, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         example.main([*TINY, *flags])
@@ -111,7 +105,7 @@ def test_bad_flags_are_refused(
 
 
 def test_a_picture_needs_matplotlib(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import linecache
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def example(repository: Path, name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # A dataclass looks itself up there.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -95,33 +95,24 @@ def test_a_child_that_is_forked_during_a_first_call_calls_norms_too() -> None:
     assert printed(FIRST, OMP_NUM_THREADS="1").splitlines()[-1] == "{True}"
 
 
-class Holder(threading.Thread):
-    """A thread that holds a lock within a `with`."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        super().__init__()
-        self._lock, self._holds, self._done = lock, threading.Event(), threading.Event()
-
-    def run(self) -> None:
-        with self._lock:
-            self._holds.set()
-            self._done.wait()
-
-    def __enter__(self) -> None:
-        self.start()
-        self._holds.wait()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self.join()
-
-
 @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
 def test_a_lock_is_free_in_a_child(kind: Callable[[], threading.Lock]) -> None:
-    lock = locks.fork_safe(kind())
-    with Holder(lock):
+    lock, holds, done = locks.fork_safe(kind()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    try:
         assert in_child(lambda: lock.acquire(timeout=1)) is True
         assert not lock.acquire(blocking=False), "the parent's thread holds the lock as before"
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_what_the_forking_thread_holds_it_holds_in_the_child() -> None:

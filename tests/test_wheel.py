@@ -229,11 +229,3 @@ def test_a_repository_for_hugging_face_is_written(installed: Installed, tmp_path
     assert wrote.returncode == 0, wrote.stderr
     for name in ("build.toml", "flake.nix", "torch-ext/normforge_norms/layers.py", "build/torch-cuda/metadata.json"):
         assert (tmp_path / "norms" / name).is_file()
-
-
-@THOROUGH
-def test_an_instance_is_generated_on_demand(installed: Installed, tmp_path: Path) -> None:
-    ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", cwd=tmp_path, NORMFORGE_CACHE=str(tmp_path))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "ln_fwd_fp16_xb_n128" in ran.stdout
-    assert list(tmp_path.rglob("ln_fwd_fp16_xb.py"))

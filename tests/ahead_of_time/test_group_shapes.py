@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
-from normforge.kernels.binaries import read
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import obtain
 from normforge.selection import dispatch
@@ -124,20 +122,9 @@ def test_jax_has_no_such_call(
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("nothing_compiled")
-def test_a_folder_serves_frozen_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, out = named_target("sm_90"), tmp_path / "kernels"
-    asked: dict[str, Any] = {"modes": ["gn_?wd_bf16_silu_cl"], "arch": "sm_90"}
-    found = compile_keys(shapes=["1x64x8x8/32"], **asked)
-    made = Built(compiled=len(found), kept=0, removed=0)
-    assert build(found, target, out, jobs=1, progress=False) == made
-    normforge.load_aot(out)
+def test_a_frozen_call_says_how_to_compile_for_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    with driving() as driver:
-        for key in found:
-            obtain(key.key, key.function, target, 0)
-        assert [name for name, *_ in driver.loaded] == [key.key.symbol for key in found]
-        assert set(read(out).rows) == {key.key.portable for key in found}
-        other = compile_keys(shapes=["1x128x8x8/32"], **asked)[0]
-        with pytest.raises(FrozenError, match=r"C=128.* and neither does .*aot --shape`, and x's shape with how many"):
-            obtain(other.key, other.function, target, 0)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    key, *_ = compile_keys(modes=["gn_fwd_bf16_cl"], shapes=["1x128x8x8/32"], arch="sm_90")
+    with driving(), pytest.raises(FrozenError, match=r"C=128.*aot --shape`, and x's shape with how many"):
+        obtain(key.key, key.function, named_target("sm_90"), 0)

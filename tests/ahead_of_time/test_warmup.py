@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -129,19 +128,6 @@ def test_the_command_takes_strides_of_heads(capsys: pytest.CaptureFixture[str]) 
         "x bf16 on 2 strides, weight bf16, y bf16 on 2 strides",
         "x bf16 on 3 strides, weight bf16, y bf16",
     ]
-
-
-def test_the_command_takes_the_modes_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = tmp_path / "needed.yaml"
-    manifest.write_text("groups:\n  mine:\n    norm: rms\n    dtype_in: bf16\n    n: [n512, n4096]\n")
-    command = ["warmup", "--list", "--arch", "sm_90", "--manifest", str(manifest), "--n"]
-    assert cli.main([*command, "512,4000"]) == 0
-    out = capsys.readouterr().out
-    # 4096 columns of RMSNorm have one tile for some rows and for many.
-    assert out.endswith("\n5 compilations\n")
-    assert "rms_fwd_bf16_n512" in out
-    assert cli.main([*command, "512,8192"]) == 2
-    assert f"no instance of {manifest} serves N = 8192; leave it out of --n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Calls of the operators of modulated, gated and group norms, and the blocks that models have of them."""
+"""Calls of the operators of modulated, gated and group norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,49 +65,3 @@ def arguments(name: str, *, full: bool, grad: bool = False, rows: int = 3, **tol
             tensor.requires_grad_(grad)
     given = tensors | _TOLD | told
     return tuple(given[argument.name] for argument in OPERATORS[name]._schema.arguments)
-
-
-def by_name(name: str, given: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the arguments of an operator by their names in its schema."""
-    return dict(zip([argument.name for argument in OPERATORS[name]._schema.arguments], given, strict=True))
-
-
-def gated_block(norm: Any, projected: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A part of Mamba2's block, and of Gated DeltaNet's."""
-    gate, x = projected.chunk(2, -1)
-    y = norm(x, gate, weight, norm_before_gate=False, group_size=N // 2)
-    x, gate = (part.view(*part.shape[:-1], 4, N // 4) for part in (x, gate))
-    heads = norm(x, gate, activation="sigmoid")
-    found: torch.Tensor = y + heads.flatten(-2)
-    return found
-
-
-def modulated_block(
-    norm: Any, x: torch.Tensor, six: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """A part of DiT's block."""
-    shift, scale, gate = six.chunk(6, -1)[:3]
-    y, total = norm(x, scale, shift, gate=gate, residual=residual, weight=weight)
-    again: torch.Tensor = norm(total, scale, shift)
-    summed: torch.Tensor = torch.nn.functional.silu(y) + total + again
-    return summed
-
-
-def group_block(norm: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A part of a UNet's block."""
-    y = norm(x, 4, weight, bias, activation="silu")
-    again: torch.Tensor = x + norm(y * 2, 2, weight, None, 1e-3)
-    return again
-
-
-# By family: a block, the shapes of its tensors for some samples and rows, and the samples and rows that are traced one
-# after another: another number of either is traced anew as a symbol.
-BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, int], Any], Sequence[tuple[int, int]]]] = {
-    "gated": (gated_block, lambda samples, rows: ((samples, rows, 2 * N), (N,)), [(2, 3), (2, 5), (2, 6)]),
-    "modulated": (
-        modulated_block,
-        lambda samples, rows: ((samples, rows, N), (samples, 6 * N), (samples, rows, N), (N,)),
-        [(2, 3), (3, 3), (3, 5)],
-    ),
-    "group": (group_block, lambda samples, rows: ((samples, 8, rows, 5), (8,), (8,)), [(2, 3), (3, 3)]),
-}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,18 @@ from normforge.calls import road
 from normforge.calls.functions import FUNCTIONS as FUNCTIONS_OF
 from normforge.errors import DTypeError, GradientError, LayoutError, NormforgeError
 from normforge.families.public import CALLS
+from proving.cases import Case, Tensors, cases, check, operands
 
-from ..calling import same_bits
-from .families import BACKWARD, BLOCKS, FUNCTIONS, OPERATORS, N, arguments, by_name, each_family, each_norm
+from ..calling import pieces, same_bits
+from .families import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_family, each_norm
+from .registered import by_name
+
+COMPILED = [
+    *cases("modulated", vary=("norm",), layout="gapped"),
+    *cases("gated", vary=("norm",), layout="gapped", norm_before_gate=False, group_size=8),
+    *cases("group", vary=(), layout="contiguous", activation="silu"),
+    *cases("group", vary=(), layout="channels last", activation="silu"),
+]
 
 
 @each_family
@@ -53,7 +61,7 @@ def test_what_is_quantised_has_no_gradient(name: str, dtype: torch.dtype) -> Non
 def gradient_arguments(name: str, *, full: bool, m: int = 3) -> tuple[Any, ...]:
     """A call of a backward operator for the gradients of all that is there."""
     forward = arguments(name, full=full, rows=m)
-    given = by_name(name, forward)
+    given = by_name(OPERATORS[name], forward)
     y, *others = OPERATORS[name](*forward)
     given |= {"dy": torch.randn_like(y), "mean": others[-2] if name.endswith("layer") else None, "rstd": others[-1]}
     if given.get("residual") is not None:
@@ -88,7 +96,7 @@ def test_a_backward_operator_is_differentiated(name: str, full: bool) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_gradients_of_a_graph_are_the_bits_of_an_eager_call(name: str, full: bool) -> None:
     forward = arguments(name, full=full, grad=True, rows=9)
-    named = by_name(name, forward)
+    named = by_name(OPERATORS[name], forward)
     tensors = {each: given for each, given in named.items() if isinstance(given, torch.Tensor)}
     arrived = [torch.randn(tensors["x"].shape) for _ in range(2 if "residual" in tensors else 1)]
 
@@ -145,31 +153,17 @@ def test_a_backward_operator_returns_memory_of_its_own() -> None:
     assert dshift.data_ptr() != rows["dy"].data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_format"),
-    [*((name, torch.contiguous_format) for name in FUNCTIONS), ("group", torch.channels_last)],
-    ids=str,
-)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
-def test_a_compiled_block_is_the_eager_one(
-    name: str, backend: str, memory_format: torch.memory_format, fresh_dynamo: None
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_a_compiled_call_has_the_outputs_and_gradients_of_the_formula(
+    case: Case, backend: str, fresh_dynamo: None
 ) -> None:
-    """Call after call, with its strides and its gradients."""
-    block, shapes, calls = BLOCKS[name.partition("_")[0]]
-    eager = partial(block, FUNCTIONS[name])
-    compiled = torch.compile(eager, fullgraph=True, backend=backend)
-    for samples, rows in calls:
-        given = [torch.randn(shape) for shape in shapes(samples, rows)]
-        if memory_format is torch.channels_last:
-            given[0] = given[0].to(memory_format=memory_format)
-        for leaf in given:
-            leaf.requires_grad_()
-        y, its = compiled(*given), eager(*given)
-        torch.testing.assert_close(y, its, rtol=1e-5, atol=1e-5)
-        assert y.stride() == its.stride()
-        dy = torch.randn_like(y)
-        gradients = torch.autograd.grad(y, given, dy)
-        torch.testing.assert_close(gradients, torch.autograd.grad(its, given, dy), rtol=1e-4, atol=1e-4)
+    function, told = case.function, case.arguments
+
+    def run(given: Tensors) -> tuple[torch.Tensor, ...]:
+        return pieces(function(**given, **told))
+
+    check(case, operands(case), run=torch.compile(run, fullgraph=True, backend=backend))
 
 
 def test_a_group_norm_keeps_the_layout_and_a_mean_and_an_rstd_per_group() -> None:
@@ -182,13 +176,13 @@ def test_a_group_norm_keeps_the_layout_and_a_mean_and_an_rstd_per_group() -> Non
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float4_e2m1fn_x2], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_group_norm_quantises_nothing(dtype: torch.dtype, device: str) -> None:
-    given = by_name("group", arguments("group", full=False, out_dtype=dtype))
+    given = by_name(OPERATORS["group"], arguments("group", full=False, out_dtype=dtype))
     given["x"] = given["x"].to(device)
     with pytest.raises(DTypeError, match=rf"out_dtype is {dtype}; it takes None, torch.float16"):
         OPERATORS["group"](*(given | {"weight": None, "bias": None}).values())
 
 
 def test_a_group_norm_copies_nothing() -> None:
-    given = by_name("group", arguments("group", full=False))
+    given = by_name(OPERATORS["group"], arguments("group", full=False))
     with pytest.raises(LayoutError, match=r"pass x\.contiguous\(\), or call normforge\.group_norm"):
         OPERATORS["group"](*(given | {"x": given["x"].transpose(2, 3)}).values())

@@ -88,10 +88,6 @@ def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(given.get(name) for name in names)
 
 
-def by_name(operator: Any, values: tuple[Any, ...]) -> dict[str, Any]:
-    return {argument.name: value for argument, value in zip(operator._schema.arguments, values, strict=True)}
-
-
 def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
     """The arguments of a backward operator, where every tensor is there that may be."""
     x = torch.randn(M, N)
@@ -111,23 +107,18 @@ def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
     return tuple(given.get(argument.name) for argument in registered.BACKWARD[norm]._schema.arguments)
 
 
-@each_mode
-@each_norm
-def test_torchs_checks_of_a_forward_operator(norm: str, modes: dict[str, Any]) -> None:
-    torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
+# Modes whose gradients torch checks as well.
+DIFFERENTIATED = ("saved", "add and store", "cast first", "dropout")
+CHECKED = [*((name, False) for name in MODES), *((name, True) for name in DIFFERENTIATED)]
 
 
-@pytest.mark.parametrize(
-    "modes",
-    [MODES["saved"], MODES["add and store"], MODES["cast first"], MODES["dropout"]],
-    ids=["plain", "add", "cast", "dropout"],
-)
+@pytest.mark.parametrize(("name", "grad"), CHECKED)
 @each_norm
-def test_torchs_checks_of_a_differentiated_operator(norm: str, modes: dict[str, Any]) -> None:
-    values = arguments(norm, made(modes))
+def test_torchs_checks_of_a_forward_operator(norm: str, name: str, grad: bool) -> None:
+    values = arguments(norm, made(MODES[name]))
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.requires_grad_()
+            value.requires_grad_(grad)
     torch.library.opcheck(registered.FORWARD[norm], values)
 
 
@@ -179,7 +170,7 @@ def _is_rows(value: object) -> bool:
 
 @each_norm
 def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
-    given = by_name(registered.BACKWARD[norm], gradient_arguments(norm))
+    given = registered.by_name(registered.BACKWARD[norm], gradient_arguments(norm))
     dy, x = given.pop("dy"), given.pop("x")
     for unused in ("bias_dtype", "dx_dtype", "x_bias", "dresidual_out"):
         given.pop(unused, None)
@@ -210,9 +201,13 @@ def test_fake_tensors() -> None:
     assert normforge.layer_norm(x, (N,)).shape == (M, N)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
 @each_norm
-def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None) -> None:
+def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None, at_once: bool) -> None:
+    """Called as any operator is, and as Inductor's code calls it."""
+    operator: Any = registered.FORWARD[norm]
+    call = operator.at_once if at_once else operator
     without = ("residual",) if residual is None else ()
     offset = 1.0 if norm == "rms" else 0.0
     (case,) = cases("plain", vary=(), norm=norm, shape=(M, N), without=without, residual=residual, weight_offset=offset)
@@ -222,7 +217,7 @@ def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None) -> No
     fadd = "pre_add_store" if "residual" in given else "none"
 
     def run(given: Tensors) -> tuple[torch.Tensor, ...]:
-        made = registered.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
+        made = call(*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
         return tuple(made[: 1 + ("residual" in given)])
 
     check(case, given, run=run)
@@ -285,18 +280,6 @@ def test_a_quantised_operator_has_no_gradient(norm: str) -> None:
     x = torch.randn(M, N, requires_grad=True)
     with pytest.raises(errors.GradientError, match="requires a gradient and a quantised output has none"):
         registered.FORWARD[norm](*arguments(norm, {"x": x, "fquant": "dynamic"}))
-
-
-@each_norm
-def test_a_gradient_of_a_gradient_is_an_eager_calls(norm: str) -> None:
-    x = torch.randn(M, N, requires_grad=True)
-    modes = {"x": x, "weight": None, "bias": None, "weight_offset": 0.0, "save_mv": True}
-    y, *_ = registered.FORWARD[norm](*arguments(norm, modes))
-    eager = normforge.layer_norm(x, (N,)) if norm == "layer" else normforge.rms_norm(x, (N,), eps=1e-5)
-    first = [torch.autograd.grad(each.square().sum(), x, create_graph=True)[0] for each in (y, eager)]
-    second = [torch.autograd.grad(dx.sin().sum(), x)[0] for dx in first]
-    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
-    assert second[0].any()
 
 
 def test_saved_programs_hold_these_schemas() -> None:

@@ -34,17 +34,8 @@ def at_once(norm: str) -> Callable[..., Any]:
     return function
 
 
-def by_name(norm: str, values: tuple[Any, ...]) -> dict[str, Any]:
-    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
-    return dict(zip(names, values, strict=True))
-
-
 def function(norm: str, *values: Any) -> list[torch.Tensor]:
-    return [each for each in FORWARD[norm](**by_name(norm, values)) if each is not None]
-
-
-WAYS: dict[str, Callable[[str], Callable[..., Any]]] = {"operator": registered.FORWARD.__getitem__, "at once": at_once}
-each_way = pytest.mark.parametrize("way", WAYS)
+    return [each for each in FORWARD[norm](**registered.by_name(registered.FORWARD[norm], values)) if each is not None]
 
 
 @each_norm
@@ -69,10 +60,10 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_way
+@pytest.mark.parametrize("is_at_once", [False, True])
 @each_norm
-def test_who_sees_operators_sees_them(norm: str, way: str) -> None:
-    run, values = WAYS[way](norm), given(norm)
+def test_who_sees_operators_sees_them(norm: str, is_at_once: bool) -> None:
+    run, values = at_once(norm) if is_at_once else registered.FORWARD[norm], given(norm)
     with torch.no_grad():
         run(*values)
         for seen in (run, partial(function, norm)):
@@ -88,26 +79,6 @@ def test_who_sees_operators_sees_them(norm: str, way: str) -> None:
         assert type(y) is type(twins[0])
         functionalised: Any = torch.func.functionalize(run)
         assert all(map(same_bits, functionalised(*values), run(*values)))
-
-
-@each_way
-@each_norm
-def test_a_gradient_is_recorded_where_it_is_due(norm: str, way: str) -> None:
-    run, values = WAYS[way](norm), given(norm, save_mv=True)
-    run(*values)
-    assert not run(*values)[0].requires_grad
-    x = values[0].requires_grad_()
-    y = run(*values)[0]
-    (dx,) = torch.autograd.grad(y.square().sum(), x)
-    expected = x.detach().requires_grad_()
-    weight, bias = values[1], values[2] if norm == "layer" else None
-    again: Any = normforge.layer_norm if norm == "layer" else normforge.rms_norm
-    eps = by_name(norm, values)["eps"]
-    vectors = (weight, bias) if norm == "layer" else (weight + by_name(norm, values)["weight_offset"],)
-    (wanted,) = torch.autograd.grad(again(expected, (N,), *vectors, eps).square().sum(), expected)
-    torch.testing.assert_close(dx, wanted)
-    with torch.no_grad():
-        assert not run(*values)[0].requires_grad
 
 
 @each_norm
