@@ -20,6 +20,7 @@ from normforge.families.modulated import row as modulated
 from normforge.families.operands import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES
+from proving.cases import FAMILIES, Case, Tensors, cases, doubled, formula, gradients, operands
 
 EPS = 1e-5
 DROPOUT_P = 0.3
@@ -160,116 +161,91 @@ class GradientProblem:
 
 
 def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], device: str) -> None:
-    """Run the kernels of modulated rows, of two samples that each have so many, and hold every gradient to fp64."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{mode.name}{shape}".encode()))
-    rows, n = max(8, shape[0]), shape[-1]
-
-    def draw(name: str, *size: int) -> torch.Tensor:
-        dtype = TORCH_DTYPES[dtypes.get(name, mode.dtype_in)]
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    # What is normalised is of the mode's type: x itself, or a sum that was stored.
-    x, dy = draw("x", 2, rows, n), draw("dy", 2, rows, n)
-    scale, shift, gate = draw("scale", 2, n), draw("shift", 2, n), draw("gate", 2, n)
-    weight, bias = draw("weight", n), draw("bias", n) if mode.norm.centres else None
-    gated = draw("gated", 2, rows, n)
-    dsum = draw("dresidual_out", 2, rows, n) if mode.fadd.stores else None
-    s = x.double()
-    mean = s.mean(-1).float() if mode.norm.centres else None
-    centre = 0 if mean is None else s.mean(-1, keepdim=True)
-    rstd = ((s - centre).square().mean(-1) + EPS).rsqrt().float()
-    gates = mode.x_gate
-    kept = ModulatedSaved(
-        x, scale, shift, gate if gates else None, weight, bias, gated if gates else None,
-        None if mean is None else mean.flatten(), rstd.flatten(),
-    )  # fmt: skip
-    of_x = gated.dtype if gates else x.dtype
-    types = (of_x, scale.dtype, shift.dtype, gate.dtype, x.dtype, weight.dtype, None if bias is None else bias.dtype)
-    due = (True, True, True, gates, True, True, bias is not None)
-    told = ModulatedArgs(mode.norm.value, 0.0, types)
-    assert modulated.IN_PARTS.takes(kept, dy, dsum)
-    found = modulated.IN_PARTS.gradients(kept, told, (dy, dsum), due)
-    exact_kept = ModulatedSaved(*[None if tensor is None else tensor.double() for tensor in kept])  # type: ignore[arg-type] # tensors
-    exact_told = told._replace(dtypes=(torch.float64,) * len(types))
-    wanted = exactly(exact_kept, exact_told, dy.double(), None if dsum is None else dsum.double())
-    for name, got, want in zip(
-        ("x", "scale", "shift", "gate", "residual", "weight", "bias"), found, wanted, strict=True
-    ):
-        assert (got is None) == (want is None or not due[_PLACES.index(name)]), name
-        if got is not None and want is not None:
-            tolerance = TOLERANCES[got.dtype]
-            allowed = tolerance.rtol * want.abs() + 1e-4 * max(1.0, float(want.abs().max()))
-            error = (got.double() - want).abs()
-            assert got.shape == want.shape, name
-            assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {mode.name}"
+    """Run the kernels of modulated rows, of two samples of at least 8 rows each, and hold every gradient to fp64."""
+    at = {"shape": (2, max(8, shape[0]), shape[-1]), "without": () if mode.x_gate else ("gate",)}
+    (case,) = cases("modulated", vary=(), norm=mode.norm.value, **at)
+    given = _drawn(case, mode, dtypes, device)
+    # Kernels are passed the sum, whose type is the mode's; the residual is what the formula needs to come to the sum.
+    total = given["residual"] = given["residual"].to(TORCH_DTYPES[mode.dtype_in])
+    wide = doubled(given)
+    added = wide["x"] * wide["gate"].unsqueeze(1) if mode.x_gate else wide["x"]
+    wide["residual"] = (total.double() - added).detach().requires_grad_()
+    outputs = formula(case, wide)
+    dsum = torch.randn_like(total) if mode.fadd.stores else None
+    of: dict[str, Any] = (
+        given | _statistics(mode, total.double()) | {"x": total, "gated": given["x"] if mode.x_gate else None}
+    )
+    kept = ModulatedSaved._make(of.get(name) for name in ModulatedSaved._fields)
+    told = ModulatedArgs(mode.norm.value, 0.0, _types(case, given))
+    _check_in_parts(modulated.IN_PARTS, case, (kept, told), (_dy(mode, outputs[0], dtypes), dsum), outputs, wide)
 
 
 def check_gated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], device: str) -> None:
-    """Run the kernels of gated rows, of groups if the mode has them, and hold every gradient to fp64."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{mode.name}{shape}".encode()))
-    groups, n = 3, shape[-1]
+    """Run the kernels of gated rows, of three groups of a token, and hold every gradient to fp64."""
+    m, n = shape[0], shape[-1]
+    at: dict[str, Any] = {"activation": mode.gate_activation.value, "norm_before_gate": not mode.gating.is_before}
+    at |= {"shape": (m, 3 * n), "group_size": n} if mode.grouped else {"shape": (m, 3, n)}
+    (case,) = cases("gated", vary=(), norm=mode.norm.value, **at)
+    given = _drawn(case, mode, dtypes, device)
+    given["x"] = given["x"].to(TORCH_DTYPES[mode.dtype_in])
+    wide = doubled(given)
+    factor = torch.ones((), device=device)
+    if mode.gating.is_before:
+        factor = torch.sigmoid(wide["gate"]) * (wide["gate"] if case["activation"] == "silu" else 1)
+    outputs = formula(case, wide)
+    of: dict[str, Any] = given | _statistics(mode, (wide["x"] * factor).detach().view(m, 3, n))
+    if mode.grouped:
+        # Kernels are passed groups in a dimension of their own.
+        of |= {name: tensor.view(*tensor.shape[:-1], 3, n) for name, tensor in given.items()}
+    kept = GatedSaved._make(of.get(name) for name in GatedSaved._fields)
+    told = GatedArgs(mode.norm.value, mode.gating, mode.gate_activation, 0.0, _types(case, given))
+    dy = _dy(mode, outputs[0], dtypes).view(kept.x.shape)
+    _check_in_parts(gated.IN_PARTS, case, (kept, told), (dy, None), outputs, wide)
 
-    def draw(name: str, *size: int) -> torch.Tensor:
-        dtype = TORCH_DTYPES[dtypes.get(name, mode.dtype_in)]
-        return torch.randn(size, generator=generator, device=device).to(dtype)
 
-    x, gate, dy = (draw(name, shape[0], groups, n) for name in ("x", "gate", "dy"))
-    x = x.to(TORCH_DTYPES[mode.dtype_in])
-    of_vectors = (groups, n) if mode.grouped else (n,)
-    weight, bias = draw("weight", *of_vectors), draw("bias", *of_vectors) if mode.norm.centres else None
-    act = torch.nn.functional.silu if mode.gate_activation.value == "silu" else torch.sigmoid
-    s = x.double() * act(gate.double()) if mode.gating.is_before else x.double()
-    centre = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[..., :1])
-    rstd = ((s - centre).square().mean(-1) + EPS).rsqrt()
-    mean = centre.squeeze(-1).float() if mode.norm.centres else None
-    kept = GatedSaved(x, gate, weight, bias, mean, rstd.float())
-    leaves = [tensor for tensor in (x, gate, weight, bias) if tensor is not None]
-    types = tuple([None if tensor is None else tensor.dtype for tensor in (x, gate, weight, bias)])
-    told = GatedArgs(mode.norm.value, mode.gating, mode.gate_activation, 0.0, types)
-    assert gated.IN_PARTS.takes(kept, dy)
-    found = gated.IN_PARTS.gradients(kept, told, (dy, None), (True, True, True, bias is not None))
+def _drawn(case: Case, mode: Mode, dtypes: dict[str, DType], device: str) -> Tensors:
+    drawn = operands(case, device, zlib.crc32(f"{mode.name}{case}".encode()))
+    return {name: tensor.detach().to(TORCH_DTYPES[dtypes.get(name, mode.dtype_in)]) for name, tensor in drawn.items()}
 
-    exact = [tensor.double().requires_grad_() for tensor in leaves]
-    factor = act(exact[1])
-    total = exact[0] * factor if mode.gating.is_before else exact[0]
-    centred = total - total.mean(-1, keepdim=True) if mode.norm.centres else total
-    y = centred * (centred.square().mean(-1, keepdim=True) + EPS).rsqrt() * exact[2]
-    y = y + exact[3] if bias is not None else y
-    y = y if mode.gating.is_before else y * factor
-    wanted = torch.autograd.grad((y * dy.double()).sum(), exact)
-    assert [gradient is not None for gradient in found] == [True, True, True, bias is not None]
-    for name, got, want in zip(("x", "gate", "weight", "bias"), found, wanted, strict=False):
-        assert got is not None
+
+def _dy(mode: Mode, y: torch.Tensor, dtypes: dict[str, DType]) -> torch.Tensor:
+    return torch.randn_like(y).to(TORCH_DTYPES[dtypes.get("dy", mode.dtype_in)])
+
+
+def _names(case: Case) -> list[str]:
+    """The operands of a family, in order."""
+    return [row.name for row in FAMILIES[case.family].parameters if row.kind.is_tensor and row.functional]
+
+
+def _types(case: Case, given: Tensors) -> tuple[torch.dtype | None, ...]:
+    return tuple(given[name].dtype if name in given else None for name in _names(case))
+
+
+def _statistics(mode: Mode, rows: torch.Tensor) -> Tensors:
+    centre = rows.mean(-1) if mode.norm.centres else torch.zeros_like(rows[..., 0])
+    rstd = ((rows - centre.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
+    found = {"rstd": rstd} | ({"mean": centre} if mode.norm.centres else {})
+    return {name: statistic.flatten().float() for name, statistic in found.items()}
+
+
+def _check_in_parts(
+    parts: Any,
+    case: Case,
+    call: tuple[Any, Any],
+    arriving: tuple[torch.Tensor | None, ...],
+    outputs: tuple[torch.Tensor, ...],
+    wide: Tensors,
+) -> None:
+    """Run the kernels of a backward pass, and hold every gradient to that of the formula's outputs."""
+    ends = [None if dy is None else dy.double().view(y.shape) for y, dy in zip(outputs, arriving, strict=False)]
+    wanted = gradients(outputs, wide, ends)
+    assert parts.takes(call[0], *arriving)
+    found = parts.gradients(*call, arriving, tuple(name in wide for name in _names(case)))
+    assert [gradient is not None for gradient in found] == [name in wide for name in _names(case)]
+    for got, (name, want) in zip((each for each in found if each is not None), wanted.items(), strict=True):
         allowed = TOLERANCES[got.dtype].rtol * want.abs() + 1e-4 * max(1.0, float(want.abs().max()))
-        error = (got.double() - want).abs()
-        assert got.shape == want.shape, name
-        assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {mode.name}"
-
-
-_PLACES = ("x", "scale", "shift", "gate", "residual", "weight", "bias")
-
-
-def exactly(
-    kept: ModulatedSaved, told: ModulatedArgs, dy: torch.Tensor, dsum: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """The gradients by autograd in fp64, of a norm written out."""
-    leaves = [None if t is None else t.clone().requires_grad_() for t in kept[:7]]
-    s, scale, shift, gate, weight, bias, gated = leaves
-    assert s is not None
-    assert scale is not None
-    assert shift is not None
-    centre = s.mean(-1, keepdim=True) if told.norm == "layer" else 0
-    h = (s - centre) * ((s - centre).square().mean(-1, keepdim=True) + EPS).rsqrt()
-    a = h if weight is None else h * weight
-    a = a if bias is None else a + bias
-    y = a * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-    loss = (y * dy).sum() + (0 if dsum is None else (s * dsum).sum())
-    there = [t for t in (scale, shift, s, weight, bias) if t is not None]
-    of = dict(zip(map(id, there), torch.autograd.grad(loss, there), strict=True))
-    ds = of[id(s)]
-    dx = ds if gate is None else ds * gate.detach().unsqueeze(1)
-    dgate = None if gated is None else (ds * gated.detach()).sum(1)
-    return [dx, of[id(scale)], of[id(shift)], dgate, ds, of.get(id(weight)), of.get(id(bias))]
+        error = (got.double().view(want.shape) - want).abs()
+        assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {case}"
 
 
 def _either(dy: torch.Tensor, either: torch.Tensor | None) -> torch.Tensor | float:
