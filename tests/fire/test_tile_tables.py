@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from normforge.codegen.emit import parts
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import ANY, Bucket, Instance, Tile, Tiles
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import read_table
 from normforge.codegen.tiling import class_of
-from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, Norm, Pipeline
+from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable, load_folder
 
 from ..folders import write
-from ..kernels.compilation import TARGETS, compile_kernel
+from ..kernels.compilation import SM_90, keys_of
 from ..thorough import THOROUGH
 from .documents import tile_tables, tiles
 from .examples import fire
@@ -107,13 +105,5 @@ def test_a_tile_that_is_accepted_compiles(most_stages: int, text: str, mode: Mod
         tile = accepted(text, mode, n, world)
         assume(tile is not None and tile.stages <= most_stages)
         assert tile is not None
-        (world / "k").mkdir()
-        write(world / "k", [instance(mode, n, tile)])
-        package = load_folder(world / "k").package
-        target = next(target for target in TARGETS if target.name == "sm_90")
-        for part in parts(mode, tile.pipeline):
-            kernel: Any = getattr(importlib.import_module(f".{mode.name}", package), mode.kernel(part))
-            if part is not Part.WINDOW:
-                assert compile_kernel(
-                    kernel, instance(mode, n, tile), n, target, part if isinstance(part, Part) else None
-                ).asm["cubin"]
+        for key in keys_of(mode, n, tile=tile):
+            assert compile_for(key.key, key.function, SM_90).asm["cubin"]

@@ -16,7 +16,7 @@ import jinja2
 import pytest
 
 from normforge.codegen import calls, emit, tiling
-from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.groups import Activation, AnyMode, GroupMode
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import TileTable, tiles_of
@@ -82,7 +82,8 @@ TABLES = {
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Yield each file's name, or path if it is committed elsewhere, and its text, made as they are asked for."""
-    for mode in (*MODES, *GROUP_MODES):
+    every: tuple[AnyMode, ...] = (*MODES, *GROUP_MODES)
+    for mode in every:
         yield f"{mode.name}.py", emit.render_module(mode, mode.pipelines)
     ladder = tiling.standard_ladder()
     instances = [

@@ -1,4 +1,4 @@
-"""Compiling a generated kernel for a target that need not be here."""
+"""Compiling the kernel of a launch for a target that need not be here."""
 
 from __future__ import annotations
 
@@ -8,64 +8,23 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+import normforge
+from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import tiles_of
-from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
-from normforge.codegen.values import DType, Part, Pipeline
-from normforge.kernels.gpu import scale_warps
-from normforge.kernels.pipelines import row_of
-from normforge.kernels.strides import row_alignment
+from normforge.codegen.tiling import WARP, standard_ladder
+from normforge.codegen.values import Part, Pipeline
+from normforge.kernels.gpu import Target, named_target
+from normforge.kernels.obtain import compile_for
+from normforge.selection import dispatch
+from normforge.selection.table import RetiledTable
 
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU architecture: whether kernels for it are handed fp8 tensors, not bytes, and may be launched early."""
-
-    name: str
-    backend: str
-    arch: int | str
-    warp_size: int
-    binary: str
-    converts_fp8: bool
-    launches_early: bool
-
-    def has(self, part: Pipeline | Part) -> bool:
-        """Whether there are kernels of a part: programs that share a row wait for one another in NVIDIA's PTX."""
-        return isinstance(part, Part) or part.runs_on(self.name)
-
-
-TARGETS = (
-    Target("sm_80", "cuda", 80, 32, "cubin", converts_fp8=False, launches_early=False),
-    Target("sm_90", "cuda", 90, 32, "cubin", converts_fp8=True, launches_early=True),
-    Target("sm_100", "cuda", 100, 32, "cubin", converts_fp8=True, launches_early=True),
-    Target("gfx942", "hip", "gfx942", 64, "hsaco", converts_fp8=False, launches_early=False),
-)
-
-_POINTERS = {
-    DType.FP16: "*fp16",
-    DType.BF16: "*bf16",
-    DType.FP32: "*fp32",
-    DType.INT8: "*i8",
-    DType.FP8_E4M3FN: "*fp8e4nv",
-    DType.FP8_E5M2: "*fp8e5",
-}
-_OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr", "column_scale_ptr")
-_OTHERS = {
-    "exchange_ptr": "*i64",
-    "dropout_rng_ptr": "*i64",
-    "dropout_p": "fp32",
-    "static_scale_ptr": "*fp32",
-    "global_scale_ptr": "*fp32",
-    "scale_ub_ptr": "*fp32",
-    "y_scale_row_stride": "i64",
-    "y_scale_group_stride": "i64",
-    "M": "i32",
-    "sample_rows": "i32",
-    "groups": "i32",
-    "eps": "fp32",
-    "weight_offset": "fp32",
-}
+TARGETS = tuple(map(named_target, ("sm_80", "sm_90", "sm_100", "gfx942")))
+NVIDIA = tuple(target for target in TARGETS if target.is_nvidia)
+SM_90 = TARGETS[1]
 
 _REGISTERS = 65536
 _MOST_REGISTERS = 255
@@ -105,99 +64,48 @@ def usage(compiled: Any) -> Usage:
     return Usage(*map(int, found.groups()))
 
 
-def compile_kernel(
-    kernel: Any,
-    instance: Instance,
+def binary_of(target: Target) -> str:
+    """The name of what Triton compiles for a target."""
+    return "cubin" if target.is_nvidia else "hsaco"
+
+
+def keys_of(
+    mode: Mode,
     n: int,
-    target: Target,
-    part: Pipeline | Part | None = None,
+    target: Target = SM_90,
     tile: Tile | None = None,
-    operands: DType = DType.FP32,
-    residual: DType = DType.FP32,
-) -> Any:
-    """Compile a kernel as a launch on that target would, with every pointer aligned, and rows that adjoin.
+    operands: torch.dtype = torch.float32,
+    residual: torch.dtype = torch.float32,
+) -> list[CompileKey]:
+    """The kernels of a call of many rows, all tensors of which are aligned, and whose rows adjoin.
 
     Args:
-        kernel: the `triton.JITFunction`.
-        instance: what it serves, for its tile and element types.
+        mode: what is computed.
         n: the row length.
         target: what to compile for.
-        part: which kernel of the pipeline, if not the one that carries its name.
-        tile: how it runs, if not as the instance does with many rows.
-        operands: the element type of weight, bias and what else is (N,).
+        tile: how it runs, if not as the rule for any architecture says.
+        operands: the element type of weight and bias.
         residual: that of the residual and of the sum that is stored.
+    """
+    tile = tile or instance_of(mode, n).tile
+    types: dict[str, Any] = {"weight_dtypes": [operands], "residual_dtypes": [residual], "dy_dtypes": [torch.bfloat16]}
+    with dispatch.using(RetiledTable(dispatch.loaded(), dispatch.find(mode, n), tile)):
+        return normforge.compile_keys([n], [mode], arch=target.arch, rows=["many"], **types)
+
+
+def compiled(
+    mode: Mode,
+    n: int,
+    target: Target = SM_90,
+    tile: Tile | None = None,
+    part: Pipeline | Part | None = None,
+    **types: torch.dtype,
+) -> Any:
+    """Compile one of the kernels of `keys_of`: a part, or the kernel that carries its pipeline's name.
 
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    tile = tile or instance.tile
-    constants = {
-        "N": n,
-        "ROW_ALIGNMENT": row_alignment(n),
-        "ROWS": tile.rows,
-        "BLOCK": tile.block * tile.rows if part is Part.ROW_TERMS else tile.block,
-        "HELD": tile.held,
-        "STAGES": tile.stages,
-        "PAIRED": n % 2 == 0,
-        "PTX": target.backend == "cuda",
-        "PDL": target.launches_early,
-        "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
-    }
-    assert isinstance(instance.mode, Mode)
-    constants |= row_of(instance.mode, tile.pipeline).constants(tile, n)
-    others = {"residual_ptr": residual, "residual_out_ptr": residual}
-    signature = {name: _type(name, instance, target, constants, operands, others) for name in kernel.arg_names}
-    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
-    source = ASTSource(
-        kernel,
-        signature,
-        {name: value for name, value in constants.items() if name in signature},
-        {(index,): [["tt.divisibility", 16]] for index in pointers},
-    )
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = cache
-        return triton.compile(
-            source,
-            target=GPUTarget(target.backend, target.arch, target.warp_size),
-            options={"num_warps": scale_warps(tile.warps, target.warp_size)}
-            | ({"maxnreg": register_cap(tile)} if target.backend == "cuda" else {}),
-        )
-
-
-def _type(
-    name: str,
-    instance: Instance,
-    target: Target,
-    constants: dict[str, int],
-    operands: DType,
-    others: dict[str, DType],
-) -> str:
-    mode = instance.mode
-    assert isinstance(mode, Mode)
-    if name in constants:
-        return "constexpr"
-    if name.endswith("_stride"):
-        return "i32"
-    if name in _OTHERS:
-        return _OTHERS[name]
-    if name in ("x_ptr", "y_ptr"):
-        dtype = mode.dtype_in if name == "x_ptr" else mode.dtype_out
-        by_instruction = target.converts_fp8 and dtype in _POINTERS
-        return "*u8" if (dtype.is_fp8 or dtype.is_fp4) and not by_instruction else _POINTERS[dtype]
-    if name in _OPERANDS:
-        return _POINTERS[operands]
-    if name == "y_scale_ptr" and mode.scale_format.stores_bytes:
-        return "*u8"
-    own = {
-        **others,
-        "unquantised_ptr": mode.dtype_in,
-        "dx_ptr": mode.dtype_in,
-        "ddropped_ptr": mode.dtype_in,
-        "dy_ptr": DType.BF16,
-        "y_scale_ptr": mode.scale_dtype,
-    }
-    return _POINTERS[own.get(name, DType.FP32)]
+    symbol = mode.kernel(part or (tile or instance_of(mode, n).tile).pipeline)
+    (key,) = [key for key in keys_of(mode, n, target, tile, **types) if key.key.symbol == symbol]
+    return compile_for(key.key, key.function, target)

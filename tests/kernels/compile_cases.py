@@ -17,15 +17,16 @@ import normforge
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Part, Pipeline
-from normforge.kernels.pipelines import window_tile
+from normforge.kernels.gpu import Target
 
 from ..covering import axes_of, covering, every_mode
-from .compilation import TARGETS, Target, instance_of
+from .compilation import TARGETS, instance_of
 
 # For each kernel a row length that takes it by rule, and leaves a ragged chunk to mask.
 LENGTHS: dict[Pipeline | Part, int] = {
     Pipeline.ROWS: 100,
-    Pipeline.ONE_PASS: 1900,
+    # Every row starts at a multiple of 16 bytes.
+    Pipeline.ONE_PASS: 1904,
     Part.WINDOW: 1901,
     Pipeline.TWO_PASS: 20000,
     Part.ROW_TERMS: 20000,
@@ -49,7 +50,7 @@ class Case:
     @property
     def name(self) -> str:
         """The kernel's and the architecture's."""
-        return f"{self.mode.kernel(self.part)}-{self.target.name}"
+        return f"{self.mode.kernel(self.part)}-{self.target.arch}"
 
     @property
     def n(self) -> int:
@@ -61,13 +62,12 @@ class Case:
         """How it runs: as the rule for any architecture says, with many rows."""
         if self.part is Pipeline.SPREAD:
             return SPREAD_TILES[self.mode.direction]
-        tile = instance_of(self.mode, self.n).tile
-        return window_tile(self.mode, tile, self.n, few=False) if self.part is Part.WINDOW else tile
+        return instance_of(self.mode, self.n).tile
 
 
 def columns(case: Case) -> tuple[Any, ...]:
     """A case as a row of the space that arrays cover."""
-    return (*axes_of(case.mode), case.part.name, case.target.name)
+    return (*axes_of(case.mode), case.part.name, case.target.arch)
 
 
 def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
@@ -87,7 +87,7 @@ def every_case() -> tuple[Case, ...]:
         for mode in every_mode()
         for part in parts_of(mode)
         for target in TARGETS
-        if target.has(part)
+        if isinstance(part, Part) or part.runs_on(target.arch)
     )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.tiling import with_room
 from normforge.codegen.values import (
     Direction,
     DType,
@@ -25,14 +24,14 @@ from normforge.codegen.values import (
     ScaleGroup,
     ScaleLayout,
 )
+from normforge.kernels.gpu import Target
 from normforge.kernels.pipelines import window_tile
 
 from ..covering import every_mode, parametrize, uncovered
 from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
-from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
+from .compilation import NVIDIA, SM_90, TARGETS, binary_of, compiled, instance_of, register_cap, usage
 from .compile_cases import LENGTHS, SPREAD_TILES, Case
-from .rendering import kernel_of
 
 pytestmark = pytest.mark.compile
 
@@ -46,10 +45,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, "case", compile_cases.quick, compile_cases.thorough, lambda case: case.name)
 
 
-def test_compiles(case: Case, package: Path) -> None:
-    kernel = kernel_of(package, case.mode, case.part)
-    instance = instance_of(case.mode, case.n)
-    assert compile_kernel(kernel, instance, case.n, case.target, case.part, case.tile).asm[case.target.binary]
+def test_compiles(case: Case) -> None:
+    assert compiled(case.mode, case.n, case.target, case.tile, case.part).asm[binary_of(case.target)]
 
 
 @THOROUGH
@@ -83,17 +80,12 @@ def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
 
 LAYER_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 LAYER_BWD_BF16 = replace(LAYER_BF16, direction=Direction.BACKWARD)
-SM_90 = next(target for target in TARGETS if target.name == "sm_90")
 
 
 @pytest.mark.parametrize(("n", "chunks", "masked"), [(5120, 5, 0), (4096, 4, 0), (5008, 5, 1)])
-def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(
-    n: int, chunks: int, masked: int, package: Path
-) -> None:
+def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(n: int, chunks: int, masked: int) -> None:
     """A chunk of 1024 on 128 threads: one load of bf16 x, and two each of fp32 weight and bias."""
-    instance = instance_of(LAYER_BF16, n)
-    ptx = compile_kernel(kernel_of(package, LAYER_BF16, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
-    loads = [line for line in ptx.splitlines() if "ld.global" in line]
+    loads = [line for line in compiled(LAYER_BF16, n).asm["ptx"].splitlines() if "ld.global" in line]
     assert len(loads) == 5 * chunks
     assert all("v4.b32" in line for line in loads)
     assert sum("@%p" in line for line in loads) == 5 * masked
@@ -110,14 +102,13 @@ def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(
     ],
     ids=lambda mode: mode.name,
 )
-def test_lanes_have_the_same_pivot(mode: Mode, n: int, package: Path) -> None:
+def test_lanes_have_the_same_pivot(mode: Mode, n: int) -> None:
     """A sum across lanes is fused with no multiplication: each lane would round all products but its own.
 
     The mean of a gated row whose first values were large was off by 340 units.
     """
-    tile = Tile(Pipeline.ONE_PASS, 1, 4096, 16) if n > 4096 else None
-    kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
-    ptx = compile_kernel(kernel, instance_of(mode, n), n, SM_90, Pipeline.ONE_PASS, tile).asm["ptx"]
+    tile = Tile(Pipeline.ONE_PASS, 1, 4096, 16) if n > 4096 else Tile(Pipeline.ONE_PASS, 1, 1024, 4)
+    ptx = compiled(mode, n, tile=tile).asm["ptx"]
     others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
     assert others
     fused = re.findall(r"fma\.rn\.f32\s+%\w+, (.*);", ptx)
@@ -126,14 +117,10 @@ def test_lanes_have_the_same_pivot(mode: Mode, n: int, package: Path) -> None:
 
 @pytest.mark.parametrize(("n", "vector"), [(1000, "v4.b32"), (4104, "v4.b32"), (1004, "v2.b32"), (1001, None)])
 @pytest.mark.parametrize("direction", Direction)
-def test_vectors_are_as_wide_as_the_row_stride_allows(
-    n: int, vector: str | None, direction: Direction, package: Path
-) -> None:
+def test_vectors_are_as_wide_as_the_row_stride_allows(n: int, vector: str | None, direction: Direction) -> None:
     """bf16 rows of 1000 start at multiples of 16 bytes, though 16 does not divide 1000; those of 1004 at 8."""
-    mode = replace(LAYER_BF16, direction=direction)
-    instance = instance_of(mode, n)
     # The rows that x, y, dy and dx are in; weight and bias, (N,) and fp32, always have whole vectors.
-    ptx = compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
+    ptx = compiled(replace(LAYER_BF16, direction=direction), n).asm["ptx"]
     rows = [line for line in ptx.splitlines() if "global" in line and ("ld." in line or "st." in line)]
     scalar = [line for line in rows if ".b16" in line]
     if vector is None:
@@ -146,13 +133,12 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(
 
 @pytest.mark.parametrize("n", [1501, 4099])
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
-def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Path) -> None:
+def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int) -> None:
     """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = instance_of(mode, n)
-    tile = window_tile(mode, instance.tile, n, few=False)
+    tile = window_tile(mode, instance_of(mode, n).tile, n, few=False)
     # Operands of fp32 are moved by 32 bits as well.
-    ptx = compile_kernel(kernel_of(package, mode, Part.WINDOW), instance, n, SM_90, Part.WINDOW, tile).asm["ptx"]
+    ptx = compiled(mode, n, part=Part.WINDOW).asm["ptx"]
     moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
     # Of x the first chunk and the last too, so that nothing beside the row is read; a row's and the next one's.
     ends = sum(start == 0 or start + tile.block > n for start in range(0, n + 7, tile.block))
@@ -163,28 +149,24 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Pat
 
 @pytest.mark.parametrize("n", [1501, pytest.param(4099, marks=THOROUGH), 5137])
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
-def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, package: Path) -> None:
+def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int) -> None:
     """As pairs, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = instance_of(mode, n)
-    tile = window_tile(mode, instance.tile, n, few=False)
-    kernel = kernel_of(package, mode, Part.WINDOW)
-    taken = usage(compile_kernel(kernel, instance, n, SM_90, Part.WINDOW, tile, DType.BF16))
+    tile = window_tile(mode, instance_of(mode, n).tile, n, few=False)
+    taken = usage(compiled(mode, n, part=Part.WINDOW, operands=torch.bfloat16))
     assert taken.registers <= register_cap(tile)
     assert (taken.local, taken.stack) == (0, 0)
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("n", [65536, 131072, 262144])
-def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package: Path) -> None:
+def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm) -> None:
     """As pairs, beside the row at hand and the next: what sm_90 takes, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = instance_of(mode, n)
-    kernel = kernel_of(package, mode, Pipeline.SPREAD)
-    measured = dict(instance.tiles)[SM_90.name]
+    measured = dict(instance_of(mode, n).tiles)[SM_90.arch]
     spread = {tile for tile in measured.every if tile.pipeline is Pipeline.SPREAD}
     for tile in {SPREAD_TILES[Direction.FORWARD], *spread}:
-        taken = usage(compile_kernel(kernel, instance, n, SM_90, Pipeline.SPREAD, tile, DType.BF16))
+        taken = usage(compiled(mode, n, tile=tile, operands=torch.bfloat16))
         assert taken.registers <= register_cap(tile)
         assert (taken.local, taken.stack) == (0, 0)
 
@@ -204,15 +186,14 @@ MOST_FOR_REDUCTIONS = 1024
         (LAYER_BWD_BF16, 768, Tile(Pipeline.ONE_PASS, 1, 512, 2, 8, stages=3), 4 * 1024),
     ],
 )
-@pytest.mark.parametrize("target", [target for target in TARGETS if target.backend == "cuda"], ids=lambda t: t.name)
+@pytest.mark.parametrize("target", NVIDIA, ids=lambda target: target.arch)
 def test_rows_on_their_way_and_nothing_else_stand_in_shared_memory(
-    target: Target, mode: Mode, n: int, tile: Tile, row_bytes: int, package: Path
+    target: Target, mode: Mode, n: int, tile: Tile, row_bytes: int
 ) -> None:
     """Triton pipelines what it will: had it left the loop alone, or copied weight too, only a timing would tell."""
-    kernel = kernel_of(package, mode, tile.pipeline)
-    compiled = compile_kernel(kernel, instance_of(mode, n), n, target, tile.pipeline, tile, DType.BF16)
-    assert 0 <= compiled.metadata.shared - (tile.stages - 1) * row_bytes <= MOST_FOR_REDUCTIONS
-    assert "cp.async" in compiled.asm["ptx"]
+    found = compiled(mode, n, target, tile, operands=torch.bfloat16)
+    assert 0 <= found.metadata.shared - (tile.stages - 1) * row_bytes <= MOST_FOR_REDUCTIONS
+    assert "cp.async" in found.asm["ptx"]
 
 
 # KiB of a multiprocessor of sm_90, one of which CUDA keeps of each program.
@@ -221,45 +202,39 @@ SHARED_MEMORY = 228
 
 @LONG
 @THOROUGH
-@pytest.mark.parametrize("residual", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [70000, 131072])
-def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DType, package: Path) -> None:
+def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: torch.dtype) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
-    instance = instance_of(mode, n)
-    kernel = kernel_of(package, mode, Pipeline.SPREAD)
-    spread = {tile for tile in dict(instance.tiles)[SM_90.name].every if tile.pipeline is Pipeline.SPREAD}
+    tiles = dict(instance_of(mode, n).tiles)[SM_90.arch].every
+    spread = {tile for tile in tiles if tile.pipeline is Pipeline.SPREAD}
     assert spread
     for tile in (*spread, SPREAD_TILES[Direction.FORWARD], Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=6)):
-        fits = with_room(tile, (DType.BF16.itemsize, residual.itemsize), SM_90.name)
-        compiled = compile_kernel(kernel, instance, n, SM_90, Pipeline.SPREAD, fits, DType.BF16, residual)
-        assert tile.resident * (compiled.metadata.shared + 1024) <= SHARED_MEMORY * 1024
-        assert "cp.async" in compiled.asm["ptx"]
+        found = compiled(mode, n, tile=tile, operands=torch.bfloat16, residual=residual)
+        assert tile.resident * (found.metadata.shared + 1024) <= SHARED_MEMORY * 1024
+        assert "cp.async" in found.asm["ptx"]
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS], ids=lambda p: p.value)
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_a_bf16_and_an_fp16_are_added_in_fp32(target: Target, pipeline: Pipeline, package: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_a_bf16_and_an_fp16_are_added_in_fp32(target: Target, pipeline: Pipeline) -> None:
     """LLVM would add in fp16, where a large bf16 is infinite, because the sum is rounded to fp16."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
-    kernel, instance = kernel_of(package, mode, pipeline), instance_of(mode, 1024)
     tile = Tile(pipeline, 2 if pipeline is Pipeline.ROWS else 1, 1024, 4, 1)
-    compiled = compile_kernel(kernel, instance, 1024, target, pipeline, tile, DType.BF16, DType.FP16)
-    adds = re.findall(r"fadd [^%]*", compiled.asm["llir"])
+    llir = compiled(mode, 1024, target, tile, operands=torch.bfloat16, residual=torch.float16).asm["llir"]
+    adds = re.findall(r"fadd [^%]*", llir)
     assert adds
     assert not [add for add in adds if "half" in add]
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
-@pytest.mark.parametrize("target", [target for target in TARGETS if target.backend == "cuda"], ids=lambda t: t.name)
-def test_no_round_of_a_backward_loop_waits_for_a_load(target: Target, norm: Norm, package: Path) -> None:
+@pytest.mark.parametrize("target", NVIDIA, ids=lambda target: target.arch)
+def test_no_round_of_a_backward_loop_waits_for_a_load(target: Target, norm: Norm) -> None:
     """Mean and rstd are on their way as x and dy are: ptxas moves what is loaded behind the sums that come first."""
-    mode = replace(LAYER_BWD_BF16, norm=norm)
     tile = Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3)
-    kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
-    ttgir = compile_kernel(kernel, instance_of(mode, 4096), 4096, target, Pipeline.ONE_PASS, tile, DType.BF16).asm[
-        "ttgir"
-    ]
+    found = compiled(replace(LAYER_BWD_BF16, norm=norm), 4096, target, tile, operands=torch.bfloat16)
+    ttgir = found.asm["ttgir"]
     loop = ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]
     assert "tt.load" not in loop
     # Four chunks of each of x and dy, rstd, and LayerNorm's mean.
@@ -300,21 +275,19 @@ BACKWARD_MODES = (
 BACKWARD_INSTANCES = [instance_of(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
 ONE_A_PIPELINE = first_of_each(
     zip(BACKWARD_INSTANCES, BACKWARD_LENGTHS * len(BACKWARD_MODES), strict=True),
-    lambda case: (case[0].mode, dict(case[0].tiles)[SM_90.name].large.pipeline),
+    lambda case: (case[0].mode, dict(case[0].tiles)[SM_90.arch].large.pipeline),
     lambda case: f"{case[0].mode.name}-{case[1]}",
 )
 
 
 @pytest.mark.parametrize("backward", ONE_A_PIPELINE)
-def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[Instance, int], package: Path) -> None:
+def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[Instance, int]) -> None:
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
     instance, n = backward
     mode = instance.mode
     assert isinstance(mode, Mode)
-    tiles = dict(instance.tiles)
-    for tile in {instance.tile, tiles[SM_90.name].large}:
-        compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)
-        taken = usage(compiled)
+    for tile in {instance.tile, dict(instance.tiles)[SM_90.arch].large}:
+        taken = usage(compiled(mode, n, tile=tile))
         assert taken.registers <= register_cap(tile)
         assert taken.local == 0
         assert taken.stack <= PREFERRED_SPILLS.get((mode.norm, n), MOST_SPILLED[mode.fadd])
@@ -324,47 +297,38 @@ FP8_SUM = Mode(Norm.RMS, DType.FP8_E4M3FN, DType.BF16, FusedAdd.PRE_ADD_STORE)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3FN, DType.FP8_E5M2], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_an_fp8_x_is_read_by_8_bytes_a_thread_and_decoded(target: Target, dtype: DType, package: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_an_fp8_x_is_read_by_8_bytes_a_thread_and_decoded(target: Target, dtype: DType) -> None:
     """By instruction where there is one; a thread has as many values of it as 16 bytes of y."""
     mode = replace(FP8_SUM, dtype_in=dtype)
-    instance = instance_of(mode, 4096)
-    compiled = compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, 4096, target)
-    assert compiled.asm[target.binary]
-    if target.backend == "cuda":
-        ptx = compiled.asm["ptx"]
-        assert (f"cvt.rn.f16x2.{dtype.value.removeprefix('fp8_').removesuffix('fn')}x2" in ptx) is target.converts_fp8
-        assert ptx.count("ld.global.v2.b32") == 4096 // instance.tile.block
-        assert usage(compiled).local == usage(compiled).stack == 0
+    found = compiled(mode, 4096, target)
+    assert found.asm[binary_of(target)]
+    if target.is_nvidia:
+        ptx = found.asm["ptx"]
+        word = dtype.value.removeprefix("fp8_").removesuffix("fn")
+        assert (f"cvt.rn.f16x2.{word}x2" in ptx) is target.converts_to_fp8
+        assert ptx.count("ld.global.v2.b32") == 4096 // instance_of(mode, 4096).tile.block
+        assert usage(found).local == usage(found).stack == 0
 
 
-def test_an_fp8_x_is_multiplied_before_it_is_added(package: Path) -> None:
+def test_an_fp8_x_is_multiplied_before_it_is_added() -> None:
     """Each product by itself, plus zero: left as a product, it and the residual would be rounded once."""
-    instance = instance_of(FP8_SUM, 4096)
-    kernel = kernel_of(package, FP8_SUM, instance.tile.pipeline)
-    ptx = compile_kernel(kernel, instance, 4096, SM_90).asm["ptx"]
+    ptx = compiled(FP8_SUM, 4096).asm["ptx"]
     products = re.findall(r"fma\.rn\.f32\s+%r\d+, (%r\d+), (%r\d+), 0f00000000;", ptx)
     # Of the squares the first of each sum are added to zero as well.
-    assert sum(value != scale for value, scale in products) == 4096 // (instance.tile.warps * 32)
+    assert sum(value != scale for value, scale in products) == 4096 // (instance_of(FP8_SUM, 4096).tile.warps * 32)
 
 
 @pytest.mark.parametrize("n", [128, 768])
-def test_each_thread_reads_the_scales_of_its_rows_once(n: int, package: Path) -> None:
+def test_each_thread_reads_the_scales_of_its_rows_once(n: int) -> None:
     """Of a column a thread would read one for each value of the row that it holds: 16."""
     mode = replace(FP8_SUM, fadd=FusedAdd.NONE)
-    instance = instance_of(mode, n)
-    ptx = compile_kernel(kernel_of(package, mode, Pipeline.ROWS), instance, n, SM_90, Pipeline.ROWS).asm["ptx"]
-    assert ptx.count("ld.global.b32") <= instance.tile.rows
+    assert compiled(mode, n).asm["ptx"].count("ld.global.b32") <= instance_of(mode, n).tile.rows
 
 
-def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> None:
+def test_fp8_is_converted_by_instruction_where_there_is_one() -> None:
     mode = Mode(Norm.LAYER, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
-    instance = instance_of(mode, 4096)
-    texts = {
-        target.name: compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, 4096, target).asm["ptx"]
-        for target in TARGETS
-        if target.binary == "cubin"
-    }
+    texts = {target.arch: compiled(mode, 4096, target).asm["ptx"] for target in NVIDIA}
     instruction = "cvt.rn.satfinite.e4m3x2.f32"
     assert {name: instruction in ptx for name, ptx in texts.items()} == {"sm_80": False, "sm_90": True, "sm_100": True}
 
@@ -390,16 +354,14 @@ _SCALED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scaled", _SCALED.values(), ids=_SCALED)
-def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str, Any], package: Path) -> None:
+def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str, Any]) -> None:
     """No barrier beyond those of a kernel whose scale is given: a warp of this tile has a group of each chunk."""
     static = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
     grouped = replace(static, fquant=FusedQuant.DYNAMIC, **scaled)
     tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
 
     def barriers(mode: Mode) -> int:
-        kernel = kernel_of(package, mode, tile.pipeline)
-        ptx = compile_kernel(kernel, instance_of(mode, 4096), 4096, SM_90, tile=tile).asm["ptx"]
-        return len(re.findall(r"bar\.sync", str(ptx)))
+        return len(re.findall(r"bar\.sync", compiled(mode, 4096, tile=tile).asm["ptx"]))
 
     assert barriers(grouped) == barriers(static)
 
@@ -407,7 +369,7 @@ def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str,
 _IN_CHUNKS = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
 
 
-def _ptx_of_chunks(package: Path, n: int) -> str:
+def _ptx_of_chunks(n: int) -> str:
     """PTX of a row in chunks of 1024, with a scale for each group of 128."""
     mode = Mode(
         Norm.RMS,
@@ -417,31 +379,28 @@ def _ptx_of_chunks(package: Path, n: int) -> str:
         FusedQuant.DYNAMIC,
         group_size=ScaleGroup.G128,
     )
-    kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
-    return str(compile_kernel(kernel, instance_of(mode, n), n, SM_90, tile=_IN_CHUNKS).asm["ptx"])
+    return str(compiled(mode, n, tile=_IN_CHUNKS).asm["ptx"])
 
 
-def test_chunks_with_scales_of_groups_are_under_way_together(package: Path) -> None:
+def test_chunks_with_scales_of_groups_are_under_way_together() -> None:
     """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
-    ptx = _ptx_of_chunks(package, 5120)
+    ptx = _ptx_of_chunks(5120)
     assert ptx.rindex("ld.global") < ptx.index("@there st.global")
     assert "div.rn" not in ptx
 
 
-def test_addresses_of_scales_are_multiplied_once_a_row(package: Path) -> None:
+def test_addresses_of_scales_are_multiplied_once_a_row() -> None:
     def multiplications(n: int) -> int:
-        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(package, n)))
+        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(n)))
 
     assert multiplications(7168) == multiplications(5120)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3FN, DType.FP8_E5M2])
-def test_saturating_keeps_nan(dtype: DType, package: Path) -> None:
+def test_saturating_keeps_nan(dtype: DType) -> None:
     """NumPy's minima return NaN whatever is asked, so that the interpreter cannot tell; PTX's do where they say so."""
     mode = Mode(Norm.RMS, DType.BF16, dtype, fquant=FusedQuant.STATIC)
-    instance = instance_of(mode, 4096)
-    kernel = kernel_of(package, mode, instance.tile.pipeline)
-    texts = {target.name: compile_kernel(kernel, instance, 4096, target).asm["ptx"] for target in TARGETS[:2]}
+    texts = {target.arch: compiled(mode, 4096, target).asm["ptx"] for target in TARGETS[:2]}
     for text in texts.values():
         assert not re.findall(r"(?:min|max)\.f32", text)
     # One instruction for both ends, and one for two values, which keeps NaN too.

@@ -12,24 +12,23 @@ import torch
 from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.calls.check import check
 from normforge.calls.plan import Plan
-from normforge.kernels.gpu import Target, named_target
+from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 
 from ..thorough import THOROUGH
-from .compilation import TARGETS, usage
+from .compilation import SM_90, TARGETS, usage
 
 pytestmark = pytest.mark.compile
 
 TOKENS, HEADS, ALL_HEADS = 16, 32, 48
 MANY = 8192 * HEADS
 
-NVIDIA = [target.name for target in TARGETS if target.backend == "cuda"]
 WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4|global_(?:load|store)_dwordx4")
 # What a division of 64 bits comes to, or one of 32.
 DIVISION = re.compile(r"\bdiv\.[su](?:32|64)|v_rcp_iflag")
 
 
-def compiled(function: str, m: int, target: Target, x: torch.Tensor, **given: Any) -> Any:
+def compiled(function: str, m: int, x: torch.Tensor, target: Target = SM_90, **given: Any) -> Any:
     """The kernel that walks the rows of a call, of so many rows."""
     n, per_row = x.shape[-1], torch.empty(x.shape[:-1])
     given |= {"x": x, "weight": torch.empty(n, dtype=x.dtype)}
@@ -60,14 +59,14 @@ CASES: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
 @pytest.mark.parametrize("m", [MANY, pytest.param(8, marks=THOROUGH)], ids=["many", "few"])
 @pytest.mark.parametrize("n", [128, *[pytest.param(n, marks=THOROUGH) for n in (64, 256)]])
 @pytest.mark.parametrize("function", CASES)
-@pytest.mark.parametrize("arch", [target.name for target in TARGETS])
-def test_heads_are_moved_as_rows_of_one_stride_are(arch: str, function: str, n: int, m: int) -> None:
-    target, x = named_target(arch, None), heads(n)
-    plain = compiled(function, m, target, x[:, 0])
-    walked = compiled(function, m, target, x, **CASES[function](x))
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_heads_are_moved_as_rows_of_one_stride_are(target: Target, function: str, n: int, m: int) -> None:
+    x = heads(n)
+    plain = compiled(function, m, x[:, 0], target)
+    walked = compiled(function, m, x, target, **CASES[function](x))
     assert len(WIDE.findall(text(walked))) == len(WIDE.findall(text(plain)))
     assert not DIVISION.search(text(walked))
-    if arch in NVIDIA:
+    if target.is_nvidia:
         assert usage(walked).local == 0
         # A multiprocessor holds as many programs.
         assert usage(walked).registers <= max(usage(plain).registers + 8, 64)
@@ -75,17 +74,14 @@ def test_heads_are_moved_as_rows_of_one_stride_are(arch: str, function: str, n: 
 
 def test_rows_beyond_an_i32_are_divided() -> None:
     """Their reciprocal would not be exact."""
-    x = heads(128)
-    found = compiled("rmsnorm2d_fwd", MOST_ROWS_IN_I32 + 1, named_target("sm_90", None), x)
-    assert DIVISION.search(text(found))
+    assert DIVISION.search(text(compiled("rmsnorm2d_fwd", MOST_ROWS_IN_I32 + 1, heads(128))))
 
 
 def test_three_strides_and_one_are_one_kernel_each() -> None:
     """Sizes and strides are arguments, so that other ones compile nothing."""
-    target = named_target("sm_90", None)
 
     def keys(x: torch.Tensor) -> set[Any]:
-        plan = Plan(check("rmsnorm2d_fwd", {"x": x}), (), target)
+        plan = Plan(check("rmsnorm2d_fwd", {"x": x}), (), SM_90)
         return {launcher.key for launcher in plan.prepared(MANY).launchers}
 
     one, two = keys(heads(128)[:, 0]), keys(heads(128))
