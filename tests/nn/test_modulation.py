@@ -7,7 +7,6 @@ import torch
 
 import normforge
 from normforge.calls import road
-from normforge.errors import ShapeError
 from proving.cases import Case, cases, check, close, doubled, formula, operands
 
 from ..calling import each_device
@@ -68,19 +67,3 @@ def test_a_gradient_of_the_sum_alone() -> None:
 def test_no_rows() -> None:
     x, scale, shift = torch.empty(0, 3, 8), torch.empty(0, 8), torch.randn(8)
     assert normforge.modulated_rms_norm(x, scale, shift).shape == (0, 3, 8)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (8, 3), (3, 8), (1, 8), (2, 1, 8)], ids=str)
-def test_a_modulation_that_fits_no_rows_is_refused(shape: tuple[int, ...]) -> None:
-    x, vector = torch.randn(2, 3, 8), torch.randn(8)
-    problem = rf"has shape {tuple(shape)} and x \(2, 3, 8\); it takes \(2, 8\) or \(2, 3, 8\) or \(8,\)".replace(
-        str(shape), str(shape).replace("(", r"\(").replace(")", r"\)")
-    )
-    for name, given in {
-        "scale": (torch.randn(shape), vector),
-        "shift": (vector, torch.randn(shape)),
-    }.items():
-        with pytest.raises(ShapeError, match=f"{name} {problem}"):
-            normforge.modulated_layer_norm(x, *given)
-    with pytest.raises(ShapeError, match=f"gate {problem}"):
-        normforge.modulated_layer_norm(x, vector, vector, gate=torch.randn(shape), residual=x)

@@ -13,7 +13,6 @@ import torch
 import torch.fx.experimental.proxy_tensor
 
 import normforge
-from normforge import errors
 from normforge.calls.row_layout import walkable
 from normforge.families.plain import as_operands
 from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
@@ -234,18 +233,6 @@ def test_a_patched_norm_takes_options_too() -> None:
     expected = normforge.rms_norm(x, (N,), norm.weight, EPS, weight_offset=1.0, x_bias=norm.x_bias)
     assert torch.equal(model(x), expected)
     assert not torch.equal(expected, plain)
-
-
-@pytest.mark.parametrize("norm", MODULES)
-def test_options_that_a_module_cannot_have(norm: str) -> None:
-    with pytest.raises(
-        errors.ConflictError, match=r"^weight_offset=1.0 is added to weight and elementwise_affine=False"
-    ):
-        module_of(norm, weight_offset=1.0, elementwise_affine=False)
-    with pytest.raises(
-        errors.ConflictError, match=r"^cast='early' is no mode; it takes 'after_weight', 'before_weight'"
-    ):
-        module_of(norm, cast="early")
 
 
 def test_rows_rounded_to_the_product_take_the_other_options() -> None:

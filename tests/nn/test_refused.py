@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import normforge
-from normforge.errors import ConflictError, DeviceError, DTypeError, ShapeError
+from normforge.errors import ConflictError, DeviceError, DTypeError, LayoutError, ShapeError
 from normforge.selection import dispatch
 
 from .oracle import FUNCTIONS
 
+MODULES = (normforge.LayerNorm, normforge.RMSNorm)
+ADDING = (normforge.AddLayerNorm, normforge.AddRMSNorm)
 X, IMAGES, VECTOR = torch.randn(3, 40), torch.randn(2, 8, 3, 3), torch.randn(40)
+ROWS, SAMPLES = torch.randn(2, 3, 8), dict.fromkeys(("scale", "shift", "gate"), torch.randn(8))
 
 # A good call of each kind.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -23,10 +28,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gated, in groups": (normforge.gated_layer_norm, {"x": X, "gate": X, "group_size": 8}),
     "gated rms": (normforge.gated_rms_norm, {"x": X, "gate": X}),
     "modulated": (normforge.modulated_layer_norm, {"x": X, "scale": VECTOR, "shift": VECTOR}),
+    "modulated rows": (normforge.modulated_layer_norm, {"x": ROWS, "residual": ROWS, **SAMPLES}),
     "modulated rms": (normforge.modulated_rms_norm, {"x": X, "scale": VECTOR, "shift": VECTOR}),
     "l2": (normforge.l2_norm, {"x": X}),
     "module": (normforge.GatedRMSNorm, {"hidden_size": 24}),
     "layer module": (normforge.GatedLayerNorm, {"hidden_size": 24}),
+    "group module": (normforge.GroupNorm, {"num_groups": 2, "num_channels": 8}),
+    "module's call": (normforge.RMSNorm(40), {"x": X}),
+    "adding module's call": (normforge.AddRMSNorm(40), {"x": X, "residual": X}),
+    **{f"{cls.__name__} module": (cls, {"normalized_shape": 40}) for cls in (*MODULES, *ADDING)},
 }
 for norm, function in FUNCTIONS.items():
     beside = {"residual": X} if norm.startswith("add") else {"normalized_shape": (40,)}
@@ -38,6 +48,10 @@ _INDIVISIBLE = "Expected number of channels in input to be divisible by num_grou
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("group", {"num_groups": 3}, ShapeError, _INDIVISIBLE),
     ("group", {"num_groups": 0}, ShapeError, "num_groups is 0"),
+    *(
+        ("group", {"num_groups": wrong}, ShapeError, "it takes a whole number")
+        for wrong in (np.float64(2), torch.tensor(2.0), "2", True)
+    ),
     ("group", {"weight": torch.ones(7)}, ShapeError, r"weight has shape \(7,\); it takes \(8,\)"),
     ("group", {"bias": torch.ones(1, 8)}, ShapeError, r"bias has shape \(1, 8\); it takes \(8,\)"),
     ("group", {"x": IMAGES[0, :, 0, 0]}, ShapeError, "at least 2 dimensions"),
@@ -69,7 +83,52 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("module", {"group_size": 7}, ShapeError, "group_size=7 and hidden_size=24; it takes a divisor of that"),
     ("layer module", {"activation": "gelu"}, ConflictError, "activation='gelu'"),
     ("module", {"norm_before_gate": 2}, ConflictError, "norm_before_gate=2"),
+    ("group module", {"activation": "relu"}, ConflictError, "activation='relu'"),
+    ("module's call", {"x": X[:, :32]}, ShapeError, r"normalized_shape is \(40,\) and x has shape \(3, 32\)"),
+    ("adding module's call", {"residual": X[:1]}, ShapeError, r"residual has shape \(1, 40\)"),
+    *(
+        (f"{cls.__name__} module", bad, ConflictError, says)
+        for cls in (*MODULES, *ADDING)
+        for bad, says in (
+            ({"weight_offset": 1.0, "elementwise_affine": False}, "^weight_offset=1.0 is added to weight and elem"),
+            ({"cast": "early"}, "^cast='early' is no mode; it takes 'after_weight', 'before_weight'"),
+        )
+    ),
+    *(
+        (f"{cls.__name__} module", {"dropout_p": p}, ConflictError, "^dropout_p=.* will not do; it takes a number from")
+        for cls in ADDING
+        for p in (1.0, -0.1, "half")
+    ),
+    ("layer", {"x": X.int()}, DTypeError, r"x has dtype torch\.int32.*torch\.bfloat16"),
+    ("layer", {"x": [1.0]}, DTypeError, r"x is a list.*torch\.Tensor"),
+    ("layer", {"x": X.to_sparse()}, LayoutError, r"x is in layout torch\.sparse_coo"),
+    ("layer", {"normalized_shape": (32,)}, ShapeError, r"normalized_shape is \(32,\).*\(3, 40\)"),
+    ("rms", {"normalized_shape": (2, 40)}, ShapeError, r"normalized_shape is \(2, 40\).*\(3, 40\)"),
+    ("rms", {"x": VECTOR, "normalized_shape": (1, 40)}, ShapeError, r"normalized_shape is \(1, 40\).*\(40,\)"),
+    ("layer", {"normalized_shape": ()}, ShapeError, r"normalized_shape is \(\).*one or more"),
+    *(
+        ("layer", {"normalized_shape": wrong}, DTypeError, "normalized_shape is .*tuple of integers")
+        for wrong in (40, {0: 40}, {40}, "(", "40", (40.0,), (np.float64(40),))
+    ),
+    ("layer", {"weight": VECTOR[:5]}, ShapeError, r"weight has shape \(5,\).*\(40,\)"),
+    ("rms", {"normalized_shape": (3, 40)}, ShapeError, r"weight has shape \(40,\).*\(3, 40\)"),
+    ("layer", {"bias": torch.ones(41)}, ShapeError, r"bias has shape \(41,\).*\(40,\)"),
+    ("rms", {"weight": VECTOR.int()}, DTypeError, r"weight has dtype torch\.int32"),
+    ("rms", {"weight": VECTOR.to("meta")}, DeviceError, "weight is on meta.*x on cpu"),
+    ("layer", {"eps": -1.0}, ConflictError, r"eps=-1\.0.*at least 0"),
+    ("rms", {"eps": "small"}, ConflictError, "eps='small'.*a number"),
+    ("layer", {"eps": None}, ConflictError, "eps=None.*a number"),
+    ("add_layer", {"residual": X[0]}, ShapeError, r"residual has shape \(40,\).*x's shape"),
+    ("add_rms", {"residual": None}, DTypeError, r"residual is a NoneType.*torch\.Tensor"),
+    ("add_rms", {"residual": X.long()}, DTypeError, r"residual has dtype torch\.int64"),
+    ("add_layer", {"residual": X.to("meta")}, DeviceError, "residual is on meta.*x on cpu"),
+    ("add_rms", {"weight": VECTOR[:5]}, ShapeError, r"weight has shape \(5,\).*\(40,\)"),
 ]
+# A modulation that fits no rows.
+for shape in ((2, 3), (8, 3), (3, 8), (1, 8), (2, 1, 8)):
+    fits = f"has shape {shape} and x (2, 3, 8); it takes (2, 8) or (2, 3, 8) or (8,)"
+    for name in ("scale", "shift", "gate"):
+        BAD.append(("modulated rows", {name: torch.ones(shape)}, ShapeError, re.escape(f"{name} {fits}")))
 
 
 # Of every function of plain norms, and of those that drop.
@@ -99,17 +158,22 @@ BAD += [(norm, *row) for norm in FUNCTIONS for row in OPTIONS]
 BAD += [(f"{norm}, dropped", *row) for norm in ("add_layer", "add_rms") for row in DROPPING]
 
 
-@pytest.mark.parametrize(("call", "bad", "error", "says"), BAD)
-def test_what_is_refused(call: str, bad: dict[str, Any], error: type[Exception], says: str) -> None:
-    """Alike each time, without a draw of random numbers."""
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_refused(call: str) -> None:
+    """Alike before any call and after good ones, recorded or not, without a draw of random numbers."""
     function, good = CALLS[call]
     dispatch.forget()
-    messages = set()
-    for _ in range(2):
+    messages = []
+    for recorded in (None, False, True):
+        if recorded is not None:
+            function(**good | ({"x": good["x"].clone().requires_grad_(recorded)} if "x" in good else {}))
         before = torch.get_rng_state()
-        with pytest.raises(error, match=says) as refusal:
-            function(**(good | bad))
+        said = []
+        for name, bad, error, says in BAD:
+            if name == call:
+                with pytest.raises(error, match=says) as refusal:
+                    function(**(good | bad))
+                said.append(str(refusal.value))
         assert torch.equal(torch.get_rng_state(), before)
-        messages.add(str(refusal.value))
-        function(**good)
-    assert len(messages) == 1
+        messages.append(said)
+    assert messages[0] == messages[1] == messages[2] != []
