@@ -19,8 +19,8 @@ from normforge.upstream import triton_launcher
 
 from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
 from .shared import there
-from .test_bad_arguments import CASES, Case
-from .test_known_calls import GOOD, launchers, refusal
+from .test_bad_arguments import CASES, GOOD, Case, refusal
+from .test_known_calls import launchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 

@@ -9,8 +9,9 @@ import torch
 
 import normforge
 from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
+from normforge.errors import GradientError
 
-from ..calling import FORWARD, each_norm, same_bits
+from ..calling import FORWARD, each_norm, printed, same_bits
 
 M, N = 3, 100
 
@@ -53,6 +54,22 @@ def test_a_mode_as_word_integer_and_enum(
 def test_codes_are_those_of_ck_tile() -> None:
     assert [mode.code for mode in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE, FusedAdd.PRE_ADD)] == [0, 1, 2]
     assert [mode.code for mode in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC)] == [0, 1, 2]
+
+
+def test_which_says_what_the_functional_api_would_run(x: torch.Tensor) -> None:
+    trained = x.clone().requires_grad_()
+    with pytest.raises(GradientError, match=r"^x requires a gradient and the forward functions compute none"):
+        normforge.which(trained)
+    assert normforge.which(trained, functional=True) == normforge.which(x, functional=True) == normforge.which(x)
+
+
+def test_which_says_torch_where_no_kernel_runs() -> None:
+    program = (
+        "import torch, normforge; x = torch.randn(3, 64); "
+        "print(normforge.which(x, functional=True), normforge.which(x)); "
+        "print(normforge.which(x, norm='rms', functional=True))"
+    )
+    assert printed(program, TRITON_INTERPRET=None).split() == ["torch", "ln_fwd_fp32_n128", "torch"]
 
 
 def test_norm_as_word_and_enum(x: torch.Tensor) -> None:
