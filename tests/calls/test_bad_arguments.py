@@ -28,7 +28,6 @@ PERMUTED = torch.zeros(2, 2, 2, 2, 64).permute(3, 2, 1, 0, 4)
 META = torch.zeros(3, 64, device="meta")
 
 INT8 = torch.zeros(3, 64, dtype=torch.int8)
-SMOOTH = {"fquant": "smooth_dynamic", "smooth_scale": N}
 STORE = {"fadd": "pre_add_store", "residual": X.clone()}
 
 # The arguments, the error, and what its message must say; the call is LayerNorm's on x unless said otherwise.

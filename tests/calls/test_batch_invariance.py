@@ -1,6 +1,5 @@
 """Under batch invariance a row's results have the same bits in every batch, wherever it stands and lies."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -156,33 +155,6 @@ def test_known_calls_are_of_one_kind() -> None:
             assert agree()
         assert not agree()
     assert agree()
-
-
-def test_another_thread_is_not_within() -> None:
-    """Nor is another task; each takes its own plans meanwhile."""
-    assert agree()
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.extend([agree(), agree()]))
-    thread.start()
-    thread.join()
-    assert found == [False, False]
-    assert agree()
-
-    async def inside(started: asyncio.Event, done: asyncio.Event) -> bool:
-        with normforge.batch_invariant(False):
-            started.set()
-            await done.wait()
-            return agree()
-
-    async def both() -> tuple[bool, bool]:
-        started, done = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(inside(started, done))
-        await started.wait()
-        own = agree()
-        done.set()
-        return own, await task
-
-    assert asyncio.run(both()) == (True, False)
 
 
 def test_a_backward_pass_is_as_its_forward_pass_was() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import normforge
-from normforge import errors, reference
+from normforge import reference
 from normforge.codegen.values import Cast
 from normforge.families import plain_calls
 
@@ -98,14 +98,6 @@ def test_of_fp32_rows_nothing_is_rounded_whatever_their_sum_is_stored_in() -> No
         backward(y, dy)
         found.append((y, leaf.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None)
-
-
-@each_function
-def test_another_word_is_refused(norm: str) -> None:
-    x = torch.randn(M, N).half()
-    message = r"^cast='first' is no mode; it takes 'after_weight', 'before_weight'$"
-    with pytest.raises(errors.ConflictError, match=message):
-        run(norm, x, x, torch.ones(N), "first")
 
 
 @each_half

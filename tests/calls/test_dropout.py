@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from typing import Any
 
@@ -127,44 +126,6 @@ def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
         out = torch.empty(64, device=device)
         draw_kernel[(1,)](out, state, row, 64)
         assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
-
-
-@pytest.mark.parametrize("p", [0.1, *(pytest.param(p, marks=THOROUGH) for p in (1e-4, 0.5, 0.9, 1 - 2**-24))])
-def test_p_is_how_many_are_dropped(p: float) -> None:
-    """Over five thousand rows and columns the number of those dropped is within five standard deviations."""
-    mask = dropout_mask((5000, 1000), p, torch.tensor([3, 4]))
-    dropped, expected = float((~mask).sum()), p * mask.numel()
-    assert abs(dropped - expected) <= 5 * (mask.numel() * p * (1 - p)) ** 0.5 + 1
-
-
-def test_rows_and_columns_are_dropped_alike() -> None:
-    """Each row's and column's count is binomial: the sum of squared deviations is a chi-squared one's, both ways."""
-    p, m, n = 0.3, 2000, 1000
-    dropped = (~dropout_mask((m, n), p, torch.tensor([5, 6]))).double()
-    for counts, each in ((dropped.sum(0), m), (dropped.sum(1), n)):
-        squared = float(((counts - each * p) ** 2 / (each * p * (1 - p))).sum())
-        assert abs(squared - len(counts)) <= 5 * (2 * len(counts)) ** 0.5
-
-
-def correlation(a: torch.Tensor, b: torch.Tensor, p: float) -> float:
-    """Of two masks, in standard deviations of that of independent ones."""
-    a, b = a.double() - (1 - p), b.double() - (1 - p)
-    return float((a * b).mean() / (p * (1 - p)) * math.sqrt(a.numel()))
-
-
-def test_elements_are_dropped_independently() -> None:
-    p, n = 0.4, 1024
-    mask = dropout_mask((1024, n), p, torch.tensor([11, 12]))
-    lags = [correlation(mask[:, lag:], mask[:, :-lag], p) for lag in (*range(1, 18), 64, 512)]
-    rows = [correlation(mask[lag:], mask[:-lag], p) for lag in (1, 2, 3, 8, 512)]
-    # Within the eight that share one draw, each pair by itself.
-    eights = mask.view(-1, 8)
-    pairs = [correlation(eights[:, i], eights[:, j], p) for i in range(8) for j in range(i)]
-    others = [
-        correlation(mask, dropout_mask((1024, n), p, torch.tensor(state)), p)
-        for state in ([12, 12], [10, 12], [11, 13], [11, 11], [12, 11], [11 + 2**32, 12], [11, 12 + 2**32])
-    ]
-    assert max(map(abs, (*lags, *rows, *pairs, *others))) < 5.0
 
 
 @pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])

@@ -88,14 +88,6 @@ def test_rows_are_quantised(case: Case, dtype: torch.dtype, device: str) -> None
 
 
 @each_device
-@pytest.mark.parametrize("n", [N, 51])
-@pytest.mark.parametrize("mix", MIXES, ids="-".join)
-def test_a_modulation_may_be_of_samples_of_rows_or_of_all(mix: tuple[str, str, str], n: int, device: str) -> None:
-    for case in cases("modulated", vary=("norm",), **{**USUAL, "shape": (2, 3, n)}, sharing=mix):
-        check(case, device, fquant="dynamic")
-
-
-@each_device
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -121,9 +113,10 @@ def test_an_offset_of_the_weight(device: str) -> None:
 
 @each_device
 @pytest.mark.parametrize("mix", MIXES, ids="-".join)
-def test_many_short_rows_are_quantised(mix: tuple[str, str, str], device: str) -> None:
-    """So many that a program takes several, and samples end within one."""
-    for case in cases("modulated", vary=("norm",), **{**USUAL, "shape": (2, 151, 24)}, sharing=mix):
+@pytest.mark.parametrize("shape", [(2, 3, 51), (2, 151, 24)], ids=str)
+def test_short_rows_are_quantised(shape: tuple[int, ...], mix: tuple[str, str, str], device: str) -> None:
+    """A few, and so many that a program takes several and samples end within one."""
+    for case in cases("modulated", vary=("norm",), **{**USUAL, "shape": shape}, sharing=mix):
         check(case, device, fquant="dynamic")
 
 

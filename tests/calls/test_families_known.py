@@ -11,11 +11,9 @@ import torch
 import normforge
 from normforge.calls import known, road
 from normforge.calls.plan import Plan
-from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, Norm
 from normforge.errors import ConflictError, ShapeError
 from normforge.families.gated import row as gated
-from proving.cases import LAYOUTS, Case, Tensors, cases, check, close, doubled, formula, operands
+from proving.cases import Case, Tensors, cases, close, doubled, formula, operands
 
 from ..calling import each_device, same_bits
 
@@ -99,19 +97,6 @@ def test_a_known_call_whose_operands_do_not_fit_is_refused() -> None:
 
 
 @each_device
-@pytest.mark.parametrize("case", [MODULATED, GATED, GATED.but(group_size=16)], ids=str)
-def test_an_operand_may_start_anywhere(case: Case, device: str) -> None:
-    for name, seed in product((*operands(case), "dy"), range(2)):
-        given = operands(case, device, seed)
-        arriving = [torch.randn_like(given["x"]) for _ in range(1 + ("residual" in given))]
-        if name == "dy":
-            arriving[0] = LAYOUTS["offset"](arriving[0])
-        else:
-            given[name] = LAYOUTS["offset"](given[name].detach()).requires_grad_()
-        check(case, given, arriving)
-
-
-@each_device
 def test_a_row_has_the_same_bits_whatever_it_shares_its_modulation_with(device: str) -> None:
     x, scale, shift = torch.randn(6, N, device=device), *torch.randn(2, N, device=device)
     for_all = normforge.modulated_layer_norm(x, scale, shift)
@@ -121,15 +106,6 @@ def test_a_row_has_the_same_bits_whatever_it_shares_its_modulation_with(device: 
     assert same_bits(for_all, of_each)
     assert same_bits(for_all, of_samples.view(6, N))
     assert same_bits(for_all[2], alone)
-
-
-def test_a_call_of_today_asks_for_nothing_new() -> None:
-    """Kernels of modes without a gate or modulation have no parameter of them."""
-    normforge.layer_norm(torch.randn(3, N), (N,))
-    (plan,) = known.all_plans()
-    assert plan.mode == Mode(Norm.LAYER, DType.FP32, DType.FP32)
-    names = plan.prepared(3).launchers[0].kernel.arg_names
-    assert not any(word in name for name in names for word in ("gate", "scale", "shift"))
 
 
 @each_device
@@ -182,15 +158,3 @@ def test_kernels_that_calls_take_are_listed_before(mode: str, misaligned: tuple[
     assert str(types["scale_ptr"]).endswith(":16") is (misaligned == ())
     assert {"shift_ptr", "gate_ptr"} | ({"y_scale_ptr"} if "int8" in mode else set()) <= types.keys()
     assert types["weight_ptr"] is None
-
-
-@each_device
-@pytest.mark.parametrize(("n", "rows", "block"), [(64, 8, 64), (33, 8, 64), (65, 4, 128), (3, 32, 16)])
-def test_tiles_of_short_rows_are_no_wider_than_those(n: int, rows: int, block: int, device: str) -> None:
-    """By the tiles of 128 columns, with 4 rows forward and 8 backward; the last tile has a few rows."""
-    case = GATED.but(shape=(300, n))
-    check(case, operands(case, device))
-    for plan in [plan for plan in known.all_plans() if isinstance(plan, Plan)]:
-        constants = dict(plan.prepared(300).launchers[0].key.arguments)
-        factor = 2 if plan.mode.is_backward else 1
-        assert (constants["ROWS"], constants["BLOCK"]) == (rows * factor, block)

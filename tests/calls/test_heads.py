@@ -150,20 +150,6 @@ def test_layouts(n: int, layout: str) -> None:
     check_gradients("layer", torch.randn(x.shape), x, None)
 
 
-@each_norm
-def test_every_tensor_has_strides_of_its_own(norm: str) -> None:
-    """One stride, two of a packed tensor, two of a transposed one: each kernel walks each tensor by its own."""
-    n, shape = 40, (TOKENS, QUERIES, 40)
-    x, residual = Packed(n).filled("queries").queries, torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
-    out, residual_out = _within((TOKENS, QUERIES, n + 9), shape), _within((TOKENS, QUERIES + 2, n), shape)
-    expected = ORACLE[norm](x, residual=residual, fadd="pre_add_store")
-    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "out": out, "residual_out": residual_out}
-    assert normforge.which(x, norm=norm, **given)
-    agree(FORWARD[norm](x, **given), expected)
-    for order in ((x, residual, out), (out, x, residual), (residual, out, x)):
-        check_gradients(norm, *order)
-
-
 @pytest.mark.parametrize("m", [9, *[pytest.param(m, marks=THOROUGH) for m in (1, 7, 8, 33)]])
 def test_any_number_of_tokens(m: int) -> None:
     """Programs take 16 rows of this length each, and 3 heads do not divide that."""

@@ -12,7 +12,6 @@ import normforge
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
 from normforge.codegen.values import DType, Norm, Rounding
-from normforge.errors import LayoutError
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
@@ -162,25 +161,6 @@ def test_another_mode_is_another_kind_of_call(norm: str, arguments: Any, other: 
     usual = arguments(norm)
     for given in (usual, usual | other, usual):
         check(norm, given)
-
-
-def test_another_type_of_the_biass_gradient_is_another_kind_of_call() -> None:
-    usual = {**backward("layer"), "wants": (*WANTS, "dbias")}
-    for given in (usual, usual | {"bias_dtype": torch.float16}, usual):
-        check("layer", given)
-
-
-@pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
-def test_an_output_never_replaces_a_vector(name: str) -> None:
-    """Not where x is one row, either, whose shape is the vector's."""
-    vector = torch.randn(N)
-    modes = {"fquant": 1, "out_dtype": torch.int8} if name == "smooth_scale" else {}
-    out = torch.zeros(N, dtype=torch.int8) if modes else torch.zeros(N)
-    given = {"x": torch.randn(N), name: vector, **modes}
-    FORWARD["layer"](**given, out=out)
-    for _ in range(2):
-        with pytest.raises(LayoutError, match=f"out overlaps {name}"):
-            FORWARD["layer"](**given, out=vector.view(torch.int8)[:N] if modes else vector)
 
 
 # For at most 6 rows another kernel than for more, and for at most 12 a third where a table has it; M, and warps.

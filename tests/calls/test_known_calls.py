@@ -22,7 +22,6 @@ from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
-from ..thorough import THOROUGH
 from .shared import there
 from .test_bad_arguments import N, X, refusal
 
@@ -81,41 +80,6 @@ def test_rows_between_which_others_stand_are_no_more_than_fit_there(norm: str, n
         call(m, (192, 64))
 
 
-@pytest.mark.parametrize("where", ["x", "residual", "the same memory as x"])
-def test_an_output_may_still_replace_an_input(where: str, checked: list[tuple[int, ...]]) -> None:
-    for again in (False, True):
-        x, residual = torch.randn(3, 64), torch.randn(3, 64)
-        out = {"x": x, "residual": residual, "the same memory as x": x[:]}[where]
-        expected = ORACLE["layer"](x, N, residual=residual, fadd=1)
-        checked.clear()
-        actual = normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=torch.empty(3, 64))
-        assert actual.y is out
-        agree(actual, expected)
-        assert bool(checked) == (not again)
-
-
-def test_outputs_whose_rows_lie_between_those_of_an_input_are_known(checked: list[tuple[int, ...]]) -> None:
-    """Their extents meet, and their rows do not: rows of another offset are still refused."""
-    for again in (False, True):
-        x, out, total, residual = torch.randn(3, 4, 64).unbind(1)
-        expected = ORACLE["layer"](x, N, residual=residual, fadd=1)
-        checked.clear()
-        agree(normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=total), expected)
-        assert bool(checked) == (not again)
-    memory = torch.randn(3 * 256 + 4)
-    x, over = (memory[start : start + 3 * 256].view(3, 256)[:, :64] for start in (0, 4))
-    with pytest.raises(errors.LayoutError, match="out overlaps x"):
-        normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=over, residual_out=total)
-
-
-def test_a_known_call_counts_what_it_writes_to() -> None:
-    for _ in range(3):
-        out, residual_out = torch.zeros(3, 64), torch.zeros(3, 64)
-        before = out._version, residual_out._version
-        normforge.layernorm2d_fwd(X, residual=X.clone(), fadd=1, out=out, residual_out=residual_out)
-        assert (out._version, residual_out._version) == (before[0] + 1, before[1] + 1)
-
-
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "with statistics": {"save_mv": True},
@@ -139,21 +103,6 @@ def test_a_known_call_is_not_checked(norm: str, name: str, checked: list[tuple[i
     assert len(checked) == 1
 
 
-@pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 3, 7), (0, 7), (3, 0)], ids=str)
-def test_any_leading_dimensions_are_one_kind_of_call(shape: tuple[int, ...], checked: list[tuple[int, ...]]) -> None:
-    """As many of them are: a guard counts dimensions."""
-    for few in (torch.randn(7), torch.randn(4, 7), torch.randn(1, 5, 7)):
-        normforge.layernorm2d_fwd(few, save_mv=True)
-    checked.clear()
-    x = torch.randn(shape)
-    if x.shape[-1] == 0:
-        assert refusal(lambda: normforge.layernorm2d_fwd(x, save_mv=True))[0] is errors.ShapeError
-        return
-    actual = normforge.layernorm2d_fwd(x, save_mv=True)
-    agree(actual, ORACLE["layer"](x, save_mv=True))
-    assert len(checked) == (x.numel() == 0)
-
-
 def test_other_strides_are_another_kind_of_call(checked: list[tuple[int, ...]]) -> None:
     wide = torch.randn(6, 100)
     # Of one row the stride does not matter, and says nothing of several.
@@ -163,17 +112,6 @@ def test_other_strides_are_another_kind_of_call(checked: list[tuple[int, ...]]) 
         for _ in range(2):
             agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
     assert len(checked) == 7
-
-
-def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
-    memory, weights = torch.randn(65 * 4), torch.ones(65)
-    for _ in range(2):
-        for start in (0, 1, 0, 2):
-            x = memory[start:].as_strided((3, 64), (65, 1), memory.storage_offset() + start)
-            for weight in (weights[:64], weights[1:]):
-                agree(normforge.layernorm2d_fwd(x, weight), ORACLE["layer"](x, weight))
-    told = {launcher.key.arguments for launcher in launchers()}
-    assert len(told) == len({(x, weight) for x in (True, False) for weight in (True, False)})
 
 
 def _differentiated(x: torch.Tensor) -> torch.Tensor:
@@ -243,19 +181,6 @@ def test_a_single_row_takes_the_same_kernel_after_several_rows_that_are_apart(na
                 normforge.layernorm2d_fwd(torch.ones(m, 16), out=apart)
         keys.append(launchers()[-1].key)
     assert keys[0] == keys[1]
-
-
-@THOROUGH
-@pytest.mark.parametrize(
-    "modes",
-    [{}, pytest.param({"save_mv": True}, marks=THOROUGH), pytest.param({"fquant": 2}, marks=THOROUGH)],
-    ids=str,
-)
-def test_a_sweep_of_m_makes_one_kernel_for_each_class_of_it(modes: dict[str, Any]) -> None:
-    for m in (1, 2, 3, 16, 17, 511, 512, 513, 1000, 1024):
-        normforge.layernorm2d_fwd(torch.randn(m, 32), **modes)
-    assert len(dispatch.plans) == 1
-    assert 1 <= len({launcher.key for launcher in launchers()}) <= 2
 
 
 def test_what_is_known_keeps_no_tensor() -> None:
@@ -356,34 +281,3 @@ def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pyt
         assert layout.starts == (0, layout.programs * n, None)
         assert layout.memory == ((layout.programs * n * 2,), (1,), torch.float32)
         assert layout.steps[0][1] == (layout.programs, 1, 1)
-
-
-def test_recorded_calls_of_several_m_share_a_plan_and_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_LAYOUTS", 2)
-    normforge.layer_norm(torch.randn(3, 64, requires_grad=True), (64,))
-    (known,) = all_plans()
-    ready = [*known._prepared]
-    assert known.at(torch.Size((0, 64))).layout.steps == ()
-    # For no rows nothing was made ready, or compiled.
-    assert known._prepared == ready
-    # A mean a row, up to a multiple of 16 bytes, and behind them rstd.
-    for m, length, to_rstd in ((1, 5, 16), (5, 13, 32), (1000, 2000, 4000), (5, 13, 32)):
-        sized = known.at(torch.Size((m, 64)))
-        assert [grid for _, grid in sized.layout.steps] == [known.prepared(m).assembly.walkers[0].grid(m)]
-        assert sized.recorded[-1] == ((length,), (1,), torch.float32)
-        assert sized.layout.to_rstd == to_rstd
-
-
-@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64), (2, 1, 3, 64)], ids=str)
-def test_outputs_have_no_gaps_whatever_x_has(shape: tuple[int, ...]) -> None:
-    wide = torch.randn(*shape[:-1], 96)[..., :64]
-    modes: dict[str, Any] = {"residual": torch.zeros(shape), "fadd": 1, "fquant": 2, "save_mv": True}
-    for _ in range(2):
-        for x in (wide, wide.contiguous()):
-            for found in (normforge.layernorm2d_fwd(x, N), normforge.layernorm2d_fwd(x, N, **modes)):
-                for name, output in found._asdict().items():
-                    size = shape if name in ("y", "residual_out") else shape[:-1]
-                    assert output is None or (output.shape, output.stride()) == (size, torch.empty(size).stride())
-            dx = rmsnorm2d_bwd(x, x, N, rstd=torch.ones(shape[:-1])).dx
-            assert dx is not None
-            assert (dx.shape, dx.stride()) == (shape, torch.empty(shape).stride())

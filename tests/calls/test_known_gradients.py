@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.selection import dispatch
 from proving.cases import (
     LAYOUTS,
     Case,
@@ -148,18 +147,6 @@ def test_what_differs_on_any_axis_is_looked_at(case: Case, device: str, looked: 
 
 
 @each_device
-def test_rows_with_gaps_between_the_first_dimensions_are_another_kind(device: str, looked: Looked) -> None:
-    """Their strides do not follow from their sizes."""
-    for case in (USUAL[1], USUAL[1].but(group_size=8)):
-        given = operands(case, device)
-        passed(case, given)
-        assert looked.counts() == (1, 0)
-        apart = torch.randn(2 * len(given["x"]), *given["x"].shape[1:], device=device)[::2].requires_grad_()
-        held(case, {**given, "x": apart})
-        assert looked.counts() == (1, 0)
-
-
-@each_device
 @each_usual
 def test_gradients_that_lie_otherwise_are_copied_and_then_known(case: Case, device: str, looked: Looked) -> None:
     given = operands(case, device)
@@ -196,25 +183,6 @@ def test_only_what_is_due_is_made(case: Case, device: str, looked: Looked) -> No
 
 @each_device
 @each_usual
-def test_under_batch_invariance_calls_are_known_by_themselves(case: Case, device: str, looked: Looked) -> None:
-    passed(case, operands(case, device))
-    with normforge.batch_invariant():
-        found = [passed(case, operands(case, device)) for _ in range(2)]
-    assert looked.counts() == (2, 1)
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
-
-
-@each_device
-@each_usual
-def test_another_table_knows_nothing(case: Case, device: str, looked: Looked) -> None:
-    passed(case, operands(case, device))
-    dispatch.forget()
-    passed(case, operands(case, device))
-    assert looked.counts() == (2, 0)
-
-
-@each_device
-@each_usual
 def test_a_second_derivative_is_not_known(case: Case, device: str, looked: Looked) -> None:
     """What a gradient is asked of keeps being torch's operators."""
     given = operands(case, device)
@@ -223,17 +191,6 @@ def test_a_second_derivative_is_not_known(case: Case, device: str, looked: Looke
     (dx,) = torch.autograd.grad(case.run(given)[0].square().sum(), given["x"], create_graph=True)
     assert dx.requires_grad
     assert looked.counts() == (0, 0)
-
-
-@each_device
-def test_gradients_that_were_not_due_before(device: str, looked: Looked) -> None:
-    """Of the same tensors, which require them all: torch may ask for those alone that somebody asked for."""
-    for case in USUAL:
-        given = operands(case, device)
-        (y,) = case.run(given)
-        (dx,) = torch.autograd.grad(y, given["x"], arriving_at((y,)))
-        assert torch.equal(dx, held(case, given)["x"])
-        assert sum(looked.counts()) == 2
 
 
 @each_device

@@ -157,12 +157,6 @@ def test_another_call_is_not_found(name: str) -> None:
     assert normalized or found(change(operands), options)[2] is None
 
 
-def test_a_residual_of_other_rows_is_not_found() -> None:
-    x, weight, bias, residual, x_bias = KNOWN["with a residual"][0]()
-    made_known((x, weight, bias, residual, x_bias), OPTIONS)
-    assert found((x, weight, bias, rows(M + 1, N), x_bias), OPTIONS)[2] is None
-
-
 # Made by `type`, as torch declares no types of what a subclass's statement calls.
 Seeing: Callable[[], Any] = type("Seeing", (TorchDispatchMode,), {})
 
@@ -188,22 +182,6 @@ def test_callers_may_see_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     made_known(operands, OPTIONS)
     monkeypatch.setattr(dispatch, "plans", type("Others", (dict,), {})(dispatch.plans))
     assert found(operands, OPTIONS)[2] is not None
-
-
-@pytest.mark.parametrize("given", [(), (1, 2, 3), ((), (), (), ())], ids=["nothing", "no tuples", "too much"])
-def test_arguments_of_another_kind_are_refused(given: Any) -> None:
-    function: Any = native.calls.recorded.normalise
-    with pytest.raises(TypeError, match="a recorded fwd call is looked up by two tuples"):
-        function(*given)
-    named: Any = native.calls.layernorm2d_fwd
-    with pytest.raises(TypeError, match="layernorm2d_fwd takes 19 arguments, and not"):
-        named(*given)
-
-
-def test_a_table_that_is_not_whole_is_refused() -> None:
-    make: Any = type(native.calls.recorded)
-    with pytest.raises(TypeError, match="a look-up is made without"):
-        make(head="alone")
 
 
 X = torch.randn(M, N)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.errors import IllegalCombinationError
 from normforge.reference import quantised as quantisation_reference
 
 from ..calling import same_bits
@@ -156,8 +155,3 @@ def test_modes_are_compiled_ahead(mode: str) -> None:
         (key, *_) = normforge.compile_keys([4096], [mode], arch=arch)
         types = dict(key.key.arguments)
         assert (types["y_ptr"], types["y_scale_ptr"], types["global_scale_ptr"]) == ("*u8:16", "*u8", "*fp32")
-
-
-def test_the_functions_of_a_scale_a_row_make_none() -> None:
-    with pytest.raises(IllegalCombinationError, match="which are NVFP4"):
-        normforge.layernorm2d_fwd(rows(2, 64), fquant="dynamic", out_dtype=FP4)

@@ -75,18 +75,6 @@ def test_what_lies_beyond_the_row_has_no_part_in_its_amax(n: int, norm: str, bar
 
 
 @each_norm
-@each_pipeline
-@each_quantised
-@each_scale
-def test_rows_of_zeros(norm: str, n: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    x = torch.randn(3, n)
-    x[1] = 0
-    actual = check(norm, x, fquant="dynamic", out_dtype=dtype, scale_dtype=scale_dtype)
-    assert there(actual.y_scale)[1] == 1
-    assert actual.y[1].float().count_nonzero() == 0
-
-
-@each_norm
 def test_rows_that_a_weight_makes_zero(norm: str) -> None:
     actual = check(norm, torch.randn(2, 50), torch.zeros(50), fquant="dynamic")
     assert there(actual.y_scale).tolist() == [1.0, 1.0]
@@ -159,29 +147,9 @@ def test_the_largest_value_of_a_row_is_the_largest_of_the_type(
 
 
 @each_pipeline
-@each_norm
-def test_negative_smooth_scale(norm: str, n: int) -> None:
-    x, smooth = torch.randn(3, n), torch.rand(n) + 0.5
-    positive = check(norm, x, smooth_scale=smooth, fquant="smooth_dynamic")
-    negative = check(norm, x, smooth_scale=-smooth, fquant="smooth_dynamic")
-    assert same_bits(positive.y_scale, negative.y_scale)
-    assert torch.equal(positive.y, -negative.y)
-
-
-@each_pipeline
 def test_smooth_scale_is_applied_after_the_bias(n: int) -> None:
     bias, smooth = torch.randn(n), torch.randn(n)
     check("layer", torch.randn(2, n), None, bias, smooth_scale=smooth, fquant=1, out_dtype=torch.float8_e4m3fn)
-
-
-@each_pipeline
-def test_truncation(n: int) -> None:
-    x = torch.randn(4, n)
-    nearest = FORWARD["layer"](x, fquant="dynamic")
-    truncated = check("layer", x, fquant="dynamic", rounding="truncate")
-    assert same_bits(nearest.y_scale, truncated.y_scale)
-    assert (truncated.y.abs() <= nearest.y.abs()).all()
-    assert 0.4 < (truncated.y != nearest.y).double().mean() < 0.6
 
 
 def test_truncation_is_that_of_an_exact_quotient() -> None:

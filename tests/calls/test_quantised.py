@@ -12,9 +12,7 @@ from torch._dynamo.exc import Unsupported
 import normforge
 from normforge import QuantisedOutput
 from normforge.calls.functions import FUNCTIONS
-from normforge.codegen import tile_tables
 from normforge.codegen.model import Mode
-from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from normforge.dtypes import DTYPES
 from normforge.errors import (
@@ -390,24 +388,6 @@ def test_no_rows() -> None:
 
 
 @each_norm
-def test_a_call_that_is_known_is_what_it_was(norm: str) -> None:
-    """Of other rows too, and of ones that start elsewhere."""
-    weight = rows(N)
-    for m, offset in ((3, 0), (7, 0), (3, 1), (2, 1), (3, 0)):
-        x = rows(m * N + offset)[offset:].view(m, N)
-        check(norm, x, weight, group_size=64, scale_layout="column_major", out_dtype=E4M3, save_unquant=True)
-
-
-@each_norm
-def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None:
-    x, weight = rows(3, N), rows(N)
-    function = normforge.layernorm2d_fwd if norm == "layer" else normforge.rmsnorm2d_fwd
-    made, was = FUNCTION[norm](x, weight, out_dtype=E4M3), function(x, weight, fquant="dynamic", out_dtype=E4M3)
-    assert same_bits(made.y, was.y)
-    assert same_bits(made.y_scale, was.y_scale)
-
-
-@each_norm
 @pytest.mark.parametrize(
     "asked",
     [
@@ -585,34 +565,6 @@ def test_outputs_at_odd_addresses() -> None:
         normforge.quantised_rms_norm(x, y_scale=scales[1:5])
     (key, *_) = normforge.compile_keys([4096], ["rms_fwd_bf16_int8_dq_g32"], arch="sm_90")
     assert dict(key.key.arguments)["y_scale_ptr"] == "*fp32"
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "ln_fwd_bf16_int8_sq",
-        "rms_fwd_bf16_fp8_e4m3fn_addst_sdq_g128_ub_uq",
-        "ln_fwd_bf16_fp8_e4m3fn_dq_g32_ue8m0_swz",
-    ],
-)
-def test_modes_are_compiled_ahead(mode: str) -> None:
-    keys = normforge.compile_keys([4096], [mode], arch="sm_90")
-    (bucket,) = [bucket for bucket in standard_ladder() if 4096 in bucket]
-    tiles = dict(tile_tables.tiles_of(Mode.from_name(mode), bucket))["sm_90"]
-    assert {key.key.symbol for key in keys} == {f"{mode}_{tile.pipeline.value}" for tile in tiles.by_rows}
-
-
-def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
-    """Rows of 200 bytes start at multiples of 8; those of 50 bytes start where bytes do."""
-    x = rows(9, 100)
-    nvfp4 = {**NVFP4, "global_scale": scale_of(500.0)}
-    for asked in ({"group_size": 32, "out_dtype": E4M3, "save_unquant": True, "weight": rows(100)}, nvfp4):
-        with normforge.batch_invariant():
-            whole = check("rms", x, **asked)
-            for first in range(9):
-                part = normforge.quantised_rms_norm(x[first:], **asked)
-                for got, want in zip(part, whole, strict=True):
-                    assert got is None or want is None or same_bits(got, want[first:])
 
 
 def test_the_functions_without_a_given_scale_name_the_one_that_takes_it() -> None:
