@@ -1,8 +1,7 @@
 """Under batch invariance a row's results have the same bits in every batch, wherever it stands and lies."""
 
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import normforge
 from normforge.errors import ConflictError, InvarianceError, SettingError
 from normforge.selection import invariance
 
-from ..calling import FORWARD
 from ..thorough import THOROUGH
-from .batches import CALLS, Call, Results, assert_same, group, hold_for, hold_wherever_it_lies, named, rows, vector
+from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
 from .shared import there
 
 each_call = pytest.mark.parametrize(
@@ -48,41 +46,19 @@ def test_a_row_has_the_same_bits_in_every_batch(call: Call, n: int) -> None:
     hold_for(call, rows(257, n), ((0, 1), (256, 257), (5, 7), (2, 5), (100, 107), *([(1, 257)] if n == N else [])))
 
 
-QUANTISED: dict[str, Callable[..., normforge.QuantisedOutput]] = {
-    "layer": normforge.quantised_layer_norm,
-    "rms": normforge.quantised_rms_norm,
-}
 # The last is the whole batch, which the others are held against.
 MS = (1, 2, 3, 7, 255, 256, 257, 1000, 4096)
 
 
-def computed(norm: str, what: str, x: torch.Tensor) -> Results:
-    weight, added = vector(1, x), {"residual": x.flip(-1), "fadd": "pre_add_store"}
-    if what == "forward":
-        return named(FORWARD[norm](x, weight, save_mv=True))
-    if what == "add":
-        return named(FORWARD[norm](x, weight, **added))
-    if what == "quant":
-        return named(FORWARD[norm](x, weight, fquant="dynamic", out_dtype=torch.float8_e4m3fn, save_mv=True))
-    if what == "quant in groups":
-        return named(QUANTISED[norm](x, weight, group_size=32, save_unquant=True))
-    leaf = x.detach().requires_grad_()
-    y = (normforge.layer_norm if norm == "layer" else normforge.rms_norm)(leaf, x.shape[-1:], weight)
-    return {"dx": torch.autograd.grad(y, leaf, x.flip(-1))[0]}
-
-
 # Short rows, several to a tile, and the shortest that tiles for few and for many would add up otherwise.
-EVERY_M = [
-    *[(36, norm, what) for norm in FORWARD for what in ("forward", "add", "quant", "quant in groups", "backward")],
-    *[(129, "rms", what) for what in ("forward", "quant in groups", "backward")],
-]
+EVERY_M = [(36, name) for name in CALLS] + [(129, name) for name in ("root_mean_square", "in_groups", "backward")]
 
 
 @THOROUGH
-@pytest.mark.parametrize(("n", "norm", "what"), EVERY_M)
-def test_a_row_has_the_same_bits_for_every_m(n: int, norm: str, what: str) -> None:
+@pytest.mark.parametrize(("n", "name"), EVERY_M)
+def test_a_row_has_the_same_bits_for_every_m(n: int, name: str) -> None:
     """From a row on with which no tile of rows begins."""
-    hold_for(partial(computed, norm, what), rows(MS[-1], n), [(5, 5 + m) for m in MS[:-1]])
+    hold_for(CALLS[name], rows(MS[-1], n), [(5, 5 + m) for m in MS[:-1]])
 
 
 @each_call

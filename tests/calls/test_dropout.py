@@ -23,7 +23,6 @@ from normforge.selection.table import RetiledTable
 
 from .. import philox
 from ..calling import FORWARD, check, each_device, each_norm, same_bits
-from ..thorough import THOROUGH
 from .shared import BACKWARD, BACKWARD_ORACLE, Refused, each_of, there
 
 P = 0.3
@@ -126,20 +125,6 @@ def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
         out = torch.empty(64, device=device)
         draw_kernel[(1,)](out, state, row, 64)
         assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
-
-
-@pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])
-def test_bits_repeat_whatever_m_and_the_tile_are(norm: str) -> None:
-    x = torch.randn(9, 600)
-    prefix = {"layer": "ln", "rms": "rms"}[norm]
-    whole = added(x, norm=norm)
-    for tile, m in ((TILES["one_pass"][0], 3), (TILES["two_pass"][0], 9), (Tile(Pipeline.ROWS, 8, 1024, 1), 7)):
-        with dispatch.using(at(f"{prefix}_fwd_fp32_drop_addst", 600, tile)):
-            assert same_bits(added(x[:m].clone(), norm=norm), whole[:m])
-    assert same_bits(added(x.view(3, 3, 600), norm=norm).view(9, 600), whole)
-    wide = torch.randn(9, 700)
-    wide[:, :600] = x
-    assert same_bits(added(wide[:, :600], norm=norm), whole)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -21,10 +21,6 @@ from ..thorough import THOROUGH
 from .shared import check_backward, there
 
 FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
-TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    "layer": torch.nn.functional.layer_norm,
-    "rms": torch.nn.functional.rms_norm,
-}
 
 TOKENS, QUERIES, KEYS = 2, 4, 2
 
@@ -174,47 +170,6 @@ def test_calls_of_other_numbers_of_tokens_are_known(checked: list[tuple[int, ...
     assert checked[2:] == [(1, QUERIES, n), (2, QUERIES, n)]
 
 
-def test_one_token_makes_no_more_known(checked: list[tuple[int, ...]]) -> None:
-    """The stride of one token is that of none: a kind of it alone would read all tokens at the first's place."""
-    gapped = _within((3, 3, 41 + 3), (3, 2, 41))
-    for x in (gapped[:1], gapped):
-        agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
-    assert len(checked) == 2
-
-
-@pytest.mark.parametrize(
-    ("norm", "kind"),
-    [
-        ("rms", "packed"),
-        ("layer", "transposed in batches"),
-        pytest.param("layer", "packed", marks=THOROUGH),
-        pytest.param("rms", "transposed in batches", marks=THOROUGH),
-    ],
-)
-def test_training_copies_no_heads(norm: str, kind: str, checked: list[tuple[int, ...]]) -> None:
-    """The tensor that is kept is the caller's, and gradients on several strides are known as they are."""
-    # Of either kind another, because calls of the first stay known.
-    n = 56 if kind == "packed" else 52
-    for tokens in (2, 3):
-        affine = [tensor.requires_grad_() for tensor in operands(norm, n)]
-        qkv = torch.randn(2 * tokens, 6 * n, requires_grad=True)
-        x = qkv[:, : 2 * n].view(2, tokens, 2, n)
-        dy = torch.randn(2, 2, tokens, n).transpose(1, 2) if kind != "packed" else torch.randn(x.shape)
-        for _ in range(2):
-            y = FUNCTIONAL[norm](x, (n,), *affine, eps=1e-5)
-            # The stubs of torch know no tensors of a node.
-            kept: Any = y.grad_fn
-            assert kept.saved_tensors[0].data_ptr() == x.data_ptr()
-            found = torch.autograd.grad(y, (qkv, *affine), dy)
-        copies = [tensor.detach().double().requires_grad_() for tensor in (qkv, *affine)]
-        wide = copies[0][:, : 2 * n].view(x.shape)
-        expected = torch.autograd.grad(TORCH[norm](wide, (n,), *copies[1:], eps=1e-5), copies, dy.double())
-        for got, want in zip(found, expected, strict=True):
-            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
-    # Forward and backward, once for each number of tokens: batches are of so many.
-    assert len(checked) == 4
-
-
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """The names of operators that copy a tensor."""
 
@@ -262,33 +217,6 @@ def test_heads_that_are_seen_as_operators_are_not_copied(norm: str) -> None:
         (dx,) = torch.autograd.grad(y, x, dy)
     assert copies.names == []
     assert same_bits(dx, torch.autograd.grad(FUNCTIONAL[norm](x, (n,), eps=1e-5), x, dy)[0])
-
-
-def test_places_among_heads_that_are_taken_or_refused() -> None:
-    n = 32
-    packed = Packed(n).filled("queries", "keys")
-    x, keys = packed.queries, packed.keys
-    # Beside x, between its rows: nothing is shared.
-    expected = ORACLE["layer"](keys)
-    agree(normforge.layernorm2d_fwd(keys, out=x[:, :KEYS]), expected)
-    even, odd = x[:, ::2], x[:, 1::2]
-    odd.fill_(1.0)
-    agree(normforge.layernorm2d_fwd(odd, out=even), ORACLE["layer"](odd))
-    refused = {
-        "out overlaps x in memory": (x[:, :2], x[:, 1:3]),
-        r"the rows of out overlap \(row stride 20, 8, N 32": (
-            x[:2, :2],
-            torch.zeros(99).as_strided((2, 2, n), (20, 8, 1)),
-        ),
-        r"the rows of out overlap \(row stride 0, 32": (x, torch.zeros(QUERIES, n).expand(x.shape)),
-    }
-    for message, (read, out) in refused.items():
-        for _ in range(2):
-            with pytest.raises(errors.LayoutError, match=message):
-                normforge.layernorm2d_fwd(read, out=out)
-    square = torch.randn(3, 3, n)
-    with pytest.raises(errors.LayoutError, match="out overlaps x in memory"):
-        normforge.layernorm2d_fwd(square, out=square.transpose(0, 1))
 
 
 def test_known_calls_look_whether_places_among_heads_overlap(checked: list[tuple[int, ...]]) -> None:

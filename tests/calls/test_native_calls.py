@@ -177,13 +177,6 @@ def test_nothing_is_found_where_something_watches(around: Callable[[], AbstractC
         assert found(operands, OPTIONS)[2] is None
 
 
-def test_callers_may_see_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = PLAIN()
-    made_known(operands, OPTIONS)
-    monkeypatch.setattr(dispatch, "plans", type("Others", (dict,), {})(dispatch.plans))
-    assert found(operands, OPTIONS)[2] is not None
-
-
 X = torch.randn(M, N)
 DEEP = torch.randn(2, M, N)
 
