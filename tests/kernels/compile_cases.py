@@ -1,14 +1,14 @@
 """Which kernels are compiled for which GPU.
 
-One of each of the table's modes and, where there is time, each for each architecture. Of all legal modes a covering
-array: any value of axes, kernels and architectures is compiled somewhere and, where there is time, any three values
-together. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
+One kernel of each of the table's modes and, where there is time, each kernel for one architecture in turn. Of all legal
+modes a covering array: any value of axes, kernels and architectures is compiled somewhere and, where there is time, any
+two values together. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -104,20 +104,30 @@ def of_the_table() -> tuple[Case, ...]:
     return tuple(case for case in every_case() if case.mode.name in modes)
 
 
-def in_turn(cases: Sequence[Case]) -> Iterator[Case]:
-    """Each mode once: its kernels and their architectures take turns."""
-    by_mode: dict[Mode, list[Case]] = {}
+def in_turn(cases: Sequence[Case], kind: Callable[[Case], Hashable]) -> Iterator[Case]:
+    """Yield one case of each kind: the cases of a kind take turns."""
+    by_kind: dict[Hashable, list[Case]] = {}
     for case in cases:
-        by_mode.setdefault(case.mode, []).append(case)
-    for turn, same in enumerate(by_mode.values()):
+        by_kind.setdefault(kind(case), []).append(case)
+    for turn, same in enumerate(by_kind.values()):
         yield same[turn % len(same)]
+
+
+def kernels_in_turn() -> Iterator[Case]:
+    """Yield each kernel of the loaded table for one architecture."""
+    return in_turn(of_the_table(), lambda case: (case.mode, case.part))
+
+
+def modes_in_turn() -> Iterator[Case]:
+    """Yield one kernel of each mode of the loaded table for one architecture."""
+    return in_turn(of_the_table(), lambda case: case.mode)
 
 
 def quick() -> tuple[Case, ...]:
     """What is compiled first."""
-    return (*array(1), *in_turn(of_the_table()))
+    return (*array(1), *modes_in_turn())
 
 
 def thorough() -> tuple[Case, ...]:
     """What is compiled where there is time, what came first among it."""
-    return every_case() if os.environ.get("NORMFORGE_ALL_TARGETS") == "1" else (*array(3), *of_the_table())
+    return every_case() if os.environ.get("NORMFORGE_ALL_TARGETS") == "1" else (*array(2), *kernels_in_turn())
