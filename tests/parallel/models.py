@@ -1,4 +1,4 @@
-"""Cases of whole models under several kinds of parallelism at once, and compiled."""
+"""Cases of whole models under several kinds of parallelism at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import normforge
-from normforge.parallel import split_layer_norm, split_rms_norm
 
 from .ranks import DEVICE, Cases
 from .sharded import N, communicates, mesh, placed, same
@@ -163,58 +162,3 @@ def a_patched_llama_under_fsdp_and_tensor_parallelism() -> None:
         agree(model, twin)
         for optimizer in optimizers:
             optimizer.step()
-
-
-@CASES.case
-def compiled_norms() -> None:
-    """In one graph, with the gradients and the placements of eager calls."""
-    for backend in ("aot_eager", "inductor"):
-        for module in (normforge.LayerNorm(N), normforge.RMSNorm(N), normforge.AddRMSNorm(N)):
-            torch._dynamo.reset()
-            parallelize_module(module, mesh(), normforge.parallel.SequenceParallel())
-            count = 2 if isinstance(module, normforge.AddRMSNorm) else 1
-            whole = [torch.randn(2, 6, N) for _ in range(count)]
-            parts = [placed(each.requires_grad_(), Shard(1)) for each in whole]
-            compiled = torch.compile(module, fullgraph=True, backend=backend)
-            found, expected = compiled(*parts), module(*parts)
-            for one, other in zip(_several(found), _several(expected), strict=True):
-                same(one, other.full_tensor(), Shard(1))
-            leaves = [*parts, *module.parameters()]
-            dys = [placed(torch.randn(2, 6, N), Shard(1)) for _ in range(count)]
-            with communicates():
-                gradients = torch.autograd.grad(_several(found), leaves, dys)
-            theirs: Any = torch.autograd.grad(_several(expected), leaves, dys)
-            for gradient, leaf, their in zip(gradients, leaves, theirs, strict=True):
-                same(gradient, their.full_tensor(), Shard(1) if leaf.dim() > 1 else Partial())
-
-
-def _several(outputs: Any) -> list[Any]:
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
-
-
-@CASES.case
-def compiled_operators() -> None:
-    """The functions that run every mode are operators of DTensors in a graph."""
-
-    def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        found = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", save_mv=True)
-        return found.y, found.y_scale, found.rstd
-
-    x, weight = torch.randn(2, 6, N), torch.randn(N)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for one, other in zip(compiled(placed(x, Shard(1)), placed(weight, Replicate())), call(x, weight), strict=True):
-        same(one, other, Shard(1))
-
-
-@CASES.case
-def compiled_norms_of_rows_that_are_split() -> None:
-    for norm in (split_layer_norm, split_rms_norm):
-        torch._dynamo.reset()
-        x, weight = torch.randn(3, N, requires_grad=True), torch.randn(N, requires_grad=True)
-        compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
-        for given in ((x, weight), (placed(x, Shard(1)), placed(weight, Shard(0)))):
-            found, expected = compiled(*given), norm(*given)
-            torch.testing.assert_close(found, expected)
-            one = torch.autograd.grad(found.sum(), given)
-            other = torch.autograd.grad(expected.sum(), given)
-            torch.testing.assert_close(one, other)

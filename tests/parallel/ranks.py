@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Whether cases run all they have, or what finds faults soonest.
-THOROUGHLY = "THOROUGHLY" in os.environ
+# How many processes the group has.
+WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 
 # Where the ranks' tensors are: each rank of "cuda" has a card of its own.
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
@@ -36,22 +36,18 @@ class Cases(dict[str, Callable[[], None]]):
         return function
 
 
-def run(
-    world: int, modules: list[str], folder: Path, *, thoroughly: bool, limit: float, device: str = "cpu"
-) -> dict[str, str]:
+def run(world: int, modules: list[str], folder: Path, *, limit: float, device: str = "cpu") -> dict[str, str]:
     """What became of each case, in a group of so many processes: "" if it passed on every rank, else an error.
 
     Args:
         world: how many processes.
         modules: the modules of this package whose cases are run.
         folder: where the processes meet; an empty one.
-        thoroughly: whether they run all they have.
         limit: seconds, after which they are ended.
         device: `cpu`, where kernels are interpreted, or `cuda`.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "RANKS_DEVICE": device}
     environment |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
-    environment |= {"THOROUGHLY": "1"} if thoroughly else {}
     command = [sys.executable, "-m", __name__, str(folder / "store"), *modules]
     processes = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
@@ -78,7 +74,7 @@ def main(store: str, modules: list[str]) -> None:
         torch.cuda.set_device(_rank())
         torch.set_default_device(torch.device(DEVICE, _rank()))
     dist.init_process_group(
-        _BACKENDS[DEVICE], init_method=f"file://{store}", rank=_rank(), world_size=_world(), timeout=WAIT
+        _BACKENDS[DEVICE], init_method=f"file://{store}", rank=_rank(), world_size=WORLD, timeout=WAIT
     )
     if DEVICE == "cpu":
         from .. import quick_interpreter
@@ -104,10 +100,6 @@ def main(store: str, modules: list[str]) -> None:
 
 def _rank() -> int:
     return int(os.environ["RANK"])
-
-
-def _world() -> int:
-    return int(os.environ["WORLD_SIZE"])
 
 
 if __name__ == "__main__":

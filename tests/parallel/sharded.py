@@ -23,7 +23,7 @@ from normforge.calls.functions import FUNCTIONS
 from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 
-from .ranks import DEVICE, THOROUGHLY, Cases
+from .ranks import DEVICE, WORLD, Cases
 
 CASES = Cases()
 N = 32
@@ -31,9 +31,8 @@ N = 32
 # Rows that no two ranks share evenly.
 SHAPE = (2, 5, N)
 
-# How they lie; the first of them leaves ranks of a large group without any.
-ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if THOROUGHLY else (Shard(1),)
-DTYPES = (torch.float32, torch.bfloat16) if THOROUGHLY else (torch.bfloat16,)
+# How they lie. A large group is asked for the first alone, which leaves some of its ranks without any.
+ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if WORLD == 2 else (Shard(0),)
 
 
 def mesh() -> DeviceMesh:
@@ -199,7 +198,7 @@ def gated_norms_are_of_each_ranks_rows() -> None:
         options: dict[str, Any] = {"group_size": group_size, "norm_before_gate": group_size is None}
         expected = normforge.gated_layer_norm(*whole, **options)
         gradients = torch.autograd.grad(expected.square().sum(), whole)
-        for rows in (Shard(0), Shard(1), Replicate()):
+        for rows in ROWS:
             parts = [placed(each, rows if each.dim() > 1 else Replicate()) for each in whole]
             with communicates():
                 found = normforge.gated_layer_norm(*parts, **options)
@@ -241,7 +240,7 @@ def modulated_operators_are_of_each_ranks_rows() -> None:
         for name in ("modulated_layer_norm", "modulated_rms_norm"):
             expected = operated(name, whole | SAVES)
             gradients = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), list(whole.values()))
-            for of_rows in (Shard(0), Shard(1), Replicate()):
+            for of_rows in ROWS:
                 of_samples = SAMPLES.get(shape, {}).get(of_rows, Replicate())
                 parts = {key: placed(each, of_rows if key in rows else of_samples) for key, each in whole.items()}
                 with communicates():
@@ -283,7 +282,7 @@ def quantised_norms_are_of_each_ranks_rows() -> None:
             }
             whole = {"x": torch.randn(shape)} | ({"residual": torch.randn(shape)} if kept.pop("residual", 0) else {})
             expected = function(**whole, **given, **kept)
-            for rows in (Shard(0), Shard(1), Replicate()):
+            for rows in ROWS:
                 parts = {key: placed(each, rows) for key, each in whole.items()}
                 vectors = {key: placed(each, Replicate()) for key, each in given.items()}
                 with communicates():
@@ -340,7 +339,7 @@ def pairs_of_fp4_are_half_as_many() -> None:
     options: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2}
     expected = normforge.quantised_rms_norm(x, global_scale=ones, **options)
     assert expected.y_scale is not None
-    for rows in (Shard(0), Shard(1), Replicate()):
+    for rows in ROWS:
         part = placed(x, rows)
         found = normforge.quantised_rms_norm(part, global_scale=placed(ones, Replicate()), **options)
         alone = normforge.quantised_rms_norm(part.to_local(), global_scale=ones, **options)
@@ -464,7 +463,7 @@ def agree_with_whole(
 def functions_and_their_gradients() -> None:
     for name in NORMS:
         for rows in ROWS:
-            for dtype in DTYPES:
+            for dtype in (torch.float32, torch.bfloat16):
                 agree_with_whole(name, rows, rows, Replicate(), dtype)
 
 
@@ -685,7 +684,7 @@ def samples_of_group_norm_are_sharded() -> None:
     whole = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 3), (8,), (8,))]
     expected = normforge.group_norm(whole[0], 2, whole[1], whole[2], activation="silu")
     gradients = torch.autograd.grad(expected.square().sum(), whole)
-    for of_x in (Shard(0), Shard(1), Replicate()):
+    for of_x in ROWS:
         parts = [placed(whole[0], of_x), *[placed(each, Replicate()) for each in whole[1:]]]
         found = normforge.group_norm(parts[0], 2, parts[1], parts[2], activation="silu")
         assert isinstance(found, DTensor)

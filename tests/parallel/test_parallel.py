@@ -11,31 +11,31 @@ import torch
 import torch.distributed as dist
 
 from ..thorough import LONG, THOROUGH
-from . import models, sharded, split, wrapped
+from . import compiled, models, sharded, split, wrapped
 from .ranks import run
 
 pytestmark = [LONG, pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")]
 
 MODULES = {"sharded": sharded, "split": split, "models": models}
+COMPILED = {"compiled": compiled}
+WRAPPED = {"wrapped": wrapped}
 
 
 # All cases of a group are one test: whichever worker runs it starts its processes, once.
 @THOROUGH
-@pytest.mark.parametrize("world", [2, 4], ids=["two", "four"])
-def test_ranks_agree_with_whole_tensors(world: int, tmp_path: Path) -> None:
-    _check(run(world, list(MODULES), tmp_path, thoroughly=True, limit=300 * world), MODULES)
-
-
-@THOROUGH
-@pytest.mark.parametrize("world", [2, 4], ids=["two", "four"])
-def test_wrappers_train_as_a_whole_model_is_trained(world: int, tmp_path: Path) -> None:
-    _check(run(world, ["wrapped"], tmp_path, thoroughly=True, limit=150 * world), {"wrapped": wrapped})
+@pytest.mark.parametrize(
+    ("world", "modules"),
+    [pytest.param(2, MODULES | COMPILED | WRAPPED, id="two"), pytest.param(4, MODULES | WRAPPED, id="four")],
+)
+def test_ranks_agree_with_whole_tensors(world: int, modules: Mapping[str, ModuleType], tmp_path: Path) -> None:
+    _check(run(world, list(modules), tmp_path, limit=300 * world), modules)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_cards_agree_with_whole_tensors(tmp_path: Path) -> None:
-    _check(run(2, list(MODULES), tmp_path, thoroughly=True, limit=300, device="cuda"), MODULES)
+    modules = MODULES | COMPILED
+    _check(run(2, list(modules), tmp_path, limit=300, device="cuda"), modules)
 
 
 def _check(found: dict[str, str], modules: Mapping[str, ModuleType]) -> None:
