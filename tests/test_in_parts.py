@@ -61,7 +61,7 @@ def run(folder: Path, repository: Path, *options: str) -> tuple[int, str]:
 
 @LONG
 @THOROUGH
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_what_passed_is_left_out_and_what_failed_runs_again(
     folder: Path, repository: Path, workers: tuple[str, ...]
 ) -> None:

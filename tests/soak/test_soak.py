@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from proving.evidence import EVIDENCE, load
 from proving.soak.command import main
 from proving.soak.measure import CALLS, MIB, SLACK, growths
 from proving.soak.report import summary
+from proving.soak.sizes import SIZES
 from proving.soak.soak import soak
 
 from ..properties.problems import MadeCall
@@ -45,6 +47,8 @@ def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None
         raise AssertionError(f"wrong in {self.call}")
 
     monkeypatch.setattr(MadeCall, "check", refuse)
+    # Kernels of each kind are generated first, for seconds.
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], calls=1, steps=1, backward=1))
     result = soak(0.05, 1, torch.device("cpu"), progress=False)
     assert not result.ok
     assert "AssertionError: wrong in Call(kind=" in result.failures[0]

@@ -69,14 +69,20 @@ def run(*argv: str) -> int:
     return tune.main(parse([*argv, "--jobs", "0"], "normforge tune"), SIZES)
 
 
-# In the quick half, the present tile of each class and every fourth candidate beside it.
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=THOROUGH)])
+USUAL = [
+    *(kind for kind in CLASSES if kind.itemsize == 2 and "rms" not in kind.name),
+    *(kind for kind in GROUP_CLASSES if kind.itemsize == 2 and "last" not in kind.name),
+]
+UNUSUAL = [kind for kind in (*CLASSES, *GROUP_CLASSES) if kind not in USUAL]
+
+
+# The present tile of each class and every fourth candidate beside it; with time, of the usual classes every candidate.
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "every"),
     [
-        pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 or word in kind.name else [])
-        for kinds, word in ((CLASSES, "rms"), (GROUP_CLASSES, "last"))
-        for kind in kinds
+        *(pytest.param(kind, 4, id=kind.name) for kind in USUAL),
+        *(pytest.param(kind, 4, id=kind.name, marks=THOROUGH) for kind in UNUSUAL),
+        *(pytest.param(kind, 1, id=f"{kind.name}-whole", marks=THOROUGH) for kind in USUAL),
     ],
 )
 def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
