@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 from normforge.errors import DeviceError
 from normforge.override.served import OPERATORS
 from normforge.tools.cli import main
+from proving.cases import close
 
 aten: Any = torch.ops.aten
 
@@ -45,27 +47,27 @@ def loaded(folder: Path) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """What each operator may be given."""
-    x, dy = (torch.randn(2, 3, N).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(N).to(dtype) for _ in range(2))
-    _, mean, rstd = aten.native_layer_norm(x, (N,), weight, bias, 1e-5)
-    _, of_rms = aten._fused_rms_norm(x, (N,), weight, 1e-5)
-    return {
-        "native_layer_norm": (x, (N,), weight, bias, 1e-5),
-        "native_layer_norm_backward": (dy, x, (N,), mean, rstd, weight, bias, [True, True, True]),
-        "_fused_rms_norm": (x, (N,), weight, 1e-5),
-        "_fused_rms_norm_backward": (dy, x, (N,), of_rms, weight, [True, True]),
-    }
+def agrees(operator: Callable[[str], Callable[..., Any]], dtype: torch.dtype) -> None:
+    """Fail unless the operators of both norms are autograd's in fp64, forward and backward."""
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    (x, dy), (weight, bias) = torch.randn(2, 2, 3, N).to(dtype), torch.randn(2, N).to(dtype)
+    for name, vectors in (("native_layer_norm", (weight, bias)), ("_fused_rms_norm", (weight,))):
+        y, *statistics = operator(name)(x, (N,), *vectors, 1e-5)
+        wanted = [True] * (1 + len(vectors))
+        gradients = operator(f"{name}_backward")(dy, x, (N,), *statistics, *vectors, wanted)
+        leaves = [tensor.double().requires_grad_() for tensor in (x, *vectors)]
+        function: Any = functional.layer_norm if name == "native_layer_norm" else functional.rms_norm
+        due = function(leaves[0], (N,), *leaves[1:], 1e-5)
+        for a, b in zip((y, *gradients), (due, *torch.autograd.grad(due, leaves, dy.double())), strict=True):
+            close(name, a, b.detach(), tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 # float64 is torch's own; what no kernel serves must not come round to the function that stands for the operator.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_each_operator(dtype: torch.dtype, folder: Path) -> None:
-    functions, given = loaded(folder), arguments(dtype)
+    functions = loaded(folder)
     assert set(functions) == set(OPERATORS)
-    torchs = {name: _exact(name, given[name]) for name in OPERATORS}
     # Torch declares no types for it.
     make: Any = torch.library.Library
     library = make("aten", "IMPL")
@@ -73,30 +75,10 @@ def test_each_operator(dtype: torch.dtype, folder: Path) -> None:
         # As BackendBench.enable does, for a whole process.
         for name, function in functions.items():
             library.impl(name, function, "CPU")
-        found = {name: (functions[name](*given[name]), getattr(aten, name)(*given[name])) for name in OPERATORS}
-        x = torch.randn(3, N).to(dtype).requires_grad_()
-        (dx,) = torch.autograd.grad(functional.layer_norm(x, (N,)).square().sum(), x)
+        agrees(functions.__getitem__, dtype)
+        agrees(partial(getattr, aten), dtype)
     finally:
         library._destroy()
-    (exact,) = torch.autograd.grad(functional.layer_norm(x.double(), (N,)).square().sum(), x)
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
-    torch.testing.assert_close(dx, exact, rtol=tolerance, atol=tolerance)
-    for name, both in found.items():
-        for results in both:
-            for a, b in zip(results, torchs[name], strict=True):
-                torch.testing.assert_close(
-                    a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, b.abs().max().item())
-                )
-
-
-def _exact(name: str, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What torch's operator makes of the same numbers in fp64; it has no kernel of RMSNorm's gradients on a CPU."""
-    doubled: list[Any] = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
-    if name == "_fused_rms_norm_backward":
-        dy, x, shape, _, weight, _ = doubled
-        leaves = x.requires_grad_(), weight.requires_grad_()
-        return torch.autograd.grad(functional.rms_norm(leaves[0], shape, leaves[1], 1e-5), leaves, dy)
-    return tuple(getattr(aten, name)(*doubled))
 
 
 def test_arguments_have_the_schemas_names(folder: Path) -> None:

@@ -235,13 +235,7 @@ def test_the_comment_at_a_tables_head_stays_and_another_follows(
     assert run("--out", out, "--only", "fwd_16bit", "--n", "128,512") == 0
     other = mine.replace("abc1234", "def5678").replace("1..512", "1..128 257..512")
     assert head(out) == [*old, mine, other]
-    # A revision that had a remark has one.
-    monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
-    assert run("--out", out, "--only", "fwd_16bit,bwd_16bit", "--n", "768") == 0
-    assert head(out)[:4] == old
-    assert joined(head(out)[4:]) == joined([mine.replace("1..512", "1..768, bwd_16bit 513..768"), other])
-    assert lengths(out) == ["1..128", "129..256", "257..512", "513..768"]
-    assert len(tile_tables.read_table(out).rows) == 3
+    assert lengths(out) == ["1..128", "129..256", "257..512"]
 
 
 def test_some_sizes_are_measured_and_the_others_kept(
