@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,7 @@ def test_recordings_are_taken_together(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.compile
 def test_several_architectures_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "needed.yaml", tmp_path / "kernels"
-    path.write_text(
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float32", "y": "float32"}}')
-    )
+    path.write_text(of_kind(dtypes={"x": "float32", "y": "float32"}))
     command = ["aot", "--recorded", str(path), "--out", str(out), "--arch", "sm_90", "--arch", "gfx942"]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
@@ -165,43 +164,30 @@ groups:
 """
 
 
-def changed(line: str) -> str:
+def with_line(line: str) -> str:
     return f"{OLD}calls:\n  - {line}\n"
 
 
+def of_kind(**different: Any) -> str:
+    """A recording of one kind of call, with other properties."""
+    return with_line(json.dumps({"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"]} | different))
+
+
 DAMAGED = {
-    "an old one": (
-        OLD,
-        "written by a version of normforge that kept instances and no calls; remove it, and record anew",
-    ),
+    "an old one": (OLD, "version of normforge that kept instances and no calls; remove it, and record anew"),
     "a manifest": (OLD.partition("DIR\n")[2], "is no recording .*; record a program: NORMFORGE_RECORD=FILE"),
     "nothing launched": (f"{OLD}calls: []\n", "keeps no call: nothing was launched while it was recorded"),
-    "no json": (changed("{"), "line 9 is no call"),
+    "no json": (with_line("{"), "line 9 is no call"),
     "no item": (f"{OLD}calls:\n- 1\n", "line 9 is no call .it does not start with '  - '"),
-    "no mode": (changed("{}"), "line 9 is no call .it names no mode"),
-    "mode": (changed('{"mode": "rms_fwd_fp33"}'), "line 9 is no call .*rms_fwd_fp33"),
-    "no length": (changed('{"mode": "rms_fwd_fp32", "rows": ["few"]}'), "n is None, and takes a whole number from 1"),
-    "rows": (
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": []}'),
-        r"rows is \[\], and takes some of few, some",
-    ),
-    "a later one": (changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "b": 1}'), "'b' is none of mode, n"),
-    "dtype": (
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float7"}}'),
-        "no tensor of it is of 'float7'; the recording was changed",
-    ),
-    "type": (
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "complex64"}}'),
-        "no kernel takes 'complex64'; the recording was changed",
-    ),
-    "tensor": (
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"xx": "float32"}}'),
-        "it has no 'xx'; the recording was changed",
-    ),
-    "strides": (
-        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "strides": {"x": "5x5"}}'),
-        "strides is .*, and takes words by the names of tensors",
-    ),
+    "no mode": (with_line("{}"), "line 9 is no call .it names no mode"),
+    "mode": (of_kind(mode="rms_fwd_fp33"), "line 9 is no call .*rms_fwd_fp33"),
+    "no length": (of_kind(n=None), "n is None, and takes a whole number from 1"),
+    "rows": (of_kind(rows=[]), r"rows is \[\], and takes some of few, some"),
+    "a later one": (of_kind(b=1), "'b' is none of mode, n"),
+    "dtype": (of_kind(dtypes={"x": "float7"}), "no tensor of it is of 'float7'; the recording was changed"),
+    "type": (of_kind(dtypes={"x": "complex64"}), "no kernel takes 'complex64'; the recording was changed"),
+    "tensor": (of_kind(dtypes={"xx": "float32"}), "it has no 'xx'; the recording was changed"),
+    "strides": (of_kind(strides={"x": "5x5"}), "strides is .*, and takes words by the names of tensors"),
 }
 
 
