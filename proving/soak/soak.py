@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from tests.properties.profile import Pool, compile_ahead, make_pool
+from tests.properties.profile import compile_ahead, make_pool
 
 from .gate import Gate
 from .measure import Growth, Held, growths, held
@@ -63,7 +63,6 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
     kinds = make_pool(
         random.Random(seed).choice, size.lengths, calls=size.calls, steps=size.steps, backward=size.backward
     )
-    kinds = Pool(kinds.calls, (), kinds.steps, kinds.backward)
     before = held(device, 0)
     if device.type == "cuda":
         compile_ahead(kinds, device)

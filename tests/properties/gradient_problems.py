@@ -221,21 +221,12 @@ class MadeStep:
         wanted = [self.tensors[name] for name in kind.trained]
         return dict(zip(kind.trained, torch.autograd.grad(through, wanted, arriving, allow_unused=True), strict=True))
 
-    def check(
-        self,
-        outputs: dict[str, torch.Tensor],
-        found: dict[str, torch.Tensor | None],
-        *,
-        recorded: bool = True,
-        y_dtype: torch.dtype | None = None,
-    ) -> None:
+    def check(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
         """Hold outputs and gradients to the oracle, and all memory to what it was.
 
         Args:
             outputs: of `forward`.
             found: the gradients.
-            recorded: whether gradients were on.
-            y_dtype: what autocast makes y; None is x's.
 
         Raises:
             AssertionError: something is wrong.
@@ -243,22 +234,16 @@ class MadeStep:
         try:
             for name, memory in self._memories.items():
                 memory.check(name)
-            self._check_values(outputs, found, recorded, y_dtype)
+            self._check_values(outputs, found)
         except AssertionError as error:
             raise AssertionError(f"{error}\nin {self.step}") from None
 
-    def _check_values(
-        self,
-        outputs: dict[str, torch.Tensor],
-        found: dict[str, torch.Tensor | None],
-        recorded: bool,
-        y_dtype: torch.dtype | None,
-    ) -> None:
+    def _check_values(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
         kind, m, n, centres = self.step.kind, self._m, self._n, self.step.kind.norm == "layer"
         y, residual_out = outputs["y"], outputs.get("residual_out")
-        expected = y_dtype or self.tensors["x"].dtype
+        expected = self.tensors["x"].dtype
         assert (y.shape, y.dtype) == (self._shape, expected), f"y is {tuple(y.shape)} in {y.dtype}, not {expected}"
-        assert y.requires_grad == (recorded and bool(kind.trained)), f"y.requires_grad is {y.requires_grad}"
+        assert y.requires_grad == bool(kind.trained), f"y.requires_grad is {y.requires_grad}"
         weight, bias = (self._vector(name) for name in ("weight", "bias"))
         with torch.no_grad():
             residual = self.tensors.get("residual")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -153,63 +153,12 @@ _OPTIONS: dict[str, Callable[[Any], Sequence[Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Other:
-    """What a field is to become: something else than it was; of an operand, in one `part` or any one of its parts."""
-
-    old: Any
-    part: str | None = None
-
-    def among(self, options: Sequence[Any]) -> Sequence[Any]:
-        others = [option for option in options if option != self.old]
-        return [option for option in others if self._is_near(option)] or others or options
-
-    def _is_near(self, option: Any) -> bool:
-        if not (isinstance(option, Operand) and isinstance(self.old, Operand)):
-            return False
-        differing = [
-            part.name for part in fields(Operand) if getattr(option, part.name) != getattr(self.old, part.name)
-        ]
-        return len(differing) == 1 and self.part in (None, *differing)
-
-
-def draw_kind(choose: Choose, lengths: Sequence[int], wanted: Mapping[str, Any] | None = None) -> Kind:
-    """A random legal kind; fields that are `wanted` to be something are that where it is legal."""
+def draw_kind(choose: Choose, lengths: Sequence[int]) -> Kind:
+    """Return a random legal kind."""
     k = SimpleNamespace(lengths=lengths)
     for name, options in _OPTIONS.items():
-        possible, wish = options(k), (wanted or {}).get(name, _Other(None))
-        if isinstance(wish, _Other):
-            possible = wish.among(possible) if name in (wanted or {}) else possible
-        elif wish in possible:
-            possible = (wish,)
-        setattr(k, name, choose(possible))
-    return Kind(**{field.name: getattr(k, field.name) for field in fields(Kind)})
-
-
-def vary(choose: Choose, kind: Kind, lengths: Sequence[int], name: str | None = None, part: str | None = None) -> Kind:
-    """A kind that differs from another in one field, or in one part of it, and in what that makes illegal."""
-    wanted = {field.name: getattr(kind, field.name) for field in fields(Kind)}
-    name = name or choose([name for name in wanted if name != "n"])
-    return draw_kind(choose, lengths, wanted | {name: _Other(wanted[name], part)})
-
-
-def draw_family(choose: Choose, lengths: Sequence[int], fadd: str, fquant: str) -> tuple[Kind, ...]:
-    """A kind of plain operands, and for each part of each field a kind that differs from it there."""
-    plain = {name: Operand(choose(FLOATS)) for name in ("x", "residual", "weight", "bias", "smooth_scale")}
-    x_bias = {"x_bias": Operand(choose(FLOATS)) if fadd != "none" else None}
-    wanted: dict[str, Any] = {"fadd": fadd, "fquant": fquant, "out": "new", "residual_out": "new", **plain, **x_bias}
-    first = draw_kind(choose, lengths, wanted)
-    found = [first]
-    for field in fields(Kind):
-        value = getattr(first, field.name)
-        if field.name in ("n", "fadd", "fquant"):
-            continue
-        if isinstance(value, Operand):
-            # At no multiple of 16 bytes, whatever its type.
-            moved: dict[str, Any] = {field.name: replace(value, offset=1)}
-            found.append(replace(first, **moved))
-        found += [vary(choose, first, (first.n,), field.name, part) for part in ("dtype", "rows", "rows")]
-    return tuple(dict.fromkeys(found))
+        setattr(k, name, choose(options(k)))
+    return Kind(**{name: getattr(k, name) for name in _OPTIONS})
 
 
 # What rows hold: how far about what. The mean and spread of each row are drawn from these.

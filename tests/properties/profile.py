@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from . import seed
 from .gradient_problems import BackwardCall, BackwardKind, Step, StepKind, draw_backward_kind, draw_step_kind
-from .problems import Call, Choose, Kind, T, draw_family, draw_kind
+from .problems import Call, Choose, Kind, T, draw_kind
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,13 @@ def profile_of(device: str) -> Profile:
     return PROFILES[name]
 
 
-def examples(count: int, *, steps: int = 50) -> settings:
-    """Settings for a property of so many examples in the default profile; a machine's have so many steps at most."""
+def examples(count: int) -> settings:
+    """Return settings for a property of so many examples in the default profile."""
     profile = profile_of("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
     unwanted = {Phase.explain} if profile.shrinks else {Phase.explain, Phase.shrink}
     return settings(
         max_examples=count * profile.factor,
         phases=[phase for phase in Phase if phase not in unwanted],
-        stateful_step_count=steps,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
         print_blob=True,
@@ -105,13 +104,11 @@ class Pool:
 
     Attributes:
         calls: of the forward functions.
-        families: a kind, and kinds that each differ from it in one thing.
         steps: of training.
         backward: of the backward functions.
     """
 
     calls: tuple[Kind, ...]
-    families: tuple[tuple[Kind, ...], ...]
     steps: tuple[StepKind, ...]
     backward: tuple[BackwardKind, ...]
 
@@ -120,11 +117,6 @@ def make_pool(choose: Choose, lengths: Sequence[int], *, calls: int, steps: int,
     """A random pool of so many kinds."""
     return Pool(
         tuple(draw_kind(choose, lengths) for _ in range(calls)),
-        # One of all that can be fused, and one of what training runs.
-        (
-            draw_family(choose, (768, 1536), "pre_add_store", "smooth_dynamic"),
-            draw_family(choose, (1024, 4096), "none", "none"),
-        ),
         tuple(draw_step_kind(choose, lengths) for _ in range(steps)),
         tuple(draw_backward_kind(choose, lengths) for _ in range(backward)),
     )
@@ -143,9 +135,7 @@ _CLASSES = ((3,), (300,))
 
 def compile_ahead(kinds: Pool, device: torch.device) -> None:
     """Run a call of every kind, many at once: what fails is found by what runs it next."""
-    few = _CLASSES[0]
     problems: list[Call | Step | BackwardCall] = [
-        *(Call(kind, few, 1e-5, 0.0, False, 0) for family in kinds.families for kind in family),
         *(Call(kind, leading, 1e-5, 0.0, False, 0) for kind in kinds.calls for leading in _CLASSES),
         *(Step(kind, leading, 1e-5, 0) for kind in kinds.steps for leading in _CLASSES),
         *(BackwardCall(kind, leading, 0.0, 0) for kind in kinds.backward for leading in _CLASSES),
