@@ -21,7 +21,8 @@ from ..thorough import THOROUGH
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
 FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 15, "blocks": 8, "jax": 20, "parallel": 10}
-MANY = dict.fromkeys(FAMILIES, 1000) | {"functional": 1800, "blocks": 300, "jax": 600, "parallel": 300}
+MANY = dict.fromkeys(FAMILIES, 500) | {"functional": 900, "gated": 1000, "group": 1000}
+MANY |= {"blocks": 100, "jax": 300, "parallel": 150}
 
 # Those of which no kernel is launched have one way.
 WAYS = [
