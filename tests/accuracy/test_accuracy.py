@@ -106,8 +106,8 @@ def kind_of(case: Case) -> Hashable:
 
 ONE_A_TILE = first_of_each(slice_of(CPU), kind_of, lambda case: case.name)
 ONE_OF_GROUPS = first_of_each(
-    # Long groups are interpreted for 15 s a case, so that 16 bits are left to shorter groups, and to a card.
-    [each for each in GROUPS if each.n < 4000 or each.mode.dtype_in is DType.FP32],
+    # A case of long groups is interpreted for 15 s: one for each direction, and a card runs the others.
+    [each for each in GROUPS if each.n < 4000 or each.mode in (GroupMode(DType.FP32, way) for way in Direction)],
     lambda case: (
         (case.mode.direction, case.mode.activation) if case.n == 104 and case.mode.dtype_in is DType.FP32 else None
     ),
