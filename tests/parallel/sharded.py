@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -80,6 +80,32 @@ def cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def agrees(
+    call: Callable[..., Any], whole: Sequence[torch.Tensor], lies: Sequence[Placement], kept: Placement, **counts: int
+) -> None:
+    """Fail unless a call of DTensors returns what the call of whole tensors does, and so do its gradients.
+
+    Args:
+        call: from tensors to outputs.
+        whole: the tensors, which require gradients.
+        lies: how each is placed. Its gradient lies so too, or is a sum over ranks if only the outputs are sharded.
+        kept: how outputs and their gradients lie.
+        counts: the communications that the call and its gradients make.
+    """
+    expected, parts = call(*whole), [placed(each, placement) for each, placement in zip(whole, lies, strict=True)]
+    followed = [at for at, output in enumerate(expected) if output.requires_grad]
+    arriving = [torch.randn_like(expected[at]) for at in followed]
+    gradients = torch.autograd.grad([expected[at] for at in followed], whole, arriving)
+    arrived = [placed(each, kept) for each in arriving]
+    with communicates(**counts):
+        found = call(*parts)
+        made = torch.autograd.grad([found[at] for at in followed], parts, arrived)
+    for one, other in zip(found, expected, strict=True):
+        same(one, other, kept)
+    for one, other, placement in zip(made, gradients, lies, strict=True):
+        same(one, other, Partial() if placement == Replicate() != kept else placement)
 
 
 # What the operators are called with besides tensors, and which tensors.
@@ -173,21 +199,14 @@ def modulated_norms_are_of_each_ranks_rows() -> None:
     shapes = (SHAPE, (SHAPE[0], N), (SHAPE[0], N), (SHAPE[0], N), SHAPE)
     whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
-    def both(tensors: list[Any]) -> list[Any]:
+    def call(*tensors: Any) -> list[Any]:
         *operands, gate, residual = tensors
-        y = normforge.modulated_rms_norm(*operands)
-        outs = [y, *normforge.modulated_layer_norm(*operands, gate=gate, residual=residual)]
-        return [*outs, *torch.autograd.grad(outs, tensors, [2 * out.detach() for out in outs])]
+        added = normforge.modulated_layer_norm(*operands, gate=gate, residual=residual)
+        return [normforge.modulated_rms_norm(*operands), *added]
 
-    expected = both(whole)
-    for of_rows, of_samples in ((Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())):
-        lies = [of_rows if each.dim() == len(SHAPE) else of_samples for each in whole]
-        parts = [placed(each, placement) for each, placement in zip(whole, lies, strict=True)]
-        with communicates():
-            found = both(parts)
-        sums = [Partial() if of_rows == Shard(1) and each == of_samples else each for each in lies]
-        for one, other, placement in zip(found, expected, [of_rows] * 3 + sums, strict=True):
-            same(one, other, placement)
+    for of_rows in ROWS:
+        of_samples = Replicate() if of_rows == Shard(1) else of_rows
+        agrees(call, whole, [of_rows if each.dim() == len(SHAPE) else of_samples for each in whole], of_rows)
 
 
 @CASES.case
@@ -196,17 +215,10 @@ def gated_norms_are_of_each_ranks_rows() -> None:
     whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
     for group_size in (None, N // 2):
         options: dict[str, Any] = {"group_size": group_size, "norm_before_gate": group_size is None}
-        expected = normforge.gated_layer_norm(*whole, **options)
-        gradients = torch.autograd.grad(expected.square().sum(), whole)
+        call = partial(normforge.gated_layer_norm, **options)
         for rows in ROWS:
-            parts = [placed(each, rows if each.dim() > 1 else Replicate()) for each in whole]
-            with communicates():
-                found = normforge.gated_layer_norm(*parts, **options)
-                made = torch.autograd.grad(found, parts, 2 * found.detach())
-            same(found, expected, rows)
-            sums = Replicate() if rows == Replicate() else Partial()
-            for one, other in zip(made, gradients, strict=True):
-                same(one, other, rows if other.dim() > 1 else sums)
+            lies = [rows if each.dim() > 1 else Replicate() for each in whole]
+            agrees(lambda *operands, call=call: [call(*operands)], whole, lies, rows)
         x, gate, *vectors = [each.detach() for each in whole]
         if group_size is not None:
             x, gate = (each.view(*each.shape[:-1], -1, group_size) for each in (x, gate))
@@ -233,24 +245,17 @@ SAMPLES: dict[tuple[int, ...], dict[Placement, Placement]] = {
 @CASES.case
 def modulated_operators_are_of_each_ranks_rows() -> None:
     """With no communication, be a modulation of samples that are sharded, of samples whose rows are, or of rows."""
-    rows = {"x": torch.randn(SHAPE), "residual": torch.randn(SHAPE)}
+    names = ("x", "residual", "scale", "shift", "gate")
     for shape in ((SHAPE[0], N), SHAPE, (N,)):
-        whole = rows | {name: torch.randn(shape) for name in ("scale", "shift", "gate")}
-        whole = {name: each.requires_grad_() for name, each in whole.items()}
+        whole = [torch.randn(each, requires_grad=True) for each in (SHAPE, SHAPE, shape, shape, shape)]
         for name in ("modulated_layer_norm", "modulated_rms_norm"):
-            expected = operated(name, whole | SAVES)
-            gradients = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), list(whole.values()))
+
+            def call(*tensors: Any, name: str = name) -> Any:
+                return operated(name, dict(zip(names, tensors, strict=True)) | SAVES)
+
             for of_rows in ROWS:
                 of_samples = SAMPLES.get(shape, {}).get(of_rows, Replicate())
-                parts = {key: placed(each, of_rows if key in rows else of_samples) for key, each in whole.items()}
-                with communicates():
-                    found = operated(name, parts | SAVES)
-                for one, other in zip(found, expected, strict=True):
-                    same(one, other, of_rows)
-                made = torch.autograd.grad(found[0].square().sum() + found[1].sum(), list(parts.values()))
-                for one, other in zip(made, gradients, strict=True):
-                    assert isinstance(one, DTensor)
-                    torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+                agrees(call, whole, [of_rows] * 2 + [of_samples] * 3, of_rows)
 
 
 # What the quantised norms are called with; of vectors the name and a scale.
@@ -368,18 +373,13 @@ def scales_in_tiles_are_of_rows_that_are_whole() -> None:
 def operators_have_gradients_of_dtensors() -> None:
     """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
     tensors = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,), "x_bias": (N,)}
-    whole = {name: torch.randn(shape, requires_grad=True) for name, shape in tensors.items()}
-    parts = {name: placed(each, Shard(1) if each.dim() > 1 else Replicate()) for name, each in whole.items()}
     modes = {"fadd": "pre_add_store", "save_mv": True}
-    with communicates():
-        found = operated("layernorm2d_fwd", parts | modes)
-        gradients = torch.autograd.grad(found[0].square().sum() + found[1].sum(), list(parts.values()))
-    expected = operated("layernorm2d_fwd", whole | modes)
-    theirs = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), list(whole.values()))
-    for one, other in zip(found, expected, strict=True):
-        same(one, other, Shard(1))
-    for one, other in zip(gradients, theirs, strict=True):
-        same(one, other, Shard(1) if other.dim() > 1 else Partial())
+
+    def call(*operands: Any) -> Any:
+        return operated("layernorm2d_fwd", dict(zip(tensors, operands, strict=True)) | modes)
+
+    whole = [torch.randn(shape, requires_grad=True) for shape in tensors.values()]
+    agrees(call, whole, [Shard(1) if each.dim() > 1 else Replicate() for each in whole], Shard(1))
 
 
 @CASES.case
@@ -418,45 +418,18 @@ NORMS: dict[str, tuple[Callable[..., Any], int, bool]] = {
 }
 
 
-def called(function: Callable[..., Any], adds: bool, rows: list[Any], vectors: list[Any], **keywords: Any) -> list[Any]:
-    """What a function of the functional API returns, as a list."""
-    if adds:
-        return list(function(*rows, *vectors, **keywords))
-    return [function(rows[0], (N,), *vectors, **keywords)]
-
-
-def drawn(
-    vectors: int, adds: bool, dtype: torch.dtype = torch.float32
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Rows and vectors that require gradients."""
-    rows = [torch.randn(SHAPE, dtype=dtype, requires_grad=True) for _ in range(2 if adds else 1)]
-    return rows, [torch.randn(N, requires_grad=True) for _ in range(vectors)]
-
-
 def agree_with_whole(
     name: str, of_rows: Placement, kept: Placement, of_vectors: Placement, dtype: torch.dtype, **counts: int
 ) -> None:
     """Call a function of DTensors and of whole tensors, forward and backward; outputs lie as `kept`."""
     function, count, adds = NORMS[name]
-    rows, vectors = drawn(count, adds, dtype)
-    outs = called(function, adds, rows, vectors)
-    dys = [torch.randn_like(out) for out in outs]
-    gradients = torch.autograd.grad(outs, [*rows, *vectors], dys)
-    sharded = [placed(row, of_rows) for row in rows]
-    whole = [placed(vector, of_vectors) for vector in vectors]
-    arrived = [placed(dy, kept) for dy in dys]
-    with communicates(**counts):
-        found = called(function, adds, sharded, whole)
-        back = torch.autograd.grad(found, [*sharded, *whole], arrived)
-    for one, other in zip(found, outs, strict=True):
-        same(one, other, kept)
-    for one, other in zip(back[: len(rows)], gradients, strict=False):
-        same(one, other, of_rows)
-    sums = Replicate() if kept == Replicate() else Partial()
-    for one, other in zip(back[len(rows) :], gradients[len(rows) :], strict=True):
-        assert isinstance(one, DTensor)
-        assert of_vectors != Replicate() or one.placements == (sums,), one.placements
-        torch.testing.assert_close(one.full_tensor(), other, rtol=2e-2, atol=2e-2)
+    rows = [torch.randn(SHAPE, dtype=dtype, requires_grad=True) for _ in range(2 if adds else 1)]
+    vectors = [torch.randn(N, requires_grad=True) for _ in range(count)]
+
+    def call(x: Any, *others: Any) -> list[Any]:
+        return list(function(x, *others)) if adds else [function(x, (N,), *others)]
+
+    agrees(call, [*rows, *vectors], [of_rows] * len(rows) + [of_vectors] * count, kept, **counts)
 
 
 @CASES.case
