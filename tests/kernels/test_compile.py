@@ -201,8 +201,7 @@ SHARED_MEMORY = 228
 
 @LONG
 @THOROUGH
-@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n", [70000, 131072])
+@pytest.mark.parametrize(("n", "residual"), [(70000, torch.bfloat16), (131072, torch.float32)])
 def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: torch.dtype) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)

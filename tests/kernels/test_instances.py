@@ -106,7 +106,7 @@ class Share:
 # The interpreter takes up to a hundredth of a second for such a row.
 _LONGEST_QUICK = 1024
 # Longer rows take the same kernels in as many tenths of a second: two turns of each instance, and a card runs all.
-_LONGEST_INTERPRETED = 65536
+_LONGEST_INTERPRETED = 16384
 
 
 def shares(*, backward: bool) -> list[Any]:

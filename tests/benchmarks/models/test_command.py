@@ -185,15 +185,13 @@ def test_each_gpu_does_one_model_at_a_time(
 
 @THOROUGH
 def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
-    given = ["models", "--models", "dit", "--variants", "torch", "patch", "--dtypes", "bf16", "--jobs", "1"]
+    given = ["models", "--models", "dit", "--variants", "torch", "patch", "--dtypes", "bf16", "--runs", "eager"]
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert cli.main([*given, "--revision", "r", "--rounds", "1", "--out", str(tmp_path)]) == 0
     table = loaded(tmp_path)
     assert [(key.run, key.variant, row.ok) for key, row in table.rows.items()] == [
         (EAGER, "torch", True),
         (EAGER, "patch", True),
-        (COMPILE, "torch", True),
-        (COMPILE, "patch", True),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv", "models.png"]
 
