@@ -206,12 +206,12 @@ class Tagged(torch.Tensor):
 
 
 def test_a_subclass_is_served_and_not_remembered(checked: list[tuple[int, ...]]) -> None:
-    x = torch.randn(3, 64)
-    normforge.layernorm2d_fwd(x)
-    for _ in range(2):
-        tagged = normforge.layernorm2d_fwd(x.as_subclass(Tagged)).y
-        assert same_bits(tagged.as_subclass(torch.Tensor), normforge.layernorm2d_fwd(x).y)
-    assert len(checked) == 3
+    operands = {"x": torch.randn(3, 64), "weight": torch.randn(64)}
+    expected = normforge.layernorm2d_fwd(**operands).y
+    for name, tensor in (*operands.items(), *operands.items()):
+        tagged = normforge.layernorm2d_fwd(**operands | {name: tensor.as_subclass(Tagged)}).y
+        assert same_bits(tagged.as_subclass(torch.Tensor), expected)
+    assert len(checked) == 5
 
 
 def gradient(**changed: Any) -> dict[str, Any]:
