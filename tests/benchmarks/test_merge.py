@@ -64,25 +64,20 @@ def test_results_of_two_runs_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_figure_that_is_there_twice_is_refused(
-    halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("folders", "out", "said"),
+    [
+        (("one", "two", "three"), "out", f"forward.csv has normforge on {CELLS[1].id}"),
+        (("one", "two", "nowhere"), "out", "no results are in"),
+        (("one", "two"), "one", "holds forward.csv; name another folder"),
+    ],
+    ids=["a figure that is there twice", "a folder without results", "a folder that has the suite"],
+)
+def test_what_would_lose_a_figure_is_refused(
+    folders: tuple[str, ...], out: str, said: str, halves: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results("forward", (CELLS[1], "normforge", 2.0)).save(tmp_path / "three")
-    assert _merge(*halves, tmp_path / "three", out=tmp_path / "out") == cli.USAGE
-    assert f"{tmp_path / 'three' / 'forward.csv'} has normforge on {CELLS[1].id}" in capsys.readouterr().err
+    assert _merge(*(tmp_path / name for name in folders), out=tmp_path / out) == cli.USAGE
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_suites_that_are_there_are_not_written_over(
-    halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _merge(*halves, out=halves[0]) == cli.USAGE
-    assert f"--out {halves[0]} holds forward.csv; name another folder" in capsys.readouterr().err
-    assert len(loaded(halves[0], "forward").rows) == 8
-
-
-def test_a_folder_without_results_is_an_error(
-    halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _merge(*halves, tmp_path / "nowhere", out=tmp_path / "out") == cli.USAGE
-    assert f"no results are in {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert len(loaded(tmp_path / "one", "forward").rows) == 8
