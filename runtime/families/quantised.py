@@ -137,7 +137,7 @@ def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutp
                 y_scale[..., -1].zero_()
             numbers = (*numbers, *_scale_strides(mode.scale_format, y_scale))
         elif y_scale.numel() != m * columns:
-            # So is the padding of tiles.
+            # The padding of tiles is 0 too.
             y_scale.view(torch.uint8).zero_()
     outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out, y_scale))
     return QuantisedOutput._make(outputs)
