@@ -67,7 +67,7 @@ def check_outs(call: Call, outs: Sequence[torch.Tensor | None], addressed: bool)
         if not out.is_contiguous():
             raise LayoutError(f"{name} has strides {out.stride()}; it takes a contiguous tensor")
         if addressed:
-            if out.data_ptr() & MISALIGNED:
+            if address_of(name, out) & MISALIGNED:
                 raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
             others[name] = out
     return others

@@ -11,6 +11,7 @@ import torch
 from ..calls import road
 from ..calls.argument_checks import check_device, check_dtype, check_tensor, check_written
 from ..calls.check import Call
+from ..calls.first import address_of
 from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.launch import run_sized
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
@@ -103,12 +104,13 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_written("y_scale", out, addressed)
     if not addressed:
         return
+    at_scale = address_of("y_scale", out)
     start, end = _span(out)
     for name, other in others.items():
         at, behind = _span(other)
         if start < behind and at < end:
             raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
-    if not call.mode.serves and out.data_ptr() & MISALIGNED:
+    if not call.mode.serves and at_scale & MISALIGNED:
         # The kernel is that of `layernorm2d_fwd`, which allocates them.
         raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
 

@@ -206,7 +206,7 @@ class Tagged(torch.Tensor):
 
 
 def test_a_subclass_is_served_and_not_remembered(checked: list[tuple[int, ...]]) -> None:
-    operands = {"x": torch.randn(3, 64), "weight": torch.randn(64)}
+    operands: dict[str, Any] = {"x": torch.randn(3, 64), "weight": torch.randn(64)}
     expected = normforge.layernorm2d_fwd(**operands).y
     for name, tensor in (*operands.items(), *operands.items()):
         tagged = normforge.layernorm2d_fwd(**operands | {name: tensor.as_subclass(Tagged)}).y

@@ -30,7 +30,7 @@ def vectors(*names: str) -> dict[str, Any]:
 
 
 FUSED = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True}
-OUTS = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
+OUTS: dict[str, Any] = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
 NVFP4 = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
 # A function, and what a good call of the function passes, by what the call has.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -53,13 +53,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         normforge.quantised_layer_norm,
         {**rows("x", "residual"), **vectors("weight", "bias", "smooth_scale"), "fquant": "smooth_dynamic"},
     ),
+    "quantised into": (
+        normforge.quantised_rms_norm,
+        {**rows("x", "residual"), "fquant": "dynamic", **OUTS, "y_scale": torch.zeros(M)},
+    ),
     "static": (normforge.quantised_rms_norm, {**rows("x"), "fquant": "static", "y_scale": torch.ones(1)}),
     "by columns": (normforge.quantised_rms_norm, {**rows("x"), "fquant": "static", **vectors("y_scale")}),
     "bounded": (normforge.quantised_rms_norm, {**rows("x"), "out_dtype": E4M3, "scale_ub": torch.ones(1)}),
     "NVFP4": (normforge.quantised_rms_norm, {**rows("x"), **NVFP4}),
     "modulated": (
         normforge.modulated_layernorm2d_fwd,
-        {**rows("x", "scale", "shift", "gate", "residual"), **vectors("weight"), "fquant": "dynamic"},
+        {**rows("x", "scale", "shift", "gate", "residual"), **vectors("weight"), "fquant": "dynamic", **OUTS},
     ),
     "gated": (normforge.gated_rmsnorm2d_fwd, {**rows("x", "gate"), **vectors("weight"), "fquant": "dynamic"}),
 }
