@@ -100,7 +100,9 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
     every = (*family.inputs, *family.outs)
     names = tuple(row.name for row in rows)
     words = [row for row in rows if not row.kind.is_tensor and row.kind is not Kind.NUMBER]
-    numbers = [row for row in family.parameters if row.kind is Kind.NUMBER and (norm is not None or row.name in names)]
+    # Launches of a norm without a weight_offset bring 0, and those without a dropout_p nothing.
+    brought = ("eps", "weight_offset") if norm is not None else ()
+    numbers = [row for row in family.parameters if row.kind is Kind.NUMBER and row.name in (*names, *brought)]
 
     def indices(of: Sequence[Parameter]) -> bytes:
         return bytes(names.index(row.name) if row.name in names else ABSENT for row in of)

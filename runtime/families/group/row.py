@@ -237,6 +237,8 @@ def normalise(operands: GroupOperands, options: GroupOptions, key_args: KeyArgs 
         if not saves:
             return run(planned)[0]
         recorded = recorded_of(planned)
+        # The options that backward calls are known by, as `_record_known` has them.
+        options = options._replace(out_dtype=recorded[0].dtype)
     elif not saves:
         return normalise_traced(whole, options)
     y: torch.Tensor = record((_RECORDING, (options, recorded)), *whole)
