@@ -60,6 +60,7 @@ print(set(found))
 """
 
 
+@THOROUGH
 def test_a_child_that_is_forked_while_threads_call_norms_calls_them_too() -> None:
     assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "{True}"
 

@@ -76,6 +76,7 @@ def test_what_makes_no_calls_needs_no_torch(how: str, arguments: list[str], tmp_
     assert not {"torch", "triton"} & brought
 
 
+@THOROUGH
 @pytest.mark.parametrize("module", ["theirs", "theirs.normforge"])
 def test_another_program_has_the_operators_though_it_is_started_as_a_module(module: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()

@@ -113,6 +113,7 @@ def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
     assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
 
 
+@THOROUGH
 def test_building_leaves_nothing_in_the_clone(installed: Installed) -> None:
     """A build/ that stays makes the next wheel of files that are gone from the sources."""
     assert installed.left_in_clone == set()

@@ -17,6 +17,7 @@ from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
 from normforge.tools.machine import Machine
 
+from ..thorough import THOROUGH
 from .small import CELLS, SUITE, fails, lost, provider, records, torch_norm
 
 MARK = "a call"
@@ -162,6 +163,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
+@THOROUGH
 def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str], card: list[str]) -> None:
     command = ["profile", "--suite", "forward", "decode", "--only", "*x64", "--out", str(tmp_path), "--revision", "r1"]
     assert cli.main(command) == 0

@@ -13,6 +13,8 @@ import normforge
 from normforge.calls import known
 from normforge.selection import dispatch, invariance
 
+from ..thorough import THOROUGH
+
 WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
 
@@ -50,6 +52,7 @@ def outliving(call: Callable[[torch.Tensor], None]) -> contextvars.Context:
         return contextvars.copy_context()
 
 
+@THOROUGH
 @each_call
 @pytest.mark.parametrize("first", ["within", "outside"])
 def test_a_context_that_outlives_its_block_keeps_plans_of_its_own(

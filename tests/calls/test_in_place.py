@@ -16,6 +16,7 @@ from proving.cases import cases, operands
 from ..calling import FORWARD, each_norm, same_bits
 from ..nn.oracle import backward
 from ..operators import registered
+from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -123,6 +124,7 @@ def test_a_write_behind_what_the_same_graph_keeps(write: Callable[..., Any], bac
         backward(function(torch.randn(M, N), torch.randn(M, N)).square().sum())
 
 
+@THOROUGH
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["out", "residual_out"])
 def test_an_output_that_requires_a_gradient_is_refused_in_a_graph(name: str, backend: str) -> None:

@@ -26,6 +26,7 @@ from proving.cases import (
 )
 
 from ..calling import each_device
+from ..thorough import THOROUGH
 from .looked import Looked
 
 # Of each family, the cases whose backward pass is one that kernels compute, down to the last sum.
@@ -130,6 +131,7 @@ def test_no_rows_are_no_kernels(case: Case, device: str) -> None:
     assert not any(gradient.any() for gradient in found.values())
 
 
+@THOROUGH
 @each_device
 @pytest.mark.parametrize("case", [WITH_A_SUM[1], *USUAL[1:]], ids=str)
 def test_what_differs_on_any_axis_is_looked_at(case: Case, device: str, looked: Looked) -> None:
@@ -164,6 +166,7 @@ def test_gradients_that_lie_otherwise_are_copied_and_then_known(case: Case, devi
         assert counts == {**copied, "gapped": (1, 0), "negated": (0, 0), "offset": (1, 0), "again": (0, 1)}
 
 
+@THOROUGH
 @each_device
 @pytest.mark.parametrize("case", [*USUAL, WITH_A_SUM[1]], ids=str)
 def test_only_what_is_due_is_made(case: Case, device: str, looked: Looked) -> None:

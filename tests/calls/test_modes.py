@@ -12,6 +12,7 @@ from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.errors import GradientError
 
 from ..calling import FORWARD, each_norm, printed, same_bits
+from ..thorough import THOROUGH
 
 M, N = 3, 100
 
@@ -63,6 +64,7 @@ def test_which_says_what_the_functional_api_would_run(x: torch.Tensor) -> None:
     assert normforge.which(trained, functional=True) == normforge.which(x, functional=True) == normforge.which(x)
 
 
+@THOROUGH
 def test_which_says_torch_where_no_kernel_runs() -> None:
     program = (
         "import torch, normforge; x = torch.randn(3, 64); "

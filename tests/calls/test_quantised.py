@@ -28,6 +28,7 @@ from normforge.reference import quantised as quantisation_reference
 
 from ..calling import each_norm, same_bits
 from ..kernels.problems import check_quantised
+from ..thorough import THOROUGH
 from .shared import there
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
@@ -511,6 +512,7 @@ def test_scales_over_one_another_are_refused(
         assert same_bits(there(made).contiguous(), FUNCTION[norm](x[:m], **asked).y_scale)
 
 
+@THOROUGH
 def test_a_trace_refuses_scales_over_one_another_too() -> None:
     """By sizes that are symbols; torch itself copies over such a tensor without a word."""
     asked: dict[str, Any] = {"group_size": 64, "out_dtype": E4M3}

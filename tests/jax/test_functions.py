@@ -190,6 +190,7 @@ def test_what_is_wrong_is_said(call: Any, error: type[Exception], message: str) 
         call()
 
 
+@THOROUGH
 @pytest.mark.parametrize("wrap", ["eager", "jit", "vmap"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_promotion_may_be_forbidden(norm: str, wrap: str) -> None:

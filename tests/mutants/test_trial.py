@@ -29,6 +29,7 @@ def runner() -> Iterator[Runner]:
         yield made
 
 
+@THOROUGH
 def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
     found = runner.outcome(mutant("return bits", _TEST))
     assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides0-16]")

@@ -11,6 +11,7 @@ import torch
 from proving.cases import BACKWARD_TOLERANCES, LAYOUTS, Case, Tensors, cases, check, close, doubled, formula, operands
 
 from ..calling import each_device
+from ..thorough import THOROUGH
 from .oracle import taken
 
 BOTH = ("modulated", "gated")
@@ -143,6 +144,7 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
         close("mapped", found, torch.stack([its, its]).double(), 1e-5)
 
 
+@THOROUGH
 @each_device
 @pytest.mark.parametrize(
     "case",
@@ -164,6 +166,7 @@ def test_two_runs_give_the_same_bits(case: Case, device: str) -> None:
     assert all(map(torch.equal, once(), once()))
 
 
+@THOROUGH
 @each_device
 @pytest.mark.parametrize(
     "case",

@@ -16,6 +16,7 @@ from normforge.families.public import CALLS
 from proving.cases import Case, Tensors, cases, check, operands
 
 from ..calling import pieces, same_bits
+from ..thorough import THOROUGH
 from .families import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_family, each_norm
 from .registered import by_name
 
@@ -82,6 +83,7 @@ def test_backward_operators_are_what_torch_wants(name: str, full: bool, m: int) 
     torch.library.opcheck(BACKWARD[name], gradient_arguments(name, full=full, m=m))
 
 
+@THOROUGH
 @each_norm
 @pytest.mark.parametrize("full", [False, True])
 def test_a_backward_operator_is_differentiated(name: str, full: bool) -> None:

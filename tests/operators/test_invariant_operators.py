@@ -13,6 +13,8 @@ from normforge.calls.traced import INVARIANT
 from normforge.compiled import rules
 from normforge.errors import InvarianceError
 
+from ..thorough import THOROUGH
+
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 N = 131
@@ -34,6 +36,7 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torc
 }
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls_have_the_bits_of_eager_ones(name: str, dynamic: bool) -> None:

@@ -19,6 +19,7 @@ from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from proving.cases import Tensors, cases, check, operands
 
 from ..calling import FORWARD, each_norm, same_bits
+from ..thorough import THOROUGH
 from . import registered
 
 M, N = 3, 64
@@ -112,6 +113,7 @@ DIFFERENTIATED = ("saved", "add and store", "cast first", "dropout")
 CHECKED = [*((name, False) for name in MODES), *((name, True) for name in DIFFERENTIATED)]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("name", "grad"), CHECKED)
 @each_norm
 def test_torchs_checks_of_a_forward_operator(norm: str, name: str, grad: bool) -> None:

@@ -20,6 +20,7 @@ from normforge.tools import list_instances
 from normforge.tools.cli import VERBS
 
 from ..calling import printed
+from ..thorough import THOROUGH
 from .command_line import status
 
 SMALL = ["run", "-m", "3", "-n", "48"]
@@ -158,6 +159,7 @@ def test_list_into_a_reader_that_stops_early_is_no_error() -> None:
     assert (process.returncode, complaint) == (0, b"")
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("environment", "ended", "said"),
     [({}, 0, "Triton's CPU interpreter"), ({"TRITON_INTERPRET": "0"}, 2, "INTERPRET=0")],

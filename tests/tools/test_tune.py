@@ -76,11 +76,11 @@ USUAL = [
 UNUSUAL = [kind for kind in (*CLASSES, *GROUP_CLASSES) if kind not in USUAL]
 
 
-# The present tile of each class and every fourth candidate beside it; with time, of the usual classes every candidate.
+# The present tile of each class and every eighth candidate beside it; with time, of the usual classes every candidate.
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(pytest.param(kind, 4, id=kind.name) for kind in USUAL),
+        *(pytest.param(kind, 8, id=kind.name) for kind in USUAL),
         *(pytest.param(kind, 4, id=kind.name, marks=THOROUGH) for kind in UNUSUAL),
         *(pytest.param(kind, 1, id=f"{kind.name}-whole", marks=THOROUGH) for kind in USUAL),
     ],
@@ -235,6 +235,7 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
     assert len(done) == 4
 
 
+@THOROUGH
 def test_what_is_written_is_what_the_generator_takes(
     clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

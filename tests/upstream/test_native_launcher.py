@@ -25,7 +25,7 @@ from normforge.upstream import native_launcher, triton_launcher
 
 from .. import stand_in_cuda
 from ..stand_in_cuda import NEEDS_A_COMPILER, Driver, Launched
-from ..thorough import LONG
+from ..thorough import LONG, THOROUGH
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -291,6 +291,7 @@ def test_what_an_observed_launch_raises_is_raised(driver: Driver) -> None:
         triton.knobs.runtime.launch_enter_hook.remove(print)
 
 
+@THOROUGH
 def test_nothing_is_kept_of_launches(driver: Driver) -> None:
     launch = prepare()
     # Numbers that no interpreter shares; one that fails, and what is refused.
