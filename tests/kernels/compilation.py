@@ -19,7 +19,7 @@ from normforge.codegen.tiling import WARP, standard_ladder
 from normforge.codegen.values import Part, Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.obtain import compile_for
-from normforge.selection import dispatch
+from normforge.selection import dispatch, on_demand
 from normforge.selection.table import RetiledTable
 
 TARGETS = tuple(map(named_target, ("sm_80", "sm_90", "sm_100", "gfx942")))
@@ -89,7 +89,11 @@ def keys_of(
     """
     tile = tile or instance_of(mode, n).tile
     types: dict[str, Any] = {"weight_dtypes": [operands], "residual_dtypes": [residual], "dy_dtypes": [torch.bfloat16]}
-    with dispatch.using(RetiledTable(dispatch.loaded(), dispatch.find(mode, n), tile)):
+    entry = dispatch.find(mode, n)
+    if tile.pipeline is Pipeline.SPREAD:
+        # Committed modules have this kernel where a measured table takes it; a module that is generated now has all.
+        entry = on_demand.generate(mode, n, dispatch.loaded().where)
+    with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
         return normforge.compile_keys([n], [mode], arch=target.arch, rows=["many"], **types)
 
 
