@@ -313,7 +313,7 @@ def _floats(row: Parameter) -> Parameter:
 
 
 def _saving_for_autograd(family: Family) -> Family:
-    """Return a family whose calls save statistics if a gradient is due, which their look-up finds out: None says so."""
+    """Return a family whose calls pass None for save_mv: their look-up saves statistics if a gradient is due."""
     rows = [replace(row, default={}) if row.name == "save_mv" else row for row in family.parameters]
     return replace(family, parameters=tuple(rows))
 

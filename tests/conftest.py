@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +90,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"skipped, for want of the libraries that make test-clients installs: {', '.join(sorted(clients))}"
         )
+
+
+@pytest.fixture
+def random_calls() -> Iterator[None]:
+    """Silence the warnings and logs of the random calls of proving/cold_warm, and make a group of one process."""
+    from proving.cold_warm.surroundings import one_rank
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings(), one_rank():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)
 
 
 @pytest.fixture(autouse=True)

@@ -128,10 +128,10 @@ class Lookup:
 
     @eager_only
     def normalise(self, operands: Sequence[Any], options: Sequence[Any], *normalized_shape: Any) -> Any:
-        """Return y of a known call, or y and the sum if there is one, recorded if a gradient is due; None of another.
+        """Return y of a known call, or y and the sum if there is one, recorded if a gradient is due; else None.
 
-        Arguments need no check before: a call that would copy or refuse something is not known. Nor is a call whose
-        normalized_shape, where one is passed, is anything but x's last dimension.
+        Arguments need no check before: a call that would copy or refuse something is not known. A call with a
+        normalized_shape that is not x's last dimension is not known either.
         """
         _, records, planned = self.find(operands, options)
         if planned is None or not all(is_last(shape, planned[3]) for shape in normalized_shape):

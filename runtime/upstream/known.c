@@ -545,8 +545,8 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
   return end(&call, tuple_of(&call, made, 3));
 }
 
-/* Return y of a known call, or y and the sum if there is one, recorded where a gradient is due; None of another call, as
- * is one whose normalized_shape, if one is passed, is not x's last dimension. */
+/* Return y of a known call, or y and the sum if there is one, recorded where a gradient is due. Return None for any
+ * other call, and for a call with a normalized_shape that is not x's last dimension. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1] = {NULL}, *found = Py_None;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +25,6 @@ from proving.cold_warm.compare import changed, subjects
 from proving.cold_warm.functions import one_of
 from proving.cold_warm.outcome import Subject
 from proving.cold_warm.session import Session, forgotten
-from proving.cold_warm.surroundings import one_rank
 
 from ..some_rows import SomeTable
 from ..thorough import first_of_each
@@ -68,15 +65,7 @@ def launching_nothing(target: Target) -> Iterator[set[str]]:
         yield met
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings(), one_rank():
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(before)
-
+pytestmark = pytest.mark.usefixtures("random_calls")
 
 CASES = first_of_each(
     [(arch, family) for arch in ("sm_90", "gfx942", "sm_80", "sm_100") for family in FAMILIES],

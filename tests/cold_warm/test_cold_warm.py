@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,10 +11,11 @@ import torch
 from proving.cold_warm import session
 from proving.cold_warm.compare import FAMILIES, Difference, run
 from proving.cold_warm.contexts import CONTEXTS, forward_ad
-from proving.cold_warm.surroundings import one_rank
 
 from ..properties import seed
 from ..thorough import THOROUGH
+
+pytestmark = pytest.mark.usefixtures("random_calls")
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
 FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 15, "blocks": 8, "jax": 20, "parallel": 10}
@@ -32,16 +30,6 @@ WAYS = [
     if not (by_address and family in ("jax", "parallel"))
 ]
 each_way = pytest.mark.parametrize(("family", "by_address"), WAYS)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings(), one_rank():
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(before)
 
 
 def found(family: str, count: int, *, by_address: bool) -> None:

@@ -141,7 +141,7 @@ _SHAPES = 64
 
 
 def _sized_by(plan: Plan, x: torch.Tensor) -> Callable[[torch.Size], Sized | None]:
-    """Return how calls of a plan are launched, from the shapes of tensors like x; None of no rows.
+    """Return how calls of a plan are launched, from the shapes of tensors like x; None for no rows.
 
     The number of samples is no part of a plan, and y and dx have the strides of x.
     """
