@@ -35,7 +35,10 @@ OWN_SUM = 2e-6
 
 
 class CloseTally:
-    """The error of one result, block by block of rows, held to `Close` element by element."""
+    """The error of one result, block by block of rows, held to `Close` element by element.
+
+    A result that is infinite or NaN passes only where the expected one is the same.
+    """
 
     def __init__(self, close: Close, device: torch.device) -> None:
         self._close = close
