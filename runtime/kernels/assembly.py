@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.groups import AnyMode, GroupMode
@@ -36,21 +37,15 @@ _Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
 
 
-class Summing(NamedTuple):
-    """The launch that adds up partial sums: rows of partial sums at a time, columns per program, and warps."""
-
-    rows: int
-    block: int
-    warps: int
-
-
+# The launch that adds up partial sums: rows of partial sums at a time, and columns per program.
 # 16 values per thread, in narrow tiles, so that many programs share few columns: 4096x1024 takes 18 us in total on an
 # H200, and 29 us with 16 rows of 128 columns. The interpreter takes as long for a narrow program as for a wide program,
 # and 25 s for a row of 17000 in narrow programs.
-_SUMMING = Summing(rows=128, block=16, warps=4)
+_SUMMING = {"ROWS": 128, "BLOCK": 16}
 # Only a few programs wrote the partial sums of each part.
-_SUMMING_OF_PARTS = Summing(rows=32, block=64, warps=4)
-_INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
+_SUMMING_OF_PARTS = {"ROWS": 32, "BLOCK": 64}
+_INTERPRETED_SUMMING = {"ROWS": 16, "BLOCK": 1024}
+_SUMMING_WARPS = 4
 
 # Formats that NVIDIA hardware of compute capability 8.9 and up converts to with one rounding, and from. On other GPUs,
 # and in the interpreter, kernels take bytes, and encode and decode in integer arithmetic.
@@ -170,7 +165,7 @@ class Recipe:
         constants: compile-time constants.
         warps: warps per program, of 32 threads.
         options: further options of the compiler.
-        grid: a function from M and the programs that share the rows to the programs in each dimension.
+        grid: a function from M and the programs that share the rows to the grid of a launch.
         rounds: for GroupNorm, a function from M to the grid of each launch, and the numbers after all other values.
     """
 
@@ -180,7 +175,7 @@ class Recipe:
     constants: Mapping[str, int]
     warps: int
     options: Mapping[str, Any]
-    grid: pipelines.Programs
+    grid: Callable[[int, int], Grid]
     rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
 
     def key(self, kernel: str, parameters: Sequence[str], target: Target) -> KernelKey:
@@ -256,11 +251,10 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     elif takes_window(mode, tile, n, strides, facts.misaligned):
         row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
         tile = window_tile(mode, tile, n, few=few)
-    exchange = None if row.exchange is None else row.exchange(tile, n)
     types = {
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
-        "exchange_ptr": None if exchange is None else _EXCHANGE,
+        "exchange_ptr": _EXCHANGE if row.waits else None,
         **dict.fromkeys(("M", *facts.counts), row_count_type(m)),
         **facts.numbers,
     }
@@ -271,11 +265,12 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             strides={**strides, **facts.further},
             constants={
                 **pipelines.constants(replace(tile, block=step.block(tile)), n, alignment, facts.misaligned, target),
-                **row.constants(tile, n),
+                # With a slot per lane of a warp, no warp holds a slot twice: two rows of 16384 spill 72 bytes less.
+                "PEERS": max(WARP, power_of_two(row.columns(tile, n))),
             },
             warps=tile.warps,
-            options=pipelines.compiler_options(row.options, tile, target),
-            grid=step.grid(tile, n, target),
+            options=pipelines.compiler_options(tile, target, waits=row.waits),
+            grid=partial(step.grid, tile, n, target),
         )
         for step in row.steps
     )
@@ -291,7 +286,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         finisher=_finisher(n, facts, of_parts=mode.modulated or mode.grouped),
         programs=programs,
         row_terms=row.row_terms,
-        exchange=exchange,
+        exchange=partial(row.exchange, tile, n) if row.waits else None,
     )
 
 
@@ -355,8 +350,8 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "PDL": target.launches_early,
             },
             warps=tile.warps,
-            options=pipelines.compiler_options(pipelines.COOPERATIVE if spreads else {}, tile, target),
-            grid=lambda m, programs=1: rounds(m)[0][0],
+            options=pipelines.compiler_options(tile, target, waits=spreads),
+            grid=lambda m, programs: rounds(m)[0][0],
             rounds=rounds,
         )
         for part in parts
@@ -389,8 +384,8 @@ def _finisher(n: int, facts: Facts, *, of_parts: bool) -> Recipe | None:
             "programs": integer_type(0),
         },
         strides={},
-        constants={"N": n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early},
-        warps=summing.warps,
+        constants={"N": n, **summing, "PDL": target.launches_early},
+        warps=_SUMMING_WARPS,
         options={},
-        grid=lambda m, programs=1: (-(-n // summing.block), len(SUMS), 1),
+        grid=lambda m, programs: (-(-n // summing["BLOCK"]), len(SUMS), 1),
     )

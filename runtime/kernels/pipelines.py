@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from ..call_kinds import MOST_ROWS_IN_I32
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
-from ..codegen.tiling import WARP, most_stages, power_of_two
+from ..codegen.tiling import WARP, most_stages
 from ..codegen.values import Part, Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target
@@ -27,11 +27,9 @@ REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
 
 
-class Programs(Protocol):
-    """A function from M, and in the backward pass the programs that share the rows, to the grid."""
-
-    def __call__(self, m: int, programs: int = 1) -> Grid:
-        """Return the grid of a launch: the programs in each dimension."""
+# A function from a tile, N, a GPU, M and the number of programs that share the rows of M to the grid of a launch: the
+# programs in each dimension.
+GridOf = Callable[[Tile, int, Target, int, int], "Grid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +37,12 @@ class Step:
     """One kernel of a pipeline.
 
     Attributes:
-        grid: a function from a tile, N and a GPU to `Programs`.
+        grid: the grid of a launch.
         part: the kernel; None is the kernel with the pipeline's name.
         block: a function from a tile to the columns per chunk.
     """
 
-    grid: Callable[[Tile, int, Target], Programs]
+    grid: GridOf
     part: Part | None = None
     block: Callable[[Tile], int] = lambda tile: tile.block
 
@@ -57,24 +55,23 @@ class Row:
         steps: the kernels, in order.
         columns: a function from a tile and N to the number of programs that share the columns of a row.
         row_terms: pointers to one fp32 value per row, which the first step writes and the next step reads.
-        exchange: a function from a tile and N to a function from M to the number of int64 values. Programs that share a
-            row and wait for one another exchange values through this memory, which is filled with -1 for each launch.
-            None if no programs wait.
-        constants: a function from a tile and N to compile-time constants in addition to the function `constants`.
-        options: options of the compiler in addition to num_warps.
+        waits: whether programs that share a row wait for one another. They exchange values through memory that is
+            filled with -1 for each launch, and all have to run at once, which a cooperative launch guarantees.
     """
 
     steps: tuple[Step, ...]
     columns: Callable[[Tile, int], int] = lambda tile, n: 1
     row_terms: tuple[str, ...] = ()
-    exchange: Callable[[Tile, int], Callable[[int], int]] | None = None
-    constants: Callable[[Tile, int], Mapping[str, int]] = lambda tile, n: {}
-    options: Mapping[str, Any] = field(default_factory=dict)
+    waits: bool = False
 
     def programs(self, tile: Tile, n: int, target: Target) -> int:
         """Return the most programs that share the rows, which depends on the GPU and N, never on M."""
         # Blocks of columns fill the device already, and each further program writes a row of partial sums.
         return max(1, target.multiprocessors * tile.resident // self.columns(tile, n))
+
+    def exchange(self, tile: Tile, n: int, m: int) -> int:
+        """Return the number of int64 values through which programs that wait exchange values: per row of each tile."""
+        return -(-m // tile.rows) * tile.rows * self.columns(tile, n)
 
 
 def _slices(tile: Tile, n: int) -> int:
@@ -86,60 +83,35 @@ def column_blocks(tile: Tile, n: int) -> int:
     return -(-n // tile.block)
 
 
-def _tiles_of_rows(tile: Tile, n: int, target: Target) -> Programs:
-    return lambda m, programs=1: (-(-m // tile.rows), 1, 1)
+def _tiles_of_rows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+    return -(-m // tile.rows), 1, 1
 
 
-def _teams(tile: Tile, n: int, target: Target) -> Programs:
-    slices = _slices(tile, n)
-    most = target.multiprocessors * tile.resident // slices
-    return lambda m, programs=1: (slices, min(most, m), 1)
-
-
-def _windows(tile: Tile, n: int, target: Target) -> Programs:
+def _windows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
     # If the number of programs is a multiple of VECTOR, all rows of a program have the same offset from a vector.
     most = max(VECTOR, target.multiprocessors * tile.resident // VECTOR * VECTOR)
-    return lambda m, programs=1: (min(most, m), 1, 1)
+    return min(most, m), 1, 1
 
 
-def _sharing_rows(tile: Tile, n: int, target: Target) -> Programs:
-    return lambda m, programs=1: (programs, 1, 1)
+def _sharing_rows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+    return programs, 1, 1
 
 
-def _each_row(tile: Tile, n: int, target: Target) -> Programs:
-    return lambda m, programs=1: (m, 1, 1)
+def _each_row(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+    return m, 1, 1
 
 
-def _sharing_blocks(tile: Tile, n: int, target: Target) -> Programs:
-    return lambda m, programs=1: (column_blocks(tile, n), programs, 1)
+def _sharing_slices(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+    return _slices(tile, n), programs, 1
 
 
-def _slot_a_slice(tile: Tile, n: int) -> Callable[[int], int]:
-    return lambda m: m * _slices(tile, n)
+def _sharing_blocks(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+    return column_blocks(tile, n), programs, 1
 
-
-def _slot_a_row_and_block(tile: Tile, n: int) -> Callable[[int], int]:
-    blocks, rows = column_blocks(tile, n), tile.rows
-    return lambda m: -(-m // rows) * rows * blocks
-
-
-def _peers(programs: int) -> dict[str, int]:
-    # With a slot per lane of a warp, no warp holds a slot twice: two rows of 16384 spill 72 bytes less.
-    return {"PEERS": max(WARP, power_of_two(programs))}
-
-
-# Programs that wait for one another all have to run at once, which a cooperative launch guarantees.
-COOPERATIVE = {"launch_cooperative_grid": True}
 
 FORWARD: dict[Pipeline, Row] = {
     **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS), Row(steps=(Step(grid=_tiles_of_rows),))),
-    Pipeline.SPREAD: Row(
-        steps=(Step(grid=_teams),),
-        columns=_slices,
-        exchange=_slot_a_slice,
-        constants=lambda tile, n: _peers(_slices(tile, n)),
-        options=COOPERATIVE,
-    ),
+    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_slices),), columns=_slices, waits=True),
 }
 
 # Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
@@ -156,13 +128,7 @@ BACKWARD: dict[Pipeline, Row] = {
         columns=column_blocks,
         row_terms=("gh_mean_ptr", "g_mean_ptr"),
     ),
-    Pipeline.SPREAD: Row(
-        steps=(Step(grid=_sharing_blocks),),
-        columns=column_blocks,
-        exchange=_slot_a_row_and_block,
-        constants=lambda tile, n: _peers(column_blocks(tile, n)),
-        options=COOPERATIVE,
-    ),
+    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_blocks),), columns=column_blocks, waits=True),
 }
 
 
@@ -200,14 +166,21 @@ def programs_a_part(most: int, parts: int, tiles: int) -> int:
     return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
 
 
-def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> dict[str, Any]:
-    """Return the compiler's options: the pipeline's options, and the register limit at which enough programs fit."""
+def compiler_options(tile: Tile, target: Target, *, waits: bool) -> dict[str, Any]:
+    """Return the compiler's options: of programs that wait for one another, and the register limit for enough programs.
+
+    Args:
+        tile: the tile that the kernel runs with.
+        target: the GPU that the kernel is for.
+        waits: see `Row`.
+    """
     if not target.compiles:
         return {}
+    options: dict[str, Any] = {"launch_cooperative_grid": True} if waits else {}
     # Registers are allocated by eights. One program always fits; AMD's compiler counts otherwise and has no such limit.
     most = REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8
     capped = tile.resident > 1 and most <= _MOST_REGISTERS_A_THREAD and target.is_nvidia
-    return {**options, "maxnreg": most} if capped else dict(options)
+    return {**options, "maxnreg": most} if capped else options
 
 
 def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str], target: Target) -> dict[str, int]:
@@ -247,7 +220,7 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
     """
     for tile in tiles:
         row = row_of(mode, tile.pipeline)
-        if row.exchange is None:
+        if not row.waits:
             return tile
         waiting, held = row.columns(tile, n), target.held_at_once(tile.resident)
         if waiting <= held:

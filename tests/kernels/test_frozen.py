@@ -195,7 +195,7 @@ def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytes
             constants=constants,
             warps=1,
             options={},
-            grid=lambda m, programs=1: (m, 1, 1),
+            grid=lambda m, programs: (m, 1, 1),
         )
         launcher = Launcher(key.function, recipe, TARGET, torch.device("cuda", 0))
         assert launcher.key == key.key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -31,10 +32,8 @@ def test_every_slot_of_an_exchange_is_there(n: int, m: int) -> None:
     """Forward one for each row and slice of it; backward one for each row of whole tiles, and block of it."""
     slices = -(-n // 1024)
     forward, backward = pipelines.FORWARD[Pipeline.SPREAD].exchange, pipelines.BACKWARD[Pipeline.SPREAD].exchange
-    assert forward is not None
-    assert backward is not None
-    assert forward(tile(Pipeline.SPREAD, held=1), n)(m) == m * slices
-    assert backward(tile(Pipeline.SPREAD, rows=4), n)(m) == -(-m // 4) * 4 * slices
+    assert forward(tile(Pipeline.SPREAD, held=1), n, m) == m * slices
+    assert backward(tile(Pipeline.SPREAD, rows=4), n, m) == -(-m // 4) * 4 * slices
 
 
 def test_an_exchange_starts_empty() -> None:
@@ -47,9 +46,9 @@ def test_an_exchange_starts_empty() -> None:
 @pytest.mark.parametrize("resident", [1, 3, 7])
 def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
     """A program takes every so many rows, and what a row's start lacks to a vector repeats after eight rows."""
-    grid = pipelines.WINDOW.steps[0].grid(tile(Pipeline.ONE_PASS, resident=resident), 4099, H200)
+    grid = partial(pipelines.WINDOW.steps[0].grid, tile(Pipeline.ONE_PASS, resident=resident), 4099, H200)
     for m in (1, 7, 8, 9, 131, 132, 133, 400, 1000, 10**6):
-        programs, *others = grid(m)
+        programs, *others = grid(m, 1)
         assert others == [1, 1]
         assert programs == m or programs % 8 == 0
         assert programs <= m
