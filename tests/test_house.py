@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_538,
+    "all by hand": 13_517,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 726,
@@ -48,7 +48,7 @@ MOST_CODE_LINES = {
     "compiled": 540,
     "integrations": 380,
     "jax": 597,
-    "kernels": 1_085,
+    "kernels": 1_082,
     "normforge": 501,
     "operators": 527,
     "override": 211,
@@ -56,7 +56,7 @@ MOST_CODE_LINES = {
     "patching": 1_416,
     "reference": 608,
     "selection": 808,
-    "upstream": 721,
+    "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
 MOST_CODE_LINES_BESIDE = {("tests", "proving"): 42_575, ("benchmarks",): 5_682}

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ INDEX = "index.json"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Legal values of a row's fields: a file's name cannot lead out of the folder.
 _FIELDS = {
+    "key": re.compile(".*", re.DOTALL),
     "file": re.compile(r"\w+-[0-9a-f]{16}", re.ASCII),
     "binary": re.compile(r"cubin|hsaco"),
     "binary_sha256": _DIGEST,
@@ -251,13 +252,12 @@ def read(path: Path) -> Folder:
 
 
 def _row(values: Any) -> Row:
-    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Row)}:
+    if not isinstance(values, dict) or values.keys() != _FIELDS.keys():
         raise ValueError("a kernel has not the fields that one has")
-    row = Row(**{name: _text(values, name) for name in values})
     for name, legal in _FIELDS.items():
-        if not legal.fullmatch(getattr(row, name)):
-            raise ValueError(f"a kernel's {name} is {getattr(row, name)[:80]!r}")
-    return row
+        if not legal.fullmatch(_text(values, name)):
+            raise ValueError(f"a kernel's {name} is {values[name][:80]!r}")
+    return Row(**values)
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:

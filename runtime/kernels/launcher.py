@@ -16,7 +16,7 @@ from ..upstream import triton_launcher
 from ..upstream.dynamo_guards import Empty, current_device
 from ..upstream.triton_launcher import Grid
 from .assembly import Recipe
-from .gpu import Target, interpreting, on_device
+from .gpu import Target, on_device
 from .obtain import obtain
 from .strides import RowWalk
 
@@ -64,7 +64,7 @@ class Launcher:
         assert self._device is not None
         arguments = self._arrange(values + self._fixed)
         if self._compiled is None:
-            run_public(self.kernel, grid, arguments, dict(self.key.options))
+            interpret(self.kernel, grid, arguments, dict(self.key.options))
         else:
             with on_device(self._device):
                 # The compiled kernel, because its source would be looked up or compiled once more.
@@ -89,8 +89,8 @@ def _guarded(launch: triton_launcher.Launch, device: torch.device) -> triton_lau
 _one_interpreted_launch = fork_safe(threading.Lock())
 
 
-def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Launch a kernel through Triton's public interface, on the current device and stream.
+def interpret(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Launch a kernel in Triton's interpreter.
 
     Args:
         kernel: a `triton.JITFunction`.
@@ -101,9 +101,6 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
     Raises:
         DeviceError: tensors are on the CPU, and the interpreter was turned on too late.
     """
-    if not interpreting():
-        kernel[grid](*arguments, **options)
-        return
     if not _is_interpreted(kernel):
         raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
     with _one_interpreted_launch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,9 +109,7 @@ def _tells_apart(make: Callable[..., Fits]) -> bool:
 
 
 def _is_right(make: Callable[..., Fits]) -> bool:
-    def rows(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu", requires_grad: bool = False) -> Any:
-        return torch.empty(size, dtype=dtype, device=device, requires_grad=requires_grad)
-
+    rows = partial(torch.empty, dtype=torch.float32, device="cpu")
     usual, vector = rows(2, 8), rows(8)
     fits = make([usual, vector], [[None, 8], [8]], [[8, 1], [1]])
     alike = [(usual, vector), (rows(5, 8), rows(8))]

@@ -67,20 +67,18 @@ def prepare(
     Raises:
         SettingError: NORMFORGE_NATIVE_LAUNCHER or NORMFORGE_FROZEN is neither 0 nor 1.
     """
-    may_build = not settings.frozen()
-    if not settings.native_launcher():
+    module = library(build=not settings.frozen())
+    if module is None:
         return None
     try:
-        about = _about(compiled, taken)
-        module = library(build=may_build)
-        return module and module.Launch(
+        return module.Launch(
             driver=_driver(),
             n_values=n_values,
             device=device,
             current_stream=current_stream,
             hooks=hooks,
             observed=observed,
-            **about,
+            **_about(compiled, taken),
         )
     except Exception as error:
         # The launcher saves a microsecond or so, which no failure is worth.
@@ -133,14 +131,16 @@ def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def library(*, build: bool) -> Any:
-    """Return the compiled `launcher.c`, from Triton's cache or else compiled into it; None if neither is possible.
+    """Return the compiled `launcher.c`, from Triton's cache or else compiled into it; None if it cannot be had.
 
     Args:
         build: whether it may be compiled.
     """
     global _module
+    if not settings.native_launcher():
+        return None
     with _lock:
-        if _module is None and settings.native_launcher():
+        if _module is None:
             try:
                 _module = load(SOURCE, NAME, build)
             except Exception as error:

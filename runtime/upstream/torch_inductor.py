@@ -1,4 +1,4 @@
-"""Custom passes of Inductor: check that this torch has the known interface, and install a pass for the process.
+"""Custom passes of Inductor: check that this torch is a known release, and install a pass for the process.
 
 `torch._inductor.config.post_grad_custom_pre_pass = p` is the public way. Since torch 2.13 this sets one thread
 alone, and autograd compiles the backward graph of CUDA tensors in another. So the pass becomes the default of the
@@ -18,7 +18,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,31 +33,11 @@ _CONFIG = "torch._inductor.config"
 
 
 def reason_against(version: str = torch.__version__) -> str | None:
-    """Return the reason why graphs of this torch cannot be rewritten, or None. This imports Inductor's settings."""
+    """Return the reason why graphs of this torch are not rewritten, or None."""
     release = ".".join(version.split("+")[0].split(".")[:2])
-    if release not in KNOWN:
-        return f"torch {version} is none of those that they were tried on ({', '.join(KNOWN)})"
-    missing = _missing()
-    return f"torch {version} lacks {missing}" if missing else None
-
-
-@cache
-def _missing() -> str | None:
-    """Return an interface that passes need and this torch lacks, or None."""
-    from torch._inductor import custom_graph_pass
-    from torch.fx.experimental import symbolic_shapes
-
-    entries = getattr(_settings(), "_config", {})
-    wanted = {
-        f"{_CONFIG}.{_SETTING}": _SETTING in entries,
-        f"the default of {_CONFIG}.{_SETTING}": hasattr(entries.get(_SETTING), "default"),
-        "torch._inductor.custom_graph_pass.CustomGraphPass": hasattr(custom_graph_pass, "CustomGraphPass"),
-        "torch.fx.experimental.symbolic_shapes.statically_known_true": hasattr(
-            symbolic_shapes, "statically_known_true"
-        ),
-        "ShapeEnv.suppress_guards": hasattr(symbolic_shapes.ShapeEnv, "suppress_guards"),
-    }
-    return next((name for name, there in wanted.items() if not there), None)
+    if release in KNOWN:
+        return None
+    return f"torch {version} is none of those that they were tried on ({', '.join(KNOWN)})"
 
 
 def is_loaded() -> bool:

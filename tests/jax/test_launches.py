@@ -22,7 +22,7 @@ from normforge.jax.operation import Operation
 from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import Target
 from normforge.kernels.key import KernelKey
-from normforge.kernels.launcher import run_public
+from normforge.kernels.launcher import interpret
 from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
 
@@ -68,7 +68,7 @@ class Interpreter:
             assert next(told, None) is None
             assert next(buffers, None) is None
             self.ran.append(name)
-            run_public(source.load(), tuple(grid), values, {})
+            interpret(source.load(), tuple(grid), values, {})
             return [_as_jax(tensor) for tensor in made]
 
         return call
