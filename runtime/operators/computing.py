@@ -12,7 +12,7 @@ from ..calls.check import check
 from ..calls.first import launched, refuse_foreign
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtypes_of
-from ..calls.traced import intercepted, operated_as, operator
+from ..calls.traced import intercepted, operator
 from ..codegen.families import Kind
 from ..codegen.groups import GROUP
 from ..codegen.values import Direction
@@ -34,16 +34,13 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
     refuse_foreign(takes.family, args)
     if takes.family_name == GROUP:
         return grouped.run(args)
-    is_backward = takes.direction is Direction.BACKWARD
     results: Results
     if not takes.family_name:
-        if not dispatch_modes():
-            results = PUBLIC[function](**args)
-        else:
-            # The modes that see operators have seen this operator already.
-            results = launched(takes.family, takes.norm.value, None, args)
+        # The modes that see operators have seen this operator already.
+        seen = dispatch_modes()
+        results = launched(takes.family, takes.norm.value, None, args) if seen else PUBLIC[function](**args)
         return results
-    if is_backward:
+    if takes.direction is Direction.BACKWARD:
         require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
@@ -58,18 +55,17 @@ def run_named(*, function: str, **args: Any) -> Results:
     takes = OPERATORS[function]
     if not intercepted(*[args[name] for name, _, _ in takes.tensors]):
         return run(function, args)
-    if takes.family_name == GROUP:
-        outputs = dict(zip(grouped.names_of(args), operator(function)(*args.values()), strict=True))
-        return [outputs.get(row.name) for row in takes.family.results]
-    call = check(function, args, addressed=False)
-    return operated_as(function, call, [row.name for row in takes.family.results])
+    is_group = takes.family_name == GROUP
+    names = grouped.names_of(args) if is_group else check(function, args, addressed=False).wants
+    outputs = iter(operator(function)(*[args[name] for name in takes.passed]))
+    return [next(outputs) if row.name in names else None for row in takes.family.results]
 
 
 def by_formula(function: str, args: Mapping[str, Any]) -> Results:
     """Compute the results of a backward operator by torch's operators, differentiable."""
     takes = OPERATORS[function]
     if takes.family_name == GROUP:
-        return grouped.by_formula(args)
+        return grouped.run(args, by_formula=True)
     if takes.family_name:
         return _gradients(function, args, by_formula=True)
     args = {**dict(takes.defaults), **args}

@@ -12,8 +12,9 @@ import torch
 
 from ..dtypes import FLOATS
 from ..errors import DTypeError, LayoutError
-from ..families import eager, operands
+from ..families import eager
 from ..families.group import row as group
+from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
 
 Results = Sequence["torch.Tensor | None"]
 
@@ -22,17 +23,17 @@ def names_of(args: Mapping[str, Any]) -> list[str]:
     """Return the names of the results that an operator returns."""
     if "wants" not in args:
         return ["y", "rstd"] if args["save_mv"] else ["y"]
-    operands = {f"d{name}": args[name] for name in ("x", "weight", "bias")}
-    return [name for name, operand in operands.items() if name in args["wants"] and operand is not None]
+    return [name for name in GroupNormGradients._fields if name in args["wants"] and args[name[1:]] is not None]
 
 
-def run(args: Mapping[str, Any]) -> Results:
-    """Launch the kernels of an operator."""
-    options = _checked(args)
-    if "wants" in args:
-        return group.launched_backward(_arrived(args))
-    y, statistics = group.launched(args["x"], args["weight"], args["bias"], options, saves=args["save_mv"])
-    return y, None, statistics
+def run(args: Mapping[str, Any], by_formula: bool = False) -> Results:
+    """Launch the kernels of an operator, or compute gradients by torch's operators, differentiable."""
+    options, operands = _checked(args), (args["x"], args["weight"], args["bias"])
+    if "wants" not in args:
+        y, statistics = group.launched(*operands, options, saves=args["save_mv"])
+        return y, None, statistics
+    arrived = GroupArrived(args["dy"], *operands, args["statistics"], options, args["wants"])
+    return eager.group_gradients(arrived) if by_formula else group.launched_backward(arrived)
 
 
 def fake(args: Mapping[str, Any]) -> Results:
@@ -47,23 +48,9 @@ def fake(args: Mapping[str, Any]) -> Results:
     return y, None, x.new_empty(shape, dtype=torch.float32) if "rstd" in names else None
 
 
-def by_formula(args: Mapping[str, Any]) -> Results:
-    """Compute the results of the backward operator by torch's operators, differentiable."""
-    return eager.group_gradients(_arrived(args))
-
-
-def _options(args: Mapping[str, Any]) -> operands.GroupOptions:
-    return operands.GroupOptions._make([args.get(name) for name in operands.GroupOptions._fields])
-
-
-def _arrived(args: Mapping[str, Any]) -> operands.GroupArrived:
-    own = {name: args[name] for name in operands.GroupArrived._fields if name != "options"}
-    return operands.GroupArrived(**own, options=_options(args))
-
-
-def _checked(args: Mapping[str, Any]) -> operands.GroupOptions:
+def _checked(args: Mapping[str, Any]) -> GroupOptions:
     """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
-    x, options = args["x"], _options(args)
+    x, options = args["x"], GroupOptions._make([args.get(name) for name in GroupOptions._fields])
     if group.are_channels_last(x) is None:
         raise LayoutError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "

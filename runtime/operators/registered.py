@@ -118,20 +118,15 @@ def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.T
     return _handed(function, into, results_of(call, call.x.new_empty))
 
 
-def _kernels_of(name: str, takes: Function, into: bool) -> tuple[Callable[..., Any], ...]:
-    """Return the kernel of a function's operator, the kernel for plain tensors in order, and the fake kernel."""
-    kernel, as_checked = partial(_returned, name, into), partial(_fake, name, into)
-    if into or takes.family_name:
-        return kernel, kernel, as_checked
-    in_order = _in_order(name, len(takes.outs))
-    return of_plain_tensors(in_order, kernel), in_order, as_checked
-
-
 def _register(name: str, takes: Function, into: bool = False) -> None:
     """Define a function's operator, or its operator that writes, for all devices; and the batch-invariant twin."""
     own = f"{name}_into" if into else name
-    kernel, in_order, fake = _kernels_of(name, takes, into)
-    shortest = both(own, in_order)
+    kernel: Callable[..., Any] = partial(_returned, name, into)
+    in_order = kernel
+    if not (into or takes.family_name):
+        in_order = _in_order(name, len(takes.outs))
+        kernel = of_plain_tensors(in_order, kernel)
+    fake, shortest = partial(_fake, name, into), both(own, in_order)
     for defined, each in both(own, kernel).items():
         _library.define(_schema(takes, into, defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
