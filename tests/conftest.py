@@ -146,8 +146,10 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh_table(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher of a process that has loaded and generated nothing; afterwards everything is as it was."""
-    monkeypatch.setattr("normforge.selection.dispatch._loaded", None)
-    monkeypatch.setattr("normforge.selection.dispatch._generated", {})
+    from normforge.selection import dispatch
+
+    monkeypatch.setattr(dispatch, "_loaded", None)
+    monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
 
 
 @pytest.fixture

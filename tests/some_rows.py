@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from normforge.codegen.instance import Tiles
@@ -18,15 +17,7 @@ class SomeTable(Table):
     """Another table, with such tiles."""
 
     def __init__(self, table: Table) -> None:
-        super().__init__(table.package, {}, table.small_m, table.where, table.some_m)
-        self._table = table
-
-    def find(self, mode: str, n: int) -> Entry | None:
-        entry = self._table.find(mode, n)
-        return None if entry is None else _with_some(entry)
-
-    def __iter__(self) -> Iterator[Entry]:
-        yield from map(_with_some, self._table)
+        super().__init__(table.where, map(_with_some, table))
 
 
 def _with_some(entry: Entry) -> Entry:

@@ -132,7 +132,7 @@ def _use(kind: CallKind, entry: Entry, launcher: Launcher, target: Target) -> Ke
     tile = entry.tile(entry.least_rows().get(kind.rows, 1), kind.n, target.arch)
     constants = {name: value for name, value in key.arguments if isinstance(value, int) and name != "N"}
     source = "generated"
-    if entry.package == dispatch.loaded().package:
+    if dispatch.loaded().find(entry.mode, kind.n) is not None:
         source = "committed" if entry.package == _OWN else "folder"
     binary = "compiled" if target.compiles else "interpreted"
     if target.compiles and folder is not None and key.portable in folder.rows:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import settings
@@ -20,8 +19,9 @@ from .table import Entry, Table, load_folder, table_of
 
 _lock = fork_safe(threading.RLock())
 _loaded: Table | None = None
-# Entries by mode. A mode's entries are replaced together, so that readers need no lock.
-_generated: dict[str, tuple[Entry, ...]] = {}
+# Replaced by each instance that is generated, so that readers need no lock.
+_NOTHING = Table("the cache", ())
+_generated = _NOTHING
 
 
 class Observer(Protocol):
@@ -75,7 +75,7 @@ def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
     global _loaded, _generated
     table = _own() if folder is None else load_folder(settings.named(folder, TableError))
     with _lock:
-        _loaded, _generated = table, {}
+        _loaded, _generated = table, _NOTHING
         _take(({}, {}))
 
 
@@ -144,7 +144,7 @@ def remember(among: Plans, key: Hashable, plan: object) -> None:
 
 def instances() -> tuple[Entry, ...]:
     """Return all instances a call can take without generating: the loaded table, then those generated on demand."""
-    return tuple(chain(loaded(), *tuple(_generated.values())))
+    return (*loaded(), *_generated)
 
 
 def loaded() -> Table:
@@ -192,26 +192,18 @@ def name_of(mode: AnyMode, n: int) -> str:
 
 
 def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
+    global _generated
     if not settings.generates():
         from .missing import missing_instance
 
         raise missing_instance(mode, n, loaded())
-    entry = _generated_for(mode, n)
-    if entry is not None:
-        return entry
-
     from . import on_demand
 
-    if not generate:
-        return on_demand.plan(mode, n)
     with _lock:
-        # Another thread may have missed and generated the instance meanwhile.
-        entry = _generated_for(mode, n)
+        entry = _generated.find(mode.name, n)
+        if entry is None and not generate:
+            return on_demand.plan(mode, n)
         if entry is None:
             entry = on_demand.generate(mode, n, loaded().where)
-            _generated[entry.mode] = (*_generated.get(entry.mode, ()), entry)
+            _generated = Table(_NOTHING.where, (*_generated, entry))
         return entry
-
-
-def _generated_for(mode: AnyMode, n: int) -> Entry | None:
-    return next((entry for entry in _generated.get(mode.name, ()) if entry.serves(n)), None)

@@ -16,7 +16,6 @@ from .. import settings
 from .._version import __version__
 from ..codegen import emit, tiling
 from ..codegen.groups import AnyMode
-from ..codegen.instance import Instance
 from ..codegen.locking import replace_file
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
@@ -31,18 +30,7 @@ _FOLDER_MODE, _FILE_MODE = 0o775, 0o664
 def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
     """Return the entry that `generate` would make, over the standard ladder."""
     bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
-    instance = Instance(mode, bucket, tiles_of(mode, bucket))
-    return Entry(
-        name=instance.name,
-        mode=mode.name,
-        first=bucket.first,
-        last=bucket.last,
-        bucket=bucket.name,
-        tiles=instance.tiles,
-        small_m=tiling.SMALL_M,
-        some_m=tiling.SOME_M,
-        package=package,
-    )
+    return Entry.of(mode.name, bucket, tiles_of(mode, bucket), (tiling.SMALL_M, tiling.SOME_M), package)
 
 
 def generate(mode: AnyMode, n: int, table: str) -> Entry:

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
-from ..codegen.instance import ANY, Tile, Tiles
+from ..codegen.instance import ANY, Bucket, Tile, Tiles
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.tiling import SOME_M, is_ragged, narrowed
@@ -30,12 +30,8 @@ FORMAT = 7
 # The module and the symbol of the kernel that adds up the partial sums of a backward kernel.
 _FINALISER = ("finalise", "sum_partials")
 
-_PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
-
-# (first, last, bucket, tile for many rows, tile for a few, and the optional tiles, as in `Tiles.row`). A tile is its
-# pipeline's word, then the other fields of `codegen.instance.Tile` in order.
-_Row = tuple[Any, ...]
-_Ladder = tuple[_Row, ...]
+# The tiles of a mode on one architecture, by buckets in ascending order.
+_Ladder = dict[Bucket, Tiles]
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,14 @@ class Entry:
     some_m: int
     package: str
     is_invariant: bool = False
+
+    @classmethod
+    def of(
+        cls, mode: str, bucket: Bucket, tiles: tuple[tuple[str, Tiles], ...], most: tuple[int, int], package: str
+    ) -> Entry:
+        """Return the instance of a mode and a bucket; `most` is small_m and some_m."""
+        name = f"{mode}_{bucket.name}"
+        return cls(name, mode, bucket.first, bucket.last, bucket.name, tiles, *most, package)
 
     @cached_property
     def invariant(self) -> Entry:
@@ -138,76 +142,29 @@ def _kernel(package: str, module: str, symbol: str) -> Any:
 
 
 class Table:
-    """A dispatch table: from a mode's name to a ladder of entries in ascending order of row length."""
+    """A dispatch table: the entries of each mode, in ascending order of row length."""
 
-    def __init__(
-        self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str, some_m: int = SOME_M
-    ) -> None:
-        self.package = package
+    def __init__(self, where: str, entries: Iterable[Entry]) -> None:
+        """Store the entries; `where` names the table in messages."""
         self.where = where
-        self.small_m = small_m
-        # No class of M is empty.
-        self.some_m = max(some_m, small_m + 1)
-        self._ladders = ladders
-        self._entry = cache(self._make_entry)
+        self._by_mode: dict[str, list[Entry]] = {}
+        for entry in entries:
+            self._by_mode.setdefault(entry.mode, []).append(entry)
 
     def find(self, mode: str, n: int) -> Entry | None:
         """Return the entry that serves rows of n elements in a mode, or None."""
-        by_arch = self._ladders.get(mode)
-        if by_arch is None:
-            return None
-        ladder = by_arch[ANY]
-        index = bisect_left(ladder, n, key=_bound)
-        if index == len(ladder) or n < ladder[index][0]:
-            return None
-        return self._entry(mode, index)
+        return next((entry for entry in self._by_mode.get(mode, ()) if entry.serves(n)), None)
 
     def __iter__(self) -> Iterator[Entry]:
-        for mode, by_arch in self._ladders.items():
-            for index in range(len(by_arch[ANY])):
-                yield self._entry(mode, index)
-
-    def _make_entry(self, mode: str, index: int) -> Entry:
-        by_arch = self._ladders[mode]
-        first, last, bucket, *_ = by_arch[ANY][index]
-        return Entry(
-            name=f"{mode}_{bucket}",
-            mode=mode,
-            first=first,
-            last=last,
-            bucket=bucket,
-            tiles=tuple((arch, _tiles(ladder[index])) for arch, ladder in by_arch.items()),
-            small_m=self.small_m,
-            some_m=self.some_m,
-            package=self.package,
-        )
-
-
-def _bound(row: _Row) -> int:
-    """Return the longest row that a row of a ladder serves; an open end sorts after every N."""
-    return sys.maxsize if row[1] is None else row[1]
-
-
-def _tiles(row: _Row) -> Tiles:
-    return Tiles(*(Tile(Pipeline(word), *values) for word, *values in row[3:]))
+        return itertools.chain.from_iterable(self._by_mode.values())
 
 
 class RetiledTable(Table):
-    """A view of another table in which one instance has a single tile for every M and architecture."""
+    """Another table in which one instance has a single tile for every M and architecture."""
 
     def __init__(self, table: Table, entry: Entry, tile: Tile) -> None:
-        super().__init__(table.package, {}, table.small_m, table.where, table.some_m)
-        self._table = table
-        self._entry_retiled = replace(entry, tiles=((ANY, Tiles(tile, tile)),))
-
-    def find(self, mode: str, n: int) -> Entry | None:
-        """Return the retiled entry if it serves the rows, else the entry of the other table."""
-        retiled = self._entry_retiled
-        return retiled if retiled.mode == mode and retiled.serves(n) else self._table.find(mode, n)
-
-    def __iter__(self) -> Iterator[Entry]:
-        yield self._entry_retiled
-        yield from (entry for entry in self._table if entry.name != self._entry_retiled.name)
+        retiled = replace(entry, tiles=((ANY, Tiles(tile, tile)),))
+        super().__init__(table.where, [retiled, *[each for each in table if each.name != entry.name]])
 
 
 _folder_number = itertools.count(1)
@@ -278,59 +235,70 @@ def table_of(package: str, where: str) -> Table:
     for name, kind in (("TABLE", dict), ("SMALL_M", int), ("SOME_M", int)):
         if not isinstance(names.get(name), kind):
             raise TableError(f"the dispatch.py of {where} defines no {name}; generate the folder anew")
-    problem = _why_no_table(names["TABLE"])
-    if problem is not None:
-        raise TableError(f"the dispatch.py of {where} is damaged: {problem}; generate the folder anew")
-    return Table(package, names["TABLE"], names["SMALL_M"], where, names["SOME_M"])
+    try:
+        return Table(where, entries_of(package, names["TABLE"], names["SMALL_M"], names["SOME_M"]))
+    except ValueError as error:
+        raise TableError(f"the dispatch.py of {where} is damaged: {error}; generate the folder anew") from error
 
 
-def _why_no_table(ladders: dict[Any, Any]) -> str | None:
-    """Return the fault of the TABLE of a dispatch.py, or None; check everything that is used later."""
-    bounds: dict[int, list[tuple[Any, ...]] | None] = {}
+def entries_of(package: str, ladders: Mapping[Any, Any], small_m: int, some_m: int = SOME_M) -> Iterator[Entry]:
+    """Yield the entries of the TABLE of a dispatch.py.
 
-    def bounds_of(ladder: Any) -> list[tuple[Any, ...]] | None:
-        # Modes share ladders.
-        if id(ladder) not in bounds:
-            bounds[id(ladder)] = [row[:3] for row in ladder] if _is_ladder(ladder) else None
-        return bounds[id(ladder)]
-
+    Raises:
+        ValueError: the table is damaged; the message says how.
+    """
+    # No class of M is empty.
+    most = small_m, max(some_m, small_m + 1)
+    # Modes share ladders.
+    known: dict[int, _Ladder] = {}
     for mode, by_arch in ladders.items():
         if not isinstance(mode, str) or not mode.isidentifier():
-            return f"{mode!r} is no mode's name"
+            raise ValueError(f"{mode!r} is no mode's name")
         if not isinstance(by_arch, dict) or ANY not in by_arch:
-            return f"{mode} has no rows for architectures that have none of their own"
-        for arch, ladder in by_arch.items():
-            if bounds_of(ladder) is None or bounds_of(ladder) != bounds_of(by_arch[ANY]):
-                return f"the rows of {mode} for {arch!r} are no ascending row lengths with their tiles"
-    return None
+            raise ValueError(f"{mode} has no rows for architectures that have none of their own")
+        known |= {id(rows): _ladder(rows) for rows in by_arch.values() if id(rows) not in known}
+        parsed = {arch: known[id(rows)] for arch, rows in by_arch.items()}
+        for arch, ladder in parsed.items():
+            if not ladder or ladder.keys() != parsed[ANY].keys():
+                raise ValueError(f"the rows of {mode} for {arch!r} are no ascending row lengths with their tiles")
+        for bucket in parsed[ANY]:
+            yield Entry.of(mode, bucket, tuple([(arch, parsed[arch][bucket]) for arch in parsed]), most, package)
 
 
-def _is_ladder(ladder: Any) -> bool:
-    if not isinstance(ladder, tuple) or not ladder or not all(map(_is_row, ladder)):
-        return False
-    return all(low[1] is not None and low[1] < high[0] for low, high in itertools.pairwise(ladder))
+def _ladder(rows: Any) -> _Ladder:
+    """Return the tiles of a ladder of a dispatch.py by buckets; none if the ladder is damaged.
+
+    A row is (first, last, bucket, tile for many rows, tile for a few, and the optional tiles, as in `Tiles.row`).
+    """
+    ladder: _Ladder = {}
+    least = 1
+    try:
+        for first, last, bucket, *tiles in rows:
+            if not isinstance(bucket, str):
+                return {}
+            _counted(first, least)
+            least = sys.maxsize + 1 if last is None else _counted(last, first) + 1
+            ladder[Bucket(bucket, first, last)] = Tiles(*map(_tile, tiles))
+    except (TypeError, ValueError):
+        return {}
+    return ladder
 
 
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, tuple) or not 5 <= len(row) <= 3 + len(fields(Tiles)):
-        return False
-    first, last, bucket, *tiles = row
-    is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))
-    return is_range and isinstance(bucket, str) and all(map(_is_tile, tiles))
+def _tile(row: Any) -> Tile:
+    """Return a tile, of which a dispatch.py has the pipeline's word and then the other fields in order."""
+    word, *numbers = row
+    tile = Tile(Pipeline(word), *numbers)
+    for field in fields(Tile)[1:]:
+        # Only `held` may be 0.
+        _counted(getattr(tile, field.name), 0 if field.name == "held" else 1)
+    return tile
 
 
-def _is_tile(tile: Any) -> bool:
-    if not isinstance(tile, tuple) or not 4 <= len(tile) <= len(fields(Tile)):
-        return False
-    word, *numbers = tile
-    names = [field.name for field in fields(Tile)[1:]]
-    # Only `held` may be 0.
-    are_whole = all(_is_count(value, 0 if name == "held" else 1) for name, value in zip(names, numbers, strict=False))
-    return word in _PIPELINES and are_whole
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return type(value) is int and least <= value <= sys.maxsize
+def _counted(value: Any, least: int = 1) -> int:
+    """Return a number that is whole and not less than another, or raise a ValueError."""
+    if type(value) is not int or not least <= value <= sys.maxsize:
+        raise ValueError(f"{value!r} is no whole number from {least}")
+    return value
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:

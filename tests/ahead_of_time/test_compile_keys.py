@@ -17,6 +17,7 @@ from normforge.call_kinds import USUAL_ROWS
 from normforge.codegen.axes import SAME
 from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import DType, Norm
 from normforge.errors import (
     ConflictError,
@@ -40,8 +41,8 @@ def test_the_defaults_list_and_a_recording_holds_what_the_common_calls_launch(
     for number, table in enumerate((dispatch.loaded(), SomeTable(dispatch.loaded()))):
         found, path = set[KernelKey](), tmp_path / f"{number}.yaml"
         with dispatch.using(table):
-            some = (table.small_m + 1, table.some_m)
-            for word, ms in {"few": (3,), "some": some, "many": (table.some_m + 1,)}.items():
+            some = (SMALL_M + 1, SOME_M)
+            for word, ms in {"few": (3,), "some": some, "many": (SOME_M + 1,)}.items():
                 called.clear()
                 with normforge.record(path):
                     for m in ms:
@@ -126,7 +127,7 @@ def test_an_instance_that_the_table_lacks_is_generated_or_refused(
     (key,) = compile_keys([64], ["ln_fwd_fp16_xb"], arch="sm_90", rows=["few"])
     assert key.instances == (f"{asked.name}_n128",)
     assert list(empty_cache.rglob("ln_fwd_fp16_xb.py"))
-    monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
     with pytest.raises(MissingInstanceError, match=r"no instance of .* serves ln_fwd_fp16_xb with N = 64"):
         compile_keys([64], [asked], arch="sm_90")

@@ -9,10 +9,10 @@ import pytest
 
 import normforge
 from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import obtain
-from normforge.selection import dispatch
 from normforge.tools import cli
 
 from ..stand_in_driver import driving
@@ -22,7 +22,7 @@ def test_any_number_of_samples_is_one_of_each_class() -> None:
     def told(shape: str, **options: Any) -> list[tuple[str, ...]]:
         return [key.rows for key in compile_keys(modes=["gn_fwd_bf16"], shapes=[shape], arch="sm_90", **options)]
 
-    few, some = dispatch.loaded().small_m, dispatch.loaded().some_m
+    few, some = SMALL_M, SOME_M
     assert told("*x64x9/32") == [("few", "some", "many")]
     for m, word in ((few, "few"), (few + 32, "some"), (some, "some"), (some + 32, "many")):
         assert told(f"{m // 32}x64x9/32") == [(word,)]

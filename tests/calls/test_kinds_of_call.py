@@ -16,7 +16,7 @@ from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
-from normforge.selection.table import Table
+from normforge.selection.table import Table, entries_of
 
 from ..calling import FORWARD, ORACLE, agree, each_norm
 from .shared import backward_operands, check_backward
@@ -181,7 +181,7 @@ def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(
     monkeypatch.setattr(
         Launcher, "launch_tensors", lambda launcher, *_: taken.append(dict(launcher.key.options)["num_warps"])
     )
-    table = Table("normforge.generated", {mode: {"any": ((1, N, "n64", *tiles),)}}, 6, "a test", 12)
+    table = Table("a test", entries_of("normforge.generated", {mode: {"any": ((1, N, "n64", *tiles),)}}, 6, 12))
     with dispatch.using(table):
         for m in warps:
             x = torch.randn(m, N)

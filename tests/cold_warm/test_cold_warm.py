@@ -66,7 +66,6 @@ def test_a_fake_mode_makes_each_view_of_a_dual_tensor_as_it_made_the_first() -> 
 # Dictionaries that grow and depend on no call: registries, tables of instances, and code that was read from a folder.
 _NO_CACHES = frozenset(
     (
-        "normforge.selection.dispatch._generated",
         "normforge.operators.registered._kernels",
         "normforge.operators.registered._at_once",
         "normforge.jax.code._codes",

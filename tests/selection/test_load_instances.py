@@ -209,7 +209,7 @@ def test_the_variable_names_no_folder(tmp_path: Path) -> None:
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_INSTANCES", "")
-    assert dispatch.loaded().package == "normforge.generated"
+    assert dispatch.find(PLAIN, 64).package == "normforge.generated"
 
 
 def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

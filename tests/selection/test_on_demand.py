@@ -277,7 +277,7 @@ def test_others_may_read_the_cache_as_the_umask_says(
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has imported nothing from the cache."""
-    monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
     monkeypatch.setattr(dispatch, "plans", {})
     on_demand._package.cache_clear()
 

@@ -15,7 +15,7 @@ from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import Part, Pipeline
 from normforge.errors import TableError
 from normforge.selection import dispatch
-from normforge.selection.table import Entry, RetiledTable, Table
+from normforge.selection.table import Entry, RetiledTable, entries_of
 
 from ..calling import LENGTHS, check
 from ..folders import distinct_tiles
@@ -57,8 +57,7 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
         "sm_90": (("one_pass", 1, 64, 1), ("rows", 2, 64, 1)),
     }
     ladders: dict[str, Any] = {arch: ((1, 64, "n64", *pair),) for arch, pair in tiles.items()}
-    entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 512, "a test").find("rms_fwd_fp32", 64)
-    assert entry is not None
+    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, 512)
     taken = {(m, arch): entry.tile(m, 64, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
     for (m, arch), tile in taken.items():
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
@@ -70,8 +69,7 @@ def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     many, few, some = ("rows", 8, 64, 2), ("rows", 1, 64, 1), ("one_pass", 1, 64, 2)
     rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, some), "gfx942": (many, few, few, some)}
     ladders: dict[str, Any] = {arch: ((1, 64, "n64", *tiles),) for arch, tiles in rows.items()}
-    entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 256, "a test", 2048).find("rms_fwd_fp32", 64)
-    assert entry is not None
+    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, 256, 2048)
     expected = {1: few, 256: few, 257: some, 2048: some, 2049: many, 2**31: many}
     for m, tile in expected.items():
         assert [entry.tile(m, 64, arch).row for arch in ("sm_90", "gfx942")] == [tile, tile]
@@ -87,8 +85,7 @@ def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_
     many, few, ragged = ("two_pass", 1, 1024, 4), ("one_pass", 1, 512, 2), ("rows", 2, 256, 2)
     rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, many, ragged)}
     ladders: dict[str, Any] = {arch: ((513, 1024, "n1024", *tiles),) for arch, tiles in rows.items()}
-    entry = Table("nowhere", {"ln_fwd_bf16": ladders}, 256, "a test", 2048).find("ln_fwd_bf16", 1024)
-    assert entry is not None
+    (entry,) = entries_of("nowhere", {"ln_fwd_bf16": ladders}, 256, 2048)
     for m, n, expected in (
         (2049, 1024, many),
         (2049, 1000, many),
@@ -105,8 +102,10 @@ def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_
 
 def test_a_table_without_tiles_for_some_rows_has_their_class_all_the_same() -> None:
     """So that a recording of calls says what another table takes."""
-    assert (dispatch.loaded().small_m, dispatch.loaded().some_m) == (SMALL_M, SOME_M)
-    assert Table("nowhere", {}, SOME_M + 1, "a test").some_m > SOME_M + 1
+    assert {(entry.small_m, entry.some_m) for entry in committed()} == {(SMALL_M, SOME_M)}
+    ladders = {"any": ((1, 64, "n64", ("rows", 8, 64, 2), ("rows", 1, 64, 1)),)}
+    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, SOME_M + 1)
+    assert entry.some_m > SOME_M + 1
 
 
 def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:
