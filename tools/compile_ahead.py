@@ -73,9 +73,7 @@ def _keys(args: argparse.Namespace, target: Target) -> list[CompileKey]:
         residual_dtypes=_kinds(args.residual),
         smooth_dtypes=_kinds(args.smooth),
         dy_dtypes=_kinds(args.dy),
-        wants=None,
         row_strides=(None, *(args.row_stride or ())),
-        misaligned=((),),
         rows=args.rows or USUAL_ROWS,
         y_dtypes=_kinds(args.y),
     )

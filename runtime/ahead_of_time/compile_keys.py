@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..call_kinds import USUAL_ROWS
+from ..call_kinds import ROWS, USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.groups import AnyMode, GroupMode
 from ..codegen.values import Direction
@@ -20,9 +20,9 @@ from ..errors import ConflictError, DeviceError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
-from .modes_and_sizes import GroupShape, Pair, listed, pairs_of
+from .modes_and_sizes import GroupShape, Pair, listed, pairs_of, refuse_others
 from .recorded import launchers_of, recorded_kinds
-from .stand_ins import Asked, Deployment, Kind, classes_of_rows, plans
+from .stand_ins import Asked, Deployment, Kind, plans
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,8 @@ def compile_keys(
         TargetError: there is no such architecture.
         DeviceError: there is no GPU, and arch does not say what to compile for.
     """
-    deployment = Deployment(
-        weight_dtypes=listed("weight_dtypes", weight_dtypes),
-        bias_dtypes=None if bias_dtypes is None else listed("bias_dtypes", bias_dtypes),
-        residual_dtypes=listed("residual_dtypes", residual_dtypes),
-        smooth_dtypes=listed("smooth_dtypes", smooth_dtypes),
-        dy_dtypes=listed("dy_dtypes", dy_dtypes),
-        wants=None if wants is None else listed("wants", wants),
-        row_strides=listed("row_strides", row_strides),
-        misaligned=listed("misaligned", misaligned),
-        rows=listed("rows", rows),
-        y_dtypes=listed("y_dtypes", y_dtypes),
-    )
+    dtypes = weight_dtypes, bias_dtypes, residual_dtypes, smooth_dtypes, dy_dtypes
+    deployment = Deployment(*dtypes, wants, row_strides, misaligned, rows, y_dtypes)
     return keys_of(pairs_of(n, modes, shapes), find_target(arch, multiprocessors, device), deployment)
 
 
@@ -223,7 +213,8 @@ def recorded_keys_for(
 ) -> list[CompileKey]:
     """Return `recorded_keys` for a known GPU."""
     files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
-    classes = None if rows is None else classes_of_rows(listed("rows", rows))
+    classes = None if rows is None else listed("rows", rows)
+    refuse_others("rows", classes or (), ROWS)
     keys: dict[KernelKey, CompileKey] = {}
     for kind in recorded_kinds(listed("recorded", files), classes):
         for entry, launcher in launchers_of(kind, target):
@@ -232,12 +223,6 @@ def recorded_keys_for(
 
 
 def _add(keys: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
-    known = keys.get(launcher.key)
-    instances, classes = ((), ()) if known is None else (known.instances, known.rows)
-    keys[launcher.key] = CompileKey(
-        launcher.key,
-        n,
-        tuple(dict.fromkeys((*instances, instance))),
-        tuple(dict.fromkeys((*classes, *([rows] if rows else ())))),
-        launcher.kernel,
-    )
+    known = keys.get(launcher.key) or CompileKey(launcher.key, n, (), (), launcher.kernel)
+    instances, classes = dict.fromkeys((*known.instances, instance)), dict.fromkeys((*known.rows, rows))
+    keys[launcher.key] = replace(known, n=n, instances=tuple(instances), rows=tuple(classes))

@@ -83,7 +83,7 @@ class GroupShape:
         """The number of elements of a group."""
         return self.channels // self.groups * self.positions
 
-    def least_groups(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
+    def least_groups(self, entry: Entry, asked: Iterable[str]) -> dict[str, int]:
         """Return a number of groups for each class of M that is asked for and that whole samples can make up.
 
         Raises:
@@ -140,6 +140,17 @@ def listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     if not items:
         raise ConflictError(f"{name} is empty, which leaves no call to compile for; leave it out, or say something")
     return items
+
+
+def refuse_others(name: str, words: Iterable[object], known: Collection[str], takes: str = "some of ") -> None:
+    """Raise if an argument has a word that is not among the known words.
+
+    Raises:
+        ConflictError: there is such a word.
+    """
+    for word in words:
+        if word not in known:
+            raise ConflictError(f"{name} has {word!r}; it takes {takes}{', '.join(known)}")
 
 
 def _lengths(n: Iterable[int]) -> tuple[int, ...]:

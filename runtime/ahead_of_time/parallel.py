@@ -44,13 +44,25 @@ def for_each(
         raise ConflictError(f"jobs={jobs} will not do; it takes 1 or more, or None for one a core")
     from tqdm import tqdm
 
+    def compiled(key: CompileKey) -> T:
+        try:
+            return work(key)
+        except (NormforgeError, OSError):
+            raise
+        except Exception as error:
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            raise CompileError(
+                f"Triton refuses {key}: {type(error).__name__}: {first}; leave that row length or mode out, or give "
+                "it another tile: normforge tune"
+            ) from error
+
     listed = list(keys)
     pool = ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, _MOST_JOBS))
     with tqdm(total=len(listed), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar:
         try:
-            futures = {pool.submit(work, key): key for key in listed}
+            futures = [pool.submit(compiled, key) for key in listed]
             for done in as_completed(futures):
-                _reraised(done.exception(), futures[done])
+                done.result()
                 bar.update()
         except BaseException as error:
             # A compilation takes seconds, and Ctrl-C waits for none.
@@ -58,15 +70,3 @@ def for_each(
             raise
         pool.shutdown()
         return [future.result() for future in futures]
-
-
-def _reraised(error: BaseException | None, key: CompileKey) -> None:
-    if error is None:
-        return
-    if isinstance(error, (NormforgeError, OSError)) or not isinstance(error, Exception):
-        raise error
-    lines = str(error).strip().splitlines() or ["no message"]
-    raise CompileError(
-        f"Triton refuses {key}: {type(error).__name__}: {lines[0]}; leave that row length or mode out, or give it "
-        "another tile: normforge tune"
-    ) from error

@@ -94,11 +94,7 @@ def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | Non
     foreign = [name for name in (*dtypes, *dict(kind.strides), *kind.misaligned) if name not in names]
     if foreign:
         raise RecordError(f"{kind} is no kind of call: it has no {foreign[0]!r}; {_ANEW}")
-    return {name: _dtype(kind, dtypes[name]) if name in dtypes else None for name in names}
-
-
-def _dtype(kind: CallKind, word: str) -> torch.dtype:
-    dtype = getattr(torch, word, None)
-    if not isinstance(dtype, torch.dtype):
-        raise RecordError(f"{kind} is no kind of call: no tensor of it is of {word!r}; {_ANEW}")
-    return dtype
+    for word in dtypes.values():
+        if not isinstance(getattr(torch, word, None), torch.dtype):
+            raise RecordError(f"{kind} is no kind of call: no tensor of it is of {word!r}; {_ANEW}")
+    return {name: getattr(torch, dtypes[name]) if name in dtypes else None for name in names}

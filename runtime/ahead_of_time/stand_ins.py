@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 
-from ..call_kinds import ROWS
+from ..call_kinds import ROWS, USUAL_ROWS
 from ..calls.check import Call, check
 from ..calls.overlap import rows_overlap
 from ..calls.plan import Plan
@@ -26,7 +26,7 @@ from ..errors import ConflictError, ShapeError
 from ..families.group.row import call_in_memory, slots_of
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
-from .modes_and_sizes import ROW_ARGUMENTS, GroupShape
+from .modes_and_sizes import ROW_ARGUMENTS, GroupShape, listed, refuse_others
 
 # The words of `compile_keys` for a tensor's type: a dtype, "same" for x's (`Mode.operand_dtype`), or None for an
 # optional tensor that is left out.
@@ -84,10 +84,8 @@ class RowPlaces:
         strides = list(step[::-2])
         for size in self.shape[-1 - len(strides) : 0 : -1]:
             strides.append(strides[-1] * size)
-        outer = strides[::-1]
-        reach = sum((size - 1) * stride for size, stride in zip(self.shape, (*outer, 1), strict=True)) + 1
         # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
-        return torch.empty(reach, dtype=dtype, device="cpu").as_strided(self.shape, (*outer, 1))
+        return torch.empty_strided(self.shape, (*strides[::-1], 1), dtype=dtype, device="cpu")
 
 
 def _checked(name: str, asked: object) -> tuple[int, ...]:
@@ -99,56 +97,39 @@ def _checked(name: str, asked: object) -> tuple[int, ...]:
             f"row_strides has {asked!r}; it takes a stride, or up to {MOST_STRIDES} with the rows between them, "
             "(6144, 32, 128) say, or a mapping from arguments to such"
         )
-    if name not in ROW_ARGUMENTS:
-        raise ConflictError(f"row_strides has {name!r}; it takes names of arguments: {', '.join(ROW_ARGUMENTS)}")
+    refuse_others("row_strides", [name], ROW_ARGUMENTS, "names of arguments: ")
     return step
 
 
-def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
-    """Check that words are classes of M, and return the words.
-
-    Raises:
-        ConflictError: a word is no class.
-    """
-    for word in words:
-        if word not in ROWS:
-            raise ConflictError(f"rows has {word!r}; it takes some of {', '.join(ROWS)}")
-    return words
-
-
-@dataclass(frozen=True)
+@dataclass
 class Deployment:
-    """The properties of calls that a mode does not fix; see `compile_keys`."""
+    """The properties of calls that a mode does not fix; see `compile_keys`, whose defaults these are."""
 
-    weight_dtypes: Sequence[Kind]
-    bias_dtypes: Sequence[Kind] | None
-    residual_dtypes: Sequence[Kind]
-    smooth_dtypes: Sequence[Kind]
-    dy_dtypes: Sequence[Kind]
-    wants: Sequence[Collection[str]] | None
-    row_strides: Sequence[Asked]
-    misaligned: Sequence[Collection[str]]
-    rows: Sequence[str]
-    y_dtypes: Sequence[Kind] = (SAME,)
+    weight_dtypes: Iterable[Kind] = (SAME,)
+    bias_dtypes: Iterable[Kind] | None = None
+    residual_dtypes: Iterable[Kind] = (SAME,)
+    smooth_dtypes: Iterable[Kind] = (torch.float32,)
+    dy_dtypes: Iterable[Kind] = (SAME,)
+    wants: Iterable[Collection[str]] | None = None
+    row_strides: Iterable[Asked] = (None,)
+    misaligned: Iterable[Collection[str]] = ((),)
+    rows: Iterable[str] = USUAL_ROWS
+    y_dtypes: Iterable[Kind] = (SAME,)
 
     def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if values is not None:
+                setattr(self, name, listed(name, values))
         for name in ("weight_dtypes", "bias_dtypes", "residual_dtypes", "smooth_dtypes", "dy_dtypes", "y_dtypes"):
-            kinds = getattr(self, name) or ()
             absent = " or None (no such tensor)" if name in ("weight_dtypes", "bias_dtypes") else ""
-            for kind in kinds:
+            for kind in getattr(self, name) or ():
                 if not (kind in FLOATS or kind == SAME or (absent and kind is None)):
                     raise ConflictError(
                         f"{name} has {kind!r}; it takes {', '.join(map(str, FLOATS))}, {SAME!r} (x's dtype){absent}"
                     )
-        classes_of_rows(self.rows)
-        for names in self.wants or ():
-            for name in names:
-                if name not in _GRADIENTS:
-                    raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(_GRADIENTS)}")
-        for names in self.misaligned:
-            for name in names:
-                if name not in _POINTERS:
-                    raise ConflictError(f"misaligned has {name!r}; it takes names of arguments: {', '.join(_POINTERS)}")
+        refuse_others("rows", self.rows, ROWS)
+        refuse_others("wants", chain(*(self.wants or ())), _GRADIENTS)
+        refuse_others("misaligned", chain(*self.misaligned), _POINTERS, "names of arguments: ")
 
 
 _GRADIENTS = tuple(result.name for result in BACKWARD.results)
@@ -201,7 +182,7 @@ def _calls(mode: Mode, n: int, deployment: Deployment) -> Iterator[tuple[Call, C
 
 # By the names of operands. Further operands have x's dtype.
 _Kinds = Mapping[str, Kind]
-_Wants = Sequence[Collection[str]] | None
+_Wants = Iterable[Collection[str]] | None
 
 
 def _forward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> Iterator[Call]:
@@ -243,15 +224,11 @@ def _sharing_backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> 
 
 def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
     """Return the dtypes of dy that calls may bring; rows that are rounded first need a dtype of 16 bits."""
-    types = [_dtype(kind, mode) for kind in deployment.dy_dtypes]
-    fitting: list[Kind] = [
-        kind
-        for kind, dtype in zip(deployment.dy_dtypes, types, strict=True)
-        if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
-    ]
+    types = {kind: _dtype(kind, mode) for kind in deployment.dy_dtypes}
+    fitting = [kind for kind, dtype in types.items() if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)]
     if not fitting:
         raise ConflictError(
-            f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
+            f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types.values()))}; "
             "add torch.float16 or torch.bfloat16 to it"
         )
     return fitting

@@ -13,8 +13,6 @@ import torch
 import normforge
 from normforge.ahead_of_time.compile_keys import compile_keys, find_target
 from normforge.ahead_of_time.stand_ins import Deployment, plans
-from normforge.call_kinds import USUAL_ROWS
-from normforge.codegen.axes import SAME
 from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M, SOME_M
@@ -230,12 +228,11 @@ def test_what_is_refused(case: tuple[dict[str, Any], type[Exception], str]) -> N
 def test_compilations_depend_on_m_by_its_class_alone(n: int, arch: str) -> None:
     """Of every mode in the table: few, some and many rows, and no further M, are all that is compiled for."""
     target = find_target(arch)
-    deployment = Deployment((SAME,), None, (SAME,), (torch.float32,), (SAME,), None, (None,), ((),), USUAL_ROWS)
     found = [mode_named(name) for name in sorted({entry.mode for entry in dispatch.loaded()})]
     for mode in (mode for mode in found if isinstance(mode, Mode)):
         entry = dispatch.find(mode, n)
         several = (1, 3, 16, 37, 64, 255, 256, 257, 999, 1001, 2048, 2049, 4096, 65536, 10**6)
-        for plan in plans(mode, n, target, deployment):
+        for plan in plans(mode, n, target, Deployment()):
             by_class: dict[int, set[frozenset[KernelKey]]] = {}
             for m in several:
                 launched = frozenset(launcher.key for launcher in plan.prepared(m).launchers)
