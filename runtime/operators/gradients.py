@@ -22,12 +22,11 @@ _ARRIVE = ("dy", "dresidual_out")
 _SUMMED = ("x", "residual", "x_bias", "gate")
 
 
-def register(library: torch.library.Library, namespace: str, forward: str, backward: str) -> None:
+def register(library: torch.library.Library, forward: str, backward: str) -> None:
     """Register the gradients of a forward operator.
 
     Args:
         library: the library that defines the operator.
-        namespace: the namespace of the library.
         forward: the operator's name.
         backward: the name of the operator that computes the gradients.
     """
@@ -80,7 +79,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         due = _compute(forward, backward, ctx.dtypes, needed, args)
         return tuple([due.get(name) for name in takes.passed])
 
-    register_autograd(namespace, forward, differentiate, keep, library)
+    register_autograd(library, forward, differentiate, keep)
 
 
 def _refuse(args: Mapping[str, Any]) -> None:
@@ -93,12 +92,11 @@ def _refuse(args: Mapping[str, Any]) -> None:
         raise GradientError(f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()")
 
 
-def register_second(library: torch.library.Library, namespace: str, name: str) -> None:
+def register_second(library: torch.library.Library, name: str) -> None:
     """Register the gradients of a backward operator, computed by torch's operators.
 
     Args:
         library: the library that defines the operator.
-        namespace: the namespace of the library.
         name: the operator's name.
     """
     takes = OPERATORS[name]
@@ -122,7 +120,7 @@ def register_second(library: torch.library.Library, namespace: str, name: str) -
         by_name = dict(zip(tensors, grads, strict=True))
         return tuple([by_name.get(each) for each in takes.passed])
 
-    register_autograd(namespace, name, differentiate, keep, library)
+    register_autograd(library, name, differentiate, keep)
 
 
 def _compute(

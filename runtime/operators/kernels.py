@@ -21,6 +21,8 @@ from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import dispatch_modes, eager_only, ends_with_autograd, transforming
 
+NAMESPACE = "normforge"
+
 Kernel = Callable[..., Any]
 Operator = torch._ops.OpOverload[Any, Any]
 
@@ -98,9 +100,7 @@ def both(name: str, kernel: Kernel) -> dict[str, Kernel]:
     return {name: kernel, f"{name}{INVARIANT}": within(kernel)}
 
 
-def register_autograd(
-    namespace: str, name: str, differentiate: Kernel, keep: Kernel, library: torch.library.Library
-) -> None:
+def register_autograd(library: torch.library.Library, name: str, differentiate: Kernel, keep: Kernel) -> None:
     """Register the gradients of an operator, and for its twin the batch-invariant gradients."""
     for each, function in both(name, differentiate).items():
-        torch.library.register_autograd(f"{namespace}::{each}", function, setup_context=keep, lib=library)
+        torch.library.register_autograd(f"{NAMESPACE}::{each}", function, setup_context=keep, lib=library)

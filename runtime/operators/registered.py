@@ -34,17 +34,16 @@ from ..upstream.imports import when_imported
 from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import eager_only
 from . import gradients
-from .kernels import Recording, at_once, both, of_plain_tensors
+from .kernels import NAMESPACE, Recording, at_once, both, of_plain_tensors
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 Tensors = list[torch.Tensor]
 
-_NAMESPACE = "normforge"
 # torch declares no types for Library.
 _Library: Any = torch.library.Library
-_library = _Library(_NAMESPACE, "DEF")
+_library = _Library(NAMESPACE, "DEF")
 # The kernels of operators, by name.
 _kernels: dict[str, Callable[..., Any]] = {}
 _recording: Any = Recording(_library, _kernels)
@@ -130,7 +129,7 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
     for defined, each in both(own, kernel).items():
         _library.define(_schema(takes, into, defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{defined}", fake, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
         operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])
@@ -152,10 +151,10 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], outs: in
 def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
     if takes.direction is Direction.BACKWARD:
-        gradients.register_second(_recording, _NAMESPACE, name)
+        gradients.register_second(_recording, name)
     elif takes.gradients:
         backward = GROUP_BWD if takes.family_name == GROUP else GRADIENTS[takes.family_name]
-        gradients.register(_recording, _NAMESPACE, name, backward.functions[takes.norm])
+        gradients.register(_recording, name, backward.functions[takes.norm])
 
 
 for _name, _takes in OPERATORS.items():
@@ -169,7 +168,7 @@ called_at_once(_at_once)
 def _rule_dtensors() -> None:
     from . import sharding
 
-    sharding.register(_library, _NAMESPACE)
+    sharding.register(_library)
 
 
 # Importing DTensors takes a second, so programs without DTensors skip the import.

@@ -25,20 +25,15 @@ from ..errors import LayoutError
 from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
-from .kernels import both
+from .kernels import NAMESPACE, both
 
 
-def register(library: torch.library.Library, namespace: str) -> None:
-    """Give every operator of `OPERATORS` its rule. This imports DTensor.
-
-    Args:
-        library: where they are defined.
-        namespace: under what name.
-    """
+def register(library: torch.library.Library) -> None:
+    """Give every operator of `OPERATORS`, which a library defines, its rule. This imports DTensor."""
     from torch.distributed.tensor import DTensor
 
     def rule(defined: str, bound: Callable[..., Any]) -> None:
-        torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
+        torch.library.register_torch_dispatch(f"{NAMESPACE}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
 
     for name, takes in OPERATORS.items():
         function = PUBLIC.get(name, partial(run_named, function=name))
