@@ -128,17 +128,10 @@ if not TYPE_CHECKING:
         return sorted(__all__)
 
 
-_is_started = False
-
-
 def start() -> None:
-    """Register torch's operators, and begin a recording if one is asked for."""
-    global _is_started
-    # Which may bring `_start_late` here before this goes on.
+    """Register torch's operators, and begin a recording if one is asked for; a second call does nothing."""
+    # The import may run `_start_late`, which calls this function.
     import_module("torch")
-    if _is_started:
-        return
-    _is_started = True
     from . import operators as operators
 
     if settings.recording() is not None:

@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_429,
+    "all by hand": 13_416,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 698,
@@ -49,13 +49,13 @@ MOST_CODE_LINES = {
     "integrations": 380,
     "jax": 597,
     "kernels": 1_082,
-    "normforge": 501,
+    "normforge": 496,
     "operators": 513,
     "override": 211,
     "parallel": 204,
     "patching": 1_416,
     "reference": 608,
-    "selection": 762,
+    "selection": 754,
     "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 from .. import settings
@@ -72,20 +73,16 @@ def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
     return _Recording(settings.named(path, RecordError)).add(recorded)
 
 
-_records = False
-
-
+# A process with both PyTorch and JAX calls this function twice.
+@cache
 def record_process() -> None:
     """Record from now until the process ends, if NORMFORGE_RECORD names a file.
 
     Raises:
         RecordError: see `record`.
     """
-    global _records
     path = settings.recording()
-    # A process with both PyTorch and JAX calls this function twice.
-    if path is not None and not _records:
-        _records = True
+    if path is not None:
         whole = ExitStack()
         whole.enter_context(record(path))
         atexit.register(_end, whole)

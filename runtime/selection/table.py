@@ -128,17 +128,12 @@ class Entry:
         """Import the module of a kernel and return the kernel, a `triton.JITFunction`."""
         module, symbol = self.module_and_symbol(part)
         try:
-            return _kernel(self.package, module, symbol)
+            return getattr(importlib.import_module(f".{module}", self.package), symbol)
         except (Exception, SystemExit) as error:
             raise TableError(
                 f"the dispatch table of {self.package} lists {self.name}, and its kernel {symbol} cannot be "
                 f"loaded ({error}); generate the folder anew: python generate.py, or normforge generate"
             ) from error
-
-
-@cache
-def _kernel(package: str, module: str, symbol: str) -> Any:
-    return getattr(importlib.import_module(f".{module}", package), symbol)
 
 
 class Table:
@@ -302,14 +297,10 @@ def _counted(value: Any, least: int = 1) -> int:
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:
-    """Return the names of the current dispatch.py; Python's bytecode cache compares files by whole seconds."""
-    importlib.invalidate_caches()
-    spec = importlib.util.find_spec(".dispatch", package)
-    if spec is None or spec.origin is None:
+    """Return the names of a package's dispatch.py."""
+    if importlib.util.find_spec(".dispatch", package) is None:
         raise FileNotFoundError("no dispatch.py")
-    names: dict[str, Any] = {}
-    exec(compile(Path(spec.origin).read_bytes(), spec.origin, "exec"), names)
-    return names
+    return vars(importlib.import_module(".dispatch", package))
 
 
 @dataclass(frozen=True)
