@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_416,
+    "all by hand": 13_383,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 698,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "families": 2_011,
     "compiled": 540,
     "integrations": 380,
-    "jax": 597,
+    "jax": 564,
     "kernels": 1_082,
     "normforge": 496,
     "operators": 513,

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ def normalised(norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: f
     own = DTYPES[operands["x"].dtype.name]
     fadd = FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE
     op, arrays = _operation(Mode(norm, own, own, fadd), operands, eps, weight_offset)
-    outputs = _norm_of(op, tuple(array.dtype.name for array in arrays))(*arrays)
+    outputs = _differentiable(op, *arrays)
     return outputs if fadd.stores else outputs[0]
 
 
@@ -65,7 +65,7 @@ def quantised(
         scale_dtype=DTYPES[_named("scale_dtype", scale_dtype, _FLOATS)],
     )
     op, arrays = _operation(mode, operands, eps, weight_offset)
-    outputs = op.named(apply(op, *arrays))
+    outputs = op.named(apply(*arrays, op=op))
     return Quantised(outputs["y"], outputs["y_scale"], outputs.get("residual_out"))
 
 
@@ -123,37 +123,30 @@ def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float)
     """Return the operation of a mode, and its operands in order."""
     dtypes = {name: operand.dtype.name for name, operand in operands.items()}
     op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
-    return op, [operands[name] for name in op.operands]
+    return op, [operands[name] for name, _ in op.operands]
 
 
-@cache
-def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
-    """Return an operation as a function with a gradient; `dtypes` are those of its operands."""
-    own = dict(zip(op.operands, dtypes, strict=True))
-    saving = forward_of(replace(op.mode, save_mv=True), own, op.eps, op.weight_offset)
-    summed = [own[name] for name in ("x", "residual") if name in own]
-    with jax.numpy_dtype_promotion("standard"):
-        dx_dtype = str(jnp.result_type(*summed).name)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the results of a forward operation, which has a gradient."""
+    return tuple(apply(*operands, op=op))
 
-    def plain(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(apply(op, *operands))
 
-    def forward(*operands: jax.Array) -> Any:
-        outputs = saving.named(apply(saving, *operands))
-        args = dict(zip(op.operands, operands, strict=True))
-        kept = {name: each for name, each in {**args, **outputs}.items() if name in ("weight", "mean", "rstd")}
-        kept["x"] = outputs.get("residual_out", args["x"])
-        return tuple(outputs[name] for name, _ in op.results), kept
+def _saving(op: Operation, *operands: jax.Array) -> Any:
+    """Return the results, and the tensors that the gradient reads."""
+    saving = forward_of(replace(op.mode, save_mv=True), dict(op.operands), op.eps, op.weight_offset)
+    outputs = saving.named(apply(*operands, op=saving))
+    tensors = {row.name: operand for row, operand in zip(op.inputs, operands, strict=True)} | outputs
+    tensors["x"] = outputs.get("residual_out", tensors["x"])
+    kept = {name: tensors[name] for name, _ in gradient_of(op).operands if name in tensors}
+    return tuple(outputs[name] for name, _ in op.results), kept
 
-    def backward(kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        arrived = op.named(cotangents)
-        adds = "residual_out" in arrived
-        tensors = {**kept, "dy": arrived["y"], "dresidual_out": arrived.get("residual_out")}
-        gradient = gradient_of(op, {**own, "rows": kept["x"].dtype.name}, dx_dtype, adds)
-        grads = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
-        grads["dresidual"] = grads["dx"]
-        return tuple(grads[f"d{name}"].astype(dtype) for name, dtype in own.items())
 
-    norm = jax.custom_vjp(plain)
-    norm.defvjp(forward, backward)
-    return norm
+def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    gradient = gradient_of(op)
+    tensors = {**kept, **{f"d{name}": each for name, each in op.named(cotangents).items()}}
+    grads = gradient.named(apply(*[tensors[name] for name, _ in gradient.operands], op=gradient))
+    return tuple(grads[row.gradient].astype(dtype) for row, (_, dtype) in zip(op.inputs, op.operands, strict=True))
+
+
+_differentiable.defvjp(_saving, _gradients)

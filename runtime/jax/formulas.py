@@ -9,18 +9,16 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from .operation import NAMES, Operation
 
 
-def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+def computed(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Return the results of an operation."""
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         args = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
-        dtypes = dict(zip(args, (operand.dtype for operand in operands), strict=True))
-        outputs = _gradients(op, args) if op.mode.is_backward else _outputs(op, args, dtypes)
+        outputs = _gradients(op, args) if op.mode.is_backward else _outputs(op, args)
         return [outputs[name].astype(dtype) for name, dtype in op.results]
 
 
@@ -28,33 +26,31 @@ def _widened(operand: jax.Array) -> jax.Array:
     return operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
 
 
-def _as_stored(total: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _as_stored(total: jax.Array, dtype: str) -> jax.Array:
     """Round a sum to the dtype it is stored in, and widen it again; gradients see no rounding."""
     # Without the barrier XLA may take both conversions for none. An infinite sum less itself is NaN.
     rounding = jax.lax.optimization_barrier(total.astype(dtype)).astype(total.dtype) - total
     return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
 
 
-def _outputs(op: Operation, args: Mapping[str, jax.Array], dtypes: Mapping[str, DTypeLike]) -> dict[str, jax.Array]:
+def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     total = args["x"]
     if "residual" in args:
-        total = _as_stored(total + args["residual"], dtypes["residual"])
+        total = _as_stored(total + args["residual"], dict(op.operands)["residual"])
     outputs = {"residual_out": total}
     centred = total
     if op.mode.norm.centres:
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
     outputs["rstd"] = rstd = 1 / jnp.sqrt(jnp.mean(centred * centred, axis=-1) + op.eps)
-    y = _scaled(op, centred * rstd[..., None], args)
+    y = centred * rstd[..., None]
+    if "weight" in args:
+        y = y * (args["weight"] + op.weight_offset)
+    if "bias" in args:
+        y = y + args["bias"]
     if op.mode.fquant.quantises:
         y, outputs["y_scale"] = _quantised(op, y * args["smooth_scale"] if "smooth_scale" in args else y)
     return {**outputs, "y": y}
-
-
-def _scaled(op: Operation, h: jax.Array, args: Mapping[str, jax.Array]) -> jax.Array:
-    if "weight" in args:
-        h = h * (args["weight"] + op.weight_offset)
-    return h + args["bias"] if "bias" in args else h
 
 
 def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

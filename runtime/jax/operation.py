@@ -10,7 +10,7 @@ from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
-from ..codegen.values import Direction, DType, FusedAdd
+from ..codegen.values import Direction, DType
 from ..kernels.assembly import SUMS
 
 # numpy's names of types, by the manifest's words.
@@ -32,14 +32,15 @@ class Operation:
 
     Attributes:
         mode: which kernels.
-        operands: the names of the tensors that there are, of the family's inputs and in their order.
+        operands: the names of the tensors that there are, of the family's inputs and in their order, with numpy's names
+            of their types.
         results: the names of what is returned, in the family's order, with numpy's names of their types.
         eps: added to the variance; nothing backward.
         weight_offset: added to weight.
     """
 
     mode: Mode
-    operands: tuple[str, ...]
+    operands: tuple[tuple[str, str], ...]
     results: tuple[tuple[str, str], ...]
     eps: float = 0.0
     weight_offset: float = 0.0
@@ -52,7 +53,8 @@ class Operation:
     @cached_property
     def inputs(self) -> tuple[Parameter, ...]:
         """Return the family's rows of the operands."""
-        return tuple(row for row in self.family.inputs if row.name in self.operands)
+        dtypes = dict(self.operands)
+        return tuple(row for row in self.family.inputs if row.name in dtypes)
 
     @cached_property
     def outputs(self) -> tuple[Result, ...]:
@@ -74,10 +76,6 @@ class Operation:
         """Which operand is the first that has rows."""
         return next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
 
-    def shape_in(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """Return the shape of the rows among some operands, or among their abstract values."""
-        return tuple(operands[self.rows_at].shape)
-
     def named(self, outputs: Sequence[Any]) -> dict[str, Any]:
         """Return results by their names."""
         return dict(zip([name for name, _ in self.results], outputs, strict=True))
@@ -98,29 +96,26 @@ def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset:
         return NAMES[getattr(mode, row.axis)] if row.axis else next((dtypes[name] for name in row.like), "float32")
 
     family = family_of(mode)
-    operands = tuple(row.name for row in family.inputs if row.name in dtypes)
+    operands = tuple((row.name, dtypes[row.name]) for row in family.inputs if row.name in dtypes)
     results = tuple((row.name, dtype_of(row)) for row in family.results if row.is_wanted(mode))
     return Operation(mode, operands, results, eps, weight_offset)
 
 
-def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bool) -> Operation:
-    """Return the operation that computes the gradients of a forward operation.
-
-    Args:
-        forward: what was computed.
-        dtypes: the types of its operands, and of what was normalised as "rows".
-        dx: the type of the gradient of x and of a residual.
-        adds: whether residual_out has a gradient.
-    """
-    own = DTYPES[dtypes["rows"]]
-    fadd = forward.mode.fadd if adds else FusedAdd.NONE
-    mode = Mode(forward.mode.norm, own, own, fadd, direction=Direction.BACKWARD)
+def gradient_of(forward: Operation) -> Operation:
+    """Return the operation that computes the gradients of a forward operation."""
+    args, outputs = dict(forward.operands), dict(forward.results)
+    # A sum is normalised as it is stored.
+    rows = outputs.get("residual_out", args["x"])
+    mode = Mode(forward.mode.norm, DTYPES[rows], DTYPES[rows], forward.mode.fadd, direction=Direction.BACKWARD)
     family = family_of(mode)
-    read = [row.name for row in family.inputs if row.is_wanted(mode)]
-    grads = {"dx": dx, **{f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}}
+    dtypes = {"dy": outputs["y"], "x": rows, "dresidual_out": rows, "mean": "float32", "rstd": "float32"}
+    dtypes |= {name: dtype for name, dtype in args.items() if name == "weight"}
+    grads = {row.gradient: args[row.name] for row in forward.inputs}
+    # The gradient of two addends, in the least type that holds both: types that differ have fp32 in common alone.
+    grads["dx"] = rows if rows == args["x"] else "float32"
     return Operation(
         mode,
-        tuple(name for name in read if name != "weight" or name in forward.operands),
+        tuple((row.name, dtypes[row.name]) for row in family.inputs if row.is_wanted(mode) and row.name in dtypes),
         tuple((row.name, grads[row.name]) for row in family.results if row.name in grads),
         weight_offset=forward.weight_offset,
     )

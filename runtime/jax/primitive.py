@@ -29,7 +29,7 @@ _norm = Primitive("normforge_norm")
 _kernels = Primitive("normforge_kernels")
 
 
-def apply(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+def apply(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Return the results of an operation."""
     return list(_norm.bind(*operands, op=op))
 
@@ -39,77 +39,59 @@ def _abstract(*avals: Any, op: Operation) -> list[Any]:
     out_avals = []
     for row, (_, dtype) in zip(op.outputs, op.results, strict=True):
         shape = op.shape_of(row, rows.shape)
-        spec = (*rows.sharding.spec, *[None] * (rows.ndim - len(rows.sharding.spec)))
+        spec = _spec(rows)
         kept = {Kind.ROWS: spec, Kind.VECTOR: (None,), Kind.PER_ROW: spec[:-1]}[row.kind]
         sharding = rows.sharding.update(spec=PartitionSpec(*kept))
         out_avals.append(rows.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding))
     return out_avals
 
 
-@cache
-def _compiled(op: Operation) -> Any:
-    return jax.jit(partial(apply, op))
-
-
-def _on_kernels(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+def _on_kernels(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     # No launch has no programs.
-    if 0 in op.shape_in(operands):
-        return computed(op, *operands)
+    if 0 in operands[op.rows_at].shape:
+        return computed(*operands, op=op)
     return list(_kernels.bind(*operands, op=op))
 
 
 @cache
 def _partitioned(op: Operation) -> Any:
     """Return the operation on arrays of several devices: each device takes its rows, and sums are all-reduced."""
-    function = custom_partitioning(partial(_on_kernels, op))
+    function = custom_partitioning(lambda *operands: _on_kernels(*operands, op=op))
     letters = {Kind.ROWS: "... n", Kind.VECTOR: "n", Kind.PER_ROW: "..."}
     rule = " -> ".join(", ".join(letters[row.kind] for row in side) for side in (op.inputs, op.outputs))
 
-    def shardings(mesh: Any, arguments: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
-        leading = _leading(arguments[op.rows_at])
-        in_shardings, out_shardings = ([NamedSharding(mesh, spec) for spec in specs] for specs in _specs(op, leading))
-        return leading, in_shardings, out_shardings
-
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        leading, in_shardings, out_shardings = shardings(mesh, arguments)
-        return mesh, partial(_of_shard, op, _axes(leading)), out_shardings, tuple(in_shardings)
-
-    def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        return shardings(mesh, arguments)[2]
+        of_shard, *specs = _split(op, arguments[op.rows_at])
+        reads, writes = ([NamedSharding(mesh, spec) for spec in side] for side in specs)
+        return mesh, of_shard, writes, tuple(reads)
 
     function.def_partition(
-        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=("n",)
+        partition=partition,
+        infer_sharding_from_operands=lambda *about: partition(*about)[2],
+        sharding_rule=rule,
+        need_replication_factors=("n",),
     )
     return function
 
 
-def _leading(rows: Any) -> tuple[Any, ...]:
-    """How an array's rows lie, by its leading dimensions."""
-    count = len(rows.shape) - 1
-    spec = tuple(rows.sharding.spec)[:count]
-    return (*spec, *[None] * (count - len(spec)))
+def _spec(rows: Any) -> tuple[Any, ...]:
+    """Return the axes of the mesh that an array is split over, by its dimensions."""
+    spec = tuple(rows.sharding.spec)
+    return (*spec, *[None] * (len(rows.shape) - len(spec)))
 
 
-def _specs(op: Operation, leading: Sequence[Any]) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """How operands and results lie where rows do so."""
-    rows = (*leading, None)
-    in_specs, out_specs = ([PartitionSpec(*op.shape_of(row, rows)) for row in side] for side in (op.inputs, op.outputs))
-    return in_specs, out_specs
+def _split(op: Operation, rows: Any) -> tuple[Any, tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+    """Return the function of one device, and how the operands and the results lie, given an array of the rows."""
+    whole = (*_spec(rows)[:-1], None)
+    reads, writes = (tuple(PartitionSpec(*op.shape_of(row, whole)) for row in side) for side in (op.inputs, op.outputs))
+    return partial(_of_shard, tuple(jax.tree.leaves(whole)), op=op), reads, writes
 
 
-def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
-    """Return the axes of a mesh that rows are split over."""
-    axes: list[str] = []
-    for entry in leading:
-        axes += entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    return tuple(axes)
-
-
-def _of_shard(op: Operation, axes: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
+def _of_shard(axes: tuple[str, ...], *operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Compute the results of one device; partial sums are rounded once, after the sum over all devices."""
     if not axes or not op.sums:
-        return _on_kernels(op, *operands)
-    parts = _on_kernels(op.with_sums_in("float32"), *operands)
+        return _on_kernels(*operands, op=op)
+    parts = _on_kernels(*operands, op=op.with_sums_in("float32"))
     return [
         jax.lax.psum(part, axes).astype(dtype) if name in op.sums else part
         for part, (name, dtype) in zip(parts, op.results, strict=True)
@@ -128,7 +110,7 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     if any(vectors):
         # A launch has one weight: one for each member.
         def of_member(at: jax.Array) -> list[jax.Array]:
-            return apply(op, *[each[at] if there else each for each, there in zip(shared, by_member, strict=True)])
+            return apply(*[each[at] if there else each for each, there in zip(shared, by_member, strict=True)], op=op)
 
         results = jax.lax.map(of_member, jnp.arange(size))
         return results, [0] * len(results)
@@ -137,13 +119,13 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
         for operand, there, row in zip(shared, by_member, op.inputs, strict=True)
     ]
     if not op.sums:
-        results = apply(op, *joined)
+        results = apply(*joined, op=op)
         return results, [0] * len(results)
     others = op.without(op.sums)
-    outputs = others.named(apply(others, *joined))
+    outputs = others.named(apply(*joined, op=others))
     alone = op.without(tuple(outputs))
     axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
-    outputs |= alone.named(jax.vmap(partial(computed, alone), axes_in)(*joined))
+    outputs |= alone.named(jax.vmap(partial(computed, op=alone), axes_in)(*joined))
     return [outputs[name] for name, _ in op.results], [0] * len(op.results)
 
 
@@ -154,18 +136,14 @@ def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Oper
             "jax.lax.stop_gradient around its operands"
         )
     results: tuple[Any, Any] = jax.jvp(
-        partial(computed, op), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
+        partial(computed, op=op), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
     )
     return results
 
 
-def _lowered_to_kernels(context: Any, *operands: Any, op: Operation) -> Any:
-    return mlir.lower_fun(partial(launched, op), multiple_results=True)(context, *operands)
-
-
-def _lowered_to_formula(context: Any, *operands: Any, op: Operation) -> Any:
+def _off_gpus(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     refuse_others(op.mode.name, "XLA", "lower it for a GPU")
-    return mlir.lower_fun(partial(computed, op), multiple_results=True)(context, *operands)
+    return computed(*operands, op=op)
 
 
 def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
@@ -180,12 +158,9 @@ def _of_explicit_shards(
     op: Operation, mesh: Any, avals_in: Sequence[Any], avals_out: Sequence[Any], *operands: jax.Array
 ) -> list[jax.Array]:
     """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
-    leading = _leading(avals_in[op.rows_at])
-    reads, writes = _specs(op, leading)
+    of_shard, reads, writes = _split(op, avals_in[op.rows_at])
     with jax.sharding.use_abstract_mesh(mesh):
-        mapped = jax.shard_map(
-            partial(_of_shard, op, _axes(leading)), mesh=mesh, in_specs=tuple(reads), out_specs=writes, check_vma=False
-        )
+        mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=reads, out_specs=list(writes), check_vma=False)
         lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, reads, strict=True)]
         return [
             jax.sharding.reshard(result, aval.sharding.spec)
@@ -197,9 +172,9 @@ for _primitive in (_norm, _kernels):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_abstract)
 needs_devices(_norm)
-_norm.def_impl(lambda *operands, op: _compiled(op)(*operands))
+_norm.def_impl(jax.jit(apply, static_argnames="op"))
 batching.primitive_batchers[_norm] = _batched
 ad.primitive_jvps[_norm] = _differentiated
 mlir.register_lowering(_norm, _lowered_by_shards)
-mlir.register_lowering(_kernels, _lowered_to_formula)
-mlir.register_lowering(_kernels, _lowered_to_kernels, platform="cuda")
+mlir.register_lowering(_kernels, mlir.lower_fun(_off_gpus))
+mlir.register_lowering(_kernels, mlir.lower_fun(launched), platform="cuda")

@@ -62,8 +62,7 @@ def backward(
 ) -> tuple[Operation, list[Any]]:
     """A gradient's operation and operands of it."""
     op, operands = forward(norm, shape, dtype, affine=affine, biased=biased, adds=adds)
-    types = {name: operand.dtype.name for name, operand in zip(op.operands, operands, strict=True)}
-    gradient = gradient_of(op, {**types, "rows": types["x"]}, types["x"], adds)
+    gradient = gradient_of(op)
     x, dy, dresidual_out = arrays(3, shape, NAMES[dtype], 3)
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, -1)
@@ -73,6 +72,6 @@ def backward(
         "dresidual_out": dresidual_out,
         "mean": mean,
         "rstd": 1 / jnp.sqrt(jnp.mean((wide - (mean[..., None] if norm.centres else 0)) ** 2, -1) + 1e-5),
-        **dict(zip(op.operands[1:], operands[1:], strict=True)),
+        **{name: operand for (name, _), operand in zip(op.operands[1:], operands[1:], strict=True)},
     }
-    return gradient, [given[name] for name in gradient.operands]
+    return gradient, [given[name] for name, _ in gradient.operands]

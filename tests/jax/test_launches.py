@@ -98,7 +98,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
 
 def agree(op: Operation, operands: list[Any], atol: float = 2e-5, rtol: float = 1e-5) -> None:
     """Hold what kernels make against the formula."""
-    actual, expected = launched(op, *operands), jax.jit(partial(computed, op))(*operands)
+    actual, expected = launched(*operands, op=op), jax.jit(partial(computed, op=op))(*operands)
     for (name, dtype), one, other in zip(op.results, actual, expected, strict=True):
         assert (one.shape, one.dtype.name) == (other.shape, dtype), name
         made, wanted = np.asarray(one, np.float32), np.asarray(other, np.float32)
@@ -169,5 +169,5 @@ def test_a_window_of_few_rows_keeps_its_warps(
 
     monkeypatch.setattr(launches, "assemble", heard)
     op, operands = forward(Norm.RMS, (m, 8), DType.BF16)
-    launched(op, *operands)
+    launched(*operands, op=op)
     assert asked == [few]
