@@ -157,31 +157,22 @@ def _sum(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows."""
-    if fadd.stores and residual is not None:
-        # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
-        wide = torch.promote_types(residual.dtype, torch.float32)
-        stored = _sum_in(wide, x, x_bias, dropout, residual).to(residual.dtype)
-        return stored.to(dtype), stored.to(dtype).abs(), stored
     added = residual if fadd.adds else None
-    unsigned = [None if term is None else term.abs() for term in (x_bias, added)]
-    terms = _sum_in(dtype, x.abs(), unsigned[0], dropout, unsigned[1])
-    return _sum_in(dtype, x, x_bias, dropout, added), terms, None
-
-
-def _sum_in(
-    dtype: torch.dtype,
-    x: torch.Tensor,
-    x_bias: torch.Tensor | None,
-    dropout: _Dropout,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    total = x.to(dtype)
+    # A stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
+    wide = torch.promote_types(added.dtype, torch.float32) if fadd.stores and added is not None else dtype
+    total = x.to(wide)
+    terms = total.abs()
     if x_bias is not None:
-        total = total + x_bias.to(dtype)
+        total, terms = total + x_bias.to(wide), terms + x_bias.to(wide).abs()
     if dropout is not None:
         keep, factor = dropout
-        total = torch.where(keep, total * factor.to(dtype), 0.0)
-    return total if residual is None else total + residual.to(dtype)
+        total, terms = (torch.where(keep, each * factor.to(wide), 0.0) for each in (total, terms))
+    if added is not None:
+        total, terms = total + added.to(wide), terms + added.to(wide).abs()
+    if not fadd.stores or added is None:
+        return total, terms, None
+    stored = total.to(added.dtype)
+    return stored.to(dtype), stored.to(dtype).abs(), stored
 
 
 def quantised_rows(
