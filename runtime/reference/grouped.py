@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .gradients import ReferenceGradients, through_statistics
-
-
-class GroupOutput(NamedTuple):
-    """The results of a forward call, and its statistics, (samples, groups)."""
-
-    y: torch.Tensor
-    mean: torch.Tensor
-    rstd: torch.Tensor
 
 
 def group_norm(
@@ -25,12 +15,10 @@ def group_norm(
     eps: float = 1e-5,
     *,
     activation: str | None = None,
-) -> GroupOutput:
+) -> torch.Tensor:
     """Compute in fp64 what `normforge.group_norm` should return, unrounded."""
-    h, mean, rstd = _normalised(x, num_groups, eps)
-    z = _affine(h, weight, bias)
-    y = z * torch.sigmoid(z) if activation == "silu" else z
-    return GroupOutput(y, mean.squeeze(-1), rstd.squeeze(-1))
+    z = _affine(_normalised(x, num_groups, eps)[0], weight, bias)
+    return z * torch.sigmoid(z) if activation == "silu" else z
 
 
 def group_norm_bwd(
@@ -44,7 +32,7 @@ def group_norm_bwd(
     activation: str | None = None,
 ) -> ReferenceGradients:
     """Compute in fp64 what its gradients should be, unrounded."""
-    h, _, rstd = _normalised(x, num_groups, eps)
+    h, rstd = _normalised(x, num_groups, eps)
     dz = dy.double()
     terms = dz.abs()
     if activation == "silu":
@@ -68,12 +56,12 @@ def group_norm_bwd(
     )
 
 
-def _normalised(x: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the normalised values in x's shape, and the mean and rstd per group, (samples, groups, 1)."""
+def _normalised(x: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normalised values in x's shape, and rstd per group, (samples, groups, 1)."""
     groups = x.double().reshape(x.shape[0], num_groups, -1)
-    mean = groups.mean(-1, keepdim=True)
-    rstd = ((groups - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    return ((groups - mean) * rstd).reshape(x.shape), mean, rstd
+    centred = groups - groups.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (centred * rstd).reshape(x.shape), rstd
 
 
 def _affine(values: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
