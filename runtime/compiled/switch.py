@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from types import TracebackType
 from typing import Any
 
 from ..locks import fork_safe
@@ -41,9 +40,7 @@ class compile_passes:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         _switch(self._before)
 
 
