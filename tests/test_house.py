@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_366,
+    "all by hand": 13_363,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 698,
@@ -52,7 +52,7 @@ MOST_CODE_LINES = {
     "normforge": 496,
     "operators": 513,
     "override": 211,
-    "parallel": 204,
+    "parallel": 201,
     "patching": 1_416,
     "reference": 594,
     "selection": 754,

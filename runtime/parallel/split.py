@@ -209,7 +209,6 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     (for_x, for_weight, for_bias), wide, centres = due, _wide(x), mean is not None
     h, dy = _normalised(wide, mean, rstd), dy.to(wide.dtype)
-    rows = tuple(range(x.dim() - 1))
     dx = None
     if for_x:
         g = dy if weight is None else dy * weight.to(wide.dtype)
@@ -218,12 +217,10 @@ def _gradients(
         means = (sums / count.to(sums.dtype)).unsqueeze(-1)
         dx = g - h * means[0]
         dx = ((dx - means[1] if centres else dx) * rstd).to(x.dtype)
-    dweight = (dy * h).sum(rows) if rows else dy * h
-    dbias = dy.sum(rows) if rows else dy
     return (
         dx,
-        dweight.to(weight.dtype) if for_weight and weight is not None else None,
-        dbias.to(bias_dtype) if for_bias else None,
+        (dy * h).sum_to_size(x.shape[-1:]).to(weight.dtype) if for_weight and weight is not None else None,
+        dy.sum_to_size(x.shape[-1:]).to(bias_dtype) if for_bias else None,
     )
 
 
