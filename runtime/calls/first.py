@@ -21,7 +21,7 @@ from .known import MISALIGNED, PLAIN, Key, PlannedCall, Tensors, remember
 from .launch import of_no_rows, run, run_backward
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
-from .randomness import settled as settled_mask
+from .randomness import settled
 from .traced import function_traced, is_dynamo_compiling
 
 Args = Mapping[str, Any]
@@ -61,7 +61,7 @@ def _with_mask(args: dict[str, Any], *, draws: bool) -> dict[str, Any]:
     """Return the arguments, what the mask of a dropout follows from being settled."""
     p, rng = args.get("dropout_p", 0.0), args.get("dropout_rng")
     if p != 0.0 or rng is not None or type(p) is not float:
-        args["dropout_p"], args["dropout_rng"] = settled_mask(p, rng, args["x"], draws=draws)
+        args["dropout_p"], args["dropout_rng"] = settled(p, rng, args["x"], draws=draws)
     return args
 
 
@@ -99,11 +99,8 @@ def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
 
 def as_invariant(call: Call) -> Call:
     """Return a call as batch invariance wants its tensors to lie; the very call if its own do, or none is asked for."""
-    return settled(call) if invariance.is_on() and call.m else call
-
-
-def settled(call: Call) -> Call:
-    """Return a call of tensors that lie as N says: the call itself if its tensors do."""
+    if not (invariance.is_on() and call.m):
+        return call
     rows = [row for row in call.function.family.operands if row.is_read_in_vectors]
     of_rows = [row.name for row in rows if row.kind.has_row_stride]
     # The copy of `out` is written to, and the results are copied from there to the tensor that was passed.

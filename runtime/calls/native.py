@@ -24,11 +24,10 @@ from ..codegen.parameters import (
     DROPPED_BWD,
     FORWARD,
     GATED,
-    GATED_BWD,
     GROUP,
     GROUP_BWD,
+    IN_PARTS,
     MODULATED,
-    MODULATED_BWD,
     QUANTISED,
 )
 from ..codegen.tables import Table, table_of
@@ -56,57 +55,40 @@ _FAMILIES = {
     "recorded": FORWARD,
     "added_ahead": FORWARD,
     "gradients": BACKWARD,
-    "dropped": DROPPED,
-    "dropped_gradients": DROPPED_BWD,
-    "modulated_gradients": MODULATED_BWD,
-    "gated_gradients": GATED_BWD,
-    "group_gradients": GROUP_BWD,
-    **{family.name: family for family in (MODULATED, GATED, QUANTISED, GROUP)},
+    **{family.name: family for family in (DROPPED, MODULATED, GATED, QUANTISED, GROUP)},
+    **{f"{family.name}_gradients": family for family in (DROPPED_BWD, *IN_PARTS, GROUP_BWD)},
 }
 
 
-def _otherwise(family: Family, table: Table) -> Callable[..., Any]:
-    def launched(key: Any, *arguments: Any) -> Any:
-        start()
-        assert table.norm is not None
-        return first.first(family, table.norm, key, dict(zip(table.names, arguments, strict=True)))
-
-    return launched
-
-
-class Calls(SimpleNamespace):
-    """The look-ups of all functions and families.
-
-    Each function has an attribute of its name, which is called with all arguments in order. Each family has a look-up
-    of its name, for calls of the functional API; those of the norms alone are `recorded`, `added_ahead` and
-    `gradients`.
-    """
-
-    # Or the same in C.
-    recorded: Lookup
-    added_ahead: Lookup
-    gradients: Lookup
+def _first(family: Family, table: Table, key: Any, *arguments: Any) -> Any:
+    start()
+    assert table.norm is not None
+    return first.first(family, table.norm, key, dict(zip(table.names, arguments, strict=True)))
 
 
 def calls_among(
     plans_of: Any,
     make: Callable[..., Any] = Lookup,
     records: Records = MappingProxyType({}),
-) -> Calls:
+) -> Any:
     """Return the look-ups of calls among the `plans` of an object.
+
+    Each function has an attribute of its name, which is called with all arguments in order. Each family has a look-up
+    of its name, for calls of the functional API; those of the norms alone are `recorded`, `added_ahead` and
+    `gradients`.
 
     Args:
         plans_of: the object.
         make: makes a look-up of a table; see `makes`.
         records: record calls.
     """
-    calls = Calls()
+    calls = SimpleNamespace()
     for name, family, norm in (*_FUNCTIONS, *[(name, family, None) for name, family in _FAMILIES.items()]):
         table, is_forward = table_of(family, norm), family.direction is Direction.FORWARD
         look_up = make(
             table,
             plans_of,
-            otherwise=_otherwise(family, table),
+            otherwise=partial(_first, family, table),
             settled=partial(settled, draws=is_forward),
             record=records.get(name),
             output=LayerNormOutput if is_forward else NormGradients,
@@ -115,28 +97,24 @@ def calls_among(
     return calls
 
 
-def _in_c(module: Any) -> Callable[..., Any]:
-    """Return what makes look-ups of tables in C."""
-
-    def make(table: Table, plans_of: Any, **others: Any) -> Any:
-        return module.Lookup(
-            **table._asdict(),
-            **others,
-            plans_of=plans_of,
-            plain=PLAIN,
-            unreadable=UNREADABLE,
-            forward_ad=forward_ad,
-            dispatch_modes=dispatch_modes,
-            is_grad_enabled=torch.is_grad_enabled,
-            may_write=may_write,
-            increment_version=increment_version,
-            run=launch.run,
-            run_recorded=launch.run_recorded,
-            run_backward=launch.run_backward,
-            misaligned=MISALIGNED,
-        )
-
-    return make
+def _in_c(make: Callable[..., Any], table: Table, plans_of: Any, **others: Any) -> Any:
+    """Make the look-up of a table in C."""
+    return make(
+        **table._asdict(),
+        **others,
+        plans_of=plans_of,
+        plain=PLAIN,
+        unreadable=UNREADABLE,
+        forward_ad=forward_ad,
+        dispatch_modes=dispatch_modes,
+        is_grad_enabled=torch.is_grad_enabled,
+        may_write=may_write,
+        increment_version=increment_version,
+        run=launch.run,
+        run_recorded=launch.run_recorded,
+        run_backward=launch.run_backward,
+        misaligned=MISALIGNED,
+    )
 
 
 _records: dict[str, Callable[..., Any]] = {}
@@ -170,7 +148,7 @@ def start() -> None:
 def makes(*, build: bool) -> Callable[..., Any]:
     """Return what makes look-ups of tables, in C if that can be had; see `library`."""
     module = library(build=build)
-    return Lookup if module is None else _in_c(module)
+    return Lookup if module is None else partial(_in_c, module.Lookup)
 
 
 def library(*, build: bool) -> Any:

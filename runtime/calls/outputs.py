@@ -199,3 +199,13 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
 def dtypes_of(operands: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, ...]:
     """Return the dtype of each operand; None for an absent one."""
     return tuple([None if operand is None else operand.dtype for operand in operands])
+
+
+def rounded(
+    gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Iterable[object]
+) -> list[torch.Tensor | None]:
+    """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
+    return [
+        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+        for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
+    ]

@@ -26,6 +26,7 @@ from .first import copies_of
 from .functions import UNCHECKED
 from .known import MISALIGNED, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics
+from .outputs import rounded, unpacked_of
 from .plan import Plan, Sized, plan_of
 from .record import Arrived, Gradients, Learnt, arrived_in_memory
 
@@ -49,59 +50,151 @@ class Problem(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The backward calls of one family.
+    """The backward pass of one family: by kernels, or by the family's formula.
 
     Attributes:
         family: the rows.
         of_samples: whether parts are samples, and else groups of columns.
         inputs: picks the inputs in the order of launches from what arrived, the means and rstd.
+        saved: makes a named tuple of the tensors that the forward pass saved, of what was normalised first, of the
+            means and of rstd.
+        serves: from that tuple to True if the parts are as kernels take them.
+        formula: from that tuple, the args, dy, the gradient of the sum and which gradients are due to gradients.
         laid_out: from the saved tensors and a gradient that arrived to rows that kernels can walk.
         problem: from the saved tensors, the args of the backward pass, both gradients that arrived, and which gradients
             are due, to what kernels compute.
-        gradients: from the saved tensors, the args, the results by name, and which gradients are due, to the gradients
+        of_results: from the saved tensors, the args, the results by name, and which gradients are due, to the gradients
             of the operands.
     """
 
     family: Family
     of_samples: bool
     inputs: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    saved: Callable[..., Any]
+    serves: Callable[[Any], bool]
+    formula: Callable[..., Gradients]
     laid_out: Callable[[Any, torch.Tensor], torch.Tensor]
     problem: Callable[..., Problem]
-    gradients: Callable[..., Sequence[torch.Tensor | None]]
+    of_results: Callable[..., Sequence[torch.Tensor | None]]
 
     @classmethod
-    def of(cls, family: Family, saved: Sequence[str], *own: Callable[..., Any]) -> Backward:
-        """Return the backward calls of a family whose forward pass saves operands of these kernel names."""
-        names = ("dy", "dresidual_out", *saved, "statistics", "mean", "rstd")
+    def of(cls, family: Family, saved: Any, **own: Callable[..., Any]) -> Backward:
+        """Return the backward pass of a family; the last fields of the named tuple `saved` are mean and rstd."""
+        names = ("dy", "dresidual_out", *saved._fields[:-2], "statistics", "mean", "rstd")
         of_samples = any(row.name == "sample_rows" for row in family.parameters)
-        return cls(family, of_samples, itemgetter(*[names.index(row.name) for row in family.inputs]), *own)
+        inputs: Any = itemgetter(*[names.index(row.name) for row in family.inputs])
+        return cls(family, of_samples, inputs, saved, **own)
 
-    def number(self, m: int, parts: int) -> int:
-        """Return the number by which kernels tell parts apart: the rows of a sample, or how many groups there are."""
-        return m // parts if self.of_samples else parts
+    def takes(self, kept: Any, *arrived: torch.Tensor | None) -> bool:
+        """Return True if kernels can compute the gradients of a call: all tensors are in memory, and not empty."""
+        return in_memory((*kept, *arrived)) and kept[0].numel() > 0 and self.serves(kept)
+
+    def recorded(
+        self,
+        saved: Sequence[Any],
+        args: Any,
+        dy: torch.Tensor | None,
+        dresidual_out: torch.Tensor | None,
+        due: tuple[bool, ...],
+        by_formula: bool,
+        learnt: Learnt | None,
+    ) -> Gradients:
+        """Return the gradients of a call that was recorded; see `Recording`."""
+        *tensors, statistics = saved
+        kept = self.saved(*tensors, *unpacked_of(tensors[0], statistics))
+        if dy is None or by_formula or not self.takes(kept, dy, dresidual_out):
+            return self.formula(kept, args, dy, dresidual_out, due)
+        grads: Gradients = self.gradients(kept, args, (dy, dresidual_out), due, learnt)
+        return grads
+
+    @eager_only
+    def gradients(
+        self,
+        kept: Any,
+        args: Any,
+        arrived: tuple[torch.Tensor | None, torch.Tensor | None],
+        due: Sequence[bool],
+        learnt: Learnt | None = None,
+    ) -> Gradients:
+        """Return the gradients of a call's operands, as the formula does, where `takes` has passed the arguments.
+
+        Args:
+            kept: what the forward pass saved.
+            args: the other arguments of the backward pass.
+            arrived: dy and the gradient of the sum; None for one that did not arrive.
+            due: which gradients are.
+            learnt: the key and tensors of `Lookup.known_gradients`, by which calls like this one become known;
+                None has them stay unknown.
+        """
+        # Another table may be loaded meanwhile, whose plans must not learn this call.
+        plans = dispatch.plans
+        dy, dresidual_out = [None if each is None else self.laid_out(kept, each) for each in arrived]
+        learnt, known = looked_up_again(f"{self.family.name}_gradients", learnt, args, due, dy, dresidual_out)
+        if known is not None:
+            return known
+        mode, parts, inputs, dtypes, operands = self.problem(kept, args, dy, dresidual_out, due)
+        rows, shape = self.family.inputs, kept[0].shape
+        n = shape[-1]
+        m = shape.numel() // n
+        if invariance.is_on():
+            inputs = {**inputs, **copies_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])}
+        read = tuple([inputs.get(row.name) for row in rows])
+        at = addresses_of(read)
+        misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]
+        plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
+        of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in self.family.results]
+        sizes = self._sizes(plan, parts, of_sums, args.weight_offset)
+        sized = sizes(shape)
+        assert sized is not None
+        results = run_sized(plan, sized, at, read)
+        named = {row.name: result for row, result in zip(self.family.results, results, strict=True)}
+        named = {name: result for name, result in named.items() if result is not None}
+        grads = rounded(self.of_results(kept, args, named, due), args.dtypes, due)
+        indices = [_index_of(gradient, results) for gradient in grads]
+        if learnt is None or None in indices:
+            return grads
+        key, tensors = learnt
+        own = self.inputs(with_statistics(addresses_of(tensors), sized.layout.to_rstd))
+        # No call is known whose kernels read copies. Kernels are not given what their mode does not read.
+        if all(each == its or not row.is_wanted(mode) for row, each, its in zip(rows, at, own, strict=True)):
+            order: Any = itemgetter(*[index for index in indices if index is not None])
+            ready = Ready(plan, self.inputs, order, sizes)
+            remember(plans, key, tensors, self._free(mode, tensors), addresses_of(tensors), ready)
+        return grads
+
+    def _sizes(
+        self, plan: Plan, parts: int, of_sums: Sequence[Sequence[int]], weight_offset: float
+    ) -> Callable[[torch.Size], Sized | None]:
+        """Return `Ready.at` of calls whose rows are in so many parts; `of_sums` has for each result its shape as a sum.
+
+        Kernels tell parts apart by the rows of a sample, or by how many groups there are.
+        """
+
+        @lru_cache(_SHAPES)
+        def at(shape: torch.Size) -> Sized | None:
+            m = shape.numel() // plan.n
+            if m == 0:
+                return None
+            numbers = m, m // parts if self.of_samples else parts, weight_offset
+            return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
+
+        return at
+
+    def _free(self, mode: Mode, arrived: Arrived) -> list[int]:
+        """Return how many leading sizes of each tensor may be any in a call of the same kind."""
+        if self.of_samples:
+            # Which rows share a modulation follows from all sizes.
+            return [0] * len(arrived)
+        x = arrived[2]
+        assert x is not None
+        # No more than one, so that a guard holds all strides: rows with gaps between them are read by another stride.
+        free = min(x.dim() - 1 - mode.grouped, 1)
+        are_rows = [tensor is not None and tensor.shape == x.shape and tensor.dim() > 1 for tensor in arrived[:-1]]
+        return [*[free * each for each in are_rows], free]
 
 
-class Launched(NamedTuple):
-    """A backward call that was planned and launched.
-
-    Attributes:
-        backward: the calls of its family.
-        plan: its plan.
-        at: see `Ready`.
-        reads_own: whether kernels read the tensors that arrived, and no copies.
-        results: the tensors that kernels wrote, in the order of the family's rows; None for what is not due.
-    """
-
-    backward: Backward
-    plan: Plan
-    at: Callable[[torch.Size], Sized | None]
-    reads_own: bool
-    results: tuple[torch.Tensor | None, ...]
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """Return the results that are due by name."""
-        names = [row.name for row in self.backward.family.results]
-        return {name: result for name, result in zip(names, self.results, strict=True) if result is not None}
+# How many shapes a kind of call that is known keeps the sizes of.
+_SHAPES = 64
 
 
 def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Call:
@@ -141,110 +234,8 @@ def looked_up_again(
     return (key, arrived), known
 
 
-@eager_only
-def gradients(
-    backward: Backward,
-    saved: Any,
-    args: Any,
-    arrived: tuple[torch.Tensor | None, torch.Tensor | None],
-    due: Sequence[bool],
-    learnt: Learnt | None = None,
-) -> Gradients:
-    """Return the gradients of a call's operands, as the family's eager formula does.
-
-    Args:
-        backward: the calls of its family.
-        saved: what the forward pass saved, what was normalised first.
-        args: the other arguments of the backward pass.
-        arrived: dy and the gradient of the sum; None for one that did not arrive.
-        due: which gradients are.
-        learnt: the key and tensors of `Lookup.known_gradients`, by which calls like this one become known;
-            None has them stay unknown.
-    """
-    # Another table may be loaded meanwhile, whose plans must not learn this call.
-    plans = dispatch.plans
-    dy, dresidual_out = [None if each is None else backward.laid_out(saved, each) for each in arrived]
-    learnt, known = looked_up_again(f"{backward.family.name}_gradients", learnt, args, due, dy, dresidual_out)
-    if known is not None:
-        return known
-    problem = backward.problem(saved, args, dy, dresidual_out, due)
-    done = launched(backward, problem, saved[0].shape, args.weight_offset, learnt)
-    grads = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
-    learn(plans, learnt, done, grads)
-    return grads
-
-
-def launched(
-    backward: Backward, problem: Problem, shape: torch.Size, weight_offset: float, learnt: Learnt | None
-) -> Launched:
-    """Plan and launch a call.
-
-    Args:
-        backward: the calls of its family.
-        problem: what kernels compute.
-        shape: what was normalised has it, and so have the results that are rows.
-        weight_offset: added to weight.
-        learnt: see `looked_up_again`.
-    """
-    mode, parts, inputs, dtypes, operands = problem
-    rows, n = backward.family.inputs, shape[-1]
-    m = shape.numel() // n
-    if invariance.is_on():
-        inputs = {**inputs, **copies_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])}
-    read = tuple([inputs.get(row.name) for row in rows])
-    at = addresses_of(read)
-    misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]
-    plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
-    of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in backward.family.results]
-    sizes = _sizes(backward, plan, parts, of_sums, weight_offset)
-    sized = sizes(shape)
-    assert sized is not None
-    own = at if learnt is None else backward.inputs(with_statistics(addresses_of(learnt[1]), sized.layout.to_rstd))
-    # Kernels are not given what their mode does not read.
-    reads_own = all(each == its or not row.is_wanted(mode) for row, each, its in zip(rows, at, own, strict=True))
-    return Launched(backward, plan, sizes, reads_own, tuple(run_sized(plan, sized, at, read)))
-
-
 def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[int]:
     return (parts, n) if operand is None or operand.numel() != parts * n else operand.shape
-
-
-# How many shapes a kind of call that is known keeps the sizes of.
-_SHAPES = 64
-
-
-def _sizes(
-    backward: Backward, plan: Plan, parts: int, of_sums: Sequence[Sequence[int]], weight_offset: float
-) -> Callable[[torch.Size], Sized | None]:
-    """Return `Ready.at` of calls whose rows are in so many parts; `of_sums` is for each result its shape as a sum."""
-
-    @lru_cache(_SHAPES)
-    def at(shape: torch.Size) -> Sized | None:
-        m = shape.numel() // plan.n
-        if m == 0:
-            return None
-        numbers = m, backward.number(m, parts), weight_offset
-        return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
-
-    return at
-
-
-def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients) -> None:
-    """Make calls known that are like one, unless kernels read copies or did not write the very gradients.
-
-    Args:
-        among: the `dispatch.plans` that were in use when the call set out.
-        learnt: see `looked_up_again`.
-        done: the call that was launched.
-        gradients: what the call returns.
-    """
-    indices = [_index_of(gradient, done.results) for gradient in gradients]
-    if learnt is None or not done.reads_own or None in indices:
-        return
-    key, arrived = learnt
-    order: Any = itemgetter(*[index for index in indices if index is not None])
-    ready = Ready(done.plan, done.backward.inputs, order, done.at)
-    remember(among, key, arrived, _free(done, arrived), addresses_of(arrived), ready)
 
 
 def _index_of(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:
@@ -257,19 +248,6 @@ def _index_of(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | No
     return None
 
 
-def _free(done: Launched, arrived: Arrived) -> list[int]:
-    """Return how many leading sizes of each tensor may be any in a call of the same kind."""
-    if done.backward.of_samples:
-        # Which rows share a modulation follows from all sizes.
-        return [0] * len(arrived)
-    x = arrived[2]
-    assert x is not None
-    # No more than one, so that a guard holds all strides: rows with gaps between them are read by another stride.
-    free = min(x.dim() - 1 - done.plan.mode.grouped, 1)
-    are_rows = [tensor is not None and tensor.shape == x.shape and tensor.dim() > 1 for tensor in arrived[:-1]]
-    return [*[free * each for each in are_rows], free]
-
-
 def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
     """In which type to add up what parts leave of an operand: its own, or fp32 if all parts share it and are added."""
     return operand.dtype if operand.numel() == parts * operand.shape[-1] else torch.float32
@@ -278,16 +256,6 @@ def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
 def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     """Return the gradient of an operand that each part has a row of, or all parts share, from the sums of parts."""
     return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
-
-
-def rounded(
-    grads: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Sequence[bool]
-) -> Gradients:
-    """Return the gradients that are due, each in the dtype of its operand."""
-    return [
-        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
-        for gradient, dtype, needed in zip(grads, dtypes, due, strict=True)
-    ]
 
 
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:

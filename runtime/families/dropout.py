@@ -13,14 +13,14 @@ from ..calls import native, road
 from ..calls.known import PLAIN
 from ..calls.launch import recorded_of, run
 from ..calls.lookup import is_last
-from ..calls.outputs import NormGradients, unpacked_of
+from ..calls.outputs import NormGradients, rounded, unpacked_of
 from ..calls.randomness import settled
 from ..calls.record import Gradients, Recording
 from ..calls.road import calls_of, launch_recorded
 from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
 from . import eager
-from .eager import Dropout, rounded
+from .eager import Dropout
 from .operands import Operands, Options
 from .plain import Dropping, full_options, gradients_first
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from ..calls.outputs import NormGradients, dtypes_of, unpacked
+from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked
 from ..calls.traced import unrecorded
 from ..codegen.values import Cast, GateActivation, Gating, Norm
 from ..dtypes import rounded_to, word
@@ -178,16 +178,6 @@ def over_rows(gradient: torch.Tensor, columns: int = 1) -> torch.Tensor:
     """Sum a gradient in fp32 over all dimensions but the last `columns`."""
     leading = tuple(range(gradient.dim() - columns))
     return gradient.sum(leading, dtype=torch.float32) if leading else gradient.float()
-
-
-def rounded(
-    gradients: Tensors, dtypes: Sequence[torch.dtype | None], due: Iterable[object]
-) -> list[torch.Tensor | None]:
-    """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
-    return [
-        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
-        for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
-    ]
 
 
 # Plain norms, with or without a residual, x_bias, a cast before the weight, and dropout.

@@ -10,7 +10,6 @@ import pytest
 
 from normforge.calls import native, record, row_gradients
 from normforge.families.group import row as group
-from normforge.families.in_parts import InParts
 from normforge.selection import dispatch
 
 
@@ -21,7 +20,7 @@ class Looked:
         """Count the calls of what plans a pass, and the passes that a look-up in C or Python knows."""
         self.at = self.known = 0
         dispatch.forget()
-        for holder, name in ((InParts, "gradients"), (group, "launched_backward")):
+        for holder, name in ((row_gradients.Backward, "gradients"), (group, "launched_backward")):
             monkeypatch.setattr(holder, name, self._counted(getattr(holder, name)))
         for module in (record, row_gradients):
             monkeypatch.setattr(module, "native", SimpleNamespace(calls=_Counted(self)))

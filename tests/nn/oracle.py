@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.families.in_parts import InParts
+from normforge.calls.row_gradients import Backward
 from normforge.selection import dispatch
 from proving.cases import Case, cases
 
@@ -37,13 +37,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What is added to at each backward pass of rows in parts that is like none before: whether kernels computed it."""
     monkeypatch.setattr(dispatch, "plans", {})
     found: list[bool] = []
-    takes = InParts.takes
+    takes = Backward.takes
 
     def noted(*given: Any) -> bool:
         found.append(takes(*given))
         return found[-1]
 
-    monkeypatch.setattr(InParts, "takes", noted)
+    monkeypatch.setattr(Backward, "takes", noted)
     return found
 
 

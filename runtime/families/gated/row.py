@@ -21,7 +21,6 @@ from ...codegen.values import Direction, GateActivation, Gating, Norm
 from ...dtypes import DTYPES, word
 from ...errors import ShapeError
 from .. import eager
-from ..in_parts import InParts
 from ..operands import GatedArgs, GatedOperands, GatedSaved
 
 
@@ -169,8 +168,15 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
     return (vector if vector.dim() > 1 else vector.expand(groups, -1)).contiguous()
 
 
-_BACKWARD = Backward.of(GATED_BWD, GatedSaved._fields[:-2], _laid_out, _problem, _of_results)
-IN_PARTS = InParts(_BACKWARD, GatedSaved, _serves, eager.gated_gradients)
+IN_PARTS = Backward.of(
+    GATED_BWD,
+    GatedSaved,
+    serves=_serves,
+    formula=eager.gated_gradients,
+    laid_out=_laid_out,
+    problem=_problem,
+    of_results=_of_results,
+)
 CALLS = calls_of(
     GATED,
     eager=eager.gated,

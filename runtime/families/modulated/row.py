@@ -23,7 +23,6 @@ from ...codegen.values import Direction, FusedAdd, Norm
 from ...dtypes import DTYPES
 from ...errors import ConflictError
 from .. import eager
-from ..in_parts import InParts
 from ..operands import ModulatedArgs, ModulatedOperands, ModulatedOptions, ModulatedSaved
 
 
@@ -170,8 +169,15 @@ def _on_one_stride(_: ModulatedSaved, rows: torch.Tensor) -> torch.Tensor:
     return rows if isinstance(row_stride("rows", rows), int) else rows.contiguous()
 
 
-_BACKWARD = Backward.of(MODULATED_BWD, ModulatedSaved._fields[:-2], _on_one_stride, _problem, _of_results)
-IN_PARTS = InParts(_BACKWARD, ModulatedSaved, _serves, eager.modulated_gradients)
+IN_PARTS = Backward.of(
+    MODULATED_BWD,
+    ModulatedSaved,
+    serves=_serves,
+    formula=eager.modulated_gradients,
+    laid_out=_on_one_stride,
+    problem=_problem,
+    of_results=_of_results,
+)
 CALLS = calls_of(
     MODULATED,
     eager=eager.modulated,
