@@ -219,18 +219,11 @@ def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
         raise DeviceError(f"{name} is on {tensor.device} and x on {x.device}; move one to the other's device")
 
 
-def check_gradient_dtype(name: str, dtype: object) -> torch.dtype:
-    """Check the dtype that a gradient is to have, and return it."""
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        raise DTypeError(f"{name} is {dtype!r}; it takes {' or '.join(map(str, FLOATS))}")
-    return dtype
-
-
-def check_mode_dtype(name: str, dtype: object) -> torch.dtype:
-    """Check a dtype that kernels are made for, and return it."""
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        raise DTypeError(f"{name} is {dtype!r}; it takes one of {', '.join(map(str, DTYPES))}")
-    return dtype
+def check_result_dtype(name: str, dtype: object, *, is_gradient: bool) -> None:
+    """Check the dtype that a result is to have: one that kernels are made for, and a float of a gradient."""
+    if not isinstance(dtype, torch.dtype) or dtype not in (FLOATS if is_gradient else DTYPES):
+        takes = " or ".join(map(str, FLOATS)) if is_gradient else f"one of {', '.join(map(str, DTYPES))}"
+        raise DTypeError(f"{name} is {dtype!r}; it takes {takes}")
 
 
 def check_flag(name: str, value: object) -> bool:

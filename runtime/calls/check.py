@@ -22,12 +22,11 @@ from .argument_checks import (
     check_device,
     check_dtype,
     check_flag,
-    check_gradient_dtype,
-    check_mode_dtype,
     check_no_gradient,
     check_number,
     check_operand,
     check_output,
+    check_result_dtype,
     check_shape,
     check_tensor,
     check_x,
@@ -135,10 +134,9 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
     for name, axis, optional in takes.dtypes:
         if args[name] is None and optional:
             continue
+        check_result_dtype(name, args[name], is_gradient=not axis)
         if axis:
-            axes[axis] = DTYPES[check_mode_dtype(name, args[name])]
-        else:
-            check_gradient_dtype(name, args[name])
+            axes[axis] = DTYPES[args[name]]
     x = args["x"]
     n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.family_name)
     for name, kind, optional in takes.tensors:

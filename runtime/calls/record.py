@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
-from ..upstream.torch_internals import applied, applied_at_once, has_tangent
+from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, has_tangent
 from . import native
 from .known import PLAIN, Key, Tensors
-from .traced import dispatch_modes, is_dynamo_compiling
+from .traced import is_dynamo_compiling
 
 T = TypeVar("T")
 

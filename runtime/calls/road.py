@@ -28,7 +28,7 @@ from .known import MISALIGNED, Key, PlannedCall
 from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
-from .row_layout import walkable
+from .row_layout import as_rows
 from .traced import intercepted, is_dynamo_compiling, operated, operated_as, result_dtype
 
 # The tensors of a call, in the order in which launches bring them, None for those that are not there.
@@ -173,13 +173,9 @@ def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
 
 
 def named(calls: FamilyCalls, operands: Operands, options: Options) -> dict[str, Any]:
-    """Return the arguments of a call by the names of its rows, the norm left out."""
+    """Return the arguments of a call by the names of its rows, the norm left out; the last options may be missing."""
     _, names = _function_of(calls.name, options[0])
-    args = dict(zip(names, (*operands, *options[1:]), strict=True))
-    if options[0] == "layer":
-        # Kernels of LayerNorm add nothing to weights, and have no such parameter.
-        del args["weight_offset"]
-    return args
+    return dict(zip(names, (*operands, *options[1:]), strict=False))
 
 
 def operands_of(calls: FamilyCalls, args: Mapping[str, Any]) -> Operands:
@@ -192,9 +188,9 @@ def options_of(calls: FamilyCalls, norm: str, args: Mapping[str, Any]) -> Option
     return (norm, *[args.get(name, 0.0) for name in calls.options])
 
 
-def as_operands(operands: Operands) -> Operands:
-    """Return operands that kernels can walk, each copied once if need be."""
-    return tuple([None if operand is None else walkable(operand) for operand in operands])
+def as_operands(operands: Operands, dimensions: int = 1) -> Operands:
+    """Return operands that kernels can walk, the last `dimensions` of each as one; each copied once if need be."""
+    return tuple([None if operand is None else as_rows(operand, dimensions) for operand in operands])
 
 
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:

@@ -19,9 +19,7 @@ from ..codegen.families import Family
 from ..codegen.values import Direction, Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import constant_in_traces, jit_tracing, saved_tensors_hooks
-from ..upstream.torch_internals import dispatch_modes as dispatch_modes
 from ..upstream.torch_internals import global_hooks as global_hooks
-from ..upstream.torch_internals import left_in_traces as left_in_traces
 from .backend import intercepted as intercepted
 from .check import Call, check, refuse_gradient
 from .functions import completed, function_named

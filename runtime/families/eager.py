@@ -271,8 +271,7 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     factor = _activated(activation, widened(gate))
     s = widened(x)
     y = _norm(norm, s * factor if is_before else s, _last_dimension(x), None, None, eps)
-    y = y if weight is None else y * (widened(weight) + weight_offset)
-    y = y if bias is None else y + widened(bias)
+    y = _affine(y, _offset(weight, weight_offset), bias)
     return (y if is_before else y * factor).to(out_dtype or x.dtype)
 
 
@@ -293,11 +292,7 @@ def gated_gradients(
     weight = None if saved.weight is None else saved.weight.float() + args.weight_offset
     of_affine = dy if is_before else dy * factor
     ds = _through_rows(of_affine if weight is None else of_affine * weight, normalised)
-    if is_before:
-        dgate = ds * x
-    else:
-        y = h if weight is None else h * weight
-        dgate = dy * (y if saved.bias is None else y + saved.bias.float())
+    dgate = ds * x if is_before else dy * _affine(h, weight, saved.bias)
     grads = (
         ds * factor if is_before else ds,
         dgate * _slope(args.activation, gate) if due[1] else None,
@@ -371,9 +366,7 @@ def modulated_gradients(
         dz = dy * (1 + _per_sample(saved.scale, rows))
         ds = _through_rows(dz if factor is None else dz * factor, normalised, dresidual_out)
         _, for_scale, for_shift, _, _, for_weight, for_bias = due
-        if for_scale:
-            a = h if factor is None else h * factor
-            dscale = _over_sharing(dy * (a if saved.bias is None else a + saved.bias.float()), saved.scale)
+        dscale = _over_sharing(dy * _affine(h, factor, saved.bias), saved.scale) if for_scale else None
         dshift = _over_sharing(dy, saved.shift) if for_shift else None
         dweight = over_rows(dz * h) if for_weight else None
         dbias = over_rows(dz) if for_bias else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress, product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -19,14 +19,13 @@ from ..calls.launch import Recorded
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, operate
-from ..calls.row_layout import as_rows, walkable
+from ..calls.row_layout import walkable
 from ..calls.traced import operated
-from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
 from ..selection.invariance import is_on
-from ..upstream.torch_internals import applied, applied_at_once, constant_in_traces, dispatch_modes, eager_only
+from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, eager_only
 from . import eager
 from .operands import BackwardOptions, Operands, Options
 
@@ -36,39 +35,6 @@ _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 Dropping = tuple[FamilyCalls, tuple[float], tuple[torch.Tensor]]
 # A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
 Recording = tuple[Options, "Recorded | None"]
-
-
-# Names and kinds of the operands, and names of the options behind the norm.
-OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
-_OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
-
-
-@constant_in_traces
-def _names() -> tuple[str, ...]:
-    return (*(name for name, _ in OPERANDS), *_OPTIONS)
-
-
-@constant_in_traces
-def _kinds() -> tuple[Kind, ...]:
-    return tuple([kind for _, kind in OPERANDS])
-
-
-def named(operands: Operands, options: Options) -> dict[str, Any]:
-    """Return the arguments of a call by the names of its rows, without the norm."""
-    return dict(zip(_names(), (*operands, *options[1:]), strict=True))
-
-
-def as_operands(operands: Operands, dimensions: int) -> Operands:
-    """Return operands as forward functions take them, with the last `dimensions` of x flattened to N."""
-    values = [
-        None
-        if operand is None
-        else operand.flatten().contiguous()
-        if kind is Kind.VECTOR
-        else as_rows(operand, dimensions)
-        for kind, operand in zip(_kinds(), operands, strict=True)
-    ]
-    return cast("Operands", tuple(values))
 
 
 @eager_only
@@ -84,7 +50,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
-    rows = as_operands(tuple(map(resolved, operands)), len(shape))
+    rows = road.as_operands(operands, len(shape))
     calls, p, rng = drops or (CALLS, (), ())
     result = road.normalise(calls, (*rows, *rng), full_options(rows, options, *p))
     if not isinstance(result, tuple):
@@ -92,14 +58,14 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     return tuple([unflattened(each, shape) for each in result])
 
 
-def full_options(operands: Operands, options: Options, *p: float, saves: bool | None = None) -> road.Options:
+def full_options(operands: road.Operands, options: Options, *p: float, saves: bool | None = None) -> road.Options:
     """Return the options of a call as its family's row has them; p is the probability of a dropout, if there is one."""
     return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)
 
 
 def normalise_traced(operands: Operands, dimensions: int, options: Options, drops: Dropping | None = None) -> Any:
     """Run `normalise` as one operator, behind the views and copies that the operator needs."""
-    rows = as_operands(operands, dimensions)
+    rows = road.as_operands(operands, dimensions)
     # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     fadd = "none" if operands[3] is None else "pre_add_store"
@@ -237,12 +203,10 @@ def _record(_: Any, operands: Any, options: Any, recorded: Recorded | None) -> A
 CALLS = road.calls_of(
     FORWARD,
     name="recorded",
-    options=(*_OPTIONS, "fadd", "save_mv"),
+    options=(*[row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor], "fadd", "save_mv"),
     record=_record,
     looked_up=(None, 5),
 )
-# By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
-FORWARD_OF = CALLS.functions
 record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 native.record_by("recorded", record_known)
 

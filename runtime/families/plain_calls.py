@@ -20,19 +20,19 @@ from ..calls.known import PLAIN
 from ..calls.randomness import settled
 from ..calls.road import FamilyCalls
 from ..calls.sharded import Frame
-from ..calls.traced import becomes_operator, is_dynamo_compiling, left_in_traces, result_dtype, unrecorded
+from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
 from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import FORWARD
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
-from ..upstream.torch_internals import is_sharded
+from ..upstream.torch_internals import is_sharded, left_in_traces
 from . import dropout, eager
 from . import plain as recorded
 from .eager import Dropout
 from .operands import DEFAULT_EPS, Operands, Options
-from .plain import FORWARD_OF, OPERANDS, named
+from .plain import CALLS
 from .plainly import is_plain
 from .replaced import Replacing
 
@@ -185,10 +185,10 @@ def _checked(operands: Operands, normalized_shape: Any, options: Options, *, ker
     """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
     norm, eps, *_ = options
     with unrecorded():
-        args = named(operands, options)
+        args = road.named(CALLS, operands, options)
         if eps is None and norm == "rms":
             del args["eps"]
-        return check_normalised(FORWARD_OF[norm], args, normalized_shape, kernel=kernel)
+        return check_normalised(CALLS.functions[norm], args, normalized_shape, kernel=kernel)
 
 
 def _as_floats(options: Options) -> Options:
@@ -276,8 +276,9 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, option
     x, _, _, residual, _ = operands
     if residual is not None and residual.shape != x.shape:
         # Parts may fit on one rank and not on another: the first would wait for the second.
-        check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
-    rows, dimensions = [FORWARD[name] for name, _ in OPERANDS], len(normalized_shape or ())
+        args = road.named(CALLS, operands, options)
+        check_normalised(CALLS.functions[options[0]], args, normalized_shape, kernel=True)
+    rows, dimensions = [FORWARD[name] for name in CALLS.inputs], len(normalized_shape or ())
     call = partial(normalise, normalized_shape=normalized_shape, options=options)
     return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
 
@@ -318,7 +319,7 @@ def handed_on(name: str, operands: tuple[Any, ...], args: dict[str, Any], positi
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """Call `handed_on` for the public function of a call, or for `normalise` if none takes all arguments."""
-    args = {**named(operands, options), "normalized_shape": normalized_shape}
+    args = {**road.named(CALLS, operands, options), "normalized_shape": normalized_shape}
     adds = args["residual"] is not None
     if normalized_shape is not None and (adds or args["out_dtype"] is not None):
         return handle_torch_function(normalise, operands, operands, normalized_shape, options)

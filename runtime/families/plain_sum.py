@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from ..calls import native
-from ..calls.backend import backend, intercepted, left_to_torch
+from ..calls.backend import intercepted, is_served
 from ..calls.known import PlannedCall
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.record import records
-from ..calls.road import prepared
-from ..dtypes import FLOATS
+from ..calls.road import as_operands, prepared
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
 from .operands import Operands, Options
-from .plain import CALLS, GRADIENTS, WANTS, as_operands, full_options, rounded_to
+from .plain import CALLS, GRADIENTS, WANTS, full_options, rounded_to
 
 # y, and the statistics of the rows, or None if autograd does not record the norm.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -93,17 +92,14 @@ def _served(operands: Operands, options: Options) -> bool:
     """Return True if a kernel reads the tensors without a copy, and no dispatch mode has to see the call."""
     norm, _, weight_offset, _, _ = options
     x, weight, bias, _, _ = operands
-    there = [each for each in operands if each is not None]
     return (
-        x.numel() > 0
-        and all(each.dtype in FLOATS and each.layout is torch.strided and not each.is_neg() for each in there)
-        and all(each.device == x.device for each in there)
+        is_served(operands)
+        and x.numel() > 0
+        and not intercepted(*operands)
+        and all(each is None or (each.device == x.device and not each.is_neg()) for each in operands)
         and all(each is None or each.shape == x.shape[-1:] for each in (weight, bias))
         and (weight_offset == 0.0 or norm == "rms")
-        and backend(x) == "kernel"
-        and not left_to_torch(operands)
-        and not intercepted(*operands)
-        and all(row is each for row, each in zip(as_operands(operands, 1), operands, strict=True))
+        and all(row is each for row, each in zip(as_operands(operands), operands, strict=True))
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.calls import road
 from normforge.calls.check import check_normalised
 from normforge.codegen.values import Cast
-from normforge.families.plain import FORWARD_OF, named
+from normforge.families.plain import CALLS
 from normforge.families.plainly import is_plain
 
 M, N = 3, 64
@@ -24,10 +25,10 @@ def operands(*, dtype: torch.dtype = torch.bfloat16, vectors: torch.dtype = torc
 
 
 def checked(given: Any, shape: Any, options: Any) -> tuple[int, ...]:
-    passed = named(given, options)
+    passed = road.named(CALLS, given, options)
     if options[:2] == ("rms", None):
         del passed["eps"]
-    return check_normalised(FORWARD_OF[options[0]], passed, shape, kernel=True)
+    return check_normalised(CALLS.functions[options[0]], passed, shape, kernel=True)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch
 import torch.fx.experimental.proxy_tensor
 
 import normforge
+from normforge.calls.road import as_operands
 from normforge.calls.row_layout import walkable
-from normforge.families.plain import as_operands
 from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
 
 from ..calling import each_device, pieces
@@ -272,7 +272,7 @@ def test_rows_of_any_stride_are_not_copied(norm: str, rows: Callable[[int], torc
     given = tensors(norm, torch.float32, shape=tuple(x.shape))
     given = {name: rows(M) if name in ("x", "residual") else tensor.detach() for name, tensor in given.items()}
     operands: Any = tuple(given.get(name) for name in ("x", "weight", "bias", "residual", "x_bias"))
-    assert all(row is operand for row, operand in zip(as_operands(operands, 1), operands, strict=True))
+    assert all(row is operand for row, operand in zip(as_operands(operands), operands, strict=True))
     for tensor in given.values():
         tensor.requires_grad_()
     for _ in range(2):
