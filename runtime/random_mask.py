@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,9 +39,7 @@ def dropout_mask(
     """
     *leading, n = shape
     # Not numel() of a tensor of these: there need not be any.
-    m = 1
-    for size in leading:
-        m *= size
+    m = math.prod(leading)
     device = dropout_rng.device
     groups = -(-n // _SHARING)
     rows = first_row + torch.arange(m, device=device)

@@ -39,17 +39,17 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_286,
+    "all by hand": 13_263,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 698,
-    "calls": 2_388,
-    "families": 1_950,
+    "calls": 2_378,
+    "families": 1_938,
     "compiled": 537,
     "integrations": 380,
     "jax": 564,
     "kernels": 1_082,
-    "normforge": 496,
+    "normforge": 495,
     "operators": 513,
     "override": 211,
     "parallel": 201,

@@ -90,17 +90,10 @@ def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
         if not is_dynamo_compiling():
             _say_once_of_float64()
         return True
-    followed = left_in_traces() if is_dynamo_compiling() else _followed(tensors)
-    return followed or _has_no_columns(tensors)
-
-
-def _has_no_columns(tensors: list[torch.Tensor]) -> bool:
+    if left_in_traces() or (not is_dynamo_compiling() and (jit_tracing() or has_tangent(tensors))):
+        return True
     # Not numel(), which is 0 also where there are no rows, and may be unknown in a trace.
     return any(tensor.dim() > 0 and tensor.shape[-1] == 0 for tensor in tensors)
-
-
-def _followed(tensors: list[torch.Tensor]) -> bool:
-    return left_in_traces() or jit_tracing() or has_tangent(tensors)
 
 
 @functools.cache

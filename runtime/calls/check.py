@@ -330,12 +330,9 @@ def check_normalised(
 def _dimensions(normalized_shape: Sequence[int] | None) -> tuple[int, ...]:
     try:
         if isinstance(normalized_shape, Sequence):
-            return tuple([_integer(size) for size in normalized_shape])
+            # A size that is symbolic in a trace is to stay so.
+            symbolic = (int, torch.SymInt)
+            return tuple([size if isinstance(size, symbolic) else operator.index(size) for size in normalized_shape])
     except TypeError:
         pass
     raise DTypeError(f"normalized_shape is {normalized_shape!r}; it takes a tuple of integers, (64,) say")
-
-
-def _integer(size: Any) -> Any:
-    # A size that is symbolic in a trace is to stay so.
-    return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)

@@ -66,11 +66,7 @@ def _first(family: Family, table: Table, key: Any, *arguments: Any) -> Any:
     return first.first(family, table.norm, key, dict(zip(table.names, arguments, strict=True)))
 
 
-def calls_among(
-    plans_of: Any,
-    make: Callable[..., Any] = Lookup,
-    records: Records = MappingProxyType({}),
-) -> Any:
+def calls_among(plans_of: Any, make: Callable[..., Any] = Lookup, records: Records = MappingProxyType({})) -> Any:
     """Return the look-ups of calls among the `plans` of an object.
 
     Each function has an attribute of its name, which is called with all arguments in order. Each family has a look-up

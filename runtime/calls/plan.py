@@ -18,7 +18,6 @@ import torch
 
 from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..dtypes import TORCH_DTYPES
 from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
 from ..kernels.launcher import Launcher
@@ -130,7 +129,6 @@ class Plan:
         entry: the instance that serves the call.
         empty: makes tensors on the device.
         dtypes: of the family's results; None of what is not asked for.
-        y_dtype: y's, forward.
         sum_dtypes: those of the sums over rows among the results; empty forward.
         saves_mean: whether kernels write the rows' means, or read them.
         as_bytes: the names of the tensors that kernels are handed as bytes.
@@ -167,7 +165,6 @@ class Plan:
 
         inputs, results = _dtypes(call)
         self.dtypes = tuple(results.values())
-        self.y_dtype = TORCH_DTYPES[mode.dtype_out]
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
         fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
         self.as_bytes = [name for name, dtype in fp8.items() if in_software(dtype, self._target)]

@@ -91,31 +91,21 @@ def _norm(
     if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
-    if not _averages(norm):
-        rows = widened(x)
-        h = rows * torch.rsqrt(rows.square().sum(tuple(range(-len(shape), 0)), keepdim=True) + eps)
-        return _affine(h, weight, bias).to(x.dtype)
-    if is_forward_ad_on():
-        return _layer_norm_written_out(x, tuple(range(-len(shape), 0)), weight, bias, eps)
-    return functional.layer_norm(x, list(shape), weight, bias, eps)
+    averages = _averages(norm)
+    if averages and not is_forward_ad_on():
+        return functional.layer_norm(x, list(shape), weight, bias, eps)
+    # torch has no L2 norm, and the second tangent of its layer_norm is wrong
+    # (https://github.com/pytorch/pytorch/issues/196700).
+    rows, dims = widened(x), tuple(range(-len(shape), 0))
+    rows = rows - rows.mean(dims, keepdim=True) if averages else rows
+    square = rows.square()
+    over_row = square.mean(dims, keepdim=True) if averages else square.sum(dims, keepdim=True)
+    return _affine(rows * torch.rsqrt(over_row + eps), weight, bias).to(x.dtype)
 
 
 @constant_in_traces
 def _averages(norm: str) -> bool:
     return word(Norm, "norm", norm).row.averages
-
-
-def _layer_norm_written_out(
-    x: torch.Tensor, dims: tuple[int, ...], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    """Compute LayerNorm by operators whose tangents torch differentiates rightly.
-
-    The second tangent of torch's own layer_norm is wrong (https://github.com/pytorch/pytorch/issues/196700).
-    """
-    wide = widened(x)
-    centred = wide - wide.mean(dims, keepdim=True)
-    h = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
-    return _affine(h, weight, bias).to(x.dtype)
 
 
 def _last_dimension(x: torch.Tensor) -> tuple[int, ...]:
@@ -420,8 +410,7 @@ def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
     dz = dy.to(s.dtype)
     if options.activation == "silu":
         z = _per_channel(weight, x) * h.reshape(x.shape) + _per_channel(bias, x, 0.0)
-        sigmoid = torch.sigmoid(z)
-        dz = dz * sigmoid * (1 + z * (1 - sigmoid))
+        dz = dz * _slope("silu", z)
     dx = _through_rows((dz * _per_channel(weight, x)).reshape(s.shape), normalised).reshape(x.shape)
     others = tuple([dim for dim in range(x.dim()) if dim != 1])
     dweight = (dz * h.reshape(x.shape)).sum(others) if "dweight" in wants and weight is not None else None

@@ -107,12 +107,7 @@ class _Sum(torch.autograd.Function):
     """The sum of x and residual. Autograd does not know y and the statistics yet, and nothing is saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        launched: tuple[torch.Tensor],
-        x: torch.Tensor,
-        residual: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, launched: tuple[torch.Tensor], x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         ctx.dtypes = (x.dtype, residual.dtype)
         return launched[0]
 
