@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import compress, product
+from itertools import compress
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from ..upstream.torch_internals import dispatch_modes, eager_only, is_copied_on_
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 _FLOATS = frozenset(FLOATS)
+# In the order of torch's output masks; RMSNorm's lacks the last.
 _NAMES = ("dx", "dweight", "dbias")
-# The requested gradients by torch's output mask; RMSNorm's mask has two entries.
-_WANTS = {mask: tuple(compress(_NAMES, mask)) for count in (2, 3) for mask in product((False, True), repeat=count)}
 
 Tensors = tuple["torch.Tensor | None", ...]
 
@@ -155,7 +154,7 @@ def _layer_gradients(
         mean=_of_rows(mean, rows),
         rstd=_of_rows(rstd, rows),
         bias_dtype=None if bias is None else bias.dtype,
-        wants=_WANTS[tuple(due)],
+        wants=tuple(compress(_NAMES, due)),
     )
     return _like(x, grads.dx), _like(weight, grads.dweight), _like(bias, grads.dbias)
 
@@ -164,9 +163,8 @@ def _rms_gradients(
     dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
 ) -> Tensors:
     rows = _rows(x, len(shape))
-    grads = rmsnorm2d_bwd(
-        _rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=_WANTS[tuple(due)]
-    )
+    wants = tuple(compress(_NAMES, due))
+    grads = rmsnorm2d_bwd(_rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=wants)
     return _like(x, grads.dx), _like(weight, grads.dweight)
 
 

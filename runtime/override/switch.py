@@ -24,7 +24,7 @@ class TorchOverride:
     @property
     def active(self) -> bool:
         """True until the request is withdrawn."""
-        return self._switch.holds(self)
+        return self in self._switch.requests
 
     def restore(self) -> None:
         """Withdraw the request; torch's own kernels are back once no request is left."""
@@ -42,15 +42,20 @@ class TorchOverride:
 
 
 class Switch:
-    """The replacement of torch's norms under a dispatch key, and the requests that hold it there."""
+    """The replacement of torch's norms under a dispatch key.
+
+    Attributes:
+        key: the dispatch key.
+        requests: the requests that were not withdrawn.
+    """
 
     def __init__(self, key: str) -> None:
         self.key = key
         self._lock = fork_safe(threading.Lock())
-        self._wishes: set[TorchOverride] = set()
+        self.requests: set[TorchOverride] = set()
         self._replacement: Replacement | None = None
 
-    def enter(self, wish: TorchOverride) -> None:
+    def enter(self, request: TorchOverride) -> None:
         """Add a request."""
         with self._lock:
             if self._replacement is None:
@@ -59,20 +64,16 @@ class Switch:
                 # Fall back to torch's plain kernels, not to torch's own overrides of them.
                 kernels = {name: serving(name, kernel) for name, kernel in torchs.items() if kernel is not None}
                 self._replacement = Replacement(kernels, self.key)
-            self._wishes.add(wish)
+            self.requests.add(request)
 
-    def leave(self, wish: TorchOverride | None) -> None:
+    def leave(self, request: TorchOverride | None) -> None:
         """Withdraw a request; None withdraws all."""
         with self._lock:
-            self._wishes = set() if wish is None else self._wishes - {wish}
-            if not self._wishes and self._replacement is not None:
+            self.requests = set() if request is None else self.requests - {request}
+            if not self.requests and self._replacement is not None:
                 with without_torchs_own_overrides(OPERATORS):
                     self._replacement.remove()
                 self._replacement = None
-
-    def holds(self, wish: TorchOverride) -> bool:
-        """Return True if a request was not withdrawn."""
-        return wish in self._wishes
 
 
 @cache

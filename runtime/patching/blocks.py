@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 from contextlib import suppress
 from functools import cache, partial
-from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +17,8 @@ from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
 from .probing import attempt, mixed_in
 from .report import Fused, LeftAloneError
-from .rewriting import MODULATE, SUMS, Forward, read, rewritten
 from .sums import Sums, may_follow, rounds_once
-from .text import Modulation, dotted
+from .text import MODULATE, SUMS, Forward, Modulation, dotted, read, rewritten
 
 
 class FusedBlock(Derived):
@@ -109,7 +106,7 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | None:
         if any(fuses := _fused_by(forward, modulated, norms)):
             module.__class__ = _fused(cls, modulated, norms)
             return Fused(path, cls, *fuses)
-    if adds and (reason := _why_unfused(module, forward)) is not None:
+    if adds and (reason := _why_unfused(module, forward, followers)) is not None:
         raise LeftAloneError(reason)
     return None
 
@@ -119,9 +116,8 @@ def _followers(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(name for name, child in module._modules.items() if child is not None and may_follow(child))
 
 
-def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
+def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str, ...]) -> str | None:
     """Return why no sum of a module that may add is fused; None if there is nothing to tell."""
-    followers = _followers(module)
     if followers and not forward.sums:
         adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
         return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adders else None
@@ -158,9 +154,8 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
     # A local variable may be any function.
     if path.partition(".")[0] in forward.function.__code__.co_varnames:
         return False
-    names = inspect.getclosurevars(forward.function)
-    outside = SimpleNamespace(**{**names.builtins, **names.globals, **names.nonlocals})
-    function = attempt(partial(attrgetter(path), outside), None)
+    enclosed = inspect.getclosurevars(forward.function).nonlocals
+    function = attempt(partial(eval, path, forward.function.__globals__, dict(enclosed)), None)
     keywords = tuple(keyword.arg or "" for keyword in modulation.keywords)
     return formula_of(function, len(modulation.args), keywords) is not None
 

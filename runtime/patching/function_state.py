@@ -62,7 +62,8 @@ class Reads:
         self.names: set[str] = set()
         self._own = own
         mine = [value for cls in own if not _is_trusted(cls) for value in vars(cls).values()]
-        self._methods = {each.__code__: each for each in mine if isinstance(each, FunctionType)}
+        # Methods are reached by attributes, so that their defaults are not looked at by `_look`.
+        self._open = {each.__code__ for each in mine if isinstance(each, FunctionType) and not _is_fixed(each)}
         # Variables of the functions that run, which inner functions read as their cells.
         self._local: dict[CodeType, set[str]] = {}
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
@@ -95,10 +96,9 @@ class Reads:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED:
             return None
         code = frame.f_code
-        is_open = code in self._methods and not _is_fixed(self._methods[code])
         # Reached otherwise than by its name: through a module, a class or a tuple.
         is_named = code in self._local or any(each.__code__ is code for each in self._functions)
-        if is_open or (self._functions and not is_named):
+        if code in self._open or (self._functions and not is_named):
             self.names.add(code.co_name)
         variables = {*code.co_cellvars, *self._local.get(code, ())}
         self._local |= {inner: variables for inner in code.co_consts if isinstance(inner, CodeType)}

@@ -11,7 +11,6 @@ something else only for other sizes, or only under other settings of torch, is n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,15 +23,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
-from ..calls.traced import result_dtype
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
-from ..families.operands import DEFAULT_EPS
-from ..families.plain_modules import LayerNorm
 from .function_state import Reads
 from .probing import apart, attempt
-from .sums import is_bare, is_of_length, rounds_once, vectors_of
-
-logger = logging.getLogger("normforge")
+from .sums import is_bare, is_of_length, options_of, rounds_once, vectors_of
 
 # Functions that one process modulates by; a lambda in a forward is another in each call.
 _MOST_FUNCTIONS = 256
@@ -105,8 +99,6 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
     with apart():
         formula = next((each for each in _FORMULAS if attempt(partial(_computes, called, each, reads), False)), None)
     if reads.names:
-        unseen = ", ".join(sorted(reads.names))
-        logger.debug("%s is called, and not fused with the norm before it: it reads %s", function.__name__, unseen)
         formula = None
     # The oldest goes.
     if len(_known) >= _MOST_FUNCTIONS:
@@ -140,14 +132,13 @@ def _computes(called: Callable[..., Any], formula: Formula, reads: Reads) -> boo
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """Return the modulated rows, or None where the kernel's result would differ from norm and modulation."""
-    word = "layer" if isinstance(norm, LayerNorm) else "rms"
     weight, bias = vectors_of(norm)
     if any(operand.__class__ not in PLAIN for operand in operands) or not is_served((x, *operands, weight, bias)):
         return None
     shape = x.shape
     if len(shape) != 3 or not is_of_length(norm, shape[2]):
         return None
-    y_dtype = result_dtype(word, x) or x.dtype
+    word, eps, weight_offset, y_dtype, _ = options_of(norm, x.dtype, x)
     a_sample = (shape[0], 1, shape[2])
     legal = ((shape[0], shape[2]),) if formula.by_sample else (a_sample, shape, shape[2:])
     fitting = []
@@ -158,6 +149,5 @@ def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ..
         fitting.append(operand.squeeze(1) if of == a_sample else operand)
     scale, shift = fitting[formula.scale], fitting[1 - formula.scale]
     if word == "layer":
-        return modulated_layer_norm(x, scale, shift, weight=weight, bias=bias, eps=norm.eps)
-    eps = DEFAULT_EPS if norm.eps is None else norm.eps
-    return modulated_rms_norm(x, scale, shift, weight=weight, eps=eps, weight_offset=norm.weight_offset)
+        return modulated_layer_norm(x, scale, shift, weight=weight, bias=bias, eps=eps)
+    return modulated_rms_norm(x, scale, shift, weight=weight, eps=eps, weight_offset=weight_offset)

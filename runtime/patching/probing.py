@@ -155,22 +155,20 @@ def ignores_scale(module: torch.nn.Module) -> bool | None:
     if len(sizes) > 1 or any(max(shape, default=1) != math.prod(shape) for shape in shapes):
         return False
     n = next(iter(sizes), 64)
-    ignores = None
     # Channels last, second, or first.
-    for shape in ((2, 3, n), (2, n, 3), (2, n, 3, 5), (2, n, 3, 5, 4)):
-        x = torch.linspace(100, 1000, math.prod(shape), dtype=torch.float32)
-        x = torch.sin(x).reshape(shape) * 100
-        try:
-            with apart(), torch.no_grad():
-                one, other = (
-                    type(module).forward(_twin(module, _ones(module._parameters), {}), each) for each in (x, 64 * x)
-                )
-                if not isinstance(one, torch.Tensor) or one.shape != x.shape or torch.equal(one, one * 0):
-                    continue
-                ignores = bool(ignores or torch.allclose(one, other, rtol=1e-3, atol=1e-3))
-        except Exception:  # A model's forward may raise anything.
-            continue
-    return ignores
+    inputs = ((2, 3, n), (2, n, 3), (2, n, 3, 5), (2, n, 3, 5, 4))
+    with apart(), torch.no_grad():
+        tried = [attempt(partial(_ignores_scale_of, module, shape), None) for shape in inputs]
+    return None if tried.count(None) == len(tried) else True in tried
+
+
+def _ignores_scale_of(module: torch.nn.Module, shape: tuple[int, ...]) -> bool | None:
+    """Return True if results for inputs of a shape ignore their scale; None if the result is another shape or zeros."""
+    x = torch.linspace(100, 1000, math.prod(shape), dtype=torch.float32).sin().reshape(shape) * 100
+    one, other = (type(module).forward(_twin(module, _ones(module._parameters), {}), each) for each in (x, 64 * x))
+    if not isinstance(one, torch.Tensor) or one.shape != x.shape or torch.equal(one, one * 0):
+        return None
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
 def _twin(module: torch.nn.Module, parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:

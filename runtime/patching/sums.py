@@ -147,7 +147,6 @@ def _state(x: torch.Tensor) -> tuple[Any, ...]:
 # The norms that a sum can be computed together with, and the options of their calls
 
 _FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)
-_BEFORE, _AFTER = "before_weight", "after_weight"
 
 
 def may_follow(module: Any) -> bool:
@@ -164,7 +163,7 @@ def may_follow(module: Any) -> bool:
 def rounds_once(norm: Any) -> bool:
     """Return True if a norm that `may_follow` knows returns x's dtype, rounded behind the weight."""
     rounds_first = not isinstance(norm, LayerNorm) and norm.cast_before_weight
-    return norm.cast == _AFTER and not rounds_first and not isinstance(norm, T5RMSNorm)
+    return norm.cast == "after_weight" and not rounds_first and not isinstance(norm, T5RMSNorm)
 
 
 def is_of_length(norm: Any, n: int) -> bool:
@@ -190,7 +189,7 @@ def is_bare(module: Any) -> bool:
     )
 
 
-def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
+def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> tuple[str, float, float, torch.dtype, str]:
     """Return the options of a norm's call with rows of a dtype, on the device of a tensor."""
     word, weight = "layer" if isinstance(norm, LayerNorm) else "rms", norm.weight
     rounds_first = word == "rms" and norm.cast_before_weight and weight is not None
@@ -200,6 +199,6 @@ def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
         # An operand may have 16 bits while the sum has 32; rows of 32 bits are not rounded before the weight.
         rounded = total
         y_dtype = torch.promote_types(total, weight.dtype) if rounds_first else result_dtype(word, on) or total
-    cast = _BEFORE if rounds_first else norm.cast
+    cast = "before_weight" if rounds_first else norm.cast
     eps = DEFAULT_EPS if norm.eps is None else float(norm.eps)
-    return (word, eps, norm.weight_offset, y_dtype, cast if rounded in HALVES else _AFTER)
+    return (word, eps, norm.weight_offset, y_dtype, cast if rounded in HALVES else "after_weight")

@@ -215,10 +215,8 @@ def _class_before(path: str, module: torch.nn.Module, original: _Original) -> ty
             f"{what} has had its forward overridden on the instance since, and that may call ours; take it away first: "
             f"{next((fix for name, fix in _UNHOOK.items() if name in vars(module)), 'del module.forward')}"
         )
-    # Releases before derived no class.
-    either = (class_for(original.new, original.cls), original.new)
-    ours: type[Any] | None = next((cls for cls in type(module).__mro__ if cls in either), None)
-    if ours is None:
+    ours = class_for(original.new, original.cls)
+    if not isinstance(module, ours):
         raise PatchError(f"{what} is a {type(module).__name__} now, which is none; undo first what made it one")
     return _derived(type(module), ours, original.cls, what)
 

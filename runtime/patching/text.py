@@ -1,29 +1,48 @@
-"""Find in the text of a forward its sums, the norms called with them, and where a norm's result is scaled and shifted.
+"""Read the text of a class's forward, and rewrite it to add, normalise and modulate by functions of normforge.
 
-The text is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can
-run: only assignments of names, and look-ups of names and attributes, are between the two.
+Reading finds the forward's sums, the norms called with them, and where a norm's result is scaled and shifted. The text
+is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can run:
+only assignments of names, and look-ups of names and attributes, are between the two.
 
 A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift,
 scale)` with any function. The norm's result may first be assigned to a name, if the very next statement assigns the
 modulated rows to the same name.
+
+Rewriting replaces only `a + b`, calls of norms and modulations of a norm's result. The rest of the forward stays, with
+its decorators, defaults and closure. The text is used only if compiling it gives the code that the class runs.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache, update_wrapper
 from itertools import pairwise
 from typing import Any
 
+from .function_state import content_of
+from .report import LeftAloneError
+
+# The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
+# `sums.Sums`, by whose methods the forward adds and calls norms.
+SUMS = "_normforge_sums"
+
+# The attribute that a rewritten forward calls to modulate a norm's result. Its arguments: the function, or None for a
+# written-out expression; the norm; the norm's input; the function's other arguments.
+MODULATE = "_normforge_modulate"
+
 # Nodes that begin a scope of their own.
-SCOPES = (
+_SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
     *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
 )
 
 
-def call_of_norm(node: Any, first: str) -> Any:
+def _call_of_norm(node: Any, first: str) -> Any:
     """Return a node that is `self.norm(x)`, with one argument, or else None; `.func.attr` is the norm's name."""
     match node:
         case ast.Call(ast.Attribute(ast.Name(owner)), [argument], []):
@@ -52,11 +71,6 @@ class Sum:
     branches: list[ast.If] = field(default_factory=list)
 
 
-def sums_of(definition: ast.FunctionDef) -> tuple[Sum, ...]:
-    """Return the sums of a method, in the order of the text, without those of inner scopes."""
-    return tuple(_Run(definition).sums.values())
-
-
 # Nodes that run no code that could change a tensor, once their parts have run. Attribute look-ups are assumed harmless.
 _IDLE = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Assign, ast.Expr, ast.Return, ast.BoolOp, ast.IfExp),
@@ -69,8 +83,8 @@ _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.If)
 class _Run:
     """A run through the text of a forward, which notes its sums, and of each sum the norms it meets."""
 
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self._first = definition.args.args[0].arg
+    def __init__(self, definition: ast.FunctionDef, first: str) -> None:
+        self._first = first
         self.sums: dict[ast.AST, Sum] = {}
         # The value of each variable: an expression's node, or an object for a value from elsewhere.
         self._values: dict[str, object] = {}
@@ -86,7 +100,7 @@ class _Run:
             self._visit(node)
 
     def _visit(self, node: ast.AST) -> None:
-        if isinstance(node, SCOPES) or (isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE)):
+        if isinstance(node, _SCOPES) or (isinstance(node, ast.stmt) and not isinstance(node, _SIMPLE)):
             self._last = None
         if isinstance(node, ast.If):
             self._visit_branches(node)
@@ -96,7 +110,7 @@ class _Run:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             self._visit_all(targets)
             self._values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-        elif not isinstance(node, SCOPES):
+        elif not isinstance(node, _SCOPES):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
                 self.sums[node] = Sum(node)
             self._visit_all(ast.iter_child_nodes(node))
@@ -113,7 +127,7 @@ class _Run:
             self._last.inputs = {norm for norm, value in self._calls if any(value is each for each in operands)}
         elif not _is_idle(node) or (isinstance(node, ast.Attribute) and stored):
             self._last = None
-        if (call := call_of_norm(node, self._first)) is not None:
+        if (call := _call_of_norm(node, self._first)) is not None:
             norm, value = call.func.attr, self._value(call.args[0])
             self._calls.append((norm, value))
             if last is not None and value is last.node:
@@ -181,20 +195,14 @@ class Modulation:
         return name
 
 
-def modulations_of(definition: ast.FunctionDef) -> tuple[Modulation, ...]:
-    """Return the places in a method where a norm's result is modulated."""
-    # Pickles of blocks hold positions in this order.
-    return tuple(_modulations_in(ast.Module(definition.body, []), definition.args.args[0].arg))
-
-
 def _modulations_in(node: ast.AST, first: str) -> Iterator[Modulation]:
     """Yield the modulations within a node, without those of inner scopes."""
     for _, statements in ast.iter_fields(node):
         yield from _named_first(statements, first) if isinstance(statements, list) else ()
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.expr):
-            yield from _matched(inner, lambda rows: call_of_norm(rows, first))
-        if not isinstance(inner, SCOPES):
+            yield from _matched(inner, lambda rows: _call_of_norm(rows, first))
+        if not isinstance(inner, _SCOPES):
             yield from _modulations_in(inner, first)
 
 
@@ -203,7 +211,7 @@ def _named_first(statements: Iterable[Any], first: str) -> Iterator[Modulation]:
     for before, after in pairwise(statements):
         match before, after:
             case (ast.Assign([ast.Name(name)], rows), ast.Assign([ast.Name(again)], value)) if name == again:
-                call = call_of_norm(rows, first)
+                call = _call_of_norm(rows, first)
                 loads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
                 if call is not None and len(loads) == 1:
                     calls: dict[ast.expr, Any] = {loads[0]: call}
@@ -261,3 +269,185 @@ def _is_quiet(node: ast.expr) -> bool:
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
     views = all(isinstance(call.func, ast.Attribute) and call.func.attr in _VIEWS for call in calls)
     return views and all(isinstance(each, (*_QUIET, ast.Call)) for each in ast.walk(node))
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward of a class, read.
+
+    Attributes:
+        function: the function itself, without decorators.
+        sums: its additions, in the order of the text, without those of inner scopes.
+        modulations: its modulations of the results of norms. Pickles of blocks hold positions in this order.
+    """
+
+    function: types.FunctionType
+    sums: tuple[Sum, ...]
+    modulations: tuple[Modulation, ...]
+
+    def sums_with(self, norms: Collection[str], modulated: Iterable[int]) -> list[Sum]:
+        """Return the sums that are computed together with norms, and are part of no modulation that is replaced."""
+        spent = {addition for which in modulated for addition in self.modulations[which].spent}
+        return [
+            each for each in self.sums if each.node not in spent and not {each.behind, *each.inputs}.isdisjoint(norms)
+        ]
+
+
+@cache
+def read(cls: Any) -> Forward:
+    """Read the forward of a class.
+
+    Raises:
+        LeftAloneError: its text is missing, or differs from the code that runs.
+    """
+    return _read(cls)[0]
+
+
+def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
+    """Return the forward of a class, the tree of its file, and its definition in the tree."""
+    function = inspect.unwrap(cls.forward)
+    if not isinstance(function, types.FunctionType):
+        raise LeftAloneError("its forward is no function of Python's")
+    try:
+        # The whole file is parsed: how a method is called depends on whether its module was imported there.
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+        definition = _definition_in(tree, function)
+    except (OSError, TypeError, SyntaxError) as error:
+        raise LeftAloneError(f"the text of its forward cannot be read ({type(error).__name__}: {error})") from None
+    if _compiled(tree, function) != function.__code__:
+        raise LeftAloneError("the text of its forward is not what it runs")
+    first = definition.args.args[0].arg if definition.args.args else None
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == first]
+    if first is None or any(not isinstance(name.ctx, ast.Load) for name in names):
+        raise LeftAloneError("its forward has no first parameter that stays what it is")
+    sums = tuple(_Run(definition, first).sums.values())
+    modulations = tuple(_modulations_in(ast.Module(definition.body, []), first))
+    return Forward(function, sums, modulations), tree, definition
+
+
+def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
+    """Return the definition of a function in the tree of its file."""
+    named = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == function.__name__]
+    # A function's code begins with its decorators.
+    lines = [min([each.lineno, *(decorator.lineno for decorator in each.decorator_list)]) for each in named]
+    if lines.count(function.__code__.co_firstlineno) != 1:
+        raise LeftAloneError("the text of its forward is not where it was")
+    return named[lines.index(function.__code__.co_firstlineno)]
+
+
+def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
+    """Compile the tree of a file, and return the code of a function in it."""
+    old = function.__code__
+    # A file states its `__future__` imports itself; an interpreter's line may have them from an earlier line.
+    flags = old.co_flags & _FUTURE
+    whole: types.CodeType = compile(ast.fix_missing_locations(tree), old.co_filename, "exec", flags, dont_inherit=True)
+    waiting = [whole]
+    while waiting:
+        code = waiting.pop()
+        if (code.co_name, code.co_firstlineno) == (old.co_name, old.co_firstlineno):
+            return code
+        waiting += [held for held in code.co_consts if isinstance(held, types.CodeType)]
+    raise LeftAloneError("the text of its forward is not where it was")
+
+
+# Each feature has a bit of its own.
+_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+
+
+# Rewriting
+
+
+def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Callable[..., Any]:
+    """Return a class's forward, decorated as before, with some of its operations replaced by calls of ours.
+
+    Args:
+        cls: the class.
+        norms: the names of the norms whose calls are replaced, with the sums that they are called with.
+        modulated: the modulations to replace.
+
+    Raises:
+        LeftAloneError: the forward cannot be read, or a decorator holds the function in an unknown way.
+    """
+    # Read anew, because nodes are replaced in the tree.
+    forward, tree, definition = _read(cls)
+    modulations = [forward.modulations[which] for which in modulated]
+    _Replacing(definition, forward.sums_with(norms, modulated), modulations, norms)
+    old = forward.function
+    return _decorated(cls.forward, old, _like(_compiled(tree, old), old, old.__closure__))
+
+
+class _Replacing(ast.NodeTransformer):
+    """Puts calls in the place of additions, norms and modulations, in the body of a function."""
+
+    def __init__(
+        self, definition: ast.FunctionDef, sums: list[Sum], modulations: list[Modulation], norms: Collection[str]
+    ) -> None:
+        self._first = definition.args.args[0].arg
+        self._sums = {each.node: each.behind for each in sums}
+        called = {name for each in sums for name in (each.behind, *each.inputs)}
+        self._norms = called.intersection(norms)
+        self._branches = {branch for each in sums for branch in each.branches}
+        self._modulations = {each.node: each for each in modulations}
+        self._dropped = {each.before for each in modulations}
+        definition.body = [node for node in map(self.visit, definition.body) if node is not None]
+        if sums:
+            begins = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
+            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], begins))
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, _SCOPES):
+            return node
+        if node in self._dropped:
+            return None
+        if node in self._modulations:
+            return ast.copy_location(self._modulated(self._modulations[node]), node)
+        self.generic_visit(node)
+        if isinstance(node, ast.If) and node in self._branches:
+            node.body.insert(0, ast.Expr(_called(SUMS, "forget", [])))
+        elif isinstance(node, ast.BinOp) and node in self._sums:
+            behind = self._sums[node]
+            norm = ast.Constant(behind if behind in self._norms else None)
+            return ast.copy_location(_called(SUMS, "add", [norm, node.left, node.right]), node)
+        elif (call := _call_of_norm(node, self._first)) is not None and call.func.attr in self._norms:
+            return ast.copy_location(_called(SUMS, "normalise", [call.func, *call.args]), node)
+        return node
+
+    def _modulated(self, modulation: Modulation) -> ast.Call:
+        function = modulation.function or ast.Constant(None)
+        rows, *args = map(self.visit, (*modulation.call.args, *modulation.args))
+        keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in modulation.keywords]
+        return _called(self._first, MODULATE, [function, modulation.call.func, rows, *args], keywords)
+
+
+def _called(owner: str, name: str, args: list[ast.expr], keywords: Iterable[ast.keyword] = ()) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(owner, ast.Load()), name, ast.Load()), args, list(keywords))
+
+
+def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> Callable[..., Any]:
+    """Return a copy of a decorated function that wraps `new` in place of `old`: same code, another closure."""
+    if outer is old:
+        return new
+    inner = getattr(outer, "__wrapped__", None)
+    cells = (getattr(outer, "__closure__", None) or ()) if isinstance(outer, types.FunctionType) else ()
+    if [content_of(cell) is inner for cell in cells].count(True) != 1:
+        raise LeftAloneError(f"its forward is decorated by {getattr(outer, '__qualname__', outer)}, which is not known")
+    within, itself = _decorated(inner, old, new), types.CellType()
+    replaced = {id(inner): types.CellType(within), id(outer): itself}
+    closure = tuple(replaced.get(id(content_of(cell)), cell) for cell in cells)
+    itself.cell_contents = decorated = _like(outer.__code__, outer, closure)
+    decorated.__dict__["__wrapped__"] = within
+    return decorated
+
+
+def _like(
+    code: types.CodeType, old: types.FunctionType, closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """Return a function that is another one with other code, or another closure."""
+    new = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
+    new.__kwdefaults__ = old.__kwdefaults__
+    update_wrapper(new, old)
+    del new.__dict__["__wrapped__"]
+    return new

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.patching.huggingface import HuggingFaceRMSNorm
 
 from ..calls.test_foreign import Wrapper
 from . import models
@@ -223,15 +222,6 @@ def test_it_can_be_copied_pickled_and_unpatched(make: Callable[[], torch.nn.Modu
         normforge.unpatch(other)
         assert type(other) is type(module)
     assert type(ours) is not type(module)
-
-
-def test_what_an_older_release_patched_is_unpatched() -> None:
-    """Its pickles hold modules of the class `HuggingFaceRMSNorm` itself."""
-    module, ours = patched(models.LlamaRMSNorm)
-    ours.__class__ = HuggingFaceRMSNorm
-    assert torch.equal(pickle.loads(pickle.dumps(ours)).weight, module.get_parameter("weight"))
-    assert len(normforge.unpatch(ours)) == 1
-    assert type(ours) is models.LlamaRMSNorm
 
 
 def test_a_class_that_counts_its_subclasses_is_not_told() -> None:
