@@ -16,7 +16,6 @@ import torch
 from normforge.calls import native
 from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
-from normforge.patching import modulating
 from normforge.selection import dispatch
 from normforge.upstream import torch_internals
 
@@ -29,10 +28,7 @@ _FORGETFUL = tuple(f"normforge.{name}." for name in _PACKAGES)
 _KEPT = ("normforge.calls.native",)
 
 # Dictionaries that calls fill, where they are.
-DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
-    (modulating, "_known"),
-    (torch_internals, "_ends"),
-)
+DICTIONARIES: tuple[tuple[ModuleType, str], ...] = ((torch_internals, "_ends"),)
 
 
 @functools.lru_cache(1)

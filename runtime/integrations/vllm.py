@@ -124,17 +124,16 @@ def _swap_layer_norm() -> None:
             logger.warning("normforge serves no LayerNorm: %s.%s does", other.__module__, other.__name__)
         return
 
-    # Type checkers run without vLLM.
-    base: Any = theirs
+    @custom_op.CustomOp.register_oot(name=name)
+    class NormforgeLayerNorm(theirs):  # type: ignore[misc]  # vLLM is not there where types are checked
+        """Its LayerNorm on a generated kernel."""
 
-    def forward_cuda(self: Any, x: Tensor) -> Tensor:
-        """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
-        normalised = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
-        y: Tensor = base.forward_cuda(self, x) if normalised is None else normalised
-        return y
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
+            normalised = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
+            y: Tensor = super().forward_cuda(x) if normalised is None else normalised
+            return y
 
-    own = {"__module__": __name__, "__doc__": "Its LayerNorm on a generated kernel.", "forward_cuda": forward_cuda}
-    ours: Any = custom_op.CustomOp.register_oot(name=name)(type("NormforgeLayerNorm", (base,), own))
     # The word that switches it in --compilation-config; registering made it the class's.
-    ours.name = getattr(theirs, "name", name)
+    NormforgeLayerNorm.name = getattr(theirs, "name", name)
     logger.info("normforge serves vLLM's LayerNorm")

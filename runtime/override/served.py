@@ -126,10 +126,8 @@ def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: f
     dimensions = len(shape)
     vectors = (_vector(weight), _vector(bias))
     y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
-    dtype = torch.float32
-    if not x.is_cuda and not _any_of_type(torch.float32, (weight, bias)):
-        # On a CPU torch saves statistics in the parameters' dtype, or x's.
-        dtype = x.dtype
+    # On a CPU torch saves statistics in the parameters' dtype, or x's.
+    dtype = torch.float32 if x.is_cuda or _any_of_type(torch.float32, (weight, bias)) else x.dtype
     return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
 
 

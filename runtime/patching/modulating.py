@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -27,9 +27,6 @@ from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from .function_state import Reads
 from .probing import apart, attempt
 from .sums import is_bare, is_of_length, options_of, rounds_once, vectors_of
-
-# Functions that one process modulates by; a lambda in a forward is another in each call.
-_MOST_FUNCTIONS = 256
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,18 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
     """
     if function.__class__ is not FunctionType:
         return None
-    key = (function, positional, named)
-    known = _known.get(key)
-    if known is not None and (known[0].names or known[0].still()):
-        return known[1]
+    reads, formula = _tried(function, positional, named)
+    # A function that reads what may change unseen is never fused.
+    if not (reads.names or reads.still()):
+        _tried.cache_clear()
+        _, formula = _tried(function, positional, named)
+    return formula
+
+
+# A lambda in a forward is another function in each call.
+@lru_cache(maxsize=256)
+def _tried(function: FunctionType, positional: int, named: tuple[str, ...]) -> tuple[Reads, Formula | None]:
+    """Try a function, and return what it reads and the modulation that it computes."""
     reads = Reads()
     reads.follow(function)
 
@@ -98,17 +103,7 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
 
     with apart():
         formula = next((each for each in _FORMULAS if attempt(partial(_computes, called, each, reads), False)), None)
-    if reads.names:
-        formula = None
-    # The oldest goes.
-    if len(_known) >= _MOST_FUNCTIONS:
-        _known.pop(next(iter(_known), key), None)
-    _known[key] = (reads, formula)
-    return formula
-
-
-# Functions that read what may change unseen are never fused.
-_known: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[Reads, Formula | None]] = {}
+    return reads, None if reads.names else formula
 
 
 # B differs from T, because (B, N) would otherwise pass for (T, N). The last size is close to a model's own.

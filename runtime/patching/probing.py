@@ -105,12 +105,10 @@ def _calls_alike(module: torch.nn.Module, base: Any, reads: Reads, dtype: torch.
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             one, other = (forward(twin, x) for forward in (type(twin).forward, base.forward))
-            with _Calls(upcasts) as own:
+            with _Calls(upcasts) as own, reads:
                 returned = type(twin).forward(twin, x)
             with _Calls(upcasts) as expected:
                 base.forward(twin, x)
-            with reads:
-                type(twin).forward(twin, x)
         # This raises where the dtypes differ.
         is_alike = torch.allclose(one, other, atol=8 * torch.finfo(dtype).eps) and returned is own.result
         if not is_alike or len(own.calls) != 1 or own.calls != expected.calls:
@@ -340,10 +338,6 @@ def _try(trial: _Trial, eps: dict[str, float]) -> Formula:
     raise LeftAloneError(f"its forward does not read its epsilon from {' or '.join(eps)} when it is called")
 
 
-# The length of rows for a norm without a weight, which takes any.
-_SOME_LENGTH = 64
-
-
 class _Trial:
     """A module whose forward can be called on a copy, and random numbers for it: rows, and a weight, fp32.
 
@@ -352,7 +346,8 @@ class _Trial:
 
     def __init__(self, module: torch.nn.Module) -> None:
         weight = module._parameters.get("weight")
-        n = _SOME_LENGTH if weight is None else weight.numel()
+        # A norm without a weight takes rows of any length.
+        n = 64 if weight is None else weight.numel()
         generator = torch.Generator("cpu").manual_seed(0)
         count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
         self.module, self.input, self.has_weight = module, _input_of(module), weight is not None
