@@ -133,7 +133,7 @@ class Case:
 
     def __str__(self) -> str:
         usual = {axis: values[0] for axis, values in axes(self.family).items()}
-        words = [f"{axis}={value}" for axis, value in self.at if value != usual[axis] and axis != "norm"]
+        words = [f"{axis}={value}" for axis, value in self.at if value != usual.get(axis) and axis != "norm"]
         return "-".join([f"{self.family}_{self['norm']}", *words]).replace("torch.", "")
 
     @property

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.calls import check, first, road
+from normforge.calls import check, first, road, row_gradients
+from normforge.families.group import row as group
 from normforge.selection import dispatch
 
 from ..calling import DEVICES
+from ..counting import counted
 
 
 @pytest.fixture
@@ -28,6 +30,21 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     for module in (first, road):
         monkeypatch.setattr(module, "check", noted)
     return shapes
+
+
+@pytest.fixture
+def looked(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A word for each call that is checked, each backward pass that is planned, and each kernel that is chosen."""
+    words: list[str] = []
+    for place, name, word in (
+        (first, "check", "call"),
+        (road, "check", "call"),
+        (row_gradients.Backward, "gradients", "gradients"),
+        (group, "launched_backward", "gradients"),
+        (dispatch, "find", "kernel"),
+    ):
+        monkeypatch.setattr(place, name, counted(words, word, getattr(place, name)))
+    return words
 
 
 @pytest.fixture

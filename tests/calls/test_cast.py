@@ -11,10 +11,8 @@ import torch
 import normforge
 from normforge import reference
 from normforge.codegen.values import Cast
-from normforge.families import plain_calls
 
 from ..calling import each_device
-from ..nn import models
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm
 from .shared import there
 
@@ -144,21 +142,3 @@ def test_compiled(norm: str, backend: str) -> None:
         if function is step:
             wanted = found
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_patched_norm_is_known_from_its_second_call_on(
-    weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the result has another type than x."""
-    module = models.LlamaRMSNorm(N).to(weight_dtype)
-    normforge.patch(module)
-    x = torch.randn(M, N).bfloat16()
-    with monkeypatch.context() as patch:
-        for recorded in (True, False):
-            with torch.set_grad_enabled(recorded):
-                first = module(x)
-                patch.setattr(plain_calls, "normalise_first", lambda *_, **__: pytest.fail("it was checked again"))
-                assert torch.equal(module(x), first)
-                assert first.dtype is weight_dtype
-                patch.undo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 from collections.abc import Callable
 
@@ -69,24 +68,6 @@ def test_a_context_that_outlives_its_block_keeps_plans_of_its_own(
         assert not invariance.is_on()
         call(x)
         assert set(plans()) == {False}
-
-
-def test_tasks_and_threads_of_a_task_keep_what_they_were_created_in() -> None:
-    async def later(left: asyncio.Event) -> tuple[bool, bool]:
-        await left.wait()
-        plain(torch.randn(8, 64))
-        return invariance.is_on(), all(plans())
-
-    async def all_of_it() -> list[tuple[bool, bool]]:
-        left = asyncio.Event()
-        with normforge.batch_invariant():
-            task = asyncio.create_task(later(left))
-            within = await asyncio.to_thread(invariance.is_on)
-        left.set()
-        plain(torch.randn(8, 64))
-        return [await task, (within, True), (invariance.is_on(), any(plans()))]
-
-    assert asyncio.run(all_of_it()) == [(True, True), (True, True), (False, False)]
 
 
 def test_contexts_that_are_gone_cost_nothing() -> None:

@@ -16,7 +16,7 @@ from normforge import errors
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import rmsnorm2d_bwd
 from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
@@ -175,24 +175,6 @@ def test_a_p_of_zero_is_the_call_without(norm: str) -> None:
         x, **given, norm=norm, dropout_p=0, dropout_rng=RNG
     )
     assert "_drop_addst" in normforge.which(x, **given, norm=norm, dropout_p=P)
-
-
-@pytest.mark.usefixtures("nothing_known")
-def test_known_calls_are_not_checked_again(checked: list[tuple[int, ...]]) -> None:
-    x, residual = torch.randn(5, 100), torch.randn(5, 100)
-    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "save_mv": True}
-    found = normforge.layernorm2d_fwd(x, **given, dropout_p=P)
-    back: dict[str, Any] = {"mean": found.mean, "rstd": found.rstd, "wants": ("dx", "ddropped")}
-    back["dropout_rng"] = torch.tensor(RNG)
-    layernorm2d_bwd(x, x, **back, dropout_p=P)
-    checked.clear()
-    for p, rng in ((P, None), (0.9, RNG), (1e-9, torch.Generator())):
-        normforge.layernorm2d_fwd(x, **given, dropout_p=p, dropout_rng=rng)
-    normforge.layernorm2d_fwd(torch.randn(8, 100), **{**given, "residual": torch.randn(8, 100)}, dropout_p=P)
-    layernorm2d_bwd(x, x, **back, dropout_p=0.6)
-    assert checked == []
-    normforge.layernorm2d_fwd(x, **given)
-    assert len(checked) == 1
 
 
 @each_device

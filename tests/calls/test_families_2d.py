@@ -174,16 +174,6 @@ def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
             assert same_bits(total, wanted.residual_out)
 
 
-@pytest.mark.usefixtures("nothing_known")
-@each_family
-def test_known_calls_are_not_checked(case: Case, checked: list[tuple[int, ...]]) -> None:
-    run(case, given_to(case), fquant="dynamic")
-    checked.clear()
-    for samples in (5, 2):
-        run(case, given_to(case.but(shape=(samples, 3, N))), fquant="dynamic")
-    assert checked == []
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("norm", [pytest.param("layer", marks=THOROUGH), "rms"])
 @each_family

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -28,46 +27,6 @@ def hold(case: Case, given: Tensors) -> None:
     """Hold outputs of a call against the formula."""
     for found, wanted in zip(case.run(given), formula(case, doubled(given)), strict=True):
         close("output", found, wanted, 2e-5)
-
-
-# Shapes of calls, of rows with gaps or without, and the most of them that are checked.
-SIZES: list[tuple[Case, list[tuple[int, ...]], int]] = [
-    # One row's stride is its own.
-    (GATED.but(layout="gapped"), [(1, N), (5, N), (3, N), (400, N)], 2),
-    (GATED, [(2, 3, N), (4, 1, N), (3, 7, N)], 1),
-    # Rows a sample are part of a plan; how many samples there are is not. One sample's strides are its own.
-    (MODULATED.but(layout="gapped"), [(2, 3, N), (5, 3, N), (2, 3, N), (2, 4, N), (1, 3, N), (6, 1, N), (2, 3, N)], 4),
-]
-
-
-@each_device
-@pytest.mark.parametrize(("case", "shapes", "most"), SIZES, ids=str)
-def test_calls_of_other_sizes_are_known(
-    case: Case, shapes: list[tuple[int, ...]], most: int, device: str, checked: list[tuple[int, ...]]
-) -> None:
-    for shape in shapes * 2:
-        hold(case.but(shape=shape), operands(case.but(shape=shape), device))
-    assert len(checked) <= most
-
-
-@each_device
-def test_a_known_kind_has_the_same_way_of_sharing(device: str, checked: list[tuple[int, ...]]) -> None:
-    ways = list(product(("sample", "row", "all"), repeat=2))
-    for way in ways:
-        case = MODULATED.but(shape=(4, 4, N), sharing=(*way, "sample"))
-        for seed in range(2):
-            hold(case, operands(case, device, seed))
-    assert len(checked) == len(ways)
-
-
-@each_device
-def test_groups_are_part_of_a_kind(device: str) -> None:
-    for _, (n, group), without in product(
-        range(2), ((N, 16), (2 * N, 16), (N, 24), (N, N), (16, 16)), ((), ("weight", "bias"))
-    ):
-        for shape in ((5, n), (n,)):
-            case = GATED.but(shape=shape, group_size=group, without=without)
-            hold(case, operands(case, device))
 
 
 def test_a_known_call_whose_groups_do_not_fit_is_refused() -> None:

@@ -127,22 +127,6 @@ def test_what_x_stands_for_is_normalised_on_a_card(norm: str, n: int) -> None:
 
 
 @pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize("form", SCALES)
-def test_a_call_like_one_before_is_known_whatever_m_is(form: str, checked: list[tuple[int, ...]]) -> None:
-    for m in (3, 7, 2):
-        x = rows(FORMATS[0], m, 64)
-        check("rms", x, x_scale=scale_of(x, form), **BF16)
-    # Wherever a scale is, it is read alone.
-    x = rows(FORMATS[0], 3, 64)
-    scales = torch.rand(9)
-    if form == "row":
-        check("rms", x, x_scale=scales[5:8], **BF16)
-    if form == "one":
-        check("rms", x, x_scale=scales[5:6], **BF16)
-    assert len(checked) == 1
-
-
-@pytest.mark.usefixtures("nothing_known")
 def test_calls_that_differ_in_the_scale_alone_are_told_apart() -> None:
     x = rows(FORMATS[0], M, 64)
     bf16 = x.bfloat16()

@@ -153,23 +153,6 @@ def test_any_number_of_tokens(m: int) -> None:
     agree(FORWARD["layer"](x, save_mv=True), ORACLE["layer"](x, save_mv=True))
 
 
-def test_calls_of_other_numbers_of_tokens_are_known(checked: list[tuple[int, ...]]) -> None:
-    """One kind serves any number of tokens, written in place or not; other heads are another."""
-    n = 47
-    for tokens in (3, 2, 4):
-        x = Packed(n, tokens).filled("queries", "keys")
-        for _ in range(2):
-            agree(normforge.rmsnorm2d_fwd(x.queries), ORACLE["rms"](x.queries))
-        expected = ORACLE["rms"](x.keys)
-        agree(normforge.rmsnorm2d_fwd(x.keys, out=x.keys), expected)
-    assert checked == [(3, QUERIES, n), (3, KEYS, n)]
-    # One token has one stride; as many heads of a packed tensor may lie elsewhere in each.
-    for x in (Packed(n, 1), Packed(n, 2, keys=3)):
-        x.filled("queries")
-        agree(normforge.rmsnorm2d_fwd(x.queries), ORACLE["rms"](x.queries))
-    assert checked[2:] == [(1, QUERIES, n), (2, QUERIES, n)]
-
-
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """The names of operators that copy a tensor."""
 

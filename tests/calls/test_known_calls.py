@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,8 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls import plan
-from normforge.calls.known import all_plans
 from normforge.calls.outputs import NormGradients
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.kernels.gpu import Target
-from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
@@ -80,29 +75,6 @@ def test_rows_between_which_others_stand_are_no_more_than_fit_there(norm: str, n
         call(m, (192, 64))
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "with statistics": {"save_mv": True},
-    "fused": {"residual": X, "fadd": 1, "fquant": 2, "x_bias": N},
-    "into others": {"residual": X, "fadd": 1, "out": torch.empty(3, 64), "residual_out": torch.empty(3, 64)},
-}
-
-
-ROWS = ("residual", "out", "residual_out")
-
-
-@pytest.mark.parametrize("name", CALLS)
-@each_norm
-def test_a_known_call_is_not_checked(norm: str, name: str, checked: list[tuple[int, ...]]) -> None:
-    for m in (3, 1, 7, 700, 1):
-        x = torch.randn(m, 64)
-        given = {key: torch.randn(m, 64) if key in ROWS else value for key, value in CALLS[name].items()}
-        inputs = {key: value for key, value in given.items() if key not in ("out", "residual_out")}
-        expected = ORACLE[norm](x, N, **inputs)
-        agree(FORWARD[norm](x, N, **given), expected)
-    assert len(checked) == 1
-
-
 def test_other_strides_are_another_kind_of_call(checked: list[tuple[int, ...]]) -> None:
     wide = torch.randn(6, 100)
     # Of one row the stride does not matter, and says nothing of several.
@@ -112,75 +84,6 @@ def test_other_strides_are_another_kind_of_call(checked: list[tuple[int, ...]]) 
         for _ in range(2):
             agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
     assert len(checked) == 7
-
-
-def _differentiated(x: torch.Tensor) -> torch.Tensor:
-    leaf = x.detach().requires_grad_()
-    y = normforge.layer_norm(leaf, (x.shape[-1],))
-    (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) + x.detach())
-    return dx
-
-
-def _with_residual(x: torch.Tensor) -> torch.Tensor:
-    plain = torch.ones(x.shape, dtype=x.dtype)
-    return normforge.rmsnorm2d_fwd(plain, residual=x, fadd="pre_add").y
-
-
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    return normforge.layernorm2d_fwd(x.unsqueeze(1).expand(-1, 2, -1)).y.flatten(0, 1)[::2]
-
-
-ROWS_APART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "forward": lambda x: normforge.layernorm2d_fwd(x).y,
-    # A call whose eps is no float is checked though its kind is known.
-    "checked again": lambda x: normforge.layernorm2d_fwd(x, eps=1 if len(x) == 1 else 1.0).y,
-    "quantised": lambda x: normforge.rmsnorm2d_fwd(x, fquant="dynamic").y,
-    "differentiated": _differentiated,
-    "backward": lambda x: there(rmsnorm2d_bwd(x, x, rstd=torch.ones(len(x)), wants=("dx",)).dx),
-    "residual": _with_residual,
-    "two strides": _heads,
-}
-
-
-@pytest.mark.parametrize("name", ROWS_APART)
-def test_one_row_tells_nothing_of_the_stride_of_several(name: str) -> None:
-    """The stride of a single row is any, and a call of it fits the kind that rows of the same stride made known."""
-    rows = torch.randn(9, 3, 65)
-    rows[:, 1:] = torch.nan
-    apart, call = rows[:, 0], ROWS_APART[name]
-    # From the second row on addresses are no multiples of 16 bytes, and the first call with them is of one row.
-    for x in (apart, apart[1:2], apart[1:6], apart[1:2], apart[2:3], apart[2:]):
-        assert same_bits(call(x), call(x.clone()))
-
-
-def test_a_kind_of_one_row_stays_known_beside_that_of_several(checked: list[tuple[int, ...]]) -> None:
-    apart = torch.randn(9, 3, 65)[:, 0]
-    for _ in range(3):
-        for x in (apart, apart[1:2], apart[1:6], apart[1:2]):
-            normforge.layernorm2d_fwd(x)
-    assert len(checked) == 3
-
-
-def launchers() -> list[Launcher]:
-    """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
-    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
-
-
-@pytest.mark.parametrize("name", ["x", "out"])
-def test_a_single_row_takes_the_same_kernel_after_several_rows_that_are_apart(name: str) -> None:
-    """Several rows of stride 17 are read one element at a time, and a single one in vectors, whatever ran before."""
-    keys = []
-    for rows in ((1,), (4, 1)):
-        dispatch.forget()
-        for m in rows:
-            apart = torch.ones(m, 17)[:, :16]
-            if name == "x":
-                normforge.layernorm2d_fwd(apart)
-            else:
-                normforge.layernorm2d_fwd(torch.ones(m, 16), out=apart)
-        keys.append(launchers()[-1].key)
-    assert keys[0] == keys[1]
 
 
 def test_what_is_known_keeps_no_tensor() -> None:
@@ -265,19 +168,3 @@ def test_a_backward_call_without_dy_or_rows() -> None:
         found = rmsnorm2d_bwd(empty, empty, N, rstd=torch.empty(0), wants=("dx", "dweight"))
         assert there(found.dx).shape == (0, 64)
         assert not there(found.dweight).any()
-
-
-def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 1100
-    monkeypatch.setattr(plan, "_LAYOUTS", 2)
-    monkeypatch.setattr(plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
-    x = torch.randn(1, n)
-    layernorm2d_bwd(x, x, x[0], mean=torch.zeros(1), rstd=torch.ones(1), wants=("dx", "dweight", "dbias"))
-    (known,) = all_plans()
-    layouts = [known.layout(m) for m in (1, 2, 3, 1000, 2)]
-    assert [layout.programs for layout in layouts] == [1, 2, 3, layouts[3].programs, 2]
-    assert layouts[3].programs >= 4
-    for layout in layouts:
-        assert layout.starts == (0, layout.programs * n, None)
-        assert layout.memory == ((layout.programs * n * 2,), (1,), torch.float32)
-        assert layout.steps[0][1] == (layout.programs, 1, 1)

@@ -12,15 +12,16 @@ import torch
 
 import normforge
 from normforge import errors
+from normforge.calls.known import all_plans
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels import obtain as obtaining
+from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
 from .shared import there
 from .test_bad_arguments import CASES, GOOD, Case, refusal
-from .test_known_calls import launchers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 
@@ -65,6 +66,12 @@ def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> Non
         if norm == "layer" or "bias" not in good:
             FORWARD[norm](x, **{name: on_card(value) for name, value in good.items()})
     assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
+
+
+def launchers() -> list[Launcher]:
+    """Everything made ready for the forward calls that are known."""
+    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
+    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
 def new_stream() -> torch.cuda.Stream:

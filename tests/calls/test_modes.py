@@ -76,32 +76,3 @@ def test_which_says_torch_where_no_kernel_runs() -> None:
 
 def test_norm_as_word_and_enum(x: torch.Tensor) -> None:
     assert normforge.which(x, norm="rms") == normforge.which(x, norm=Norm.RMS) != normforge.which(x)
-
-
-ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "bare": ({}, set()),
-    "pre_add": ({"fadd": "pre_add"}, set()),
-    "pre_add_store": ({"fadd": "pre_add_store"}, {"residual_out"}),
-    "dynamic": ({"fquant": "dynamic"}, {"y_scale"}),
-    "save_mv": ({"save_mv": True}, {"mean", "rstd"}),
-    "all": ({"fadd": 1, "fquant": 2, "save_mv": True}, {"residual_out", "y_scale", "mean", "rstd"}),
-}
-
-
-@pytest.mark.parametrize(("keywords", "returned"), ASKED.values(), ids=ASKED)
-@each_norm
-def test_what_was_not_asked_is_none(norm: str, keywords: dict[str, Any], returned: set[str], x: torch.Tensor) -> None:
-    if "fadd" in keywords:
-        keywords = keywords | {"residual": torch.randn(M, N)}
-    actual = FORWARD[norm](x, **keywords)
-    there = {name for name, tensor in actual._asdict().items() if tensor is not None}
-    assert there == {"y"} | (returned if norm == "layer" else returned - {"mean"})
-
-
-def test_output_dtypes(x: torch.Tensor) -> None:
-    residual = torch.randn(M, N, dtype=torch.bfloat16)
-    actual = FORWARD["layer"](x, residual=residual, fadd=1, fquant=2, scale_dtype=torch.float16, save_mv=True)
-    dtypes = [tensor.dtype for tensor in actual if tensor is not None]
-    assert dtypes == [torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float32]
-    assert FORWARD["layer"](x).y.dtype == torch.float16
-    assert FORWARD["layer"](x, out_dtype=torch.float32).y.dtype == torch.float32

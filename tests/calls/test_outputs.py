@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..calling import FLOATS, QUANTISED, check, each_norm, each_pipeline, each_quantised, quantising, same_bits
+from ..calling import FLOATS, QUANTISED, check, each_norm, each_pipeline, quantising, same_bits
 
 M = 3
 POISON = 0x5A
@@ -25,13 +25,6 @@ def test_given_tensors_are_written_and_returned(norm: str, n: int) -> None:
     actual = check(norm, **sum_of(n), out=out, residual_out=residual_out)
     assert actual.y is out
     assert actual.residual_out is residual_out
-
-
-@each_pipeline
-@each_quantised
-def test_given_tensor_decides_the_quantised_dtype(dtype: torch.dtype, n: int) -> None:
-    out = torch.zeros(M, n).to(dtype)
-    assert check("layer", torch.randn(M, n), out=out, fquant="dynamic").y is out
 
 
 REPLACED = {
@@ -60,16 +53,6 @@ def test_outputs_over_inputs(norm: str, n: int, replaced: dict[str, str], quanti
         assert (actual.y if name == "out" else actual.residual_out) is tensor
     for name in set(before) - set(replaced.values()):
         assert same_bits(arguments[name], before[name]), name
-
-
-@each_pipeline
-def test_interleaved_rows_of_one_tensor(n: int) -> None:
-    rows = torch.randn(M, 3, n)
-    x, out, residual_out = rows.unbind(1)
-    before = x.clone()
-    residual = torch.randn(M, n)
-    check("rms", x, residual=residual, fadd=1, out=out, residual_out=residual_out)
-    assert same_bits(x, before)
 
 
 def poisoned(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

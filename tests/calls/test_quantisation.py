@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.codegen.values import QUANTISED_DTYPES
-from normforge.dtypes import DTYPES, TORCH_DTYPES
+from normforge.dtypes import DTYPES
 
 from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised, same_bits
 from .shared import there
@@ -184,10 +183,6 @@ def test_fp8_ties_go_to_even(dtype: torch.dtype) -> None:
     # Without -0: adding weight_offset makes it +0.
     z = torch.cat((values, midpoints, -values[1:], -midpoints))
     assert same_bits(quantised(z, dtype), z.to(dtype))
-
-
-def test_dtypes_that_quantise_are_those_of_the_model() -> None:
-    assert set(QUANTISED) == {TORCH_DTYPES[dtype] for dtype in QUANTISED_DTYPES}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

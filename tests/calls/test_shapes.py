@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm
+from normforge.codegen.values import DType, Norm
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, check, each_norm, each_pipeline
@@ -75,28 +75,6 @@ def test_strides_of_single_rows_and_columns_mean_nothing(stride: int) -> None:
     check("layer", torch.randn(4, 1, N).as_strided((4, 1, N), (N, stride, 1)))
     # One column: the last dimension's stride is never taken.
     check("rms", torch.randn(5).as_strided((5, 1), (1, stride)))
-
-
-@pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
-@pytest.mark.parametrize("fquant", [fquant for fquant in FusedQuant if not fquant.is_static])
-@pytest.mark.parametrize("fadd", FusedAdd)
-@each_norm
-def test_no_rows(norm: str, fadd: FusedAdd, fquant: FusedQuant, leading: tuple[int, ...]) -> None:
-    arguments: dict[str, Any] = {"x": torch.empty(*leading, N), "fadd": fadd, "fquant": fquant, "save_mv": True}
-    if fadd.adds:
-        arguments["residual"] = torch.empty(*leading, N)
-    if fquant.smooths:
-        arguments["smooth_scale"] = torch.ones(N)
-    actual = FORWARD[norm](**arguments)
-    shapes = {name: tuple(tensor.shape) for name, tensor in actual._asdict().items() if tensor is not None}
-    expected = {"y": (*leading, N), "rstd": leading}
-    if norm == "layer":
-        expected["mean"] = leading
-    if fadd.stores:
-        expected["residual_out"] = (*leading, N)
-    if fquant.quantises:
-        expected["y_scale"] = leading
-    assert shapes == expected
 
 
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
