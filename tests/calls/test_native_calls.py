@@ -30,9 +30,7 @@ from normforge.families.operands import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 
-from ..calling import pieces
 from ..stand_in_cuda import NEEDS_A_COMPILER
-from .shared import backward_operands
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -89,25 +87,6 @@ KNOWN: dict[str, tuple[Callable[[], Operands], Any, int]] = {
     "rows with gaps": (lambda: (rows(M, 2 * N)[:, :N].detach(), vector(), vector(), None, None), OPTIONS, 3),
     "frozen": (lambda: (rows(requires_grad=False), None, None, None, None), OPTIONS, 0),
 }
-
-
-@pytest.mark.parametrize("gradients", [True, False], ids=["recorded", "unrecorded"])
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_python_finds_is_found(name: str, gradients: bool) -> None:
-    operands, options, _ = KNOWN[name]
-    with torch.set_grad_enabled(gradients):
-        given = operands()
-        assert found(given, options)[2] is None
-        made_known(given, options)
-        _, records, told = found(given, options)
-        assert records is (gradients and name != "frozen")
-        assert told is not None
-        for normalized in ((N,), [N], torch.Size((N,))):
-            assert is_served(given, options, normalized)
-        assert is_served(given, options)
-        assert not is_served(given, options, None)
-        # Of other tensors of the same kind their own addresses, and nothing that is kept.
-        assert found(operands(), options)[2] not in (None, told)
 
 
 PLAIN = KNOWN["plain"][0]
@@ -167,22 +146,9 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=[name.replace(" ", "_") for name in SURROUNDINGS])
-def test_nothing_is_found_where_something_watches(around: Callable[[], AbstractContextManager[object]]) -> None:
-    operands = PLAIN()
-    made_known(operands, OPTIONS)
-    with torch.no_grad():
-        made_known(operands, OPTIONS)
-    with around():
-        assert found(operands, OPTIONS)[2] is None
-
-
-X = torch.randn(M, N)
-DEEP = torch.randn(2, M, N)
-
-
 def asked(name: str, method: str, run: Callable[[], object]) -> tuple[Any, ...]:
-    """Run calls, and return what a method of a look-up was given last."""
+    """Run calls that are known, and return what a method of a look-up was given last."""
+    run()
     given: list[tuple[Any, ...]] = []
     own = getattr(getattr(native.calls, name), method)
 
@@ -195,55 +161,6 @@ def asked(name: str, method: str, run: Callable[[], object]) -> tuple[Any, ...]:
         patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: its}))
         run()
     return given[-1]
-
-
-# The method that looks a call up, and the call.
-FAMILIES: dict[str, tuple[str, Callable[[], object]]] = {
-    "gated": ("normalise", lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N))),
-    "modulated": ("normalise", lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N))),
-    "group": ("normalise", lambda: normforge.group_norm(DEEP, M)),
-    "quantised": ("find", lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8)),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_calls_of_other_families_are_found_as_python_finds_them(name: str) -> None:
-    method, call = FAMILIES[name]
-    call()
-    given = asked(name, method, call)
-    ours, expected = (getattr(calls, name).find(*given) for calls in (native.calls, PYTHON))
-    assert ours == expected
-    assert ours[2] is not None
-
-
-WEIGHT = torch.ones(N)
-FUNCTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("layernorm2d_fwd", {"x": X, "weight": WEIGHT}),
-    "offset": ("rmsnorm2d_fwd", {"x": X, "weight": WEIGHT, "weight_offset": 1.0}),
-    "added, quantised": ("rmsnorm2d_fwd", {"x": X, "residual": X.clone(), "fadd": 1, "fquant": 2, "save_mv": True}),
-    "three dimensions": ("layernorm2d_fwd", {"x": DEEP, "residual": DEEP.clone(), "fadd": "pre_add", "save_mv": True}),
-    "gaps": ("layernorm2d_fwd", {"x": torch.randn(2, M, 2 * N)[..., :N]}),
-    "misaligned": ("layernorm2d_fwd", {"x": torch.randn(M * N + 1)[1:].view(M, N)}),
-    "into": ("layernorm2d_fwd", {"x": X, "out": torch.empty(M, N)}),
-    "dropout": ("layernorm2d_fwd", {"x": X, "residual": X.clone(), "fadd": 1, "dropout_p": 0.5, "dropout_rng": (1, 2)}),
-    "fp8": ("layernorm2d_fwd", {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(M), "out_dtype": torch.float32}),
-    "gradients": ("rmsnorm2d_bwd", {"dy": X, "x": X.clone(), "rstd": torch.ones(M), "wants": ["dx"]}),
-    "gradients with means": ("layernorm2d_bwd", {**backward_operands("layer"), "wants": ("dweight", "dx_bias")}),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_returns_what_its_look_up_in_python_returns(name: str, checked: list[tuple[int, ...]]) -> None:
-    function, given = FUNCTIONS[name]
-    call = getattr(public, function)
-    expected = call(**given)
-    for calls in (native.calls, PYTHON):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "calls", calls)
-            for made, wanted in zip(call(**given), expected, strict=True):
-                assert (made is None) == (wanted is None)
-                assert made is None or torch.equal(made.float(), wanted.float())
-    assert len(checked) == 1
 
 
 class Watched:
@@ -347,16 +264,6 @@ def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     assert first[1][0] == second[1][0] == options
     assert [*map(id, first[2:])] == [*map(id, second[2:])]
     assert len(first[2:]) == passed
-
-
-@pytest.mark.parametrize("launched", ["alone", "added"], indirect=True)
-def test_a_call_that_is_not_recorded_is_launched_at_once(launched: Launched) -> None:
-    watched, _, adds = launched
-    operands = (rows(), vector(), vector(), rows() if adds else None, None)
-    made, expected = watched.each(
-        *(partial(calls.recorded.normalise, operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
-    )
-    assert [*map(id, pieces(made))] == [*map(id, pieces(expected))]
 
 
 @pytest.mark.parametrize("launched", ["recorded"], indirect=True)
