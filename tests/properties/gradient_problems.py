@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import torch
@@ -14,121 +14,58 @@ import normforge
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from . import oracle
-from .memory import Memory
-from .problems import FLOATS, OFFSETS, ROW_STRIDES, Choose, Operand
+from .memory import Memory, row_strides
+from .problems import CASTS, FLOATS, LAYOUTS, ROWS, VECTORS, Choose, Kind, Operand, Options
 
-
-def _adjoining(shape: Sequence[int], step: int = 1) -> tuple[int, ...]:
-    return tuple(step * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
-    if len(shape) < 3:
-        return _adjoining(shape)
-    step = math.prod(shape[2:])
-    return (step, shape[0] * step, *_adjoining(shape[2:]))
-
-
-# Strides of a shape. What kernels cannot walk the functions copy.
-LAYOUTS: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
-    "contiguous": _adjoining,
-    "gapped": lambda shape: (*_adjoining((*shape[:-1], shape[-1] + 3))[:-1], 1),
-    "stepped": lambda shape: _adjoining(shape, 2),
-    "heads": lambda shape: (math.prod(shape[1:]) * 3 if len(shape) > 1 else 1, *_adjoining(shape)[1:]),
-    "transposed heads": _swapped,
-    "transposed": lambda shape: tuple(reversed(_adjoining(tuple(reversed(shape))))),
-    "expanded": lambda shape: (0, *_adjoining(shape)[1:]),
-    "one value": lambda shape: (0,) * len(shape),
-}
-
-
-@dataclass(frozen=True)
-class Strided:
-    """A tensor's type and layout."""
-
-    dtype: torch.dtype
-    layout: str = "contiguous"
-    offset: int = 0
-
-    def memory(self, shape: Sequence[int], device: torch.device, values: torch.Tensor) -> Memory:
-        """A tensor like this that holds values."""
-        return Memory(shape, LAYOUTS[self.layout](shape), self.dtype, device, self.offset, values.to(self.dtype))
-
-
-_ANY = tuple(Strided(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)) if parts[1] != "one value")
-_GRADIENTS = tuple(Strided(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
-_PARAMETERS = tuple(Strided(dtype, "contiguous", offset) for dtype, offset in product(FLOATS, (0, 0, 1)))
-_CASTS = ("after_weight", "after_weight", "before_weight")
+_GRADIENTS = tuple(Operand(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
+_ANY = tuple(operand for operand in _GRADIENTS if operand.rows != "one value")
+_PARAMETERS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, (0, 0, 1)))
 _EPSILONS = (1e-5, 1e-6, 1e-3)
 
 
-@dataclass(frozen=True)
-class StepKind:
-    """All of a training step that may decide which kernels run, M aside.
-
-    Attributes:
-        norm: "layer" or "rms".
-        entry: "function" or "module".
-        normalized: normalized_shape.
-        x: x's type and layout.
-        residual: the residual's; None for no fused add.
-        weight: weight's; None for none.
-        bias: likewise.
-        trained: which of the tensors require a gradient.
-        through: which outputs a gradient arrives for.
-        dy: its type and layout.
-        dresidual_out: likewise.
-        cast: when rows are rounded.
-    """
-
-    norm: str
-    entry: str
-    normalized: tuple[int, ...]
-    x: Strided
-    residual: Strided | None
-    weight: Strided | None
-    bias: Strided | None
-    trained: tuple[str, ...]
-    through: tuple[str, ...]
-    dy: Strided
-    dresidual_out: Strided
-    cast: str
+def _some(*names: str) -> list[tuple[str, ...]]:
+    """Return the ways to take some of several names, each of them in two of three."""
+    return [tuple(compress(names, taken)) for taken in product((True, True, False), repeat=len(names))]
 
 
-def draw_step_kind(choose: Choose, lengths: Sequence[int]) -> StepKind:
-    """A random legal kind of training step."""
-    norm, entry, n = choose(("layer", "rms")), choose(("function", "module")), choose(lengths)
-    adds = choose((False, True))
-    residual = choose(_ANY) if adds else None
-    splits = [(n,)] if adds and entry == "function" else [(n,), (n,), *[(a, n // a) for a in (1, 2, 3) if n % a == 0]]
-    weight = choose((None, *_PARAMETERS))
-    bias = choose((None, *_PARAMETERS)) if norm == "layer" else None
-    operands = {"x": True, "residual": residual, "weight": weight, "bias": bias}
-    trained = tuple(name for name, there in operands.items() if there and choose((True, True, False)))
-    rows_trained = {"x", "residual"} & set(trained)
-    through = choose((("y",), ("y", "residual_out"), ("residual_out",))) if adds and rows_trained else ("y",)
-    return StepKind(
-        norm=norm,
-        entry=entry,
-        normalized=choose(splits),
-        x=choose(_ANY),
-        residual=residual,
-        weight=weight,
-        bias=bias,
-        trained=trained,
-        through=through,
-        dy=choose(_GRADIENTS),
-        dresidual_out=choose(_GRADIENTS),
-        # A module with this option has a result of its own type.
-        cast=choose(_CASTS) if entry == "function" else "after_weight",
-    )
+def _there(k: Kind) -> list[str]:
+    return ["x", *(name for name in ("residual", "weight", "bias") if getattr(k, name))]
+
+
+def _shapes(k: Kind) -> list[tuple[int, ...]]:
+    """What is normalised: the last dimension, and in some calls the last two."""
+    if k.residual and k.entry == "function":
+        return [(k.n,)]
+    return [(k.n,), (k.n,), *[(a, k.n // a) for a in (1, 2, 3) if k.n % a == 0]]
+
+
+# Training steps: what is called, the operands, which of them are trained, and the outputs that gradients arrive for.
+STEPS: Options = {
+    "norm": lambda k: ("layer", "rms"),
+    "entry": lambda k: ("function", "module"),
+    "residual": lambda k: (*[None] * len(_ANY), *_ANY),
+    "weight": lambda k: (None, *_PARAMETERS),
+    "bias": lambda k: (None, *_PARAMETERS) if k.norm == "layer" else (None,),
+    "x": lambda k: _ANY,
+    "normalized": _shapes,
+    "trained": lambda k: _some(*_there(k)),
+    "through": lambda k: (
+        (("y",), ("y", "residual_out"), ("residual_out",))
+        if k.residual and {"x", "residual"} & {*k.trained}
+        else (("y",),)
+    ),
+    "dy": lambda k: _GRADIENTS,
+    "dresidual_out": lambda k: _GRADIENTS,
+    # A module with this option has a result of its own type.
+    "cast": lambda k: CASTS if k.entry == "function" else CASTS[:1],
+}
 
 
 @dataclass(frozen=True)
 class Step:
     """A training step: a kind, x's shape without what is normalised, eps, and the seed of the values."""
 
-    kind: StepKind
+    kind: Kind
     leading: tuple[int, ...]
     eps: float
     seed: int
@@ -143,7 +80,7 @@ class Step:
         made.backward(made.forward())
 
 
-def draw_step(choose: Choose, kind: StepKind, shapes: Sequence[tuple[int, ...]], most: int) -> Step:
+def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> Step:
     """A random step of a kind; of at most so many elements."""
     leading, n = choose(shapes), math.prod(kind.normalized)
     if math.prod(leading) * n > most:
@@ -286,53 +223,34 @@ class MadeStep:
         return None if tensor is None else tensor.detach().reshape(-1)
 
 
-_ROWS = tuple(Operand(*parts) for parts in product(FLOATS, ROW_STRIDES, OFFSETS))
-_VECTORS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, OFFSETS))
 _BACKWARD: dict[str, Callable[..., Any]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 
 
-@dataclass(frozen=True)
-class BackwardKind:
-    """All of a call of a backward function that may decide which kernels run, M aside; see `layernorm2d_bwd`."""
-
-    norm: str
-    n: int
-    x: Operand
-    dy: Operand | None
-    dresidual_out: Operand | None
-    weight: Operand | None
-    x_bias: Operand | None
-    dx_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
-    wants: tuple[str, ...]
-    cast: str
+def _wants(k: Kind) -> list[tuple[str, ...]]:
+    possible = {"dx": True, "dweight": k.weight, "dbias": k.norm == "layer", "dx_bias": k.x_bias}
+    return [wants or ("dx",) for wants in _some(*(name for name, there in possible.items() if there))]
 
 
-def draw_backward_kind(choose: Choose, lengths: Sequence[int]) -> BackwardKind:
-    """A random legal kind of backward call."""
-    norm, n = choose(("layer", "rms")), choose(lengths)
-    weight, x_bias = choose((None, *_VECTORS)), choose((*(None,) * 10, *_VECTORS))
-    possible = {"dx": True, "dweight": weight, "dbias": norm == "layer", "dx_bias": x_bias}
-    return BackwardKind(
-        norm=norm,
-        n=n,
-        x=choose(_ROWS),
-        dy=choose((*_ROWS, *(None,) * 4)),
-        dresidual_out=choose((None, choose(_ROWS))),
-        weight=weight,
-        x_bias=x_bias,
-        dx_dtype=choose((None, *FLOATS)),
-        bias_dtype=choose((None, *FLOATS)) if norm == "layer" else None,
-        wants=tuple(name for name, there in possible.items() if there and choose((True, True, False))) or ("dx",),
-        cast=choose(_CASTS),
-    )
+# Calls of the backward functions.
+BACKWARD: Options = {
+    "norm": lambda k: ("layer", "rms"),
+    "weight": lambda k: (None, *VECTORS),
+    "x_bias": lambda k: (*[None] * 10, *VECTORS),
+    "x": lambda k: ROWS,
+    "dy": lambda k: (*ROWS, *[None] * 4),
+    "dresidual_out": lambda k: (*[None] * len(ROWS), *ROWS),
+    "dx_dtype": lambda k: (None, *FLOATS),
+    "bias_dtype": lambda k: (None, *FLOATS) if k.norm == "layer" else (None,),
+    "wants": _wants,
+    "cast": lambda k: CASTS,
+}
 
 
 @dataclass(frozen=True)
 class BackwardCall:
     """A call of a backward function: a kind, x's shape without N, the offset, and the seed of the values."""
 
-    kind: BackwardKind
+    kind: Kind
     leading: tuple[int, ...]
     weight_offset: float
     seed: int
@@ -364,7 +282,7 @@ class BackwardCall:
         saved = oracle.statistics(s, centres, 1e-5)
         mean, rstd = (bounded.value.flatten().float() for bounded in (saved.mean, saved.rstd))
         for name, statistic in (("mean", mean), ("rstd", rstd)):
-            strides = _adjoining(self.leading)
+            strides = row_strides(self.leading, 1)
             memories[name] = Memory(self.leading, strides, torch.float32, device, 0, statistic.reshape(self.leading))
         given = {name: memories[name].view for name in ("rstd", *(("mean",) if centres else ()))}
         given |= {name: tensors[name] for name in ("x_bias", "dresidual_out") if name in tensors}
@@ -410,7 +328,7 @@ def _given_statistics(s: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -
     )
 
 
-def draw_backward(choose: Choose, kind: BackwardKind, shapes: Sequence[tuple[int, ...]], most: int) -> BackwardCall:
+def draw_backward(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> BackwardCall:
     """A random call of a kind; of at most so many elements."""
     leading = choose(shapes)
     if math.prod(leading) * kind.n > most:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -35,6 +35,10 @@ def _swapped(sizes: Sequence[int]) -> tuple[int, ...]:
     return (*sizes[:-2], *reversed(sizes[-2:]))
 
 
+def _with_columns(rows: Callable[[int, Sequence[int]], tuple[int, ...]], shape: Sequence[int]) -> tuple[int, ...]:
+    return (*rows(shape[-1], shape[:-1]), 1)
+
+
 # Elements from row to row, from N and the sizes of leading dimensions: of the last two one for each dimension.
 ROW_STRIDES: dict[str, Callable[[int, Sequence[int]], tuple[int, ...]]] = {
     "adjoin": lambda n, leading: row_strides(leading, n),
@@ -46,8 +50,17 @@ ROW_STRIDES: dict[str, Callable[[int, Sequence[int]], tuple[int, ...]]] = {
     "heads": lambda n, leading: (n * (math.prod(leading[1:]) + 2), *row_strides(leading[1:], n))[: len(leading)],
     "transposed": lambda n, leading: _swapped(row_strides(_swapped(leading), n)),
 }
+# Strides of a shape: those of rows that kernels walk, and those that the functional API copies.
+LAYOUTS: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
+    **{name: partial(_with_columns, strides) for name, strides in ROW_STRIDES.items()},
+    "stepped": lambda shape: row_strides(shape, 2),
+    "columns": lambda shape: tuple(reversed(row_strides(tuple(reversed(shape)), 1))),
+    "one value": lambda shape: (0,) * len(shape),
+}
 # Elements to an output between x's rows, where those are wide.
 _BESIDE = 4
+
+CASTS = ("after_weight", "after_weight", "before_weight")
 
 # Elements before the first; 8 of a 16-bit type are 16 bytes.
 OFFSETS = (0, 0, 8, 1, 3)
@@ -65,41 +78,29 @@ class Operand:
         self, shape: Sequence[int], device: torch.device, values: torch.Tensor | None, *, shared: bool = False
     ) -> Memory:
         """A tensor like this, filled with values or poison, with room for another between its rows if it is shared."""
-        n = shape[-1]
-        strides = (*ROW_STRIDES[self.rows](n, shape[:-1]), 1)
-        beside = n + _BESIDE if shared else None
-        return Memory(shape, strides, self.dtype, device, self.offset, values, beside)
+        beside = shape[-1] + _BESIDE if shared else None
+        return Memory(shape, LAYOUTS[self.rows](shape), self.dtype, device, self.offset, values, beside)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """All that may decide which kernel a call takes, M aside. `out` and `residual_out` are operands, or words.
-
-    The words: "new" (left to the call), "x", "residual" (that very tensor), "beside" (between the rows of x).
-    """
-
-    norm: str
-    n: int
-    x: Operand
-    fadd: str
-    residual: Operand | None
-    weight: Operand | None
-    bias: Operand | None
-    x_bias: Operand | None
-    fquant: str
-    smooth_scale: Operand | None
-    out_dtype: torch.dtype
-    scale_dtype: torch.dtype
-    rounding: str
-    cast: str
-    save_mv: bool
-    out: Operand | str
-    residual_out: Operand | str
+class Kind(SimpleNamespace):
+    """All that may decide which kernels a problem takes, M aside: a value for each name of a table of options."""
 
 
-_ROWS = tuple(Operand(*parts) for parts in product(FLOATS, ROW_STRIDES, OFFSETS))
-_VECTORS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, OFFSETS))
-_ABSENT = (None,) * (len(_VECTORS) // 2)
+# By name: what a kind may have there, from the names before. The simplest comes first: hypothesis shrinks towards it.
+Options = Mapping[str, Callable[[Kind], Sequence[Any]]]
+
+
+def draw_kind(choose: Choose, options: Options, lengths: Sequence[int]) -> Kind:
+    """Return a random legal kind of a table, of one of some row lengths."""
+    k = Kind(n=choose(lengths))
+    for name, of in options.items():
+        setattr(k, name, choose(of(k)))
+    return k
+
+
+ROWS = tuple(Operand(*parts) for parts in product(FLOATS, ROW_STRIDES, OFFSETS))
+VECTORS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, OFFSETS))
+_ABSENT = (None,) * (len(VECTORS) // 2)
 
 
 def _outputs(dtype: torch.dtype) -> tuple[Operand, ...]:
@@ -130,35 +131,26 @@ def _residual_out_options(k: Any) -> tuple[Operand | str, ...]:
     return (*("new",) * len(given), *given, *words * 6)
 
 
-# In the order of Kind's fields: what each may be, from those before it. The simplest comes first: hypothesis shrinks
-# towards it.
-_OPTIONS: dict[str, Callable[[Any], Sequence[Any]]] = {
+# Calls of `layernorm2d_fwd` and `rmsnorm2d_fwd`. `out` and `residual_out` are operands, or words: "new" (left to the
+# call), "x", "residual" (that very tensor), "beside" (between the rows of x).
+CALLS: Options = {
     "norm": lambda k: ("layer", "rms"),
-    "n": lambda k: k.lengths,
-    "x": lambda k: _ROWS,
+    "x": lambda k: ROWS,
     "fadd": lambda k: ("none", "pre_add_store", "pre_add"),
-    "residual": lambda k: (None,) if k.fadd == "none" else _ROWS,
-    "weight": lambda k: (*_ABSENT, *_VECTORS),
-    "bias": lambda k: (*_ABSENT, *_VECTORS) if k.norm == "layer" else (None,),
-    "x_bias": lambda k: (*_ABSENT * 4, *_VECTORS),
+    "residual": lambda k: (None,) if k.fadd == "none" else ROWS,
+    "weight": lambda k: (*_ABSENT, *VECTORS),
+    "bias": lambda k: (*_ABSENT, *VECTORS) if k.norm == "layer" else (None,),
+    "x_bias": lambda k: (*_ABSENT * 4, *VECTORS),
     "fquant": lambda k: ("none", "none", "dynamic", "smooth_dynamic"),
-    "smooth_scale": lambda k: _VECTORS if k.fquant == "smooth_dynamic" else (None,),
+    "smooth_scale": lambda k: VECTORS if k.fquant == "smooth_dynamic" else (None,),
     "out_dtype": lambda k: (k.x.dtype, *FLOATS) if k.fquant == "none" else QUANTISED,
     "scale_dtype": lambda k: (torch.float32,) if k.fquant == "none" else (torch.float32, *FLOATS),
     "rounding": lambda k: ("nearest", "truncate") if k.out_dtype is torch.int8 else ("nearest",),
-    "cast": lambda k: ("after_weight", "after_weight", "before_weight"),
+    "cast": lambda k: CASTS,
     "save_mv": lambda k: (False, True),
     "out": _out_options,
     "residual_out": _residual_out_options,
 }
-
-
-def draw_kind(choose: Choose, lengths: Sequence[int]) -> Kind:
-    """Return a random legal kind."""
-    k = SimpleNamespace(lengths=lengths)
-    for name, options in _OPTIONS.items():
-        setattr(k, name, choose(options(k)))
-    return Kind(**{name: getattr(k, name) for name in _OPTIONS})
 
 
 # What rows hold: how far about what. The mean and spread of each row are drawn from these.
@@ -282,7 +274,7 @@ class MadeCall:
     @property
     def norm(self) -> str:
         """Which norm."""
-        return self.call.kind.norm
+        return str(self.call.kind.norm)
 
     @property
     def function(self) -> Callable[..., LayerNormOutput]:

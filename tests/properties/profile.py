@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from . import seed
-from .gradient_problems import BackwardCall, BackwardKind, Step, StepKind, draw_backward_kind, draw_step_kind
-from .problems import Call, Choose, Kind, T, draw_kind
+from .gradient_problems import BACKWARD, STEPS, BackwardCall, Step
+from .problems import CALLS, Call, Choose, Kind, T, draw_kind
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,9 @@ def chooser(data: st.DataObject) -> Choose:
     return choose
 
 
+TABLES = {"calls": CALLS, "steps": STEPS, "backward": BACKWARD}
+
+
 @dataclass(frozen=True)
 class Pool:
     """The kinds of problems of a run whose kernels are compiled: each takes a second or so of a core.
@@ -109,16 +112,18 @@ class Pool:
     """
 
     calls: tuple[Kind, ...]
-    steps: tuple[StepKind, ...]
-    backward: tuple[BackwardKind, ...]
+    steps: tuple[Kind, ...]
+    backward: tuple[Kind, ...]
 
 
 def make_pool(choose: Choose, lengths: Sequence[int], *, calls: int, steps: int, backward: int) -> Pool:
     """A random pool of so many kinds."""
+    counts = {"calls": calls, "steps": steps, "backward": backward}
     return Pool(
-        tuple(draw_kind(choose, lengths) for _ in range(calls)),
-        tuple(draw_step_kind(choose, lengths) for _ in range(steps)),
-        tuple(draw_backward_kind(choose, lengths) for _ in range(backward)),
+        **{
+            what: tuple(draw_kind(choose, TABLES[what], lengths) for _ in range(count))
+            for what, count in counts.items()
+        }
     )
 
 
@@ -144,16 +149,9 @@ def compile_ahead(kinds: Pool, device: torch.device) -> None:
         wait([threads.submit(problem.run, device) for problem in problems])
 
 
-def kind_for(choose: Choose, device: str) -> Kind:
-    """A kind of call: any, or on a GPU one of the pool's."""
-    return choose(pool().calls) if device == "cuda" else draw_kind(choose, profile_of(device).lengths)
-
-
-def step_kind_for(choose: Choose, device: str) -> StepKind:
-    """A kind of training step, likewise."""
-    return choose(pool().steps) if device == "cuda" else draw_step_kind(choose, profile_of(device).lengths)
-
-
-def backward_kind_for(choose: Choose, device: str) -> BackwardKind:
-    """A kind of backward call, likewise."""
-    return choose(pool().backward) if device == "cuda" else draw_backward_kind(choose, profile_of(device).lengths)
+def kind_for(choose: Choose, device: str, what: str = "calls") -> Kind:
+    """A kind of call, or of what else is in `TABLES`: any, or on a GPU one of the pool's."""
+    if device == "cuda":
+        kinds: tuple[Kind, ...] = getattr(pool(), what)
+        return choose(kinds)
+    return draw_kind(choose, TABLES[what], profile_of(device).lengths)

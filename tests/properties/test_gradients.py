@@ -12,7 +12,7 @@ from ..thorough import THOROUGH
 from . import oracle
 from .gradient_problems import draw_backward, draw_step
 from .problems import MOST_ELEMENTS
-from .profile import backward_kind_for, chooser, each_device, examples, profile_of, step_kind_for
+from .profile import chooser, each_device, examples, kind_for, profile_of
 
 
 @THOROUGH
@@ -23,7 +23,7 @@ def test_a_training_step_has_the_gradients_of_its_formula_and_touches_no_operand
     device: str, data: st.DataObject
 ) -> None:
     choose = chooser(data)
-    kind = step_kind_for(choose, device)
+    kind = kind_for(choose, device, "steps")
     step = draw_step(choose, kind, profile_of(device).shapes_of(math.prod(kind.normalized)), MOST_ELEMENTS)
     made = step.made(torch.device(device))
     outputs = made.forward()
@@ -38,7 +38,7 @@ def test_a_backward_call_has_the_gradients_of_its_formula_and_touches_no_operand
     device: str, data: st.DataObject
 ) -> None:
     choose = chooser(data)
-    kind = backward_kind_for(choose, device)
+    kind = kind_for(choose, device, "backward")
     call = draw_backward(choose, kind, profile_of(device).shapes_of(kind.n), MOST_ELEMENTS)
     call.run(torch.device(device))
 
@@ -50,7 +50,7 @@ def test_a_backward_call_has_the_gradients_of_its_formula_and_touches_no_operand
 def test_two_steps_at_once_keep_what_each_needs_for_its_own_gradients(device: str, data: st.DataObject) -> None:
     """Forward, forward, backward, backward, of one kind."""
     choose = chooser(data)
-    kind = step_kind_for(choose, device)
+    kind = kind_for(choose, device, "steps")
     steps = [draw_step(choose, kind, profile_of(device).shapes, MOST_ELEMENTS) for _ in range(2)]
     made = [step.made(torch.device(device)) for step in steps]
     outputs = [one.forward() for one in made]
