@@ -126,67 +126,12 @@ class HalfOffsetRMSNorm(_Weighted):
         return (self.factor(x) * (0.5 + self.weight.float())).to(x.dtype)
 
 
-class NoisyRMSNorm(LlamaRMSNorm):
-    """Adds noise in training."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return y + 0.1 * torch.randn(y.shape) if self.training else y
-
-
-class CountingRMSNorm(LlamaRMSNorm):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.get_buffer("calls").add_(1)
-        return super().forward(x)
-
-
-class DetachingRMSNorm(_Weighted):
-    """Takes the mean square for constant in its gradient."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt().detach()
-        return self.weight * (x.float() * scale).to(x.dtype)
-
-
-class CallingRMSNorm(LlamaRMSNorm):
-    """Does something around its forward."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = 2 * super().__call__(x)
-        return y
-
-
-class _Mixin:
-    """What a wrapper of somebody's adds to a class."""
-
-
-class WrappedRMSNorm(_Mixin, LlamaRMSNorm):
-    """Is another thing besides."""
-
-
 class BiasedRMSNorm(LlamaRMSNorm):
     """Has a parameter that patch would drop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
-
-
-class NamelessEpsilonRMSNorm(EpsRMSNorm):
-    """Keeps its epsilon under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epsilon: float = vars(self).pop("eps")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
 
 
 def written(base: Any, name: str, signature: str, *body: str, names: dict[str, Any]) -> Any:
@@ -218,35 +163,6 @@ def reading(factor: Callable[[Any], Any], **held: Any) -> Any:
     return norm(lambda m, x: plain(m, x) * factor(m), LlamaRMSNorm, **held)
 
 
-SCALE, SCALES = 1.0, [1.0]
-
-
-class GlobalRMSNorm(LlamaRMSNorm):
-    """Reads two factors from its module."""
-
-    scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * SCALE * SCALES[0]
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return dy * SCALE
-
-
-class GradientScalingRMSNorm(LlamaRMSNorm):
-    """Reads a factor of its module in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(_ScaledGradient.apply(x))  # type: ignore[no-untyped-call]  # as torch ships it
-
-
 class RenamedLayerNorm(torch.nn.LayerNorm):
     """A subclass that calls what torch's does, as model libraries have them."""
 
@@ -271,18 +187,6 @@ class ScaledLayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
-
-
-class ChannelRMS_norm(torch.nn.Module):
-    """RMSNorm over the second dimension, as autoencoders of videos have."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.gamma = torch.nn.Parameter(torch.ones(n, 1, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
-        return y
 
 
 class L2Norm(torch.nn.Module):

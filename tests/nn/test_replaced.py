@@ -29,6 +29,7 @@ REPLACED: dict[str, Callable[[], torch.nn.Module]] = {
     "T5": models.T5LayerNorm,
     "Olmo2": models.Olmo2RMSNorm,
     "Gemma": models.GemmaRMSNorm,
+    "L2": models.L2Norm,
 }
 each_replaced = pytest.mark.parametrize("make", REPLACED.values(), ids=REPLACED)
 
@@ -211,7 +212,7 @@ def test_norms_of_one_class_share_one_class() -> None:
     assert len({type(module) for module in model}) == 1
 
 
-@pytest.mark.parametrize("make", [*REPLACED.values(), models.L2Norm], ids=[*REPLACED, "L2"])
+@each_replaced
 def test_it_can_be_copied_pickled_and_unpatched(make: Callable[[], torch.nn.Module]) -> None:
     module, ours = patched(make)
     x = torch.randn(2, WIDTH)

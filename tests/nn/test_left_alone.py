@@ -1,0 +1,387 @@
+"""Norms that `patch` leaves alone, with the reason that it reports, and what the trial of a forward may not read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from functools import partial
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
+
+import normforge
+
+from . import models
+from .models import WIDTH, norm
+
+llama, olmo2, l2 = (cls.forward for cls in (models.LlamaRMSNorm, models.Olmo2RMSNorm, models.L2Norm))
+
+
+def overridden() -> torch.nn.Module:
+    module = torch.nn.LayerNorm(WIDTH)
+    module.forward = lambda input: input  # type: ignore[method-assign]  # what the test is about
+    return module
+
+
+def lazy() -> torch.nn.Module:
+    module = models.LlamaRMSNorm()
+    weight: Any = torch.nn.UninitializedParameter()
+    module.weight = weight
+    return module
+
+
+SETTINGS = Namespace(scale=1.0)
+
+
+def of_a_list(m: Any, kept: list[float] = [1.0]) -> float:  # noqa: B006  # what the test is about
+    return kept[0]
+
+
+def of_settings(m: Any, *, kept: Any = SETTINGS) -> Any:
+    return kept.scale
+
+
+def of_itself(m: Any) -> Any:
+    own: Any = of_itself.scale  # type: ignore[attr-defined]  # set below
+    return own
+
+
+vars(of_itself)["scale"] = 1.0
+ONE, ONES = 1.0, [1.0]
+
+
+def of_a_global(m: Any) -> float:
+    return ONE
+
+
+def enclosed(scale: float) -> Callable[[Any], float]:
+    return lambda m: scale
+
+
+# Ways to read a number that is 1 now, each with a name that the report holds.
+READ: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a helper's global": (lambda m: of_a_global(m), "ONE"),
+    "a helper's global, in a generator": (lambda m: sum(of_a_global(each) for each in (m,)), "ONE"),
+    "a factor": (lambda m: m.multiplier, "multiplier"),
+    "a bound, of its class": (lambda m: m.bound, "bound"),
+    "a factor of a config": (lambda m: m.config.scale, "config"),
+    "a class's attribute": (lambda m: 2 if models.RenamedLayerNorm.fast else 1, "models.RenamedLayerNorm.fast"),
+    "its class's attribute": (lambda m: m.__class__.scale, "__class__.scale"),
+    "its type's attribute": (lambda m: type(m).scale, "type"),
+    "another module's global": (lambda m: 1 if models.WIDTH else 2, "models.WIDTH"),
+    "a module in a variable": (lambda m: getattr(models, "WIDTH") and 1, "models"),  # noqa: B009  # what the test is about
+    "a default": (lambda m: of_a_list(m), "of_a_list"),
+    "a method's default": (lambda m: m.of_a_list(), "of_a_list"),
+    "a keyword's default": (of_settings, "factor"),
+    "a closure": (enclosed(1.0), "scale"),
+    "a function's attribute": (of_itself, "of_itself.scale"),
+    "a partial": (lambda m: PARTIAL(m), "PARTIAL"),
+    "the environment": (lambda m: float(os.environ.get("SCALE", 1)), "os.environ.get"),
+    "the environment, by a function": (lambda m: float(os.getenv("SCALE", 1)), "environ.get"),
+    "a flag of torch's": (lambda m: 2 if torch.backends.cudnn.benchmark else 1, "torch.backends.cudnn.benchmark"),
+    "the default dtype": (lambda m: 1 if torch.get_default_dtype() is torch.float32 else 2, "torch.get_default_dtype"),
+    "autocast": (lambda m: 1 if torch.is_autocast_enabled("cpu") else 1.0, "torch.is_autocast_enabled"),
+    "a global that it imports": (lambda m: __import__("tests.nn.models").nn.models.WIDTH and 1, "__import__"),
+}
+PARTIAL: Any = partial(max, 1.0, key=lambda each: 1)
+
+
+@pytest.mark.parametrize("case", READ.values(), ids=[name.replace(" ", "_") for name in READ])
+@pytest.mark.parametrize("base", [models.LlamaRMSNorm, models.RenamedLayerNorm])
+def test_what_may_change_unseen_is_not_read(base: Any, case: tuple[Callable[[Any], Any], str]) -> None:
+    factor, name = case
+
+    class Reading(base):  # type: ignore[misc]  # a parameter
+        scale, bound, config, of_a_list = 1.0, 1.0, SETTINGS, of_a_list
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x if factor(self) == 1 else 2 * x)
+
+    module = Reading(WIDTH)
+    module.multiplier = 1.0
+    ((_, _, reason),) = normforge.patch(module).skipped
+    assert re.fullmatch(
+        rf"its forward reads (\w.*, )?{re.escape(name)}(, .*)?, and ours would not see that change", reason
+    )
+    assert type(module) is Reading
+
+
+def misplaced(m: Any, x: torch.Tensor) -> Any:
+    """Add the epsilon outside the root, which shows only where x is small."""
+    wide = x.float()
+    return m.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + m.variance_epsilon)).to(x.dtype)
+
+
+def of_fixed_epsilon(m: Any, x: torch.Tensor) -> Any:
+    return m.weight * functional.rms_norm(x.float(), x.shape[-1:], eps=m.fixed).to(x.dtype)
+
+
+def detached(m: Any, x: torch.Tensor) -> Any:
+    """Take the mean square for constant in the gradient."""
+    scale = (x.float().pow(2).mean(-1, keepdim=True) + m.variance_epsilon).rsqrt().detach()
+    return m.weight * (x.float() * scale).to(x.dtype)
+
+
+def of_globals(m: Any, x: torch.Tensor) -> Any:
+    return llama(m, x) * ONE * ONES[0]
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, whose backward pass reads a global."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * ONE
+
+
+def scaling_the_gradient(m: Any, x: torch.Tensor) -> Any:
+    return llama(m, ScaledGradient.apply(x))  # type: ignore[no-untyped-call]  # as torch ships it
+
+
+class Calling(models.LlamaRMSNorm):
+    """Does something around its forward."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return 2 * super().__call__(x)
+
+
+class MixedIn(ContextDecorator, models.LlamaRMSNorm):
+    """Is another thing besides."""
+
+
+def named_otherwise(m: Any, x: torch.Tensor) -> Any:
+    return functional.rms_norm(x, (WIDTH,), m.weight, m.epsilon)
+
+
+def channels_first(m: Any, x: torch.Tensor) -> Any:
+    """Normalise over the second dimension, as autoencoders of videos do."""
+    return functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * m.gamma
+
+
+def noisy(m: Any, x: torch.Tensor) -> Any:
+    return llama(m, x) + 0.1 * torch.randn(x.shape) if m.training else llama(m, x)
+
+
+def of_another_epsilon(m: Any, x: torch.Tensor) -> Any:
+    return functional.layer_norm(x, m.normalized_shape, m.weight, m.bias, 1e-3)
+
+
+def in_fp16(m: Any, input: torch.Tensor) -> Any:
+    x, weight, bias = (each.half() for each in (input, m.weight, m.bias))
+    return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+
+
+def with_a_bias(m: Any, x: torch.Tensor) -> Any:
+    """Normalise as minimal GPTs do."""
+    return functional.layer_norm(x, (WIDTH,), m.weight, m.bias)
+
+
+def detaching(m: Any, x: torch.Tensor) -> Any:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.detach().pow(2).mean(-1, keepdim=True) + m.eps)).type_as(x)
+
+
+def optionally_weighted(m: Any, x: torch.Tensor) -> Any:
+    """Say by a flag whether there is a weight, as Gemma4's."""
+    h = m.factor(x)
+    return (h * m.weight.float() if m.with_scale else h).to(x.dtype)
+
+
+WEIGHT, GAMMA = (torch.nn.Parameter(torch.ones(shape)) for shape in ((WIDTH,), (WIDTH, 1, 1)))
+
+SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "weight offset": (models.HalfOffsetRMSNorm, "computes something else"),
+    "rounded offset": (norm(lambda m, x: (m.factor(x) * (1 + m.weight)).to(x.dtype)), "computes something else"),
+    "eps elsewhere": (norm(misplaced), "computes something else"),
+    "rounded twice": (norm(lambda m, x: (m.weight * m.factor(x).to(x.dtype)).to(x.dtype)), "computes something else"),
+    "two inputs": (norm(lambda m, x, gate: m.weight * m.factor(x * gate).to(x.dtype)), "its forward takes (x"),
+    "perhaps two inputs": (norm(lambda m, x, gate=None: llama(m, x if gate is None else x * gate)), "gate=None"),
+    "noise in training": (norm(noisy, name="NoisyRMSNorm"), "sqrt(mean(x**2) + eps) in training"),
+    "two orders": (
+        norm(lambda m, x: llama(m, x) if m.training else olmo2(m, x)),
+        "rounds elsewhere in training than in evaluation",
+    ),
+    "buffer": (
+        norm(lambda m, x: llama(m, x) + 0 * m.calls.add_(1), calls=torch.nn.Buffer(torch.zeros(()))),
+        "holds buffers (calls)",
+    ),
+    "list": (
+        models.reading(lambda m: m.seen.append(0) or 1, seen=[]),
+        "its forward reads seen, and ours would not see",
+    ),
+    "in place": (norm(lambda m, x: x.copy_(m.factor(x)) * m.weight), "writes to its input"),
+    **{
+        f"own gradient of {n} columns": (partial(norm(detached), n), "the gradient of its forward is not that of")
+        for n in (1, 2, 3, 4097)
+    },
+    "epsilon read once": (norm(of_fixed_epsilon, fixed=1e-6), "does not read its epsilon from variance_epsilon"),
+    "own call": (Calling, "Calling has its own __call__"),
+    "mixed in": (MixedIn, "MixedIn is also a ContextDecorator"),
+    "own module": (
+        norm(lambda m, x: m.activation(llama(m, x)), activation=torch.nn.Identity()),
+        "holds modules (activation)",
+    ),
+    "no shape yet": (lazy, "its weight has no shape yet"),
+    "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
+    "eps unnamed": (norm(named_otherwise, torch.nn.Module, weight=WEIGHT, epsilon=1e-6), "variance_epsilon or eps"),
+    "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
+    "fp16 within": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
+    "fixed epsilon": (lambda: norm(of_another_epsilon, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
+    "own class": (norm(with_a_bias, models.BiasedRMSNorm), "it lacks a 1-D weight as its only parameter"),
+    "channels first": (
+        norm(channels_first, torch.nn.Module, "ChannelRMS_norm", gamma=GAMMA),
+        "it lacks a 1-D weight as its only parameter",
+    ),
+    "L2 clipped": (norm(lambda m, x: l2(m, x.clamp(-1e4, 1e4)), models.L2Norm), "very large or small numbers"),
+    "L2 with a gradient of its own": (norm(detaching, models.L2Norm), "the gradient of its forward is not that of"),
+    "L2 scaled": (norm(lambda m, x: l2(m, x) * 0.5, models.L2Norm), "its forward computes something else than"),
+    "nameless": (norm(channels_first, torch.nn.Module, gamma=GAMMA), "it lacks a 1-D weight as its only parameter"),
+    "own forward": (overridden, "overridden on the instance"),
+    "clipped input": (norm(lambda m, x: llama(m, x.clamp(-65504, 65504))), "very large or small numbers"),
+    "narrowly clipped input": (norm(lambda m, x: llama(m, x.clamp(-1e4, 1e4))), "very large or small numbers"),
+    "clipped output": (norm(lambda m, x: llama(m, x).clamp(-65504, 65504)), "very large or small numbers"),
+    "finite input": (norm(lambda m, x: llama(m, torch.nan_to_num(x))), "it may clip them"),
+    "finite output": (norm(lambda m, x: torch.nan_to_num(llama(m, x))), "it may clip them"),
+    "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
+    "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
+    "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
+    "factors of its module": (norm(of_globals), "its forward reads ONE, ONES, and"),
+    "a factor of its gradient": (norm(scaling_the_gradient), "its forward reads ONE, and"),
+    "a flag": (models.reading(lambda m: 2 if m.doubles else 1, doubles=False), "its forward reads doubles"),
+    "a size": (models.reading(lambda m: m.size / m.weight.numel(), size=WIDTH), "its forward reads size"),
+    "a bound that decides": (models.reading(lambda m: 1 if m.least > 0 else 0, least=1.0), "its forward reads least"),
+    "a word": (models.reading(lambda m: 1 if m.kind == "rms" else 0, kind="rms"), "its forward reads kind"),
+    "negative epsilon": (lambda: torch.nn.LayerNorm(WIDTH, eps=-0.1), "its eps is -0.1, and kernels take a finite"),
+    "negative epsilon of an RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH, eps=-0.1), "its eps is -0.1"),
+    "negative epsilon of a GroupNorm": (lambda: torch.nn.GroupNorm(4, WIDTH, eps=-0.1), "its eps is -0.1"),
+    "negative epsilon of Llama's": (lambda: models.LlamaRMSNorm(eps=-1e-6), "its variance_epsilon is -1e-06"),
+    "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
+}
+
+
+def test_what_the_garbage_collector_calls_is_no_part_of_a_forward() -> None:
+    """JAX's callback and hypothesis's read variables of their modules, whenever a collection begins."""
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: print(end=phase[SETTINGS.scale > 0 :][:0]))
+    gc.set_threshold(1)
+    try:
+        assert normforge.patch(torch.nn.Sequential(models.LlamaRMSNorm())).swapped
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
+
+
+@pytest.mark.parametrize(("library", "times"), [("some_library", 1), ("typing_extensions", 99)])
+def test_what_torch_calls_on_the_way_is_no_part_of_a_backward_pass(
+    library: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first backward passes torch 2.11 looks types up, for which typing_extensions reads its variables."""
+    inside: dict[str, Any] = {"__name__": library, "calls": []}
+    exec("def read(): calls.append(0)", inside)
+    around = {**inside, "__name__": "torch.autograd", "grad": torch.autograd.grad, "times": times}
+    exec("def first(*args, **options): len(calls) < times and read(); return grad(*args, **options)", around)
+    monkeypatch.setattr(torch.autograd, "grad", around["first"])
+    assert normforge.patch(torch.nn.Sequential(models.LlamaRMSNorm())).swapped
+    assert inside["calls"]
+
+
+@pytest.mark.parametrize("case", SKIPPED.values(), ids=[name.replace(" ", "_") for name in SKIPPED])
+def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], torch.nn.Module], str]) -> None:
+    make, reason = case
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), make())
+    cls, attributes = type(model[1]), copy.copy(vars(model[1]))
+    contents = {name: copy.deepcopy(value) for name, value in attributes.items() if isinstance(value, list)}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random = torch.get_rng_state()
+    result = normforge.patch(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert {name: vars(model[1])[name] for name in contents} == contents
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert not result.swapped
+    ((path, skipped, why),) = result.skipped
+    assert (path, skipped) == ("1", cls)
+    assert reason in why
+    assert type(model[1]) is cls
+    assert dict(vars(model[1])) == attributes
+
+
+HALVES = (torch.float16, torch.bfloat16)
+_accelerator_available = False
+
+
+def one_of(m: Any, one: int = 1) -> int:
+    return max([one, *(one for _ in range(2))])
+
+
+TAKEN = {
+    "the length of rows": models.reading(
+        lambda m: functional.rms_norm(m.weight, (m.size,)).isnan().logical_not(), size=WIDTH
+    ),
+    "the shape of rows": models.reading(
+        lambda m: functional.rms_norm(m.weight, m.shape).isnan().logical_not(), shape=(WIDTH,)
+    ),
+    "a flag that changes nothing": models.reading(lambda m: 1.0 if m.fast else 1, fast=False),
+    "a flag that says whether there is a weight": norm(optionally_weighted, with_scale=True),
+    "what is None": models.reading(lambda m: 1 if m.groups is None else 0, groups=None),
+    "constants of a library": models.reading(lambda m: 1 if math.pi < torch.inf and HALVES else 0),
+    "a helper without state": models.reading(lambda m: sum(one_of(m) for _ in range(1))),
+    "what is installed": models.reading(lambda m: 2 if _accelerator_available else 1),
+    "what it does not read": models.reading(lambda m: 1, config=Namespace(scale=1.0), scale=2.0, kept=[1.0]),
+}
+
+
+@pytest.mark.parametrize("make", TAKEN.values(), ids=[name.replace(" ", "_") for name in TAKEN])
+def test_what_changes_no_result_may_be_read(make: Callable[[], torch.nn.Module]) -> None:
+    module = make()
+    assert len(normforge.patch(module).swapped) == 1
+
+
+def test_what_is_no_norm_is_not_reported() -> None:
+    plain = [torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4), torch.nn.PReLU(4)]
+    # Called after the norm that it lacks, or that it computes scales for; and a weight of one dimension.
+    named = [
+        norm(lambda m, x: m.conv(x), torch.nn.Module, "NoLayerNormConvLayer", conv=torch.nn.Conv1d(4, 4, 1)),
+        norm(lambda m, x: m.linear(x), torch.nn.Module, "AdaLayerNormSingle", linear=torch.nn.Linear(4, 24)),
+        norm(lambda m, x: x * m.gamma, torch.nn.Module, "LayerScale", gamma=torch.nn.Parameter(torch.ones(4))),
+    ]
+    model = torch.nn.Sequential(*plain, *(cls() for cls in named))
+    assert normforge.patch(model) == normforge.Patch((), ())
+
+
+def test_looking_at_a_compiled_forward_compiles_nothing() -> None:
+    counter = CompileCounter()
+    module = norm(torch.compile(llama, backend=counter))()
+    assert len(normforge.patch(module).swapped) == 1
+    assert counter.frame_count == 0
+    normforge.unpatch(module)
+    module(torch.randn(2, WIDTH))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_what_a_forward_warns_of_on_trial_is_not_the_callers(action: Any) -> None:
+    """Torch's RMSNorm warns of a bf16 input beside an fp32 weight: patch took timm's, and left it where that raises."""
+
+    def warning(m: Any, x: torch.Tensor) -> Any:
+        if x.dtype != m.weight.dtype:
+            warnings.warn(f"x is {x.dtype} and the weight {m.weight.dtype}", stacklevel=2)
+        return llama(m, x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        assert len(normforge.patch(norm(warning)()).swapped) == 1
+    assert not caught
