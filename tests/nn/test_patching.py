@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import normforge
 
 from ..calling import FLOATS, each_device, each_float
 from . import models
+from .decoders import FAMILIES, LlamaLayer, made
 from .models import WIDTH, Transformer, norm, randomised
 from .oracle import backward
 from .twins import Counted, results, twins
@@ -268,25 +270,28 @@ class Rescaling(models.LlamaRMSNorm):
 
 def on_meta() -> torch.nn.Module:
     with torch.device("meta"):
-        return torch.nn.Sequential(models.LlamaRMSNorm(), torch.nn.LayerNorm(WIDTH))
+        return torch.nn.Sequential(models.LlamaRMSNorm(), torch.nn.LayerNorm(WIDTH), LlamaLayer())
 
 
-# Models, and the paths of the modules that patch swaps.
-MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
+# Models, the paths of the modules that patch swaps, and how many blocks it fuses.
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, int]] = {
+    **{f"blocks of {family}": (partial(made, family), None, 2) for family in FAMILIES},
     "transformer": (
         Transformer,
         ("blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "last"),
+        2,
     ),
-    "a norm alone": (lambda: torch.nn.RMSNorm(WIDTH), ("",)),
+    "a norm alone": (lambda: torch.nn.RMSNorm(WIDTH), ("",), 0),
     "ours": (
         lambda: torch.nn.Sequential(normforge.LayerNorm(WIDTH), normforge.AddRMSNorm(WIDTH), torch.nn.LayerNorm(WIDTH)),
         ("2",),
+        0,
     ),
-    "shared": (lambda: torch.nn.Sequential(*[torch.nn.LayerNorm(WIDTH)] * 2, torch.nn.Linear(WIDTH, WIDTH)), ("0",)),
-    "Hugging Face's": (lambda: torch.nn.Sequential(*(cls() for cls in HUGGING_FACE)), tuple("01234")),
-    "of any width": (lambda: torch.nn.Sequential(*(models.LlamaRMSNorm(n) for n in (1, 2, 3, 4097))), tuple("0123")),
-    "of any name": (lambda: torch.nn.Sequential(SwitchLayerNorm(), Rescaling()), tuple("01")),
-    "on meta": (on_meta, tuple("01")),
+    "shared": (lambda: torch.nn.Sequential(*[torch.nn.LayerNorm(WIDTH)] * 2), ("0",), 0),
+    "Hugging Face's": (lambda: torch.nn.Sequential(*(cls() for cls in HUGGING_FACE)), tuple("01234"), 0),
+    "of any width": (lambda: torch.nn.Sequential(*(models.LlamaRMSNorm(n) for n in (1, 2, 3, 4097))), tuple("0123"), 0),
+    "of any name": (lambda: torch.nn.Sequential(SwitchLayerNorm(), Rescaling()), tuple("01"), 0),
+    "on meta": (on_meta, ("0", "1", "2.input_layernorm", "2.post_attention_layernorm"), 1),
 }
 OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: normforge.LayerNorm,
@@ -294,10 +299,13 @@ OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
 @pytest.mark.parametrize("case", MODELS.values(), ids=[name.replace(" ", "_") for name in MODELS])
-def test_only_the_classes_change(case: tuple[Callable[[], torch.nn.Module], tuple[str, ...]]) -> None:
+def test_only_the_classes_change(
+    case: tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, int], fuse: bool
+) -> None:
     """Also not by the trial: no hook of a module runs, and random numbers come as they would have."""
-    make, paths = case
+    make, paths, blocks = case
     model = make()
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: pytest.fail("the module was called"))
@@ -305,19 +313,22 @@ def test_only_the_classes_change(case: tuple[Callable[[], torch.nn.Module], tupl
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
     values, random = copy.deepcopy(parameters), torch.get_rng_state()
     assert normforge.unpatch(model) == ()
-    swapped = normforge.patch(model, fuse=False).swapped
-    assert tuple(each.path for each in swapped) == paths
-    for path, old, new in swapped:
+    done = normforge.patch(model, fuse=fuse)
+    assert paths in (tuple(each.path for each in done.swapped), None)
+    assert len(done.fused) == (blocks if fuse else 0)
+    for path, old, new in done.swapped:
         assert type(model.get_submodule(path)) is new
         assert new is OURS[old] if old in OURS else issubclass(new, (normforge.RMSNorm, old))
-    assert normforge.patch(model, fuse=False) == normforge.Patch((), ())
+    assert normforge.patch(model, fuse=fuse) == normforge.Patch((), ())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(module is before[path][0] for path, module in model.named_modules())
     for path, parameter in model.named_parameters():
         assert parameter is parameters[path]
         assert parameter.is_meta or torch.equal(parameter, values[path])
     assert list(model.state_dict()) == keys
-    assert [(path, new, old) for path, old, new in normforge.unpatch(model)] == list(swapped)
+    back = [(path, new, old) for path, old, new in normforge.unpatch(model)]
+    assert {*done.swapped} <= {*back}
+    assert {path for path, _, _ in back} == {each.path for each in (*done.swapped, *done.fused)}
     assert {path: (module, type(module), dict(vars(module))) for path, module in model.named_modules()} == before
     assert normforge.unpatch(model) == ()
 
