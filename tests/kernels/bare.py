@@ -32,11 +32,9 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
 
 
 def saved(mode: Mode, x: torch.Tensor, x_bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The statistics that a forward call of (M, N) rows would have saved."""
-    s = x.float() if x_bias is None else x.float() + x_bias
-    if not mode.norm.centres:
-        return {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
-    return {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
+    """The statistics that a forward call would have saved."""
+    of = reference.FORWARD[mode.norm](x, x_bias=x_bias, eps=EPS, save_mv=True)
+    return {name: each for name, each in (("mean", of.mean), ("rstd", of.rstd)) if each is not None}
 
 
 def run_backward(

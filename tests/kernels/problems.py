@@ -1,126 +1,121 @@
-"""Random inputs for a mode, and the check of everything a call returns against the fp64 oracle."""
+"""A call of a mode, with what may vary without another instance, held against the fp64 oracle as `normforge run` does.
+
+The tensors are those of the command but for their types, which the command does not mix, and for those left out.
+"""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from normforge import LayerNormOutput, QuantisedOutput, reference
-from normforge.calls.functions import FUNCTIONS, completed
+from normforge import QuantisedOutput, reference
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import FORWARD, family_of
-from normforge.codegen.values import INPUT_DTYPES, DType, Norm
+from normforge.codegen.parameters import BACKWARD, family_of
+from normforge.codegen.values import INPUT_DTYPES, Direction, DType, FusedAdd
 from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
-from normforge.operators import computing
-from normforge.reference import gated as gating_reference
-from normforge.reference import modulated as modulation_reference
 from normforge.reference import quantised as quantisation_reference
-from normforge.tools.compare import compare, compare_quantised, numbers_of
+from normforge.tools import checked_run, problem, problem_tensors
+from normforge.tools.compare import Finding, compare_gradients, compare_quantised, numbers_of
+from normforge.tools.measured_run import Run
 
-_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
-    norm: getattr(public, name) for norm, name in FORWARD.functions.items()
-}
-_ORACLES: dict[str, Mapping[Norm, Callable[..., Any]]] = {
-    "": reference.FORWARD,
-    "modulated": modulation_reference.FORWARD,
-    "gated": gating_reference.FORWARD,
-    "quantised": quantisation_reference.FORWARD,
-}
+from .bare import saved
 
-# How many tokens there are of a shape's rows, where these are the groups of one.
-_TOKENS = 2
-
-# The arguments that `Problem` draws a row of for each of x's.
-_ROWS = ("x", "residual", "scale", "gate")
-
-# What is drawn from (0, 1) is divided by it, so that scales that are given cut off some of y, and not most.
-_NARROW = {"static_scale": 100.0, "column_scale": 100.0, "scale_ub": 1.0, "global_scale": 5e-4}
-
-# The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
-_ORACLE_ELEMENTS = 1 << 26
+Draw = Callable[[Parameter], torch.Tensor | None]
+_draws: Callable[..., Draw] = problem_tensors._drawer
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: a mode, a shape, and what may vary without another instance.
+    """One call: a mode, forward or backward, rows, and what may vary without another instance.
 
     Attributes:
         mode: what is computed.
-        shape: x's shape, (..., N).
-        row_stride: elements from row to row of x and residual; None is N.
+        m: rows; of samples that are differentiated there are two, of at least 8 rows each.
+        n: row length; of groups there are two side by side.
+        stride: elements from row to row; None is a row's length.
         dtypes: tensor name to element type, for those that need not be x's.
-        absent: which of weight and bias are left out.
-        keywords: further arguments of the call, eps say.
+        absent: tensors that are left out.
     """
 
     mode: Mode
-    shape: tuple[int, ...]
-    row_stride: int | None = None
-    dtypes: dict[str, DType] = field(default_factory=dict)
-    absent: frozenset[str] = frozenset()
-    keywords: dict[str, Any] = field(default_factory=dict)
+    m: int
+    n: int
+    stride: int | None = None
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
 
-    def arguments(self, device: str) -> dict[str, Any]:
-        """Fresh arguments: everything uniform in (-0.5, 0.5), the smooth scale in (-1, 1), as ck_tile draws them."""
-        generator = torch.Generator(device).manual_seed(zlib.crc32(repr(self).encode()))
-        mode, n = self.mode, self.shape[-1]
+    def check(self, device: str) -> str:
+        """Run the call, hold everything it returns against the oracle, and return the name of the instance."""
+        place = torch.device(device)
+        if family_of(self.mode) is BACKWARD:
+            assert self._wrong_gradients(place) == [], self
+            return ""
+        with (
+            mock.patch.object(problem_tensors, "_drawer", self._draws),
+            mock.patch.object(checked_run, "poisoned_outputs", return_value={}),
+        ):
+            run: Run[Any] = checked_run.prepare(self._of_the_command, place)
+            wrong = [finding for finding in run.validate(run.call()) if not finding.ok]
+        assert wrong == [], self
+        return run.entry().name
 
-        def draw(parameter: Parameter) -> torch.Tensor | None:
-            name = parameter.name
-            if name in self.absent:
+    @property
+    def _of_the_command(self) -> problem.Problem:
+        mode, groups = self.mode, 2 if self.mode.grouped else 1
+        rows = max(16, self.m + self.m % 2) if mode.modulated and mode.is_backward else self.m
+        # The command's mode is that of the forward call, which stores the sum of rows that it gates.
+        fadd = FusedAdd.PRE_ADD_STORE if mode.x_gate else mode.fadd
+        forward = mode if family_of(mode) is BACKWARD else replace(mode, direction=Direction.FORWARD, fadd=fadd)
+        return problem.Problem(
+            rows,
+            groups * self.n,
+            forward,
+            mode.is_backward,
+            strides=problem.Strides.all(groups * (self.stride or self.n)),
+            samples=(2 if mode.is_backward else rows) if mode.modulated else 0,
+            group=self.n if mode.grouped else 0,
+            scale_layout=mode.scale_layout,
+        )
+
+    def _draws(self, of: problem.Problem, device: torch.device, seed: int) -> Draw:
+        draw = _draws(of, device, seed)
+
+        def drawn(row: Parameter) -> torch.Tensor | None:
+            if row.name in self.absent or (row.name == "dresidual_out" and not self.mode.fadd.stores):
                 return None
-            if parameter.kind is Kind.RANDOM:
-                return torch.randint(2**63 - 1, (2,), generator=generator, device=device)
-            if parameter.kind is Kind.SCALE:
-                # One a row.
-                return torch.rand(self.shape[:-1], generator=generator, device=device) + 0.5
-            if parameter.kind is Kind.VALUE:
-                return torch.rand(1, generator=generator, device=device).div(_NARROW[name]).add(1e-3)
-            dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in if name == "x" else mode.operand_dtype)]
-            # A shift for all rows, and a scale and a gate for each.
-            is_rows = parameter.kind is Kind.ROWS or (parameter.kind is Kind.SAMPLES and name != "shift")
-            width = 2.0 if name == "smooth_scale" else 1.0
-            of_groups = mode.grouped and parameter.kind is Kind.GROUPS
-            shape = (*self.shape[:-1], self.row_stride or n) if is_rows or of_groups else (n,)
-            shape = (_TOKENS, *shape) if is_rows and mode.grouped else shape
-            uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
-            if name == "column_scale":
-                return uniform.add_(0.5).div_(_NARROW[name]).to(dtype)
-            return uniform.sub_(0.5).mul_(width).to(dtype)[..., :n]
+            tensor, dtype = draw(row), self.dtypes.get(row.name)
+            if tensor is None or dtype is None:
+                return tensor
+            # As strided as it was.
+            other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=TORCH_DTYPES[dtype], device=device)
+            return other.copy_(tensor)
 
-        return {**arguments_of(mode, draw), **self.keywords}
+        return drawn
 
-    def check(self, device: str) -> LayerNormOutput | QuantisedOutput:
-        """Run the call and hold every output of every row against the oracle."""
-        arguments = self.arguments(device)
-        beside = family_of(self.mode).name
-        if beside == "quantised":
-            quantised = computing.run(*_operated(self.mode, arguments))
-            assert isinstance(quantised, QuantisedOutput)
-            return check_quantised(self.mode, arguments, quantised)
-        actual = _beside(self.mode, arguments) if beside else _FORWARD[self.mode.norm](**arguments)
-        _check_against_oracle(self, arguments, actual)
-        return actual
-
-
-def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
-    """A call of a gated, modulated or quantised norm, as its operator makes it."""
-    found = computing.run(*_operated(mode, arguments))
-    assert isinstance(found, LayerNormOutput)
-    return found
-
-
-def _operated(mode: Mode, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of an operator, and what it is given."""
-    function = family_of(mode).functions[mode.norm]
-    passed = FUNCTIONS[function].passed
-    return function, {name: value for name, value in completed(function, arguments).items() if name in passed}
+    def _wrong_gradients(self, device: torch.device) -> list[Finding]:
+        """Of a plain norm, whose command reads the stored sum, and no x_bias beside it."""
+        mode, draw = self.mode, self._draws(self._of_the_command, device, problem_tensors.SEED)
+        given = arguments_of(mode, lambda row: None if row.kind is Kind.PER_ROW else draw(row))
+        given |= saved(mode, given["x"], given.get("x_bias"))
+        before = {name: each.clone() for name, each in given.items() if isinstance(each, torch.Tensor)}
+        wants = {
+            "dx": True,
+            "dweight": "weight" in given,
+            "dbias": mode.norm.centres,
+            "dx_bias": mode.x_bias,
+            "ddropped": mode.dropout,
+        }
+        due = tuple(name for name, wanted in wants.items() if wanted)
+        found = getattr(public, BACKWARD.functions[mode.norm])(**given, wants=due)
+        assert all(torch.equal(given[name], tensor) for name, tensor in before.items()), self
+        findings = compare_gradients(found, reference.BACKWARD[mode.norm](**given), due)
+        return [finding for finding in findings if not finding.ok]
 
 
 def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
@@ -139,44 +134,6 @@ def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     names = [
         row.name
         for row in family_of(mode).inputs
-        if row.name != "x" and row.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+        if row.name != "x" and row.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM, Kind.PER_ROW)
     ]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
-
-
-def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: LayerNormOutput) -> None:
-    n = problem.shape[-1]
-    x = arguments["x"]
-    rows = x.numel() // n
-    block = max(1, _ORACLE_ELEMENTS // n)
-    oracle = _ORACLES[family_of(problem.mode).name][problem.mode.norm]
-    flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in _ROWS}
-    if "x_scale" in arguments:
-        flat["x_scale"] = arguments["x_scale"].reshape(-1)
-    if problem.mode.grouped:
-        shared = {name: arguments[name] for name in ("weight", "bias") if name in arguments}
-        flat |= {name: vector.expand(x.shape).reshape(-1, n) for name, vector in shared.items()}
-    for start in range(0, rows, block):
-        part = slice(start, start + block)
-        whole = {"first_row": start} if problem.mode.dropout else {}
-        expected = oracle(**arguments | whole | {name: rows[part] for name, rows in flat.items()})
-        findings = compare(_slice(actual, part, n), expected, problem.mode.rounding)
-        wrong = [finding for finding in findings if not finding.ok]
-        assert not wrong, f"{problem}\nrows {part.start}..{part.stop}: {wrong}"
-
-
-def _rows_of(tensor: torch.Tensor, n: int) -> torch.Tensor:
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.view(1, n)
-
-
-def _slice(output: LayerNormOutput, part: slice, n: int) -> LayerNormOutput:
-    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.reshape(-1)[part]
-
-    return LayerNormOutput(
-        y=_rows_of(output.y, n)[part],
-        residual_out=None if output.residual_out is None else _rows_of(output.residual_out, n)[part],
-        y_scale=rows(output.y_scale),
-        mean=rows(output.mean),
-        rstd=rows(output.rstd),
-    )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import normforge
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Pipeline
@@ -19,7 +18,6 @@ from normforge.selection.table import Entry, RetiledTable
 from ..calling import each_device
 from ..folders import distinct_tiles
 from ..thorough import first_of_each
-from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
 
 # A table grows while tests run: what they call that it lacks is added.
@@ -29,29 +27,24 @@ mode_of = cache(Mode.from_name)
 LONG_PRIME = 140009
 
 
-def problems(entry: Entry, rows: int) -> list[Problem]:
-    """Both edges of the bucket and an odd length between; one row, several, and rows with a stride of their own."""
+def problems(entry: Entry, tile: Tile) -> list[Problem]:
+    """Both edges of the bucket and an odd length between; one row, several, and rows with a stride of their own.
+
+    Backward there are more tiles of rows than programs in the interpreter.
+    """
     mode: Mode = mode_of(entry.mode)
     first, last = entry.first, entry.last or LONG_PRIME
-    middle = (first + last) // 2 | 1
-    several = (rows + 1,)
+    middle, several = (first + last) // 2 | 1, tile.rows + 1
+    lacks: tuple[tuple[str, ...], ...] = (("bias",), (), ("weight",))
+    dtypes = [mixed_dtypes(mode, salt) for salt in range(_PROBLEMS)]
+    if mode.is_backward:
+        several = (2 if tile.pipeline is Pipeline.TWO_PASS else 4) * tile.rows + 1
+        lacks = (("weight",), (), ())
+        dtypes[1]["dy"], dtypes[2]["dy"] = DType.BF16, DType.FP32
     return [
-        Problem(mode, (1, first), dtypes=mixed_dtypes(mode, 0), absent=frozenset({"bias"})),
-        Problem(mode, (*several, last), dtypes=mixed_dtypes(mode, 1)),
-        Problem(mode, (3, middle), row_stride=middle + 7, dtypes=mixed_dtypes(mode, 2), absent=frozenset({"weight"})),
-    ]
-
-
-def gradient_problems(entry: Entry, tile: Tile) -> list[GradientProblem]:
-    """The same lengths; more tiles of rows than there are programs in the interpreter, and a row alone."""
-    mode: Mode = mode_of(entry.mode)
-    first, last = entry.first, entry.last or LONG_PRIME
-    middle = (first + last) // 2 | 1
-    several = (2 if tile.pipeline is Pipeline.TWO_PASS else 4) * tile.rows + 1
-    return [
-        GradientProblem(mode, (1, first), dtypes=mixed_dtypes(mode, 0), has_weight=False),
-        GradientProblem(mode, (several, last), dtypes=mixed_dtypes(mode, 1) | {"dy": DType.BF16}),
-        GradientProblem(mode, (5, middle), row_stride=middle + 7, dtypes=mixed_dtypes(mode, 2) | {"dy": DType.FP32}),
+        Problem(mode, 1, first, dtypes=dtypes[0], absent=lacks[0]),
+        Problem(mode, several, last, dtypes=dtypes[1], absent=lacks[1]),
+        Problem(mode, 5 if mode.is_backward else 3, middle, middle + 7, dtypes[2], lacks[2]),
     ]
 
 
@@ -116,22 +109,22 @@ def shares(*, backward: bool) -> list[Any]:
     return first_of_each(both, lambda share: share.kind, lambda share: share.name)
 
 
+def check(share: Share, device: str) -> None:
+    for index, tile in share.turns(device):
+        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
+            assert problems(share.entry, tile)[index].check(device) in (share.entry.name, "")
+
+
 @each_device
 @pytest.mark.parametrize("share", shares(backward=False))
 def test_instance(share: Share, device: str) -> None:
-    for index, tile in share.turns(device):
-        problem = problems(share.entry, tile.rows)[index]
-        assert normforge.which(**problem.arguments(device), norm=problem.mode.norm) == share.entry.name
-        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
-            problem.check(device)
+    check(share, device)
 
 
 @each_device
 @pytest.mark.parametrize("share", shares(backward=True))
 def test_gradient_instance(share: Share, device: str) -> None:
-    for index, tile in share.turns(device):
-        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
-            gradient_problems(share.entry, tile)[index].check(device)
+    check(share, device)
 
 
 def test_shares_have_every_turn_once() -> None:

@@ -19,7 +19,6 @@ from normforge.selection.table import RetiledTable
 
 from ..covering import axes_of, covering, every_mode, parametrize, uncovered
 from ..thorough import THOROUGH
-from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
 
 # For each kernel a row of a few chunks, the last of them ragged, and the tile that takes it so. Rows of odd length
@@ -80,8 +79,7 @@ def test_mode(case: Case, device: str) -> None:
     if mode.is_backward:
         tile = replace(tile, rows=BACKWARD_ROWS.get(tile.pipeline, tile.rows))
     entry = dispatch.find(mode, n)
-    shape, dtypes = (2 * tile.rows + 1, n), mixed_dtypes(mode, len(mode.name))
-    problem = (GradientProblem if mode.is_backward else Problem)(mode, shape, dtypes=dtypes)
+    problem = Problem(mode, 2 * tile.rows + 1, n, dtypes=mixed_dtypes(mode, len(mode.name)))
     with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
         problem.check(device)
 

@@ -12,7 +12,7 @@ from normforge.codegen.values import Direction, DType, FusedAdd, Norm
 from normforge.tools.compare import compare
 
 from ..norms import FULL
-from .gradients import GradientProblem
+from .problems import Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +91,7 @@ def test_rows_that_start_anywhere_by_how_many_they_are(m: int, norm: str) -> Non
 @pytest.mark.parametrize("fadd", [FusedAdd.NONE, FusedAdd.PRE_ADD_STORE], ids=lambda fadd: fadd.value)
 @pytest.mark.parametrize("n", [3072, 4096, 5120, 7168, 8192, 12288, 65536])
 def test_gradients(n: int, fadd: FusedAdd, dtype: DType, norm: Norm) -> None:
-    GradientProblem(Mode(norm, dtype, dtype, fadd, direction=Direction.BACKWARD), (GRADIENT_ROWS, n)).check("cuda")
+    Problem(Mode(norm, dtype, dtype, fadd, direction=Direction.BACKWARD), GRADIENT_ROWS, n).check("cuda")
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -99,10 +99,11 @@ def test_gradients(n: int, fadd: FusedAdd, dtype: DType, norm: Norm) -> None:
 @pytest.mark.parametrize("case", ["odd", "fp32 dy", "odd stride"])
 def test_gradients_of_rows_that_cannot_be_read_in_pairs(case: str, n: int, norm: Norm) -> None:
     """Or of which one tensor can, and the other cannot."""
-    problem = GradientProblem(
+    problem = Problem(
         Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
-        (GRADIENT_ROWS, n - n % 2 - 1 if case == "odd" else n),
-        row_stride=n + 1 + n % 2 if case == "odd stride" else None,
+        GRADIENT_ROWS,
+        n - n % 2 - 1 if case == "odd" else n,
+        stride=n + 1 + n % 2 if case == "odd stride" else None,
         dtypes={"dy": DType.FP32} if case == "fp32 dy" else {},
     )
     problem.check("cuda")
