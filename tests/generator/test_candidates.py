@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normforge.codegen.candidates import candidates
-from normforge.codegen.instance import Bucket, Tile
-from normforge.codegen.tile_limits import why_not
+from normforge.codegen.instance import Tile
 from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileClass, standard_ladder
 from normforge.codegen.values import Direction, Pipeline
 
@@ -21,20 +20,10 @@ FWD_16, BWD_16 = TileClass(Direction.FORWARD, 2), TileClass(Direction.BACKWARD, 
 EVERY = [(kind, bucket, few) for kind in CLASSES for bucket in standard_ladder() for few in (False, True)]
 
 
-def tiles_for(kind: TileClass, bucket: Bucket, *, few: bool) -> list[Tile]:
-    return candidates(kind, bucket, bucket.last or LONG, ARCH, few=few)
-
-
-def test_the_lengths_of_a_bucket_share_candidates_that_can_serve_all_of_it() -> None:
-    for kind, bucket, few in EVERY:
-        for tile in candidates(kind, bucket, bucket.first, ARCH, few=few):
-            assert why_not(kind, bucket, tile, ARCH) is None
-
-
 def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
     """Warps have slots there, and a thread keeps 24 registers or more, which is what addresses take."""
     for kind, bucket, few in EVERY:
-        for tile in tiles_for(kind, bucket, few=few):
+        for tile in candidates(kind, bucket, bucket.last or LONG, ARCH, few=few):
             threads = tile.resident * tile.warps * WARP
             assert threads <= MOST_RESIDENT_WARPS * WARP
             assert REGISTERS // threads >= 24
@@ -56,31 +45,13 @@ def test_what_an_h200_was_seen_to_prefer_is_among_them(kind: TileClass, length: 
     assert tile in candidates(kind, bucket, length, ARCH, few=False)
 
 
-def test_where_rows_are_spread_and_chunks_kept() -> None:
-    """By class, the first bucket; every longer one has such candidates too."""
-    spread: dict[str, list[str]] = {}
-    held: dict[str, list[str]] = {}
-    for kind, bucket, few in EVERY:
-        for tile in tiles_for(kind, bucket, few=few):
-            assert not few or not tile.held or tile.pipeline is Pipeline.SPREAD
-            where = spread if tile.pipeline is Pipeline.SPREAD else held if tile.held else None
-            if where is not None and bucket.name not in where.setdefault(kind.name, []):
-                where[kind.name].append(bucket.name)
-    long = ["n12288", "n16384", "n32768", "n65536", "n131072", "nbig"]
-    every = {"fwd_16bit": long[3:]} | dict.fromkeys(("bwd_16bit", "bwd_16bit_add", "bwd_32bit", "bwd_32bit_add"), long)
-    every |= {f"{name}_rms": buckets for name, buckets in every.items()}
-    # LayerNorm's programs exchange means that sums of two rows leave too coarse.
-    assert spread == every | {"fwd_16bit_add_rms": long[3:]}
-    assert held == dict.fromkeys(("fwd_16bit", "fwd_16bit_rms", "fwd_32bit", "fwd_32bit_rms"), long[2:])
-
-
 def test_no_row_is_spread_or_staged_where_no_hardware_sees_to_it() -> None:
     """Programs cannot wait for one another there, nor rows come to shared memory by themselves."""
     for kind, bucket, few in EVERY:
         n = bucket.last or LONG
         expected = [
             tile
-            for tile in tiles_for(kind, bucket, few=few)
+            for tile in candidates(kind, bucket, bucket.last or LONG, ARCH, few=few)
             if tile.pipeline is not Pipeline.SPREAD and tile.stages == 1
         ]
         assert candidates(kind, bucket, n, "gfx942", few=few) == expected

@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from string import Formatter
 from typing import Any
@@ -16,13 +17,13 @@ import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED, family_of
 from normforge.codegen.public import PUBLIC
 from normforge.codegen.signature import params
-from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
+from normforge.codegen.values import Norm
 from normforge.families import public
 
-from ..norms import FULL
+from ..covering import axes_of, covering, every_mode
 
 # The families whose public functions are emitted.
 EMITTED = (FORWARD, BACKWARD, *(functions.family for functions in PUBLIC))
@@ -54,40 +55,11 @@ each_row = pytest.mark.parametrize(
 )
 
 
+@cache
 def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
-    """One that has nothing, and one that has everything, unless the norm lacks some of it."""
-    if family is BACKWARD:
-        bare = Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD)
-        if norm not in FULL:
-            return (bare,)
-        dropped: dict[str, Any] = {"direction": Direction.BACKWARD, "x_bias": True, "dropout": True}
-        return bare, Mode(norm, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, **dropped)
-    if family is MODULATED:
-        add = FusedAdd.PRE_ADD_STORE
-        return (
-            Mode(norm, DType.BF16, DType.BF16, modulated=True),
-            Mode(norm, DType.BF16, DType.INT8, add, FusedQuant.DYNAMIC, save_mv=True, modulated=True, x_gate=True),
-        )
-    if family is GATED:
-        before, dynamic = Gating.BEFORE_NORM, FusedQuant.DYNAMIC
-        return (
-            Mode(norm, DType.BF16, DType.BF16, gating=Gating.AFTER_NORM),
-            Mode(norm, DType.BF16, DType.INT8, fquant=dynamic, save_mv=True, gating=before, grouped=True),
-        )
-    add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
-    if family is QUANTISED:
-        served: dict[str, Any] = {"scale_ub": True, "group_size": ScaleGroup.G64, "save_unquant": True, "x_bias": True}
-        return (
-            Mode(norm, DType.BF16, DType.INT8, fquant=FusedQuant.STATIC_COLUMN),
-            Mode(norm, DType.BF16, DType.FP8_E5M2, add, quant, **served),
-        )
-    if norm not in FULL:
-        quantised = Mode(norm, DType.FP8_E5M2, DType.INT8, fquant=quant, save_mv=True)
-        return Mode(norm, DType.BF16, DType.BF16), quantised
-    return (
-        Mode(norm, DType.BF16, DType.BF16),
-        Mode(norm, DType.FP8_E5M2, DType.INT8, add, quant, save_mv=True, x_bias=True, dropout=True),
-    )
+    """Modes that have every value of each axis."""
+    own = [mode for mode in every_mode() if mode.norm is norm and family_of(mode) is family]
+    return tuple(covering(own, axes_of, 1))
 
 
 def in_one_line(text: str) -> str:

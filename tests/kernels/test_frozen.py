@@ -12,7 +12,7 @@ import torch
 
 from normforge.ahead_of_time.build import build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
-from normforge.errors import CacheError, FrozenError, SettingError
+from normforge.errors import CacheError, FrozenError
 from normforge.kernels.assembly import Recipe
 from normforge.kernels.gpu import named_target
 from normforge.kernels.launcher import Launcher
@@ -206,21 +206,3 @@ def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytes
     in_order = given | integers | constants
     assert all(ours is theirs for ours, theirs in zip(arguments, [in_order[name] for name in names], strict=True))
     assert len(binaries(cache)) == 1
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("value", ["", "0"])
-def test_not_frozen(value: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FROZEN", value)
-    key = a_key()
-    compile_for(key.key, key.function, TARGET)
-    assert len(binaries(cache)) == 1
-
-
-@pytest.mark.compile
-def test_frozen_is_on_or_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FROZEN", "yes")
-    key = a_key()
-    with pytest.raises(SettingError, match=r"NORMFORGE_FROZEN='yes' is neither 1 .* nor 0"):
-        compile_for(key.key, key.function, TARGET)
-    assert not binaries(cache)

@@ -49,23 +49,9 @@ def test_the_defaults_are_those_of_ck_tiles_example() -> None:
 
 
 def test_an_equals_sign_and_a_space_mean_the_same() -> None:
-    spaced = [
-        "-m",
-        "10",
-        "-n",
-        "1024",
-        "-prec_o",
-        "int8",
-        "-fquant",
-        "1",
-        "-stride",
-        "-1",
-        "-e",
-        "1e-6",
-        "-norm",
-        "rms",
-    ]
-    joined = [f"{name}={value}" for name, value in zip(spaced[::2], spaced[1::2], strict=True)]
+    options = {"m": "10", "n": "1024", "prec_o": "int8", "fquant": "1", "stride": "-1", "e": "1e-6", "norm": "rms"}
+    spaced = [word for name, value in options.items() for word in (f"-{name}", value)]
+    joined = [f"-{name}={value}" for name, value in options.items()]
     assert parse(spaced, "run") == parse(joined, "run")
 
 
