@@ -96,7 +96,7 @@ _SAMPLES: tuple[tuple[int, ...], ...] = (
     (2, 1050, 129),
     (3, 2, 4099),
     (2, 150, 1000),
-    (2, 2, 9001),
+    (2, 8, 9001),
     (1, 3, 40001),
 )
 # x's shape and groups: several groups a program and one, ragged positions and channels, in parts; few and many.

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
-from normforge.calls import backend, first, plan, road
-from normforge.families.group import row as group
-from normforge.kernels import launcher
-from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.launcher import Launcher
+from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
-from normforge.upstream import triton_launcher
 from proving.cold_warm.compare import changed, subjects
 from proving.cold_warm.functions import one_of
 from proving.cold_warm.outcome import Subject
 from proving.cold_warm.session import Session, forgotten
 
+from ..launching import launching_nothing
 from ..some_rows import SomeTable
 from ..thorough import first_of_each
 
@@ -36,33 +27,6 @@ SIZES = {
     "lead": one_of(*((3,), (2, 9), (2, 3, 2)) * 2, (30, 11), (260,), ()),
 }
 CALLS = 40
-
-
-@contextmanager
-def launching_nothing(target: Target) -> Iterator[set[str]]:
-    """Have calls on the CPU choose kernels of a GPU, of which none is compiled or launched; gives their keys."""
-    met: set[str] = set()
-
-    class Noting(Launcher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            if given[-1] is not None:
-                met.add(self.key.portable)
-
-    with ExitStack() as patches:
-
-        def put(place: object, name: str, value: object) -> None:
-            patches.enter_context(mock.patch.object(place, name, return_value=value))
-
-        put(plan, "target_of", target)
-        patches.enter_context(mock.patch.object(plan, "Launcher", Noting))
-        for module in (first, group, road):
-            put(module, "require_device", None)
-        put(backend, "_interpreting", True)
-        put(launcher, "obtain", None)
-        put(triton_launcher, "bind", lambda grid, values: None)
-        put(torch.cuda, "device_count", 1)
-        yield met
 
 
 pytestmark = pytest.mark.usefixtures("random_calls")
@@ -89,7 +53,7 @@ def test_a_recording_comes_to_what_random_calls_launch(case: tuple[str, str], tm
             with launching_nothing(target) as met, normforge.record(path):
                 subject.outcome(session, call, False)
             found = {key.key.portable for key in recorded_keys_for(path, target, None)} if met else set()
-        assert found == met, (call, path.read_text())
+        assert found == {key.portable for key in met}, (call, path.read_text())
         # Calls that are refused, or of tensors without memory, launch nothing.
         current[subject.name] = call if met else current[subject.name]
         launched += len(met)

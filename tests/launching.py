@@ -1,0 +1,45 @@
+"""What calls launch on a GPU that is not here, by the keys of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from normforge.calls import backend, first, plan, road
+from normforge.families.group import row as group
+from normforge.kernels import launcher
+from normforge.kernels.gpu import Target
+from normforge.kernels.key import KernelKey
+from normforge.kernels.launcher import Launcher
+from normforge.upstream import triton_launcher
+
+
+@contextmanager
+def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
+    """Have calls on the CPU choose kernels of a GPU, of which none is compiled or launched; gives their keys."""
+    met: set[KernelKey] = set()
+
+    class Noting(Launcher):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            if given[-1] is not None:
+                met.add(self.key)
+
+    with ExitStack() as patches:
+
+        def put(place: object, name: str, value: object) -> None:
+            patches.enter_context(mock.patch.object(place, name, return_value=value))
+
+        put(plan, "target_of", target)
+        patches.enter_context(mock.patch.object(plan, "Launcher", Noting))
+        for module in (first, group, road):
+            put(module, "require_device", None)
+        put(backend, "_interpreting", True)
+        put(launcher, "obtain", None)
+        put(triton_launcher, "bind", lambda grid, values: None)
+        put(torch.cuda, "device_count", 1)
+        yield met
