@@ -60,16 +60,33 @@ def run_backward(
     return NormGradients(given.get("dx"), sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
 
 
-def outputs(mode: Mode, y: torch.Tensor, statistics: dict[str, torch.Tensor]) -> LayerNormOutput:
-    """What a forward call of a mode would return, of tensors that a kernel was handed."""
-    mean, rstd = statistics["mean"], statistics["rstd"]
-    y_scale = statistics["y_scale"] if mode.fquant.quantises else None
+def run_forward(
+    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], values: dict[str, Any]
+) -> LayerNormOutput:
+    """Launch a forward kernel on tensors by name, x among them; y and what is kept of rows begin as NaN.
+
+    Args:
+        kernel: the `triton.JITFunction`.
+        grid: programs in each dimension.
+        mode: the kernel's.
+        given: its operands by name, memory for an exchange among them, and where y and residual_out are to lie.
+        values: constants.
+    """
+    m, n = given["x"].shape
+    out = TORCH_DTYPES[mode.dtype_out]
+    y = given.get("y", torch.full((m, n * out.itemsize), 0xFF, dtype=torch.uint8).view(out))
+    kept = {name: torch.full((m,), float("nan")) for name in ("mean", "rstd", "y_scale")}
+    # What is encoded is stored as bytes.
+    tensors = kept | given | {"y": y.view(torch.uint8) if mode.dtype_out.is_fp8 else y}
+    pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    strides = {f"{name}_row_stride": tensor.stride(0) for name, tensor in tensors.items() if tensor.dim() == 2}
+    run(kernel, grid, {"row_stride": given["x"].stride(0), "M": m, "N": n} | pointers | strides | values)
     return LayerNormOutput(
         y,
-        statistics.get("residual_out"),
-        y_scale,
-        mean if mode.save_mv and mode.norm.centres else None,
-        rstd if mode.save_mv else None,
+        given.get("residual_out"),
+        kept["y_scale"] if mode.fquant.quantises else None,
+        kept["mean"] if mode.save_mv and mode.norm.centres else None,
+        kept["rstd"] if mode.save_mv else None,
     )
 
 

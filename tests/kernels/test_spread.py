@@ -25,7 +25,7 @@ from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from ..norms import FULL
-from .bare import OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved
+from .bare import OFFSET, check_forward, check_gradients, run_backward, run_forward, saved
 from .rendering import kernel_of
 
 # Untyped, as everything generated; Triton looks a device function up by the name it is called by.
@@ -96,19 +96,13 @@ class Forward:
     def run(
         self, package: Path, x: torch.Tensor, exchange: torch.Tensor, vectors: dict[str, torch.Tensor]
     ) -> LayerNormOutput:
-        y = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_out])
-        stored = {name: torch.full((self.m,), float("nan")) for name in ("mean", "rstd")}
-        given = vectors | stored | {"x": x, "y": y, "exchange": exchange}
+        given = vectors | {"x": x, "exchange": exchange}
         if self.mode.fadd.stores:
             # In place, where a row that another team has stored is loaded once more for nothing.
-            given["residual"] = given["residual_out"] = stored["residual_out"] = vectors["residual"].clone()
-        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
-        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
-        values |= {"M": self.m}
-        values |= {"N": self.n, "BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices)}
-        values |= {"PAIRED": self.paired}
-        run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
-        return outputs(self.mode, y, stored)
+            given["residual"] = given["residual_out"] = vectors["residual"].clone()
+        cut = {"BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices), "PAIRED": self.paired}
+        kernel = kernel_of(package, self.mode, Pipeline.SPREAD)
+        return run_forward(kernel, (self.slices, self.teams), self.mode, given, cut)
 
 
 FORWARD_MODES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
-from .bare import EPS, check_forward, outputs, run
+from .bare import EPS, check_forward, run_forward
 from .rendering import kernel_of
 
 BLOCK = 256
@@ -22,14 +21,8 @@ BLOCK = 256
 def run_two_pass(
     package: Path, mode: Mode, x: torch.Tensor, held: int, vectors: dict[str, torch.Tensor]
 ) -> LayerNormOutput:
-    m, n = x.shape
-    y = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_out])
-    statistics = {name: torch.full((m,), float("nan")) for name in ("mean", "rstd")}
-    values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in (vectors | statistics).items()}
-    values |= {"x_ptr": x, "y_ptr": y, "x_row_stride": x.stride(0), "y_row_stride": n}
-    values |= {"N": n, "BLOCK": BLOCK, "HELD": held}
-    run(kernel_of(package, mode, Pipeline.TWO_PASS), (m,), values)
-    return outputs(mode, y, statistics)
+    kernel = kernel_of(package, mode, Pipeline.TWO_PASS)
+    return run_forward(kernel, (len(x),), mode, vectors | {"x": x}, {"BLOCK": BLOCK, "HELD": held})
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)

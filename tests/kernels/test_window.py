@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from normforge import reference
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm, Part
 from normforge.dtypes import TORCH_DTYPES
 
-from .bare import EPS, check_forward, outputs, run
+from .bare import check_forward, run_forward
 from .rendering import kernel_of
 
 VECTOR = 8
@@ -49,26 +47,28 @@ def run_window(
     programs: int = ROWS,
 ) -> None:
     n, stride, block = shape
-    dtype = TORCH_DTYPES[mode.dtype_in]
     elements = 2 * guard + (ROWS - 1) * stride + n
-    x_memory = torch.full((elements,), float("nan"), dtype=dtype)
-    y_memory = torch.full((elements,), UNTOUCHED, dtype=dtype)
+    x_memory = torch.full((elements,), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
+    y_memory = torch.full((elements,), UNTOUCHED, dtype=TORCH_DTYPES[mode.dtype_out])
     x, y = rows_in(x_memory, guard, n, stride), rows_in(y_memory, guard, n, stride)
     x.copy_(torch.randn(ROWS, n) * 3 + 1)
-    statistics = {name: torch.full((ROWS,), float("nan")) for name in ("mean", "rstd")}
-    values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in (vectors | statistics).items()}
-    values |= {"x_ptr": x, "y_ptr": y, "row_stride": stride, "M": ROWS, "N": n, "BLOCK": block, "VECTOR": VECTOR}
-    run(kernel_of(package, mode, Part.WINDOW), (programs,), values)
-    check_forward(outputs(mode, y, statistics), mode, x, vectors)
+    kernel, given = kernel_of(package, mode, Part.WINDOW), vectors | {"x": x, "y": y}
+    made = run_forward(kernel, (programs,), mode, given, {"BLOCK": block, "VECTOR": VECTOR})
+    check_forward(made, mode, x, vectors)
     beside = torch.ones(elements, dtype=torch.bool)
     rows_in(beside, guard, n, stride).fill_(False)
     assert bool((y_memory[beside] == UNTOUCHED).all())
 
 
 @pytest.mark.parametrize(
-    ("save_mv", "programs", "vector_dtype"),
-    [(False, ROWS, torch.float32), (True, VECTOR, torch.bfloat16), (False, VECTOR, torch.float16)],
-    ids=["", "mv", "fp16_vectors"],
+    ("save_mv", "programs", "vector_dtype", "out"),
+    [
+        (False, ROWS, torch.float32, None),
+        (True, VECTOR, torch.bfloat16, None),
+        (False, VECTOR, torch.float16, None),
+        (False, ROWS, torch.float32, DType.FP32),
+    ],
+    ids=["", "mv", "fp16_vectors", "fp32_y"],
 )
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -80,11 +80,12 @@ def test_rows_are_right_and_what_is_beside_them_stays(
     save_mv: bool,
     programs: int,
     vector_dtype: torch.dtype,
+    out: DType | None,
     package: Path,
 ) -> None:
     names = ("weight", "bias") if norm.centres else ("weight",)
     vectors = {name: torch.randn(shape[0]).to(vector_dtype) for name in names}
-    run_window(package, Mode(norm, dtype, dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors, programs)
+    run_window(package, Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors, programs)
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -92,13 +93,3 @@ def test_rows_are_right_and_what_is_beside_them_stays(
 def test_rows_may_fill_their_memory(shape: tuple[int, int, int], norm: Norm, package: Path) -> None:
     """Without weight and bias; nothing is before the first row, and nothing but a vector's rest after the last."""
     run_window(package, Mode(norm, DType.BF16, DType.BF16), shape, 0, {})
-
-
-def test_another_output_type_is_written_by_the_same_vectors(package: Path) -> None:
-    mode = Mode(Norm.LAYER, DType.BF16, DType.FP32)
-    assert mode.has_window
-    n = 37
-    x, y = torch.randn(ROWS, n).bfloat16(), torch.empty(ROWS, n)
-    values = {"x_ptr": x, "y_ptr": y, "row_stride": n, "M": ROWS, "N": n, "BLOCK": 16, "VECTOR": VECTOR}
-    run(kernel_of(package, mode, Part.WINDOW), (ROWS,), values)
-    torch.testing.assert_close(y.double(), reference.layernorm2d_fwd(x, eps=EPS).z, atol=2e-5, rtol=1e-5)
