@@ -132,16 +132,6 @@ def _above(place: str) -> Iterator[str]:
     yield from (str(path) for path in Path(place).parents)
 
 
-@fire(6)
-@given(manifests())
-def test_a_sample_is_launched(data: bytes) -> None:
-    with new_world() as world:
-        if generate(world, data).status != 0:
-            text = "groups: {z: {norm: [layer, rms], dtype_in: [fp16, fp32], n: [n128]}}\n"
-            assert generate(world, text).status == 0
-        launch(world / "k")
-
-
 def launch(folder: Path) -> None:
     """Call the plain modes of a folder's table at the shortest rows that they serve, and compare them with torch's."""
     normforge.load_instances(folder)

@@ -123,12 +123,6 @@ def test_list_prints_a_line_for_each_instance(generate: Generate, two_groups: Ma
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 
 
-def test_list_is_narrowed_too(generate: Generate) -> None:
-    assert generate("--list", "--filter", "rms*big", "--where", "dtype_in=fp16").out == (
-        "rms_fwd_fp16_nbig  fp16 RMSNorm forward; N = 1025..; one row a program, read again to write it\n"
-    )
-
-
 def test_count_counts_by_group_and_axis(generate: Generate) -> None:
     outcome = generate("--count")
     assert (outcome.status, outcome.err) == (0, "")
@@ -333,11 +327,6 @@ def test_nothing_is_removed_from_a_checkouts_own_folder_unless_asked(
     drifted = run("generate.py", "--check", cwd=checkout)
     assert drifted.returncode == 1
     assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
-
-
-def test_one_is_no_plural(generate: Generate) -> None:
-    outcome = generate("--filter", "ln_fwd_fp16_nbig", "--out", "kernels")
-    assert outcome.out.startswith("1 instance in 1 module: ")
 
 
 @THOROUGH

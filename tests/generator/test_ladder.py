@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from normforge.codegen.errors import ManifestError
-from normforge.codegen.instance import Bucket
 from normforge.codegen.manifest import load
-from normforge.codegen.tiling import ladder_of
 
 # Line 1 of every manifest below.
 GROUPS = "groups: {a: {norm: rms, dtype_in: fp16}}\n"
@@ -68,34 +63,3 @@ def test_rejected(manifest_file: Callable[[str], Path], buckets: str, message: s
     with pytest.raises(ManifestError) as caught:
         load(path)
     assert str(caught.value) == f"{path}:{message}"
-
-
-def load_ladder(folder: Path, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    path = folder / "mine.yaml"
-    path.write_text(GROUPS + "buckets:\n" + "".join(f"  {bucket.name}: {bucket}\n" for bucket in buckets))
-    return load(path).buckets
-
-
-lengths = st.lists(st.integers(1, 100_000), min_size=1, max_size=8, unique=True).map(sorted)
-
-
-@settings(deadline=None)
-@given(lasts=lengths)
-def test_adjoining_buckets_are_taken_as_written(tmp_path_factory: pytest.TempPathFactory, lasts: list[int]) -> None:
-    ladder = ladder_of((*lasts, None))
-    assert load_ladder(tmp_path_factory.mktemp("ladder"), ladder) == ladder
-
-
-@settings(deadline=None)
-@given(lasts=lengths, data=st.data())
-def test_a_bucket_that_starts_elsewhere_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, lasts: list[int], data: st.DataObject
-) -> None:
-    ladder = list(ladder_of((*lasts, None)))
-    index = data.draw(st.integers(1, len(ladder) - 1))
-    right = ladder[index]
-    start = data.draw(st.integers(1, right.last or right.first + 10).filter(lambda n: n != right.first))
-    ladder[index] = replace(right, first=start)
-    with pytest.raises(ManifestError, match="gap between" if start > right.first else "overlap") as caught:
-        load_ladder(tmp_path_factory.mktemp("ladder"), tuple(ladder))
-    assert f":{3 + index}: buckets: " in str(caught.value)

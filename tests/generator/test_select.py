@@ -14,9 +14,7 @@ from normforge.codegen.errors import SelectionError
 from normforge.codegen.groups import Activation
 from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
-from normforge.codegen.select import parse_where, select
-
-LENGTHS = st.integers(1, 100_000)
+from normforge.codegen.select import select
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +51,6 @@ def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(several: M
     assert kept(several, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
 
 
-def test_where_takes_alternatives_and_spaces(several: Manifest) -> None:
-    tight = kept(several, where="dtype_in=bf16,fquant=dynamic|smooth_dynamic,n<=8192")
-    assert tight == kept(several, where=" dtype_in = bf16 , fquant =dynamic | smooth_dynamic, n <= 8192 ")
-    # Two norms, two dtype_out, two fadd, two fquant, and thirteen buckets up to n8192.
-    assert len(tight) == 2 * 2 * 2 * 2 * 13
-
-
-def test_filter_and_where_both_hold(several: Manifest) -> None:
-    assert kept(several, "rms_fwd_bf16_n*", "n=4096|1") == ["rms_fwd_bf16_n128", "rms_fwd_bf16_n4096"]
-
-
-def test_neither_keeps_everything(several: Manifest) -> None:
-    assert select(several, None, None) == several
-
-
 def buckets(manifest: Manifest, where: str) -> list[str]:
     return kept(manifest, "rms_fwd_fp16_n*", where)
 
@@ -91,19 +74,6 @@ def buckets(manifest: Manifest, where: str) -> list[str]:
 )
 def test_n_compares_with_buckets(several: Manifest, where: str, names: list[str]) -> None:
     assert buckets(several, where) == [f"rms_fwd_fp16_{name}" for name in names]
-
-
-@settings(deadline=None)
-@given(length=LENGTHS)
-def test_at_most_and_more_part_the_ladder(several: Manifest, length: int) -> None:
-    conditions = {text: parse_where(f"n{text}{length}")[0].met_by for text in ("<", "<=", "=", "!=", ">", ">=")}
-    for bucket in several.buckets:
-        met = {text: condition(bucket) for text, condition in conditions.items()}
-        assert met["<="] is not met[">"]
-        assert met["<"] is not met[">="]
-        assert met["="] is not met["!="]
-        # So that `n>=a,n<=b` serves every length from a to b, when b ends a bucket.
-        assert met[">="] or not met["="]
 
 
 class Typed(NamedTuple):

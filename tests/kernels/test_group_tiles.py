@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.tile_limits import why_not
-from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import GROUP_CLASSES, GROUP_PARTS, power_of_two, standard_ladder
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.kernels.gpu import named_target
@@ -71,20 +68,6 @@ def test_programs_that_wait_fit_the_gpu() -> None:
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("sm_90"))[0] == tile
     assert choose(mode, long, (tile,), named_target("sm_90"))[0] == GROUP_PARTS
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("gfx942"))[0] == GROUP_PARTS
-
-
-def test_rules_give_tiles_that_kernels_can_take() -> None:
-    for dtype, direction, last in product((DType.BF16, DType.FP32), Direction, (False, True)):
-        mode = GroupMode(dtype, direction, channels_last=last)
-        for bucket in standard_ladder():
-            ((_, tiles), *_) = tiles_of(mode, bucket, {})
-            kind = next(
-                kind
-                for kind in GROUP_CLASSES
-                if (kind.direction, kind.itemsize) == (direction, dtype.itemsize) and ("last" in kind.layout) == last
-            )
-            for tile in tiles.every:
-                assert why_not(kind, bucket, tile, "sm_90") is None
 
 
 @pytest.mark.parametrize(
