@@ -214,16 +214,6 @@ def loaded() -> Folder | None:
         return _folder
 
 
-def find(key: KernelKey, function: Any, target: Target) -> Any:
-    """Return the compiled kernel of a key from the folder in use; None without such a folder or kernel.
-
-    Raises:
-        AotError: see `load_aot`.
-    """
-    folder = loaded()
-    return None if folder is None else folder.find(key, function, target)
-
-
 def read(path: Path) -> Folder:
     """Read the index of a folder and return the folder.
 
@@ -233,20 +223,17 @@ def read(path: Path) -> Folder:
     make = "make one: normforge aot --arch ARCH --n N --out DIR"
     try:
         document = json.loads(settings.contents(path / INDEX))
+        version = document.get("format") if isinstance(document, dict) else None
+        if type(version) is not int or version != FORMAT:
+            raise AotError(f"{path} has format {version!r} and this normforge reads {FORMAT}; remove it and {make}")
+        about = {name: _text(document, name) for name in ("normforge", "triton", "arch")}
+        rows = [_row(row) for row in document["kernels"]]
     except OSError as error:
         within = sorted(index.parent.name for index in path.glob(f"*/{INDEX}"))
         if within:
             make = f"name the folder in it that is for the GPU: {', '.join(within)}"
         raise AotError(f"{path} holds no compiled kernels: no {INDEX} ({error.strerror}); {make}") from error
-    except (ValueError, RecursionError) as error:
-        raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
-    version = document.get("format") if isinstance(document, dict) else None
-    if type(version) is not int or version != FORMAT:
-        raise AotError(f"{path} has format {version!r} and this normforge reads {FORMAT}; remove it and {make}")
-    try:
-        about = {name: _text(document, name) for name in ("normforge", "triton", "arch")}
-        rows = [_row(row) for row in document["kernels"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
     return Folder(path, **about, rows={row.key: row for row in rows})
 

@@ -91,9 +91,8 @@ class KernelKey:
         from triton.compiler import ASTSource
 
         signature = {name: _type(value) for name, value in self.arguments}
-        values = [((at,), value) for at, (_, value) in enumerate(self.arguments)]
-        constants = {place: value for place, value in values if not isinstance(value, (str, tuple))}
-        aligned = [place for place, value in values if isinstance(value, str) and value.endswith(_ALIGNED)]
+        constants = {name: value for name, value in self.arguments if not isinstance(value, (str, tuple))}
+        aligned = [(at,) for at, (_, word) in enumerate(self.arguments) if str(word).endswith(_ALIGNED)]
         return ASTSource(function, signature, constants, {at: [["tt.divisibility", ALIGNMENT]] for at in aligned})
 
 

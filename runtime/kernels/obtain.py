@@ -71,7 +71,8 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
             if kernel is None:
                 from . import binaries
 
-                kernel = binaries.find(key, function, target) or compile_for(key, function, target)
+                folder = binaries.loaded()
+                kernel = (folder and folder.find(key, function, target)) or compile_for(key, function, target)
                 with _lock, _writing():
                     _start_driver()
                 # Triton loads a kernel when its launcher is first read, and sets the launcher before the kernel is

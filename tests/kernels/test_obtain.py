@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class Function:
     """What Triton's compiler is given of a kernel, without the kernel."""
 
     __name__ = "ln_fwd_bf16_rows"
+    arg_names = tuple(name for name, _ in KEY.arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,7 @@ def test_a_kernel_compiled_ahead_of_time_is_taken_first(
     asked: list[KernelKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = Kernel()
-    monkeypatch.setattr(binaries, "find", lambda key, *_: ahead if key == KEY else None)
+    monkeypatch.setattr(binaries, "loaded", lambda: SimpleNamespace(find=lambda key, *_: ahead if key == KEY else None))
     assert obtain(KEY, Function(), TARGET, 0) is ahead
     assert ahead.function == "a function"
     assert obtain(OTHER, Function(), TARGET, 0) is not ahead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -46,9 +45,9 @@ def test_an_exchange_starts_empty() -> None:
 @pytest.mark.parametrize("resident", [1, 3, 7])
 def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
     """A program takes every so many rows, and what a row's start lacks to a vector repeats after eight rows."""
-    grid = partial(pipelines.WINDOW.steps[0].grid, tile(Pipeline.ONE_PASS, resident=resident), 4099, H200)
+    aligned = tile(Pipeline.ONE_PASS, resident=resident)
     for m in (1, 7, 8, 9, 131, 132, 133, 400, 1000, 10**6):
-        programs, *others = grid(m, 1)
+        programs, *others = pipelines.WINDOW.steps[0].grid(aligned, 4099, H200, m, 1)
         assert others == [1, 1]
         assert programs == m or programs % 8 == 0
         assert programs <= m
