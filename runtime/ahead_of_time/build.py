@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._version import __version__
-from ..calls import native
 from ..codegen.locking import replace_file
 from ..errors import AotError, CacheError
 from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version
 from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
-from ..upstream import native_launcher
 from .compile_keys import CompileKey
 from .parallel import for_each
 
@@ -55,10 +53,6 @@ def build(
         CacheError: Triton cannot write what it compiles.
         FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
     """
-    if target.is_nvidia:
-        # Into Triton's cache, for frozen processes of this machine.
-        native_launcher.library(build=True)
-        native.library(build=True)
     old = read(out) if (out / INDEX).exists() else None
     known = {} if old is None or old.triton != triton_version() else old.rows
 
@@ -74,7 +68,7 @@ def build(
         if old is None:
             # An index without kernels marks the folder as normforge's, in case the build is interrupted.
             Folder(out, __version__, triton_version(), target.arch, {}).save()
-        rows = for_each(keys, row_of, doing=f"compile for {target.arch}", jobs=jobs, progress=progress)
+        rows = for_each(keys, row_of, target, doing=f"compile for {target.arch}", jobs=jobs, progress=progress)
         folder = Folder(out, __version__, triton_version(), target.arch, {row.key: row for row in rows})
         folder.save()
         named = {name for row in rows for name in row.files}

@@ -23,14 +23,8 @@ from ..selection import dispatch
 from ..selection.table import Entry
 
 # The arguments that have rows.
-ROW_ARGUMENTS = tuple(
-    dict.fromkeys(
-        row.name
-        for family in FAMILIES
-        for row in family.parameters
-        if row.kind.has_row_stride and not row.kind.is_shared
-    )
-)
+_OWN_ROWS = [row for row in chain(*[family.parameters for family in FAMILIES]) if not row.kind.is_shared]
+ROW_ARGUMENTS = tuple(dict.fromkeys([row.name for row in _OWN_ROWS if row.kind.has_row_stride]))
 
 _WRITTEN = re.compile(r"(\*|[1-9]\d*)((?:x[1-9]\d*)+)/([1-9]\d*)")
 

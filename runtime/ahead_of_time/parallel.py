@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
+from ..calls import native
 from ..errors import CompileError, ConflictError, NormforgeError
+from ..kernels.gpu import Target
+from ..upstream import native_launcher
 from .compile_keys import CompileKey
 
 T = TypeVar("T")
@@ -19,6 +22,7 @@ _MOST_JOBS = 8
 def for_each(
     keys: Iterable[CompileKey],
     work: Callable[[CompileKey], T],
+    target: Target,
     *,
     doing: str,
     jobs: int | None,
@@ -29,6 +33,7 @@ def for_each(
     Args:
         keys: what to work on.
         work: called in a thread.
+        target: the GPU that the keys are for; normforge's libraries for the GPU are compiled first.
         doing: what the progress bar says.
         jobs: threads; None is one per core, up to 8.
         progress: whether to show a bar on standard error.
@@ -43,6 +48,11 @@ def for_each(
     if jobs is not None and jobs < 1:
         raise ConflictError(f"jobs={jobs} will not do; it takes 1 or more, or None for one a core")
     from tqdm import tqdm
+
+    if target.is_nvidia:
+        # These libraries are no kernels: frozen processes take them from Triton's cache, and this puts them there.
+        native_launcher.library(build=True)
+        native.library(build=True)
 
     def compiled(key: CompileKey) -> T:
         try:

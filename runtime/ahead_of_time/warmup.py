@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ..calls import native
 from ..codegen.groups import AnyMode
 from ..errors import ConflictError
 from ..kernels.gpu import on_device, target_of
 from ..kernels.obtain import obtain
-from ..upstream import native_launcher
 from .compile_keys import CompileKey, compile_keys, gpu, recorded_keys
 from .parallel import for_each
 
@@ -78,10 +76,6 @@ def warmup(
 def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, progress: bool) -> list[CompileKey]:
     """Compile keys for a GPU, unless a kept kernel serves them, load the kernels onto the GPU, and return the keys."""
     target = target_of(device)
-    if target.is_nvidia:
-        # These libraries are no kernels: frozen processes take them from Triton's cache, and warm-up puts them there.
-        native_launcher.library(build=True)
-        native.library(build=True)
 
     def work(key: CompileKey) -> CompileKey:
         # Each thread has its own current device.
@@ -89,4 +83,4 @@ def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, prog
             obtain(key.key, key.function, target, device.index)
         return key
 
-    return for_each(keys, work, doing="compile", jobs=jobs, progress=progress)
+    return for_each(keys, work, target, doing="compile", jobs=jobs, progress=progress)
