@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
 
 from torch.compiler import is_dynamo_compiling
 
@@ -56,9 +55,7 @@ class batch_invariant:
             _tell_apart()
         invariance.asked.set((*invariance.asked.get(), asked))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         invariance.asked.set(invariance.asked.get()[:-1])
         with _lock:
             _tell_apart()
