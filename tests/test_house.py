@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_191,
+    "all by hand": 13_187,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 689,
@@ -54,7 +54,7 @@ MOST_CODE_LINES = {
     "override": 205,
     "parallel": 201,
     "patching": 1_377,
-    "reference": 594,
+    "reference": 590,
     "selection": 751,
     "upstream": 703,
 }

@@ -62,7 +62,7 @@ def layernorm2d_bwd(
     `options` are the other arguments of that function, the `cast` of the forward call, and `dtype`, in which the
     arithmetic is done, float64 by default.
     """
-    return _backward(dy, x, weight, mean=mean, rstd=rstd, averages=True, weight_offset=0.0, **options)
+    return backward(dy, x, weight, mean=mean, rstd=rstd, **options)
 
 
 def rmsnorm2d_bwd(
@@ -79,18 +79,18 @@ def rmsnorm2d_bwd(
 
     averages is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
     """
-    return _backward(dy, x, weight, mean=None, rstd=rstd, averages=averages, weight_offset=weight_offset, **options)
+    return backward(dy, x, weight, mean=None, rstd=rstd, averages=averages, weight_offset=weight_offset, **options)
 
 
-def _backward(
+def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     *,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
-    averages: bool,
-    weight_offset: float,
+    averages: bool = True,
+    weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
     dropout_p: float = 0.0,
@@ -98,6 +98,7 @@ def _backward(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
+    """Compute every gradient of a norm that centres rows, where there is a mean, or of one that does not."""
     d, rstd = dy.to(dtype), rstd.to(dtype).unsqueeze(-1)
     s = _sum(x, x_bias, dtype)
     h = (s if mean is None else s - mean.to(dtype).unsqueeze(-1)) * rstd

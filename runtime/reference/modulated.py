@@ -10,7 +10,7 @@ import torch
 
 from ..codegen.values import FusedQuant, Norm
 from ..dtypes import word
-from .gradients import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
+from .gradients import ReferenceGradients, backward
 from .norms import PLAIN, Oracle, ReferenceOutput, quantised_rows
 
 
@@ -95,12 +95,8 @@ def gradients(
     """
     d, h = dy.double(), rows.double()
     dz = d * (1 + _of_each_row(scale, rows))
-    if mean is None:
-        norm = rmsnorm2d_bwd(dz, rows, weight, rstd=rstd, dresidual_out=dresidual_out)
-    else:
-        norm = layernorm2d_bwd(dz, rows, weight, mean=mean, rstd=rstd, dresidual_out=dresidual_out)
-        h = h - mean.double().unsqueeze(-1)
-    h = h * rstd.double().unsqueeze(-1)
+    norm = backward(dz, rows, weight, mean=mean, rstd=rstd, dresidual_out=dresidual_out)
+    h = (h if mean is None else h - mean.double().unsqueeze(-1)) * rstd.double().unsqueeze(-1)
     affine, of_affine = (h, h.abs()) if weight is None else (h * weight.double(), (h * weight.double()).abs())
     if bias is not None:
         affine, of_affine = affine + bias.double(), of_affine + bias.double().abs()
