@@ -20,8 +20,6 @@ from ..calling import FORWARD, LENGTHS, ORACLE, agree, each_norm, same_bits
 from ..thorough import THOROUGH
 from .shared import check_backward, there
 
-FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
-
 TOKENS, QUERIES, KEYS = 2, 4, 2
 
 # Lengths of heads: those that models have, and one of which no row starts where a vector does.
@@ -187,19 +185,6 @@ def test_more_strides_are_copied_once_or_refused() -> None:
     found = torch.autograd.grad(y, leaf, dy)
     expected = torch.autograd.grad(torch.nn.functional.rms_norm(contiguous, (32,), eps=1e-6), contiguous, dy)
     torch.testing.assert_close(found, expected)
-
-
-@each_norm
-def test_heads_that_are_seen_as_operators_are_not_copied(norm: str) -> None:
-    """Where a dispatch mode looks on, forward and backward."""
-    n = 48
-    x = Packed(n).filled("queries").queries.detach().requires_grad_()
-    dy = torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
-    with Copies() as copies:
-        y = FUNCTIONAL[norm](x, (n,), eps=1e-5)
-        (dx,) = torch.autograd.grad(y, x, dy)
-    assert copies.names == []
-    assert same_bits(dx, torch.autograd.grad(FUNCTIONAL[norm](x, (n,), eps=1e-5), x, dy)[0])
 
 
 def test_known_calls_look_whether_places_among_heads_overlap(checked: list[tuple[int, ...]]) -> None:

@@ -21,7 +21,6 @@ from normforge.upstream import triton_launcher
 
 from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
 from .shared import there
-from .test_bad_arguments import CASES, GOOD, Case, refusal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 
@@ -43,29 +42,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **given: names.append(given["src"].name))
     return names
-
-
-def on_card(value: object) -> Any:
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return value
-    # As it is strided, which a copy would not be.
-    if value.layout is not torch.strided:
-        return value.cuda()
-    storage = value.untyped_storage().nbytes() // max(value.element_size(), 1)
-    memory = torch.zeros(storage, dtype=value.dtype, device="cuda")
-    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-@pytest.mark.parametrize(("norm", "case"), CASES)
-def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> None:
-    x = torch.randn(3, 64, device="cuda")
-    call = {"x": x, **{name: on_card(value) for name, value in case[0].items()}}
-    cold = refusal(lambda: FORWARD[norm](**call))
-    assert cold[0] is case[1]
-    for good in GOOD:
-        if norm == "layer" or "bias" not in good:
-            FORWARD[norm](x, **{name: on_card(value) for name, value in good.items()})
-    assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
 
 
 def launchers() -> list[Launcher]:
@@ -206,18 +182,6 @@ def test_long_rows_whose_squares_overflow_are_zeros(m: int, n: int, value: float
     assert_squares_overflow_to_zeros(m, n, value, "cuda")
 
 
-def test_a_graph_replays_every_output() -> None:
-    x, residual = (torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    modes: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "save_mv": True}
-    normforge.layernorm2d_fwd(x, **modes)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = normforge.layernorm2d_fwd(x, **modes)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    agree(captured, ORACLE["layer"](x, **modes))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [64, 1888, 20000])
 def test_misaligned_tensors_after_aligned_ones(n: int, dtype: torch.dtype) -> None:
@@ -306,20 +270,3 @@ def test_each_device_runs_its_own_whichever_is_current() -> None:
     for _ in range(2):
         with pytest.raises(errors.DeviceError, match="weight is on cuda:1 and x on cuda:0"):
             normforge.layernorm2d_fwd(x, elsewhere)
-
-
-def test_several_streams_and_threads_launch_at_once() -> None:
-    xs = [torch.randn(50, 3000, device="cuda") for _ in range(8)]
-    expected = [torch.nn.functional.layer_norm(x, (3000,)) for x in xs]
-    torch.cuda.synchronize()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(new_stream()):
-            for _ in range(100):
-                y = normforge.layer_norm(x, (3000,))
-            torch.cuda.current_stream().synchronize()
-        return y
-
-    with ThreadPoolExecutor(8) as pool:
-        for y, wanted in zip(pool.map(run, xs), expected, strict=True):
-            torch.testing.assert_close(y, wanted)

@@ -133,15 +133,6 @@ def test_the_second_call_behaves_as_in_a_new_process(name: str) -> None:
     assert outcome(second) == cold
 
 
-def test_none_is_no_shape() -> None:
-    """Whatever was called before."""
-    for call in (layer, rms):
-        for _ in range(2):
-            with pytest.raises(errors.DTypeError, match="normalized_shape is None; it takes a tuple of integers"):
-                call(None)
-            call((N,))
-
-
 NUMBERS = [np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(1), 1, torch.tensor(0.5), torch.tensor(1)]
 
 

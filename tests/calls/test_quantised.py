@@ -388,19 +388,21 @@ def test_no_rows() -> None:
         assert tuple(there(made.y_scale).shape) == (0, groups)
 
 
-@each_norm
-@pytest.mark.parametrize(
-    "asked",
-    [
+# By name: the norm, and what a call asks for.
+TRACED: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": (
+        "rms",
         {"group_size": 64, "scale_layout": "column_major", "scale_format": "ue8m0_packed", "out_dtype": E4M3},
-        {"fquant": "static", "y_scale": lambda: torch.tensor([0.02]), "save_unquant": True},
-        {"group_size": "32", "quantise_rounded": True, "residual": lambda: rows(4, N)},
-        SWIZZLED,
-        {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "column_major"},
-        {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "swizzled_128x4"},
-    ],
-    ids=["packed", "static", "rounded", "swizzled", "NVFP4", "NVFP4_swizzled"],
-)
+    ),
+    "static": ("layer", {"fquant": "static", "y_scale": lambda: torch.tensor([0.02]), "save_unquant": True}),
+    "rounded": ("rms", {"group_size": "32", "quantise_rounded": True, "residual": lambda: rows(4, N)}),
+    "swizzled": ("layer", SWIZZLED),
+    "NVFP4": ("rms", {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "column_major"}),
+    "NVFP4_swizzled": ("layer", {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "swizzled_128x4"}),
+}
+
+
+@pytest.mark.parametrize(("norm", "asked"), TRACED.values(), ids=TRACED)
 def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     x, weight = rows(4, N), rows(N)
     asked = {name: value() if callable(value) else value for name, value in asked.items()}

@@ -239,14 +239,6 @@ def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
     torch.testing.assert_close(dx_bias.double(), wanted.sum(0), rtol=1e-4, atol=1e-4)
 
 
-def test_a_gradient_of_the_sum_alone() -> None:
-    x, residual = (torch.randn(M, N).requires_grad_() for _ in range(2))
-    given = {"x": x, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
-    _, total, _, _ = registered.FORWARD["layer"](*arguments("layer", given))
-    arriving = torch.randn(M, N)
-    assert all(torch.equal(g, arriving) for g in torch.autograd.grad(total, (x, residual), arriving))
-
-
 @pytest.mark.parametrize("asking", ["x", "residual", "x_bias", "weight"])
 @each_norm
 def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str) -> None:
