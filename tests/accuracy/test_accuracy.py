@@ -9,6 +9,7 @@ import sys
 from collections.abc import Hashable
 from dataclasses import replace
 from importlib import import_module
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from proving.accuracy.cases import (
     Variant,
     cases,
     forced,
-    runs,
 )
 from proving.accuracy.command import main
 from proving.accuracy.groups import GroupCase
@@ -159,21 +159,18 @@ def test_the_whole_table_on_a_card() -> None:
 
 
 @pytest.mark.parametrize("table", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
-def test_every_pipeline_is_measured_in_both_directions_and_every_dtype(
-    table: dict[Direction, tuple[Variant, ...]],
-) -> None:
-    modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
-    for direction, some in modes.items():
-        for mode in (*some, *CAST_MODES[direction]):
-            measured = {
-                variant.tile.pipeline
-                for variant in table[direction]
-                for n in variant.lengths
-                if runs(mode, variant.tile, n)
-            }
-            # Programs that share a row exchange fp32 means, too coarse for fp32 rows: no table may spread them.
-            spreads = mode.is_backward or mode.dtype_in.itemsize == 2
-            assert measured == {p for p in mode.pipelines if p is not Pipeline.SPREAD or spreads}
+def test_every_pipeline_is_measured_in_every_dtype_and_of_heads(table: dict[Direction, tuple[Variant, ...]]) -> None:
+    found = {(case.mode, case.tile.pipeline) for case in forced(table)}
+    # Programs that share a row exchange fp32 means, too coarse for fp32 rows: no table may spread them.
+    assert found >= {
+        (mode, pipeline)
+        for mode in (*FORWARD_MODES, *BACKWARD_MODES, *chain(*CAST_MODES.values()))
+        for pipeline in mode.pipelines
+        if pipeline is not Pipeline.SPREAD or mode.is_backward or mode.dtype_in.itemsize == 2
+    }
+    heads = {(case.mode.direction, case.mode.norm, case.tile.pipeline, case.layout) for case in forced(table)}
+    assert heads >= {*product([Direction.FORWARD], FULL, Pipeline, Layout)}
+    assert heads >= {*product([Direction.BACKWARD], FULL, Pipeline, [Layout.HEADS])}
 
 
 @interpreted
@@ -220,16 +217,6 @@ def test_rows_that_are_rounded_otherwise_than_they_should_be_are_told(
     monkeypatch.setattr(module, "_first_rounded_to", lambda mode: said)
     found = [cell for cell in measure(case, CPU, SEED) if cell.kind in ("random", "outlier")]
     assert {cell.output for cell in found if not cell.ok} == {output}
-
-
-@pytest.mark.parametrize("table", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
-def test_heads_are_measured_in_both_directions_and_in_place(table: dict[Direction, tuple[Variant, ...]]) -> None:
-    for pipeline in (Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD):
-        some = [case for case in forced(table) if case.tile.pipeline is pipeline]
-        found = {(case.mode.direction, case.mode.norm, case.layout) for case in some}
-        for norm in FULL:
-            assert (Direction.BACKWARD, norm, Layout.HEADS) in found
-            assert {(Direction.FORWARD, norm, layout) for layout in Layout} <= found
 
 
 @interpreted

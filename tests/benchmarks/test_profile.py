@@ -15,10 +15,8 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.profile import kernel_rows
 from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
-from normforge.tools.machine import Machine
 
-from ..thorough import THOROUGH
-from .small import CELLS, SUITE, fails, lost, provider, records, torch_norm
+from .small import CELLS, records
 
 MARK = "a call"
 GPU, HOST, AUTOGRAD = 0, 4242, 4243
@@ -68,19 +66,16 @@ def _trace(*events: Any) -> dict[str, Any]:
     return {"schemaVersion": 1, "deviceProperties": [], "traceEvents": [named, *flat, span, mirrored, end]}
 
 
-def _two_calls(first: float = 60.0) -> dict[str, Any]:
-    return _trace(
+def test_a_call_has_what_it_launched_from_any_thread_and_nothing_else() -> None:
+    trace = _trace(
         _launch(FLUSH, 90.0, 100.0, 250.0, 1),
         _range(400.0, 300.0),
-        _launch(MAIN, 420.0, 425.0, first, 2),
+        _launch(MAIN, 420.0, 425.0, 60.0, 2),
         # Asked for by autograd's thread, and begun after the range's end.
         _launch(FINALISE, 440.0, 705.0, 3.0, 3, AUTOGRAD),
         _launch(FLUSH, 800.0, 801.0, 250.0, 4),
-        _range(1100.0, 300.0),
-        _launch(FINALISE, 1140.0, 1205.0, 5.0, 6, AUTOGRAD),
-        _launch(MAIN, 1120.0, 1125.0, 70.0, 5),
-        _launch(FLUSH, 1500.0, 1501.0, 250.0, 7),
     )
+    assert calls_in(trace, MARK) == [[Launch(MAIN, 60.0), Launch(FINALISE, 3.0)]]
 
 
 def test_what_the_profiler_does_not_know_is_left_open() -> None:
@@ -140,65 +135,6 @@ def test_calls_that_differ_are_refused() -> None:
     calls = [[Launch(MAIN, 1.0), Launch(FINALISE, 1.0)], [Launch(MAIN, 1.0)]]
     with pytest.raises(TraceError, match=rf"launched {MAIN.name}, {FINALISE.name} once and {MAIN.name} another time"):
         kernel_rows("forward", CELLS[0], "normforge", calls)
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A machine whose profiler always sees the same; what is done before each call is noted."""
-    noted: list[str] = []
-
-    def record(call: Any, before: Any) -> dict[str, Any]:
-        noted.append("nothing" if before is profile._nothing else "L2 is overwritten")
-        call()
-        return _two_calls()
-
-    suites = {"forward": SUITE, "decode": Suite("decode", "Decode", Method.GRAPH, CELLS[:1])}
-    monkeypatch.setattr(profile, "SUITES", suites)
-    monkeypatch.setattr(profile, "FLUSH_BYTES", 1)
-    monkeypatch.setattr(profile, "MARK", MARK)
-    monkeypatch.setattr(profile, "find_gpu", lambda verb: Machine(torch.device("cpu"), "a test", interpreted=False))
-    monkeypatch.setattr(profile, "record", record)
-    found = {each.name: each for each in (provider("broken", fails), provider("right", torch_norm))}
-    monkeypatch.setattr(profile, "find_providers", lambda _: (found, {"gone": "No module named 'gone'"}))
-    return noted
-
-
-@THOROUGH
-def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str], card: list[str]) -> None:
-    command = ["profile", "--suite", "forward", "decode", "--only", "*x64", "--out", str(tmp_path), "--revision", "r1"]
-    assert cli.main(command) == 0
-    # A graph's calls find in L2 what the last one left there.
-    assert card == ["L2 is overwritten", "nothing"]
-    header, rows = records(tmp_path, "profile")
-    assert header[0] == "# device: a test"
-    assert "# revision: r1" in header
-    failed = ("broken", "fails: RuntimeError: no kernel for this shape", "", "", "")
-    kernels = [("right", "ok", MAIN.name, "65.0", "128"), ("right", "ok", FINALISE.name, "4.0", "40")]
-    columns = ("provider", "status", "kernel", "us", "registers")
-    assert [tuple(record[column] for column in columns) for record in rows] == [failed, *kernels] * 2
-    assert [record["suite"] for record in rows] == ["forward"] * 3 + ["decode"] * 3
-    assert {record["cell"] for record in rows} == {CELLS[0].id}
-    shown = capsys.readouterr()
-    assert "skipped: gone is not here (No module named 'gone')" in shown.err
-    cells = [[each.strip() for each in line.split("|")[1:-1]] for line in shown.out.splitlines()]
-    assert len(cells) == 2 + 6
-    assert cells[2][:5] == [CELLS[0].id, "broken", "", "", "fails: RuntimeError: no kernel for this shape"]
-    # The calls took 63 and 75, and 3 rows of 64 bf16 are read and written in that.
-    assert cells[3] == [
-        *(CELLS[0].id, "right", "69.00", "0", MAIN.name, "1", "65.00"),
-        *("264x1x1", "512", "128", "", "4096", "50", "2.00"),
-    ]
-    assert cells[4][:5] == ["", "", "", "", FINALISE.name]
-
-
-@pytest.mark.usefixtures("card")
-def test_what_was_seen_is_saved_before_the_gpu_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(profile, "release", lost)
-    assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
-    assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
-    assert len(records(tmp_path, "profile")[1]) == 1
 
 
 @pytest.mark.gpu

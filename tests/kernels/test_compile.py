@@ -11,6 +11,7 @@ import torch
 
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import STANDARD_LENGTHS
 from normforge.codegen.values import (
     Direction,
     DType,
@@ -244,25 +245,7 @@ MOST_SPILLED = {FusedAdd.NONE: 48, FusedAdd.PRE_ADD_STORE: 192}
 # A tile that an H200 was seen to prefer all the same: 278 us, and 299 of one that spills nothing (64 bytes with Triton
 # 3.7, 88 with 3.6).
 PREFERRED_SPILLS = {(Norm.RMS, 131072): 88}
-BACKWARD_LENGTHS = (
-    128,
-    256,
-    512,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    5120,
-    6144,
-    8192,
-    12288,
-    16384,
-    20000,
-    32768,
-    65536,
-    131072,
-)
+BACKWARD_LENGTHS = (*filter(None, STANDARD_LENGTHS), 20000)
 
 
 BACKWARD_MODES = (

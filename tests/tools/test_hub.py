@@ -19,10 +19,12 @@ import pytest
 import torch
 import yaml
 
+from normforge.calls.check import check as check_call
+from normforge.calls.plan import Plan
 from normforge.codegen.hub import _instances
 from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.codegen.tiling import standard_ladder
-from normforge.kernels.assembly import Facts, assemble
+from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import ARCHITECTURES, Target
 from normforge.selection import dispatch
 from normforge.selection.table import source_of
@@ -266,20 +268,17 @@ def test_operators_are_ones_that_torch_knows(package: Any) -> None:
 
 def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
     """The launches that the runtime comes to: symbols, constants and options, grids."""
-    family = BACKWARD if mode.is_backward else FORWARD
-    named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[mode.dtype_in.value]
-    rows, sums = (("dy", "x", "dx"), ("dweight", "dbias")) if mode.is_backward else (("x", "y"), ())
-    layer = mode.norm.value == "layer"
-    dtypes: dict[str, Any] = dict.fromkeys(row.name for row in family.tensors)
-    dtypes |= dict.fromkeys([*rows, "weight"], named) | {"rstd": torch.float32}
-    dtypes |= {"mean": torch.float32} if layer else {}
-    dtypes |= dict.fromkeys(sums if layer else sums[:1], named)
-    dtypes |= {"bias": named} if layer and not mode.is_backward else {}
-    strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in family.tensors if row.row_stride_slot}
-    entry = dispatch.find(mode, n)
-    facts = Facts(family, mode, n, target, dtypes, strides, {}, ())
-    few = m <= entry.small_m
-    made = assemble(facts, entry.choices(m, n, target.arch), m, few=few)
+    layer, rows = mode.norm.value == "layer", torch.empty(2, n, dtype=TORCH_DTYPES[mode.dtype_in])
+    vector, statistic = rows[0], torch.empty(2)
+    given: dict[str, Any] = {"x": rows, "weight": vector, "cast": mode.cast}
+    if mode.is_backward:
+        given |= {"dy": rows, "rstd": statistic} | ({"mean": statistic} if layer else {})
+        given["wants"] = ("dx", "dweight", "dbias") if layer else ("dx", "dweight")
+    else:
+        given |= {"save_mv": True} | ({"bias": vector} if layer else {})
+    call = check_call((BACKWARD if mode.is_backward else FORWARD).functions[mode.norm], given)
+    assert call.mode == mode
+    entry, made = dispatch.find(mode, n), Plan(call, (), target).prepared(m).assembly
     found: Described = []
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
         source = source_of(entry, recipe.part)
