@@ -28,7 +28,7 @@ from .known import MISALIGNED, Key, PlannedCall
 from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
-from .row_layout import as_rows
+from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, operated_as, result_dtype
 
 # The tensors of a call, in the order in which launches bring them, None for those that are not there.
@@ -188,9 +188,9 @@ def options_of(calls: FamilyCalls, norm: str, args: Mapping[str, Any]) -> Option
     return (norm, *[args.get(name, 0.0) for name in calls.options])
 
 
-def as_operands(operands: Operands, dimensions: int = 1) -> Operands:
+def as_operands(operands: Operands, dimensions: int) -> Operands:
     """Return operands that kernels can walk, the last `dimensions` of each as one; each copied once if need be."""
-    return tuple([None if operand is None else as_rows(operand, dimensions) for operand in operands])
+    return tuple([None if operand is None else walkable(operand.flatten(-dimensions)) for operand in operands])
 
 
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
@@ -207,7 +207,7 @@ def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
         y, and residual_out where there is a residual.
     """
     # Resolved here, where autograd sees it, and not by what launches.
-    rows = as_operands(tuple(map(resolved, operands)))
+    rows = as_operands(tuple(map(resolved, operands)), 1)
     settled = with_saves(rows, options)
     planned: PlannedCall | None = None
     if not intercepted(*rows):
@@ -227,7 +227,7 @@ def with_saves(operands: Operands, options: Options) -> Options:
 
 def normalise_traced(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Run `normalise` as one operator, and the copies before it."""
-    y, total, _ = operate(calls, as_operands(operands), with_saves(operands, options))
+    y, total, _ = operate(calls, as_operands(operands, 1), with_saves(operands, options))
     return y if total is None else (y, total)
 
 

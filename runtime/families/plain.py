@@ -18,7 +18,7 @@ from ..calls.known import Key
 from ..calls.launch import Recorded
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from ..calls.record import arrived_in_memory, reentering
-from ..calls.road import FamilyCalls, operate
+from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
 from ..codegen.parameters import BACKWARD, FORWARD
@@ -50,7 +50,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
-    rows = road.as_operands(operands, len(shape))
+    rows = as_operands(operands, len(shape))
     calls, p, rng = drops or (CALLS, (), ())
     result = road.normalise(calls, (*rows, *rng), full_options(rows, options, *p))
     if not isinstance(result, tuple):
@@ -65,7 +65,7 @@ def full_options(operands: road.Operands, options: Options, *p: float, saves: bo
 
 def normalise_traced(operands: Operands, dimensions: int, options: Options, drops: Dropping | None = None) -> Any:
     """Run `normalise` as one operator, behind the views and copies that the operator needs."""
-    rows = road.as_operands(operands, dimensions)
+    rows = as_operands(operands, dimensions)
     # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     fadd = "none" if operands[3] is None else "pre_add_store"

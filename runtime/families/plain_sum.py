@@ -99,7 +99,7 @@ def _served(operands: Operands, options: Options) -> bool:
         and all(each is None or (each.device == x.device and not each.is_neg()) for each in operands)
         and all(each is None or each.shape == x.shape[-1:] for each in (weight, bias))
         and (weight_offset == 0.0 or norm == "rms")
-        and all(row is each for row, each in zip(as_operands(operands), operands, strict=True))
+        and all(row is each for row, each in zip(as_operands(operands, 1), operands, strict=True))
     )
 
 

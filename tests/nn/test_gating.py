@@ -26,7 +26,7 @@ def test_many_short_rows_of_heads(device: str) -> None:
     projected = torch.randn(tokens, 2 * heads * n, device=device)
     x, gate = (part.view(1, tokens, heads, n).requires_grad_() for part in projected.chunk(2, -1))
     with torch.no_grad():
-        assert all(row is tensor for row, tensor in zip(road.as_operands((x, gate)), (x, gate), strict=True))
+        assert all(row is tensor for row, tensor in zip(road.as_operands((x, gate), 1), (x, gate), strict=True))
     (case,) = cases("gated", vary=(), norm="rms")
     check(case, {"x": x, "gate": gate, "weight": (torch.rand(n, device=device) + 0.5).requires_grad_()})
 

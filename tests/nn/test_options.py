@@ -272,7 +272,7 @@ def test_rows_of_any_stride_are_not_copied(norm: str, rows: Callable[[int], torc
     given = tensors(norm, torch.float32, shape=tuple(x.shape))
     given = {name: rows(M) if name in ("x", "residual") else tensor.detach() for name, tensor in given.items()}
     operands: Any = tuple(given.get(name) for name in ("x", "weight", "bias", "residual", "x_bias"))
-    assert all(row is operand for row, operand in zip(as_operands(operands), operands, strict=True))
+    assert all(row is operand for row, operand in zip(as_operands(operands, 1), operands, strict=True))
     for tensor in given.values():
         tensor.requires_grad_()
     for _ in range(2):
