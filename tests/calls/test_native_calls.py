@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ pytestmark = NEEDS_A_COMPILER
 M, N = 3, 64
 PYTHON = native.calls_among(dispatch, Lookup, native._records)
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
-RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +68,13 @@ def vector() -> torch.Tensor:
     return torch.randn(N, requires_grad=True)
 
 
+def plain() -> Operands:
+    return rows(), vector(), vector(), None, None
+
+
 def made_known(operands: Operands, options: Any) -> None:
     norm, eps, *others = options
     recorded.normalise(operands, (N,), (norm, 1e-5 if eps is None else eps, *others))
-
-
-# Operands of calls that Python finds as well, their options, and how many of them autograd is shown: of a residual's
-# call all five, of others none at the end.
-KNOWN: dict[str, tuple[Callable[[], Operands], Any, int]] = {
-    "x alone": (lambda: (rows(), None, None, None, None), OPTIONS, 2),
-    "plain": (lambda: (rows(), vector(), vector(), None, None), OPTIONS, 3),
-    "a bias of x": (lambda: (rows(), vector(), None, None, vector()), OPTIONS, 4),
-    "with a residual": (lambda: (rows(), vector(), vector(), rows(), None), OPTIONS, 5),
-    "an offset, eps by default": (lambda: (rows(), vector(), None, None, None), RMS, 2),
-    "three dimensions": (lambda: (rows(2, M, N), vector(), vector(), rows(2, M, N), None), OPTIONS, 5),
-    "one": (lambda: (rows(N), vector(), None, None, None), OPTIONS, 2),
-    "rows with gaps": (lambda: (rows(M, 2 * N)[:, :N].detach(), vector(), vector(), None, None), OPTIONS, 3),
-    "frozen": (lambda: (rows(requires_grad=False), None, None, None, None), OPTIONS, 0),
-}
-
-
-PLAIN = KNOWN["plain"][0]
 
 
 def same(operands: Operands) -> Operands:
@@ -128,7 +113,7 @@ OTHER: dict[str, tuple[Callable[[Operands], Operands], Any, Any]] = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_another_call_is_not_found(name: str) -> None:
-    operands = PLAIN()
+    operands = plain()
     made_known(operands, OPTIONS)
     change, options, normalized = OTHER[name]
     assert is_served(operands, OPTIONS, (N,))
@@ -212,17 +197,16 @@ def fail(*_: Any) -> None:
 Launched = tuple[Watched, Any, bool]
 
 
-@pytest.fixture(params=["recorded", "recorded, added"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Watched launches of the calls that a method is for."""
-    adds = request.param.endswith("added")
-    with torch.set_grad_enabled("recorded" in request.param):
-        made_known(KNOWN["with a residual" if adds else "plain"][0](), OPTIONS)
-        ((kind,),) = dispatch.plans.values()
-        plan, watched = kind.plan, Watched()
-        monkeypatch.setattr(plan, "empty", watched.empty)
-        monkeypatch.setattr(plan, "at", lambda shape: watched.sized(plan._at(shape)))
-        yield watched, plan, adds
+@pytest.fixture(params=[False, True], ids=["alone", "added"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Watched launches of a recorded call, with a residual or without."""
+    adds: bool = request.param
+    made_known((rows(), vector(), vector(), rows() if adds else None, None), OPTIONS)
+    ((kind,),) = dispatch.plans.values()
+    plan, watched = kind.plan, Watched()
+    monkeypatch.setattr(plan, "empty", watched.empty)
+    monkeypatch.setattr(plan, "at", lambda shape: watched.sized(plan._at(shape)))
+    return watched, plan, adds
 
 
 @pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N)], ids=str)
@@ -243,36 +227,13 @@ def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...
     assert [*map(id, made)] == [*map(id, expected)]
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
-    given: list[tuple[Any, ...]] = []
-    applies: Any = [lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)]
-    records = {"recorded": recorded._recording(*applies)}
-    both = [native.calls_among(dispatch, make, records) for make in (native.makes(build=True), Lookup)]
-    make, options, passed = KNOWN[name]
-    operands = make()
-    for calls in both:
-        assert calls.recorded.normalise(operands, options, None) is None
-    made_known(operands, options)
-    for calls in both:
-        calls.recorded.normalise(operands, options, (N,))
-    if name == "frozen":
-        assert given == []
-        return
-    (*first,), (*second,) = given
-    assert first[0] == second[0] == int(operands[3] is not None)
-    assert first[1][0] == second[1][0] == options
-    assert [*map(id, first[2:])] == [*map(id, second[2:])]
-    assert len(first[2:]) == passed
-
-
-@pytest.mark.parametrize("launched", ["recorded"], indirect=True)
+@pytest.mark.parametrize("launched", [False], indirect=True)
 def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, plan, _ = launched
-    assert found(PLAIN(), OPTIONS)[2][0] is plan
+    assert found(plain(), OPTIONS)[2][0] is plan
     monkeypatch.setattr(watched, "launch", fail)
     with pytest.raises(RuntimeError, match="no such launch"):
-        native.calls.recorded.normalise(PLAIN(), OPTIONS, (N,))
+        native.calls.recorded.normalise(plain(), OPTIONS, (N,))
 
 
 def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +402,7 @@ def test_it_is_not_compiled_where_that_is_not_wanted(
 
 
 def test_nothing_that_was_found_is_kept() -> None:
-    operands = PLAIN()
+    operands = plain()
     made_known(operands, OPTIONS)
     held = [weakref.ref(each) for each in operands if each is not None]
     for _ in range(3):
