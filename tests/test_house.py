@@ -39,12 +39,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_187,
+    "all by hand": 13_185,
     "C": 799,
     "emitted": 931,
     "ahead_of_time": 689,
     "calls": 2_378,
-    "families": 1_938,
+    "families": 1_936,
     "compiled": 537,
     "integrations": 371,
     "jax": 564,

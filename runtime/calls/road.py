@@ -166,7 +166,7 @@ def calls_of(family: Family, **own: Any) -> FamilyCalls:
 
 
 @constant_in_traces
-def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
+def function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of a function, and the names of a call's operands and options."""
     row = _ROWS[family]
     return row.functions[norm], (*row.inputs, *row.options)
@@ -174,7 +174,7 @@ def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
 
 def named(calls: FamilyCalls, operands: Operands, options: Options) -> dict[str, Any]:
     """Return the arguments of a call by the names of its rows, the norm left out; the last options may be missing."""
-    _, names = _function_of(calls.name, options[0])
+    _, names = function_of(calls.name, options[0])
     return dict(zip(names, (*operands, *options[1:]), strict=False))
 
 
@@ -245,7 +245,7 @@ def operate(
     args["out_dtype"] = _out_dtype(options[0], args)
     if "cast" in args:
         args["cast"] = word(Cast, "cast", args["cast"]).value
-    function, _ = _function_of(calls.name, options[0])
+    function, _ = function_of(calls.name, options[0])
     y, *others = operated(function, args)
     sums = args.get("residual") is not None
     return y, others[0] if sums else None, others[sums:]

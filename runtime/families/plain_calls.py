@@ -185,10 +185,12 @@ def _checked(operands: Operands, normalized_shape: Any, options: Options, *, ker
     """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
     norm, eps, *_ = options
     with unrecorded():
-        args = road.named(CALLS, operands, options)
+        # Not by `road.named`, so that compiled code guards nothing of `CALLS`.
+        function, names = road.function_of("recorded", norm)
+        args = dict(zip(names, (*operands, *options[1:]), strict=False))
         if eps is None and norm == "rms":
             del args["eps"]
-        return check_normalised(CALLS.functions[norm], args, normalized_shape, kernel=kernel)
+        return check_normalised(function, args, normalized_shape, kernel=kernel)
 
 
 def _as_floats(options: Options) -> Options:

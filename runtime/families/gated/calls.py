@@ -26,7 +26,9 @@ def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None)
     if result is not None:
         return result
     if is_handed_on(operands):
-        return _handed_on(operands, options, group_size)
+        args = road.named(row.CALLS, operands, options)
+        args |= {"norm_before_gate": args["gating"] == row.GATING[True], "group_size": group_size}
+        return handed_on(row.CALLS.functions[options[0]], operands, args, positional=2)
     if is_sharded(*operands):
         return _by_parts(operands, options, group_size)
     if group_size is None:
@@ -41,11 +43,3 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
     # Parts may fit on one rank and not on another: the first would wait for the second.
     check_normalised(name, args, x.shape[-1:], kernel=backend(x) == "kernel")
     return by_parts(name, row.CALLS.rows, operands, lambda parts: _run(parts, options, group_size))
-
-
-def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    """Return the result of an operand's `__torch_function__`, as torch.fx's proxies have one."""
-    args = road.named(row.CALLS, operands, options)
-    args["norm_before_gate"] = args["gating"] == row.GATING[True]
-    args["group_size"] = group_size
-    return handed_on(row.CALLS.functions[options[0]], operands, args, positional=2)
