@@ -41,7 +41,12 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "x_bias": {False: "", True: "_xb"},
     "x_gate": {False: "", True: "_xg"},
     "dropout": {False: "", True: "_drop"},
-    "fadd": {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"},
+    "fadd": {
+        FusedAdd.NONE: "",
+        FusedAdd.PRE_ADD_STORE: "_addst",
+        FusedAdd.PRE_ADD: "_add",
+        FusedAdd.POST_ADD: "_postadd",
+    },
     "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
     "modulated": {False: "", True: "_mod"},
     "gating": {Gating.NONE: "", Gating.AFTER_NORM: "_ga", Gating.BEFORE_NORM: "_gb"},
@@ -170,7 +175,12 @@ class Mode:
             self._check_modulated()
         if self.gating.gates or self.gate_activation is not GateActivation.SILU or self.grouped:
             self._check_gated()
-        if self.dropout and not (self.fadd.adds or self.is_backward):
+        if self.fadd.is_after and self.fquant.quantises:
+            raise IllegalCombinationError(
+                f"fadd {self.fadd.value} makes y the sum that further blocks add to, and fquant {self.fquant.value} "
+                "would store no more of it than quantised values; use fquant none, or another fadd"
+            )
+        if self.dropout and not (self.fadd.is_before or self.is_backward):
             raise IllegalCombinationError(
                 f"dropout drops elements of x before a residual is added, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store or pre_add, or leave dropout out"
@@ -211,7 +221,7 @@ class Mode:
             ("fquant", self.fquant.quantises),
             ("dtype_in", not self.dtype_in.is_fp8),
             ("dtype_out", self.dtype_out in SERVED_DTYPES),
-            ("fadd", self.fadd is not FusedAdd.PRE_ADD),
+            ("fadd", self.fadd.stores or not self.fadd.adds),
             ("scale_dtype", self.scale_dtype is DType.FP32),
             ("rounding", not self.rounding.truncates),
             ("save_mv", not self.save_mv),
@@ -283,7 +293,7 @@ class Mode:
             )
         for name, fits in (
             ("dtype_in", not self.dtype_in.is_fp8),
-            ("fadd", self.fadd is not FusedAdd.PRE_ADD),
+            ("fadd", self.fadd.stores or not self.fadd.adds),
             ("fquant", self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
             ("scale_dtype", self.scale_dtype is DType.FP32),
             ("rounding", not self.rounding.truncates),
@@ -325,10 +335,10 @@ class Mode:
             )
         if self.save_mv:
             raise IllegalCombinationError("direction bwd reads mean and rstd and saves none; leave save_mv out")
-        if self.fadd is FusedAdd.PRE_ADD:
+        if self.fadd.adds and not self.fadd.stores:
             raise IllegalCombinationError(
-                "with direction bwd, fadd says whether a gradient arrives for residual_out, which pre_add does not "
-                "store; use fadd none or pre_add_store"
+                f"with direction bwd, fadd says whether a gradient arrives for residual_out, which {self.fadd.value} "
+                "does not store; use fadd none or pre_add_store"
             )
 
     @property
@@ -407,7 +417,7 @@ class Mode:
         """
         further = self.fquant.quantises or self.x_bias or self.x_gate or self.modulated or self.gating.gates
         apart = self.norm.centres or self.dropout or self.dtype_in.is_fp8
-        return self.fadd.adds and not (self.is_backward or further or apart)
+        return self.fadd.is_before and not (self.is_backward or further or apart)
 
     @property
     def shares(self) -> bool:
@@ -417,7 +427,7 @@ class Mode:
     @property
     def takes_x_as_read(self) -> bool:
         """Return True if the normalised row is x itself, with no more bits than x."""
-        return not (self.fadd.adds or self.x_bias or self.gating.is_before)
+        return not (self.fadd.is_before or self.x_bias or self.gating.is_before)
 
     @property
     def has_head(self) -> bool:
@@ -426,8 +436,12 @@ class Mode:
         Compilers fuse a sum across lanes with the product in front of it, so each lane rounds the other lanes' products
         and not its own. Lanes then have pivots that differ by a rounding error of the row's largest value. Even if
         lanes agree, a pivot far from the mean loses bits of products, which have 24.
+
+        Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
+        behind the norm.
         """
-        return self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
+        is_last = not self.fadd.is_after
+        return is_last and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
     def reads_gate(self) -> bool:
@@ -504,7 +518,7 @@ class Mode:
             Stage.X_GATE: self.x_gate,
             Stage.GATE_BEFORE: self.gating.is_before,
             Stage.DROPOUT: self.dropout,
-            Stage.RESIDUAL: self.fadd.adds,
+            Stage.RESIDUAL: self.fadd.is_before,
             Stage.STORED: self.fadd.stores and not self.is_backward,
         }
         return tuple(stage for stage in Stage if has.get(stage))
@@ -517,6 +531,7 @@ class Mode:
             Stage.WEIGHT: True,
             Stage.MODULATION: self.modulated,
             Stage.GATE_AFTER: self.gating.is_after,
+            Stage.RESIDUAL_AFTER: self.fadd.is_after,
             Stage.ROUNDING: self.quantise_rounded,
             Stage.UNQUANTISED: self.save_unquant,
             Stage.SMOOTH: self.fquant.smooths,

@@ -117,7 +117,10 @@ FORWARD = Family(
             meaning=_first("x's shape, fp16, bf16 or fp32; goes with fadd."),
             wanted="fadd.adds",
             absent="fadd {fadd!r} adds a residual and none was passed; pass residual, or fadd='none'",
-            unused="residual was passed and fadd 'none' would ignore it; pass fadd='pre_add_store' or 'pre_add'",
+            unused=(
+                "residual was passed and fadd 'none' would ignore it; pass fadd='pre_add_store', 'pre_add' or "
+                "'post_add'"
+            ),
             gradient="dx",
             functional=True,
         ),
@@ -126,8 +129,8 @@ FORWARD = Family(
             Kind.WORD,
             default=_each('"none"', "fadd.adds"),
             meaning=_first(
-                '"none" (0), "pre_add_store" (1: add residual, return the sum as residual_out) or "pre_add" (2: add '
-                "it)."
+                '"none" (0), "pre_add_store" (1: add residual, return the sum as residual_out), "pre_add" (2: add '
+                'it) or "post_add" (3: add it to the normalised rows; the sum is y).'
             ),
             words=FusedAdd,
             axis="fadd",
@@ -207,8 +210,8 @@ FORWARD = Family(
             Kind.DTYPE,
             default=_each("None"),
             meaning=_first(
-                "y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these "
-                "two, or out_dtype."
+                "y's dtype; None is x's dtype, or int8 when quantised, or residual's with post_add, or that of `out`. "
+                "An fp8 x needs one of these three, or out_dtype."
             ),
             axis="dtype_out",
             functional=True,
@@ -406,16 +409,17 @@ BACKWARD = Family(
 )
 
 
-def _dropped(family: Family, *also: str) -> Family:
-    """Return the family of functional calls with dropout, which have the rows `also` too, behind the others."""
-    others = [row for row in family.parameters if row.name not in also]
-    return replace(
-        family, name="dropped", parameters=(*others, *(replace(family[name], functional=True) for name in also))
-    )
+def _with(family: Family, name: str, *also: Parameter) -> Family:
+    """Return a family of functional calls that have the rows `also` too, behind the others."""
+    others = [row for row in family.parameters if row.name not in [each.name for each in also]]
+    return replace(family, name=name, parameters=(*others, *(replace(row, functional=True) for row in also)))
 
 
-DROPPED = _dropped(FORWARD, "fadd", "dropout_p", "dropout_rng", "save_mv")
-DROPPED_BWD = _dropped(BACKWARD, "dropout_p", "dropout_rng", "dropped_dtype")
+# Calls with a dropout of x.
+DROPPED = _with(FORWARD, "dropped", *(FORWARD[name] for name in ("fadd", "dropout_p", "dropout_rng", "save_mv")))
+DROPPED_BWD = _with(BACKWARD, "dropped", *(BACKWARD[name] for name in ("dropout_p", "dropout_rng", "dropped_dtype")))
+# Calls that add the residual behind the norm.
+ADDED = _with(FORWARD, "added", replace(FORWARD["fadd"], default=_each('"post_add"', "fadd.adds")), FORWARD["save_mv"])
 
 MODULATED = Family(
     direction=Direction.FORWARD,

@@ -46,7 +46,7 @@ def _forward(mode: Mode) -> tuple[str, ...]:
         steps.append("dropout")
     if mode.fadd.stores:
         steps.append("residual added and the sum stored")
-    elif mode.fadd.adds:
+    elif mode.fadd.is_before:
         steps.append("residual added")
     if mode.gating.is_before:
         steps.append(_gated(mode))
@@ -58,6 +58,8 @@ def _forward(mode: Mode) -> tuple[str, ...]:
         steps.append("modulated")
     if mode.gating.is_after:
         steps.append(_gated(mode))
+    if mode.fadd.is_after:
+        steps.append("residual added behind the norm")
     if mode.fquant.quantises:
         steps += _quantised(mode)
     elif mode.dtype_out is not mode.dtype_in:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
 from .groups import Activation
-from .parameters import FORWARD, GATED, GROUP, MODULATED, QUANTISED
+from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED
 from .values import Norm
 
 
@@ -557,6 +557,45 @@ _ADD_FUNCTIONS = FunctionalFunctions(
     call="add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))",
 )
 
+_POST_ADD_FUNCTIONS = FunctionalFunctions(
+    _functions(
+        ADDED,
+        "{function}_add",
+        _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
+        _as(
+            FORWARD["residual"],
+            f"x's shape, {_ANY_FLOATS}, whatever x's dtype is.",
+            default=dict.fromkeys(_FORMULAS, REQUIRED),
+            positional=True,
+        ),
+        *_vectors("(N,)"),
+        *_EPS_OF_TORCH,
+        CAST,
+        _OFFSET_OF_ANY,
+        _x_bias("(N,)"),
+        norms=_FORMULAS,
+    ),
+    rows=_saving_for_autograd(ADDED),
+    output="torch.Tensor",
+    call="post_add.normalise(operands, options)",
+    summary={
+        norm: f"Compute {norm.row.title} over the last dimension and add it to a residual, in one kernel."
+        for norm in _FORMULAS
+    },
+    details={
+        norm: (
+            f"y = residual + {norm.row.function}(x), in fp32 with one rounding: the norm behind a block, as in Gemma 2 "
+            "(Gemma Team, 2024) and OLMo 2 (OLMo Team, 2025). Differentiable; the backward pass saves x, and "
+            f"{_statistics(norm)} per row. The gradient of residual is that of y. {_SECOND}",
+            "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors "
+            "each rank normalises its rows. Autocast changes nothing.",
+        )
+        for norm in _FORMULAS
+    },
+    returns=("y: x's shape, in residual's dtype.",),
+    raises=_raises("", "weight_offset has no weight to be added to;"),
+)
+
 _MODULATED_FUNCTIONS = FunctionalFunctions(
     _functions(
         MODULATED,
@@ -685,4 +724,4 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
 )
 
 PLAIN = (_PLAIN_FUNCTIONS, _L2_FUNCTIONS, _ADD_FUNCTIONS)
-FUNCTIONAL = (_MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS)
+FUNCTIONAL = (_POST_ADD_FUNCTIONS, _MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS)

@@ -26,6 +26,7 @@ class Stage(Enum):
     WEIGHT = "weight"  # times weight, plus bias
     MODULATION = "modulation"  # times 1 + a sample's scale, plus its shift
     GATE_AFTER = "gate_after"  # times an activated gate of x's shape
+    RESIDUAL_AFTER = "residual_after"  # plus the residual
     ROUNDING = "rounding"  # rounded to x's dtype before quantisation
     UNQUANTISED = "unquantised"  # stored in x's dtype as well
     SMOOTH = "smooth"  # times a smooth scale

@@ -194,21 +194,32 @@ _QMAX = {
 
 
 class FusedAdd(Enum):
-    """The fused add: whether a residual is added before the norm, and whether the sum is stored."""
+    """The fused add: whether a residual is added before or behind the norm, and whether a sum before it is stored."""
 
     NONE = "none"
     PRE_ADD_STORE = "pre_add_store"
     PRE_ADD = "pre_add"
+    POST_ADD = "post_add"
 
     @property
     def code(self) -> int:
-        """Return ck_tile's integer for this word."""
-        return {FusedAdd.NONE: 0, FusedAdd.PRE_ADD_STORE: 1, FusedAdd.PRE_ADD: 2}[self]
+        """Return ck_tile's integer for this word, or a further integer for words that ck_tile lacks."""
+        return tuple(FusedAdd).index(self)
 
     @property
     def adds(self) -> bool:
         """Return True if kernels read a residual."""
         return self is not FusedAdd.NONE
+
+    @property
+    def is_before(self) -> bool:
+        """Return True if the residual is added to the rows that are normalised."""
+        return self in (FusedAdd.PRE_ADD_STORE, FusedAdd.PRE_ADD)
+
+    @property
+    def is_after(self) -> bool:
+        """Return True if the residual is added to the normalised rows."""
+        return self is FusedAdd.POST_ADD
 
     @property
     def stores(self) -> bool:

@@ -951,6 +951,154 @@ LADDER_12 = (
 )
 
 LADDER_13 = (
+    (1, 128, "n128", ("rows", 8, 128, 1), ("one_pass", 1, 128, 1), ("rows", 8, 128, 1), ("rows", 4, 128, 1)),
+    (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 256, 1), ("rows", 4, 256, 1), ("rows", 2, 256, 1)),
+    (
+        257,
+        512,
+        "n512",
+        ("rows", 4, 512, 2),
+        ("one_pass", 1, 256, 2),
+        ("rows", 4, 512, 2),
+        ("rows", 2, 512, 1),
+        ("rows", 2, 512, 1),
+    ),
+    (
+        513,
+        768,
+        "n768",
+        ("two_pass", 1, 512, 4),
+        ("one_pass", 1, 512, 4),
+        ("two_pass", 1, 512, 4),
+        ("rows", 2, 1024, 4),
+        ("two_pass", 1, 1024, 2),
+    ),
+    (769, 1024, "n1024", ("two_pass", 1, 1024, 4), ("one_pass", 1, 512, 4)),
+    (
+        1025,
+        1536,
+        "n1536",
+        ("two_pass", 1, 1024, 8),
+        ("one_pass", 1, 1024, 4),
+        ("two_pass", 1, 1024, 8),
+        ("one_pass", 1, 1024, 4),
+        ("two_pass", 1, 2048, 4),
+    ),
+    (
+        1537,
+        2048,
+        "n2048",
+        ("two_pass", 1, 1024, 8),
+        ("one_pass", 1, 1024, 4),
+        ("two_pass", 1, 1024, 8),
+        ("one_pass", 1, 2048, 8),
+        ("two_pass", 1, 2048, 8),
+    ),
+    (
+        2049,
+        3072,
+        "n3072",
+        ("two_pass", 1, 2048, 8),
+        ("one_pass", 1, 2048, 8),
+        ("two_pass", 1, 2048, 8),
+        ("one_pass", 1, 2048, 8),
+    ),
+    (
+        3073,
+        4096,
+        "n4096",
+        ("two_pass", 1, 2048, 16),
+        ("one_pass", 1, 2048, 8),
+        ("two_pass", 1, 2048, 16),
+        ("one_pass", 1, 2048, 16),
+        ("two_pass", 1, 2048, 8),
+    ),
+    (
+        4097,
+        5120,
+        "n5120",
+        ("two_pass", 1, 8192, 16),
+        ("one_pass", 1, 4096, 16),
+        ("two_pass", 1, 8192, 16),
+        ("one_pass", 1, 1024, 4),
+    ),
+    (
+        5121,
+        6144,
+        "n6144",
+        ("two_pass", 1, 8192, 16),
+        ("one_pass", 1, 4096, 16),
+        ("two_pass", 1, 8192, 16),
+        ("one_pass", 1, 2048, 16),
+    ),
+    (
+        6145,
+        7168,
+        "n7168",
+        ("two_pass", 1, 4096, 16),
+        ("one_pass", 1, 4096, 16),
+        ("two_pass", 1, 4096, 16),
+        ("two_pass", 1, 4096, 8),
+    ),
+    (
+        7169,
+        8192,
+        "n8192",
+        ("two_pass", 1, 8192, 8, 2),
+        ("one_pass", 1, 4096, 16),
+        ("two_pass", 1, 8192, 8, 2),
+        ("two_pass", 1, 8192, 8),
+    ),
+    (
+        8193,
+        12288,
+        "n12288",
+        ("two_pass", 1, 4096, 16, 2),
+        ("one_pass", 1, 4096, 32),
+        ("two_pass", 1, 16384, 16, 2),
+        ("two_pass", 1, 8192, 8),
+    ),
+    (
+        12289,
+        16384,
+        "n16384",
+        ("two_pass", 1, 8192, 16, 2),
+        ("one_pass", 1, 8192, 32),
+        ("one_pass", 1, 8192, 32),
+        ("two_pass", 1, 8192, 32, 2),
+    ),
+    (
+        16385,
+        32768,
+        "n32768",
+        ("two_pass", 1, 8192, 32),
+        ("one_pass", 1, 8192, 32),
+        ("one_pass", 1, 8192, 32),
+        ("one_pass", 1, 8192, 32),
+    ),
+    (
+        32769,
+        65536,
+        "n65536",
+        ("two_pass", 1, 16384, 16),
+        ("two_pass", 1, 16384, 32),
+        ("two_pass", 1, 16384, 16),
+        ("two_pass", 1, 32768, 32),
+        ("two_pass", 1, 16384, 32),
+    ),
+    (65537, 131072, "n131072", ("two_pass", 1, 16384, 32), ("two_pass", 1, 16384, 32)),
+    (
+        131073,
+        None,
+        "nbig",
+        ("two_pass", 1, 16384, 32),
+        ("two_pass", 1, 16384, 32),
+        ("two_pass", 1, 16384, 32),
+        ("two_pass", 1, 16384, 16),
+    ),
+)
+
+LADDER_14 = (
     (
         1,
         128,
@@ -1055,7 +1203,7 @@ LADDER_13 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_14 = (
+LADDER_15 = (
     (1, 128, "n128", ("rows", 8, 64, 2, 8), ("rows", 2, 128, 1), ("rows", 8, 64, 2, 8), ("rows", 8, 128, 2, 4)),
     (129, 256, "n256", ("rows", 4, 128, 2, 8), ("rows", 2, 256, 1), ("rows", 4, 128, 2, 8), ("rows", 8, 256, 2, 4)),
     (
@@ -1149,7 +1297,7 @@ LADDER_14 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_15 = (
+LADDER_16 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 2, 128, 2)),
     (129, 256, "n256", ("rows", 8, 256, 4, 4), ("rows", 2, 256, 1), ("rows", 8, 256, 4, 4), ("rows", 8, 256, 2, 4)),
     (257, 512, "n512", ("rows", 2, 512, 2, 8), ("rows", 2, 512, 2), ("rows", 2, 512, 2, 8), ("rows", 4, 512, 2, 4)),
@@ -1227,7 +1375,7 @@ LADDER_15 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_16 = (
+LADDER_17 = (
     (
         1,
         128,
@@ -1384,10 +1532,11 @@ LADDERS_5 = {"any": LADDER_7, "sm_90": LADDER_8}
 LADDERS_6 = {"any": LADDER_9, "sm_90": LADDER_10}
 LADDERS_7 = {"any": LADDER_1, "sm_90": LADDER_11}
 LADDERS_8 = {"any": LADDER_1, "sm_90": LADDER_12}
-LADDERS_9 = {"any": LADDER_7, "sm_90": LADDER_13}
+LADDERS_9 = {"any": LADDER_1, "sm_90": LADDER_13}
 LADDERS_10 = {"any": LADDER_7, "sm_90": LADDER_14}
 LADDERS_11 = {"any": LADDER_7, "sm_90": LADDER_15}
-LADDERS_12 = {"any": LADDER_1, "sm_90": LADDER_16}
+LADDERS_12 = {"any": LADDER_7, "sm_90": LADDER_16}
+LADDERS_13 = {"any": LADDER_1, "sm_90": LADDER_17}
 
 TABLE = {
     "ln_fwd_fp16": LADDERS_1,
@@ -1411,6 +1560,10 @@ TABLE = {
     "rms_fwd_bf16_addst": LADDERS_8,
     "ln_fwd_bf16_add": LADDERS_7,
     "rms_fwd_bf16_add": LADDERS_8,
+    "ln_fwd_bf16_postadd": LADDERS_7,
+    "ln_fwd_bf16_postadd_mv": LADDERS_7,
+    "rms_fwd_bf16_postadd": LADDERS_9,
+    "rms_fwd_bf16_postadd_mv": LADDERS_9,
     "ln_fwd_fp16_mv": LADDERS_1,
     "ln_fwd_bf16_mv": LADDERS_1,
     "ln_fwd_fp32_mv": LADDERS_2,
@@ -1419,14 +1572,14 @@ TABLE = {
     "rms_fwd_fp32_mv": LADDERS_4,
     "ln_fwd_bf16_addst_mv": LADDERS_7,
     "rms_fwd_bf16_addst_mv": LADDERS_8,
-    "ln_bwd_fp16": LADDERS_9,
-    "ln_bwd_bf16": LADDERS_9,
+    "ln_bwd_fp16": LADDERS_10,
+    "ln_bwd_bf16": LADDERS_10,
     "ln_bwd_fp32": LADDERS_6,
     "rms_bwd_fp16": LADDERS_5,
     "rms_bwd_bf16": LADDERS_5,
     "rms_bwd_fp32": LADDERS_6,
-    "ln_bwd_bf16_addst": LADDERS_10,
-    "rms_bwd_bf16_addst": LADDERS_11,
+    "ln_bwd_bf16_addst": LADDERS_11,
+    "rms_bwd_bf16_addst": LADDERS_12,
     "rms_fwd_fp16_cbw": LADDERS_3,
     "rms_fwd_fp16_cbw_mv": LADDERS_3,
     "rms_fwd_bf16_cbw": LADDERS_3,
@@ -1435,25 +1588,25 @@ TABLE = {
     "rms_fwd_bf16_addst_cbw_mv": LADDERS_8,
     "rms_bwd_fp16_cbw": LADDERS_5,
     "rms_bwd_bf16_cbw": LADDERS_5,
-    "rms_bwd_bf16_addst_cbw": LADDERS_11,
-    "ln_fwd_bf16_int8_sdq": LADDERS_12,
-    "ln_fwd_bf16_int8_dq": LADDERS_12,
-    "ln_fwd_bf16_int8_addst_sdq": LADDERS_12,
-    "ln_fwd_bf16_int8_addst_dq": LADDERS_12,
-    "ln_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_12,
-    "ln_fwd_bf16_fp8_e4m3fn_dq": LADDERS_12,
-    "ln_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_12,
-    "ln_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_12,
-    "rms_fwd_bf16_int8_sdq": LADDERS_12,
-    "rms_fwd_bf16_int8_dq": LADDERS_12,
-    "rms_fwd_bf16_int8_addst_sdq": LADDERS_12,
-    "rms_fwd_bf16_int8_addst_dq": LADDERS_12,
-    "rms_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_12,
-    "rms_fwd_bf16_fp8_e4m3fn_dq": LADDERS_12,
-    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_12,
-    "rms_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_12,
-    "ln_fwd_fp16_int8_sdq": LADDERS_12,
-    "ln_fwd_fp16_int8_addst_sdq": LADDERS_12,
-    "rms_fwd_fp16_int8_sdq": LADDERS_12,
-    "rms_fwd_fp16_int8_addst_sdq": LADDERS_12,
+    "rms_bwd_bf16_addst_cbw": LADDERS_12,
+    "ln_fwd_bf16_int8_sdq": LADDERS_13,
+    "ln_fwd_bf16_int8_dq": LADDERS_13,
+    "ln_fwd_bf16_int8_addst_sdq": LADDERS_13,
+    "ln_fwd_bf16_int8_addst_dq": LADDERS_13,
+    "ln_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_13,
+    "ln_fwd_bf16_fp8_e4m3fn_dq": LADDERS_13,
+    "ln_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_13,
+    "ln_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_13,
+    "rms_fwd_bf16_int8_sdq": LADDERS_13,
+    "rms_fwd_bf16_int8_dq": LADDERS_13,
+    "rms_fwd_bf16_int8_addst_sdq": LADDERS_13,
+    "rms_fwd_bf16_int8_addst_dq": LADDERS_13,
+    "rms_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_13,
+    "rms_fwd_bf16_fp8_e4m3fn_dq": LADDERS_13,
+    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_13,
+    "rms_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_13,
+    "ln_fwd_fp16_int8_sdq": LADDERS_13,
+    "ln_fwd_fp16_int8_addst_sdq": LADDERS_13,
+    "rms_fwd_fp16_int8_sdq": LADDERS_13,
+    "rms_fwd_fp16_int8_addst_sdq": LADDERS_13,
 }

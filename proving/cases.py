@@ -18,10 +18,13 @@ from torch.nn import functional
 
 import normforge
 from normforge.codegen.families import Family, Kind, Parameter
-from normforge.codegen.parameters import FORWARD, GATED, GROUP, MODULATED
+from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED
 from normforge.codegen.values import Norm
 
-FAMILIES: Mapping[str, Family] = {"plain": FORWARD, "modulated": MODULATED, "gated": GATED, "group": GROUP}
+FAMILIES: Mapping[str, Family] = {
+    "plain": FORWARD,
+    **{family.name: family for family in (ADDED, MODULATED, GATED, GROUP)},
+}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 
@@ -32,6 +35,12 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "norm": ("layer", "rms"),
         "shape": ((3, 9, 40), (40,), (5, 40), (2, 3, 2, 40)),
         "without": ((), ("residual",), ("weight", "bias"), ("residual", "x_bias"), ("x_bias",)),
+        "weight_offset": (0.0, 1.0),
+    },
+    "added": {
+        "norm": ("layer", "rms"),
+        "shape": ((3, 9, 40), (40,), (5, 40)),
+        "without": ((), ("weight", "bias"), ("x_bias",)),
         "weight_offset": (0.0, 1.0),
     },
     "modulated": {
@@ -164,6 +173,8 @@ class Case:
         name = FAMILIES[self.family].functions[Norm(self["norm"])]
         if self.family == "plain":
             name = f"{'' if 'residual' in self['without'] else 'add_'}{Norm(self['norm']).row.function}"
+        if self.family == "added":
+            name = f"{Norm(self['norm']).row.function}_add"
         function: Callable[..., Any] = getattr(normforge, name)
         return function
 
@@ -242,7 +253,7 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     s = given["x"] + given.get("x_bias", 0.0)
     if case.family == "modulated" and "gate" in given:
         s = s * beside(given["gate"])
-    s = total = s + given.get("residual", 0.0)
+    s = total = s if case.family == "added" else s + given.get("residual", 0.0)
     factor = torch.ones((), device=s.device)
     if case.family == "gated":
         factor = torch.sigmoid(given["gate"]) * (given["gate"] if case["activation"] == "silu" else 1)
@@ -261,6 +272,8 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     y = y * (1 + beside(given["scale"])) + beside(given["shift"]) if "scale" in given else y
     y = y * factor if case["norm_before_gate"] else y
     y = functional.silu(y) if case.family == "group" and case["activation"] == "silu" else y
+    if case.family == "added":
+        return (given["residual"] + y,)
     return (y, total) if "residual" in given else (y,)
 
 
@@ -299,7 +312,7 @@ def check(
     with torch.no_grad():
         wanted = formula(case, doubled(given))
     coarse = coarser(given["x"].dtype, given.get("residual", given["x"]).dtype)
-    assert outputs[0].dtype is given["x"].dtype
+    assert outputs[0].dtype is given["residual" if case.family == "added" else "x"].dtype
     for output, its in zip(outputs, wanted, strict=True):
         assert output.shape == its.shape
         close("output", output, its, FORWARD_TOLERANCES[coarser(output.dtype, coarse)])

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from .compiled.switch import compile_passes as compile_passes
     from .families.functional import gated_layer_norm as gated_layer_norm
     from .families.functional import gated_rms_norm as gated_rms_norm
+    from .families.functional import layer_norm_add as layer_norm_add
     from .families.functional import modulated_layer_norm as modulated_layer_norm
     from .families.functional import modulated_rms_norm as modulated_rms_norm
+    from .families.functional import rms_norm_add as rms_norm_add
     from .families.gated.functions import GatedLayerNorm as GatedLayerNorm
     from .families.gated.functions import GatedRMSNorm as GatedRMSNorm
     from .families.group.functions import GroupNorm as GroupNorm
@@ -94,7 +96,10 @@ _HOMES = {
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "families.plain_functions": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
-    "families.functional": ("gated_layer_norm", "gated_rms_norm", "modulated_layer_norm", "modulated_rms_norm"),
+    "families.functional": (
+        *("gated_layer_norm", "gated_rms_norm", "layer_norm_add"),
+        *("modulated_layer_norm", "modulated_rms_norm", "rms_norm_add"),
+    ),
     "families.gated.functions": ("GatedLayerNorm", "GatedRMSNorm"),
     "families.group.functions": ("GroupNorm", "group_norm"),
     "families.plain_modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),

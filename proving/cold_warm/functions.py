@@ -333,6 +333,7 @@ JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "_fwd": (
         {"fadd": "pre_add_store", "residual": Operand(form="rows"), "dropout_p": 0.5, "dropout_rng": "tensor"},
         {"fadd": "pre_add_store", "residual": Operand(form="rows"), "residual_out": Operand(None, form="rows")},
+        {"fadd": "post_add", "residual": Operand(form="rows"), "out": Operand(form="rows")},
         {"fquant": "dynamic", "out_dtype": torch.int8, "rounding": "truncate"},
         {"fquant": "smooth_dynamic", "smooth_scale": Operand(form="vector")},
         {"x": Operand(torch.float8_e4m3fn, form="rows"), "x_scale": Operand(form="one"), "out_dtype": torch.bfloat16},

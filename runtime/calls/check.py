@@ -203,13 +203,16 @@ def _output_dtype(args: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
     if out is not None:
         check_dtype("out", check_tensor("out", out), tuple(DTYPES))
         return DTYPES[out.dtype]
-    x = args["x"]
-    if x.dtype in FP8_INPUTS and not axes["fquant"].quantises:
+    x, residual = args["x"], args.get("residual")
+    quantises = "fquant" in axes and axes["fquant"].quantises
+    if "fadd" in axes and axes["fadd"].is_after and residual is not None and not quantises:
+        return DTYPES[residual.dtype]
+    if x.dtype in FP8_INPUTS and not quantises:
         raise ConflictError(
             f"x has dtype {x.dtype}, which y cannot have without a scale, and no out_dtype was passed; pass "
             "out_dtype=torch.bfloat16, say, or fquant='dynamic'"
         )
-    return DType.INT8 if "fquant" in axes and axes["fquant"].quantises else DTYPES[x.dtype]
+    return DType.INT8 if quantises else DTYPES[x.dtype]
 
 
 def _mode(axes: Mapping[str, Any]) -> Mode:

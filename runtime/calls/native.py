@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from .. import settings
 from ..codegen.families import Family
 from ..codegen.parameters import (
+    ADDED,
     BACKWARD,
     DROPPED,
     DROPPED_BWD,
@@ -55,7 +56,7 @@ _FAMILIES = {
     "recorded": FORWARD,
     "added_ahead": FORWARD,
     "gradients": BACKWARD,
-    **{family.name: family for family in (DROPPED, MODULATED, GATED, QUANTISED, GROUP)},
+    **{family.name: family for family in (DROPPED, ADDED, MODULATED, GATED, QUANTISED, GROUP)},
     **{f"{family.name}_gradients": family for family in (DROPPED_BWD, *IN_PARTS, GROUP_BWD)},
 }
 

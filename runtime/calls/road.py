@@ -100,8 +100,8 @@ class FamilyCalls(NamedTuple):
     Attributes:
         name: the name of the family's look-up.
         functions: names of functions, by the norm's word; TorchDynamo of torch 2.11 can make no enum of that word.
-        rows: the tensors that kernels read.
-        inputs: the names of the tensors that calls bring.
+        rows: the rows of the tensors that calls bring.
+        inputs: their names.
         options: the names of the other arguments, behind the norm.
         output: the class of a call's outputs.
         check: refuse calls whose outputs cannot go to the tensors that were passed.
@@ -151,12 +151,13 @@ _ROWS: dict[str, FamilyCalls] = {}
 
 def calls_of(family: Family, **own: Any) -> FamilyCalls:
     """Return the row of a family; `own` is what the family's parameters do not say."""
+    rows = tuple([row for row in family.inputs if row.functional])
     facts = {
         "name": family.name,
         # By the word.
         "functions": {norm.value: name for norm, name in family.functions.items()},
-        "rows": family.inputs,
-        "inputs": tuple([row.name for row in family.inputs if row.functional]),
+        "rows": rows,
+        "inputs": tuple([row.name for row in rows]),
         "options": tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
     }
     calls = FamilyCalls(**(facts | own))
@@ -247,7 +248,7 @@ def operate(
         args["cast"] = word(Cast, "cast", args["cast"]).value
     function, _ = function_of(calls.name, options[0])
     y, *others = operated(function, args)
-    sums = args.get("residual") is not None
+    sums = args.get("residual") is not None and args.get("fadd") != "post_add"
     return y, others[0] if sums else None, others[sums:]
 
 

@@ -187,8 +187,17 @@ class Dropout(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def plain(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout | None = None) -> Any:
-    """Return the outputs of `plain.normalise` for the same arguments. eps=None takes torch's own default."""
+def plain(
+    operands: Operands,
+    shape: tuple[int, ...],
+    options: Options,
+    dropout: Dropout | None = None,
+    after: torch.Tensor | None = None,
+) -> Any:
+    """Return the outputs of `plain.normalise` for the same arguments.
+
+    eps=None takes torch's own default. `after` is added to the normalised rows; out_dtype is then no None.
+    """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options
     to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
@@ -204,8 +213,17 @@ def plain(operands: Operands, shape: tuple[int, ...], options: Options, dropout:
         y = _norm(norm, total, shape, weight, bias, eps)
     else:
         y = _affine(_norm(norm, total, shape, None, None, eps).to(to), weight, bias)
-    y = y.to(out_dtype or x.dtype)
+    y = (y if after is None else y + widened(after)).to(out_dtype or x.dtype)
     return y if residual is None else (y, total.to(residual.dtype))
+
+
+def added(operands: Operands, options: Sequence[Any]) -> torch.Tensor:
+    """Return the output of `road.normalise` for a call that adds the residual behind the norm."""
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast, *_ = options
+    row = (norm, eps, weight_offset, out_dtype, cast)
+    y: torch.Tensor = plain((x, weight, bias, None, x_bias), _last_dimension(x), row, after=residual)
+    return y
 
 
 def plain_gradients_of_packed(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:

@@ -151,7 +151,7 @@ def _first(
                 normalized_shape = operands[0].shape[-1:]
     norm, eps, *others = options
     if norm == "layer" and others[0] != 0.0:
-        operands, options = _offset(operands, options)
+        operands, options = with_offset(operands, options)
         if asked is None:
             return normalise(operands, normalized_shape, options)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
@@ -245,7 +245,7 @@ def by_parts(
 
 
 def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
-    """Check and run a call of modulated or gated norms that no look-up knows, and return its outputs.
+    """Check and run a call of one of the other families that no look-up knows, and return its outputs.
 
     Args:
         calls: the family's row.
@@ -285,16 +285,16 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, option
     return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
 
 
-def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
+def with_offset(operands: Any, options: Any) -> tuple[Any, Any]:
     """Add weight_offset to the weight of a LayerNorm, whose kernels add nothing to weights."""
-    x, weight, bias, residual, x_bias = operands
-    norm, eps, weight_offset, out_dtype, cast = options
+    x, weight, *others = operands
+    norm, eps, weight_offset, *rest = options
     weight_offset = check_number("weight_offset", weight_offset, least=-math.inf)
     if weight is None:
         raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
     check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
-    return (x, weight, bias, residual, x_bias), (norm, eps, 0.0, out_dtype, cast)
+    return (x, weight, *others), (norm, eps, 0.0, *rest)
 
 
 def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:

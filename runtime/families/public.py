@@ -64,7 +64,8 @@ def layernorm2d_fwd(
         bias: (N,), fp16, bf16 or fp32, or None for 0.
         eps: added to the variance.
         residual: x's shape, fp16, bf16 or fp32; goes with fadd.
-        fadd: "none" (0), "pre_add_store" (1: add residual, return the sum as residual_out) or "pre_add" (2: add it).
+        fadd: "none" (0), "pre_add_store" (1: add residual, return the sum as residual_out), "pre_add" (2: add it) or
+            "post_add" (3: add it to the normalised rows; the sum is y).
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
         x_bias: (N,), added to every row of x before anything else, or None.
@@ -75,8 +76,8 @@ def layernorm2d_fwd(
         dropout_rng: what the mask follows from, with an element's row and column: (seed, offset), or the same as an
             int64 tensor of two on x's device; a torch.Generator to draw them from; or None for torch's default one.
             `dropout_mask` has the formula.
-        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these
-            two, or out_dtype.
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or residual's with post_add, or that of `out`.
+            An fp8 x needs one of these three, or out_dtype.
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
         save_mv: return mean and rstd.
         rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
@@ -157,7 +158,8 @@ def rmsnorm2d_fwd(
         eps: added to the mean square.
         weight_offset: added to every weight, in fp32.
         residual: x's shape, fp16, bf16 or fp32; goes with fadd.
-        fadd: "none" (0), "pre_add_store" (1: add residual, return the sum as residual_out) or "pre_add" (2: add it).
+        fadd: "none" (0), "pre_add_store" (1: add residual, return the sum as residual_out), "pre_add" (2: add it) or
+            "post_add" (3: add it to the normalised rows; the sum is y).
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
         x_bias: (N,), added to every row of x before anything else, or None.
@@ -168,8 +170,8 @@ def rmsnorm2d_fwd(
         dropout_rng: what the mask follows from, with an element's row and column: (seed, offset), or the same as an
             int64 tensor of two on x's device; a torch.Generator to draw them from; or None for torch's default one.
             `dropout_mask` has the formula.
-        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these
-            two, or out_dtype.
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or residual's with post_add, or that of `out`.
+            An fp8 x needs one of these three, or out_dtype.
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
         save_mv: return rstd; mean is always None.
         rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
@@ -245,8 +247,8 @@ def l2norm2d_fwd(
         fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
         x_scale: what an fp8 x is multiplied by, in fp32, before anything else: fp32 on x's device, one a row (x's shape
             without the last dimension, or with one of 1 there) or one for all (one element).
-        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these
-            two, or out_dtype.
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or residual's with post_add, or that of `out`.
+            An fp8 x needs one of these three, or out_dtype.
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
         save_mv: return rstd; mean is always None.
         rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).

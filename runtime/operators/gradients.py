@@ -45,14 +45,17 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
             args["cast"] = "after_weight"
         adds = args.get("residual") is not None
         stores = adds and args.get("fadd", "pre_add_store") == "pre_add_store"
+        is_after = adds and args.get("fadd") == "post_add"
         refusal = None
-        if adds and not stores:
+        if adds and not (stores or is_after):
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
         elif not args["save_mv"]:
             refusal = "mean and rstd were not saved; pass save_mv=True"
         ctx.refusal = refusal
         ctx.shared = {name: args[name] for name in shared}
         ctx.dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, torch.Tensor)}
+        # The gradient of a residual that is added behind the norm is dy.
+        ctx.added = ctx.dtypes.pop("residual") if is_after else None
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         # y, and the sum if a tensor that is summed requires a gradient.
@@ -76,7 +79,13 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         stores = "residual" in ctx.dtypes
         for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if stores else None), strict=True):
             args[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
-        due = _compute(forward, backward, ctx.dtypes, needed, args)
+        due: dict[str, torch.Tensor] = {}
+        dy = arrived[0]
+        if ctx.added is not None and dy is not None and "residual" in needed:
+            needed.remove("residual")
+            due["residual"] = dy.to(ctx.added)
+        if needed:
+            due |= _compute(forward, backward, ctx.dtypes, needed, args)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(library, forward, differentiate, keep)

@@ -102,11 +102,13 @@ def _forward(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
-    dropout = None
+    fused, dropout = word(FusedAdd, "fadd", fadd), None
+    after = residual if fused.is_after else None
+    out_dtype = out_dtype or (None if after is None else after.dtype)
     if dropout_rng is not None:
         keep = dropout_mask(x.shape, dropout_p, dropout_rng, first_row=first_row)
         dropout = keep, kept_factor(dropout_p, x.device)
-    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
+    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, fused, dtype)
     mean = s.mean(-1, keepdim=True) if centres else None
     if mean is not None:
         s, terms = s - mean, terms + mean.abs()
@@ -118,6 +120,8 @@ def _forward(
         z, terms, either = _scaled(weight.to(dtype) + weight_offset, z, terms, either)
     if bias is not None:
         z, terms = z + bias.to(dtype), terms + bias.to(dtype).abs()
+    if after is not None:
+        z, terms = z + after.to(dtype), terms + after.to(dtype).abs()
     if not word(FusedQuant, "fquant", fquant).quantises:
         y, y_scale = z.to(out_dtype or x.dtype), None
     else:
@@ -157,7 +161,7 @@ def _sum(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows."""
-    added = residual if fadd.adds else None
+    added = residual if fadd.is_before else None
     # A stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
     wide = torch.promote_types(added.dtype, torch.float32) if fadd.stores and added is not None else dtype
     total = x.to(wide)

@@ -15,7 +15,7 @@ from normforge.codegen.manifest import load
 # Lines 1 to 4 of every manifest below that starts with it.
 GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
-FADD = "one of none, pre_add_store, pre_add"
+FADD = "one of none, pre_add_store, pre_add, post_add"
 AXES = (
     "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
     "scale_ub, quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, "

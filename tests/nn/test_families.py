@@ -37,7 +37,8 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     "case",
     dict.fromkeys(
         [
-            *cases(*BOTH),
+            *cases("added", *BOTH),
+            *cases("added", vary=("norm", "without")),
             *cases(*BOTH, vary=("norm", "without")),
             *cases(*BOTH, vary=("norm", "dtype", "norm_before_gate")),
             *cases("modulated", vary=("norm", "sharing")),
@@ -81,6 +82,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
         *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
         *cases("group", vary=("activation",)),
+        *cases("added", vary=("norm",)),
         *(
             case
             for without in ((), ("residual",))
@@ -113,7 +115,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *cases("modulated", vary=("norm", "without"), shape=(2, 2, 4)),
+        *cases("added", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
         *(
             case.but(group_size=size)
             for size in (None, 4)

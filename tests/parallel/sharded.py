@@ -114,6 +114,7 @@ FORWARD_MODES: tuple[dict[str, Any], ...] = (
     {"weight": 1, "bias": 1, "save_mv": True, "out_dtype": torch.bfloat16},
     {"weight": 1, "residual": 1, "fadd": "pre_add_store", "save_mv": True},
     {"weight": 1, "residual": 1, "fadd": "pre_add", "x_bias": 1},
+    {"weight": 1, "residual": 1, "fadd": "post_add"},
     {"weight": 1, "smooth_scale": 1, "fquant": "smooth_dynamic", "save_mv": True},
     {"weight": 1, "residual": 1, "fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn},
     {"weight": 1, "x_scale": 1, "out_dtype": torch.bfloat16},
@@ -207,6 +208,15 @@ def modulated_norms_are_of_each_ranks_rows() -> None:
     for of_rows in ROWS:
         of_samples = Replicate() if of_rows == Shard(1) else of_rows
         agrees(call, whole, [of_rows if each.dim() == len(SHAPE) else of_samples for each in whole], of_rows)
+
+
+@CASES.case
+def adds_behind_norms_are_of_each_ranks_rows() -> None:
+    """With no communication: the residual lies as x does."""
+    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
+    for rows in ROWS:
+        lies = [rows if each.dim() > 1 else Replicate() for each in whole]
+        agrees(lambda *operands: [normforge.layer_norm_add(*operands)], whole, lies, rows)
 
 
 @CASES.case

@@ -45,7 +45,7 @@ _WRONG_TENSORS = (_not_tensors, _wrong_dtypes, _wrong_layouts)
 _WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "eps": (-1.0, -1e-30, math.nan, math.inf, 1e39, "1e-5", None, True, 1j, [1e-5]),
     "weight_offset": (math.nan, math.inf, -1e39, "1", None, False, [0.0]),
-    "fadd": ("no such", "PRE_ADD", 3, -1, None, 1.5, object(), ["none"]),
+    "fadd": ("no such", "PRE_ADD", 4, -1, None, 1.5, object(), ["none"]),
     "fquant": ("no such", 3, -1, None, 0.5, torch.int8),
     "rounding": ("no such", 2, None, True),
     "cast": ("no such", "before", 1, None, True),

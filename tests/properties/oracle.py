@@ -128,6 +128,12 @@ def scaled(y: Bounded, smooth_scale: torch.Tensor) -> Bounded:
     return Bounded(value, y.error * factor.abs() + U * value.abs())
 
 
+def added(y: Bounded, residual: torch.Tensor) -> Bounded:
+    """Return y + residual."""
+    value = y.value + residual.double()
+    return Bounded(value, y.error + U * value.abs())
+
+
 def rounding(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     """What rounding to a float type may add to an error."""
     about = torch.finfo(dtype)

@@ -136,12 +136,12 @@ def _residual_out_options(k: Any) -> tuple[Operand | str, ...]:
 CALLS: Options = {
     "norm": lambda k: ("layer", "rms"),
     "x": lambda k: ROWS,
-    "fadd": lambda k: ("none", "pre_add_store", "pre_add"),
+    "fadd": lambda k: ("none", "pre_add_store", "pre_add", "post_add"),
     "residual": lambda k: (None,) if k.fadd == "none" else ROWS,
     "weight": lambda k: (*_ABSENT, *VECTORS),
     "bias": lambda k: (*_ABSENT, *VECTORS) if k.norm == "layer" else (None,),
     "x_bias": lambda k: (*_ABSENT * 4, *VECTORS),
-    "fquant": lambda k: ("none", "none", "dynamic", "smooth_dynamic"),
+    "fquant": lambda k: ("none", "none", *(("dynamic", "smooth_dynamic") if k.fadd != "post_add" else ())),
     "smooth_scale": lambda k: VECTORS if k.fquant == "smooth_dynamic" else (None,),
     "out_dtype": lambda k: (k.x.dtype, *FLOATS) if k.fquant == "none" else QUANTISED,
     "scale_dtype": lambda k: (torch.float32,) if k.fquant == "none" else (torch.float32, *FLOATS),
@@ -165,7 +165,7 @@ _WEIGHT_OFFSETS = (0.0, 1.0, -1.0, 0.25, 1)
 MOST_ELEMENTS = 1 << 23
 
 # The modes' words as ck_tile's integers.
-_CODES = {"none": 0, "pre_add_store": 1, "pre_add": 2, "smooth_dynamic": 1, "dynamic": 2}
+_CODES = {"none": 0, "pre_add_store": 1, "pre_add": 2, "post_add": 3, "smooth_dynamic": 1, "dynamic": 2}
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,8 @@ class MadeCall:
         defaults = {"fadd": "none", "fquant": "none", "scale_dtype": torch.float32, "rounding": "nearest"}
         defaults["cast"] = "after_weight"
         left_out = {name for name, value in keywords.items() if value is None or (name, value) in defaults.items()}
-        if kind.out_dtype is (kind.x.dtype if kind.fquant == "none" else torch.int8):
+        usual = kind.residual.dtype if kind.residual is not None and kind.fadd == "post_add" else kind.x.dtype
+        if kind.out_dtype is (usual if kind.fquant == "none" else torch.int8):
             left_out.add("out_dtype")
         self.keywords = {name: value for name, value in keywords.items() if not (call.coded and name in left_out)}
 
@@ -334,7 +335,8 @@ class MadeCall:
         before = self._before
         x, residual = before["x"], before["residual"]
         assert x is not None
-        s = oracle.total(x, before["x_bias"], residual).reshape(m, n)
+        is_after = kind.fadd == "post_add"
+        s = oracle.total(x, before["x_bias"], None if is_after else residual).reshape(m, n)
         if output.residual_out is not None:
             _check_sum(output.residual_out.reshape(m, n), s)
             s = s.to(output.residual_out.dtype).float()
@@ -346,6 +348,8 @@ class MadeCall:
         rows = finite & found.determined
         h = oracle.rounded_first(found.h, kind.cast, kind.out_dtype, x.dtype)
         y, _ = oracle.affine(h, before["weight"], before["bias"], call.weight_offset)
+        if is_after and residual is not None:
+            y = oracle.added(y, residual.reshape(m, n))
         if output.mean is not None:
             oracle.hold("mean", output.mean.reshape(m), _column(found.mean), rows)
         if output.rstd is not None:
@@ -395,6 +399,9 @@ class MadeCall:
         spread = torch.tensor(_SPREADS, device=self._device)[draw(len(_SPREADS))]
         centre = torch.tensor(_CENTRES, device=self._device)[draw(len(_CENTRES))]
         values = self._random((m, n), dtype, generator, spread, centre)
+        if name == "residual" and call.kind.fadd == "post_add":
+            # What is added behind the norm is no part of what is scaled.
+            values /= call.scale
         if name == "x" and call.shift is not None:
             values += call.shift
         if name == "x" and call.poisoned:
