@@ -15,8 +15,9 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.profile import kernel_rows
 from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
+from normforge.tools.machine import Machine
 
-from .small import CELLS, records
+from .small import CELLS, SUITE, fails, lost, provider, records
 
 MARK = "a call"
 GPU, HOST, AUTOGRAD = 0, 4242, 4243
@@ -135,6 +136,19 @@ def test_calls_that_differ_are_refused() -> None:
     calls = [[Launch(MAIN, 1.0), Launch(FINALISE, 1.0)], [Launch(MAIN, 1.0)]]
     with pytest.raises(TraceError, match=rf"launched {MAIN.name}, {FINALISE.name} once and {MAIN.name} another time"):
         kernel_rows("forward", CELLS[0], "normforge", calls)
+
+
+def test_what_was_seen_is_saved_before_the_gpu_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(torch.device("cpu"), "a test", interpreted=False)
+    monkeypatch.setattr(profile, "SUITES", {"forward": SUITE})
+    monkeypatch.setattr(profile, "find_gpu", lambda verb: machine)
+    monkeypatch.setattr(profile, "find_providers", lambda _: ({"broken": provider("broken", fails)}, {}))
+    monkeypatch.setattr(profile, "release", lost)
+    assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
+    assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
+    assert len(records(tmp_path, "profile")[1]) == 1
 
 
 @pytest.mark.gpu

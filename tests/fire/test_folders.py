@@ -20,7 +20,7 @@ from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 
 from ..folders import PLAIN, RMS, distinct_tiles, instance
-from ..thorough import LONG
+from ..thorough import LONG, THOROUGH
 from .examples import fire
 from .mutation import changed, cut
 from .world import new_world, refusal
@@ -66,6 +66,7 @@ def _nothing_but_the_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     normforge.load_instances()
 
 
+@THOROUGH
 @LONG
 @fire(150)
 @given(tables())

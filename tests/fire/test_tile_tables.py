@@ -34,6 +34,7 @@ groups:
 """
 
 
+@THOROUGH
 @fire(120)
 @given(tile_tables())
 def test_a_table(data: bytes) -> None:

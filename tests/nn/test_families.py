@@ -32,22 +32,28 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken(monkeypatch)
 
 
+QUICK = dict.fromkeys(
+    [
+        *cases("added", *BOTH),
+        *cases("added", vary=("norm", "without")),
+        *cases(*BOTH, vary=("norm", "without")),
+        *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
+        *cases("gated", vary=("norm_before_gate", "group_size")),
+    ]
+)
+COMBINED = dict.fromkeys(
+    [
+        *cases(*BOTH, vary=("norm", "dtype", "norm_before_gate")),
+        *cases("modulated", vary=("norm", "sharing")),
+        *cases("gated", vary=("norm", "activation", "norm_before_gate", "group_size")),
+        *cases("gated", vary=("shape", "norm_before_gate"), group_size=20),
+    ]
+)
+
+
 @each_device
 @pytest.mark.parametrize(
-    "case",
-    dict.fromkeys(
-        [
-            *cases("added", *BOTH),
-            *cases("added", vary=("norm", "without")),
-            *cases(*BOTH, vary=("norm", "without")),
-            *cases(*BOTH, vary=("norm", "dtype", "norm_before_gate")),
-            *cases("modulated", vary=("norm", "sharing")),
-            *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
-            *cases("gated", vary=("norm", "activation", "norm_before_gate", "group_size")),
-            *cases("gated", vary=("shape", "norm_before_gate"), group_size=20),
-        ]
-    ),
-    ids=str,
+    "case", [*QUICK, *(pytest.param(case, marks=THOROUGH) for case in COMBINED if case not in QUICK)], ids=str
 )
 def test_outputs_and_gradients_are_those_of_fp64(case: Case, device: str) -> None:
     check(case, operands(case, device))

@@ -260,12 +260,12 @@ _NOT_TORCHS = {
 }
 
 TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS
-# By default each transform takes one function of four, and every fourth takes GroupNorm too.
+# By default each transform takes one function of four.
 CASES = [
     pytest.param(
         *(transform, norm),
         id=f"{name}-{norm}",
-        marks=[] if norm in (NORMS[place % 4], "group" if place % 4 == 0 else "") and name not in _LONG else [THOROUGH],
+        marks=[] if norm == NORMS[place % 4] and name not in _LONG else [THOROUGH],
     )
     for place, (name, transform) in enumerate(TRANSFORMS.items())
     for norm in ALL

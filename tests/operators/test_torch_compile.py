@@ -193,7 +193,7 @@ def writes(backend: str, dtype: torch.dtype, rows: torch.dtype = torch.float32, 
         assert same_bits(residual, twins[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", BACKEND, "inductor"])
+@pytest.mark.parametrize("backend", ["eager", BACKEND, pytest.param("inductor", marks=THOROUGH)])
 def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
     writes(backend, torch.int8)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ..thorough import LONG, THOROUGH
@@ -74,6 +74,9 @@ def test_rows_with_nan_and_infinity_reach_no_other_row(device: str, data: st.Dat
 def test_a_scale_by_a_power_of_two_is_exact(device: str, data: st.DataObject) -> None:
     """y(c s, c^2 eps) is y(s, eps) to the bit, and rstd a cth: fp32 scales by a power of two without rounding."""
     call = _any_call(data, device)
+    # A stored fp16 sum below 2**-14 is rounded to a multiple of 2**-24, whatever it was scaled by.
+    residual = call.kind.residual
+    assume(call.kind.fadd != "pre_add_store" or residual is None or residual.dtype is not torch.float16)
     scale = chooser(data)((2.0, 4.0))
     larger = replace(call, scale=scale, eps=call.eps * scale**2)
     outputs, of_larger = (one.made(torch.device(device)).run() for one in (call, larger))

@@ -338,7 +338,7 @@ def of_repository(
 LENGTHS = [n for bucket in standard_ladder() for n in (bucket.last or 2 * bucket.first, -(-bucket.first // 8) * 8)]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(arch, marks=THOROUGH) for arch in ("sm_80", "gfx942"))])
 def test_launches_are_the_runtimes(package: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is launched early and no programs wait for one another, as in programs of JAX's."""
     target = replace(ARCHITECTURES[arch], plainly=True)

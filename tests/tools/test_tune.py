@@ -76,11 +76,11 @@ USUAL = [
 UNUSUAL = [kind for kind in (*CLASSES, *GROUP_CLASSES) if kind not in USUAL]
 
 
-# The present tile of each class and every eighth candidate beside it; with time, of the usual classes every candidate.
+# The present tile of a class and every eighth candidate beside it; with time, of the usual classes every candidate.
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(pytest.param(kind, 8, id=kind.name) for kind in USUAL),
+        *(pytest.param(kind, 8, id=kind.name, marks=THOROUGH if place % 4 else ()) for place, kind in enumerate(USUAL)),
         *(pytest.param(kind, 4, id=kind.name, marks=THOROUGH) for kind in UNUSUAL),
         *(pytest.param(kind, 1, id=f"{kind.name}-whole", marks=THOROUGH) for kind in USUAL),
     ],
@@ -272,7 +272,7 @@ def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 MOST_TILES = 32
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=THOROUGH)])
 def test_candidates_are_few_and_each_can_serve_its_bucket(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_trials, "architecture", lambda device: arch)
     monkeypatch.setattr(tile_trials, "target_of", lambda device: named_target(arch))
