@@ -71,8 +71,7 @@ def normalise(operands: Operands, options: Any) -> Any:
     if result is not None:
         return result
     if is_handed_on(operands):
-        args = road.named(CALLS, operands, options) | {"weight_offset": weight_offset}
-        return handed_on(f"{norm}_norm_add", operands, args, positional=2)
+        return handed_on(f"{norm}_norm_add", operands, road.named(CALLS, operands, options), positional=2)
     check_tensor("residual", residual)
     if norm == "layer" and weight_offset != 0.0:
         return normalise(*with_offset(operands, options))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.config import derive
@@ -18,12 +18,23 @@ from torchtitan.models.common import nn_modules
 from ..families.plain_functions import layer_norm as _layer_norm
 from ..families.plain_functions import rms_norm as _rms_norm
 
+if TYPE_CHECKING:
+    # TorchTitan is not there where types are checked; its norms are subclasses of torch's with a configuration each.
+    from torch.nn import LayerNorm as _LayerNorm
+    from torch.nn import RMSNorm as _RMSNorm
 
-class RMSNorm(nn_modules.RMSNorm):  # type: ignore[misc]  # TorchTitan is not there where types are checked
+    _LayerNormConfig = object
+    _RMSNormConfig = object
+else:
+    _LayerNorm, _RMSNorm = nn_modules.LayerNorm, nn_modules.RMSNorm
+    _LayerNormConfig, _RMSNormConfig = _LayerNorm.Config, _RMSNorm.Config
+
+
+class RMSNorm(_RMSNorm):
     """TorchTitan's RMSNorm on generated kernels, forward and backward."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(nn_modules.RMSNorm.Config):  # type: ignore[misc]  # as above
+    class Config(_RMSNormConfig):
         """The fields are those of TorchTitan's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,11 +42,11 @@ class RMSNorm(nn_modules.RMSNorm):  # type: ignore[misc]  # TorchTitan is not th
         return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-class LayerNorm(nn_modules.LayerNorm):  # type: ignore[misc]  # as above
+class LayerNorm(_LayerNorm):
     """TorchTitan's LayerNorm on generated kernels, forward and backward."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(nn_modules.LayerNorm.Config):  # type: ignore[misc]  # as above
+    class Config(_LayerNormConfig):
         """The fields are those of TorchTitan's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

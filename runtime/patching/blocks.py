@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from contextlib import suppress
 from functools import cache, partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -154,8 +156,9 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
     # A local variable may be any function.
     if path.partition(".")[0] in forward.function.__code__.co_varnames:
         return False
-    enclosed = inspect.getclosurevars(forward.function).nonlocals
-    function = attempt(partial(eval, path, forward.function.__globals__, dict(enclosed)), None)
+    names = inspect.getclosurevars(forward.function)
+    outside = SimpleNamespace(**{**names.builtins, **names.globals, **names.nonlocals})
+    function = attempt(partial(attrgetter(path), outside), None)
     keywords = tuple(keyword.arg or "" for keyword in modulation.keywords)
     return formula_of(function, len(modulation.args), keywords) is not None
 
