@@ -109,7 +109,7 @@ def biased_and_trained(m: int) -> None:
 # By what calls of any number of rows do: such a call, and the modes of its kernels.
 DEFAULTS = [
     (plain, ["ln_fwd_bf16"]),
-    (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
+    pytest.param(quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"], marks=THOROUGH),
     pytest.param(scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"], marks=THOROUGH),
     (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
     pytest.param(added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"], marks=THOROUGH),

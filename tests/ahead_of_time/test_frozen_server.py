@@ -88,6 +88,7 @@ with on_an_h200():
     assert sorted(binaries([here / "fourth"])) == before
 
 
+@THOROUGH
 def test_where_it_was_recorded_makes_no_difference(recorded: tuple[Path, list[str]]) -> None:
     """Not even if kernels were interpreted there."""
     here, _ = recorded

@@ -14,6 +14,7 @@ from normforge.codegen.values import Cast
 
 from ..calling import each_device
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm
+from ..thorough import THOROUGH
 from .shared import there
 
 M, N = 8, 300
@@ -124,7 +125,7 @@ def test_gradients_of_several_at_once(norm: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=THOROUGH)])
 @each_function
 def test_compiled(norm: str, backend: str) -> None:
     x, residual = (torch.randn(M, N).bfloat16().requires_grad_() for _ in range(2))

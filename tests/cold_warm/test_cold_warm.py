@@ -22,9 +22,13 @@ FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 15, "blocks":
 MANY = dict.fromkeys(FAMILIES, 500) | {"functional": 900, "gated": 1000, "group": 1000}
 MANY |= {"blocks": 100, "jax": 300, "parallel": 150}
 
-# Those of which no kernel is launched have one way.
+# Those of which no kernel is launched have one way. Few calls of the other families go by tensors.
 WAYS = [
-    pytest.param(family, by_address, id=f"{family}-by_{'address' if by_address else 'tensor'}")
+    pytest.param(
+        *(family, by_address),
+        id=f"{family}-by_{'address' if by_address else 'tensor'}",
+        marks=() if by_address or family in ("functional", "jax", "parallel") else THOROUGH,
+    )
     for family in FAMILIES
     for by_address in (False, True)
     if not (by_address and family in ("jax", "parallel"))

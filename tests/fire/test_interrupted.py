@@ -200,7 +200,8 @@ def record(path: Path) -> Callable[[], int]:
     return work
 
 
-@pytest.mark.parametrize("fault", [KILL, pytest.param(NO_SPACE, marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
 def test_a_recording_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     everything = ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n512"]
     path = world / "needed.yaml"

@@ -108,6 +108,7 @@ def test_what_tritons_cache_holds_is_loaded(cache: Path, monkeypatch: pytest.Mon
     assert driver.loaded == [(key.key.symbol, before.asm["cubin"], before.metadata.shared)]
 
 
+@THOROUGH
 @pytest.mark.compile
 def test_another_process_loads_it_too(cache: Path) -> None:
     key = a_key()

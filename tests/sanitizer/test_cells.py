@@ -23,6 +23,7 @@ from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, k
 from proving.sanitizer.worker import call, call_of
 
 from ..launching import launching_nothing
+from ..thorough import THOROUGH
 
 CPU = torch.device("cpu")
 # Templates that hold no kernel: frames of files, and device functions.
@@ -53,6 +54,7 @@ def kernels() -> frozenset[tuple[AnyMode, Pipeline | Part]]:
     return frozenset(map(part_of, keys))
 
 
+@THOROUGH
 def test_every_template_of_a_kernel_is_touched(repository: Path) -> None:
     touched = {f"{'bwd_' if mode.is_backward else ''}{part.value}.py.j2" for mode, part in kernels()}
     if any(key.symbol == FINALISER for cell in cells() for key in launched(cell)):

@@ -103,6 +103,7 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     assert outcome.winner.tile == tiles[-1] != outcome.present == present
 
 
+@THOROUGH
 def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[..., None]) -> None:
     case = Case(PLAIN, N128, Size.LARGE)
     present, other, *_ = case.tiles(CARD.device)

@@ -450,6 +450,7 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
         path.chmod(mode)
 
 
+@THOROUGH
 @LONG
 @pytest.mark.compile
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is here")
