@@ -177,8 +177,8 @@ class Mode:
             self._check_gated()
         if self.fadd.is_after and self.fquant.quantises:
             raise IllegalCombinationError(
-                f"fadd {self.fadd.value} makes y the sum that further blocks add to, and fquant {self.fquant.value} "
-                "would store no more of it than quantised values; use fquant none, or another fadd"
+                f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
+                "would quantise that sum; use fquant none, or another fadd"
             )
         if self.dropout and not (self.fadd.is_before or self.is_backward):
             raise IllegalCombinationError(
@@ -440,8 +440,8 @@ class Mode:
         Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
         behind the norm.
         """
-        is_last = not self.fadd.is_after
-        return is_last and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
+        may_repeat = not self.fadd.is_after
+        return may_repeat and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
     def reads_gate(self) -> bool:

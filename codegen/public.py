@@ -493,21 +493,26 @@ _L2_FUNCTIONS = FunctionalFunctions(
     call="normalise_last(operands, options)",
 )
 
+# The rows of functions that add a residual, before the norm or behind it.
+_ADDING = (
+    _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
+    _as(
+        FORWARD["residual"],
+        f"x's shape, {_ANY_FLOATS}, whatever x's dtype is.",
+        default=dict.fromkeys(_FORMULAS, REQUIRED),
+        positional=True,
+    ),
+    *_vectors("(N,)"),
+    *_EPS_OF_TORCH,
+    CAST,
+    _OFFSET_OF_ANY,
+)
+
 _ADD_FUNCTIONS = FunctionalFunctions(
     _functions(
         FORWARD,
         "add_{function}",
-        _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
-        _as(
-            FORWARD["residual"],
-            f"x's shape, {_ANY_FLOATS}, whatever x's dtype is.",
-            default=dict.fromkeys(_FORMULAS, REQUIRED),
-            positional=True,
-        ),
-        *_vectors("(N,)"),
-        *_EPS_OF_TORCH,
-        CAST,
-        _OFFSET_OF_ANY,
+        *_ADDING,
         _x_bias("(N,)", " The stored sum includes x_bias."),
         _as(
             FORWARD["dropout_p"],
@@ -561,17 +566,7 @@ _POST_ADD_FUNCTIONS = FunctionalFunctions(
     _functions(
         ADDED,
         "{function}_add",
-        _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
-        _as(
-            FORWARD["residual"],
-            f"x's shape, {_ANY_FLOATS}, whatever x's dtype is.",
-            default=dict.fromkeys(_FORMULAS, REQUIRED),
-            positional=True,
-        ),
-        *_vectors("(N,)"),
-        *_EPS_OF_TORCH,
-        CAST,
-        _OFFSET_OF_ANY,
+        *_ADDING,
         _x_bias("(N,)"),
         norms=_FORMULAS,
     ),

@@ -196,7 +196,7 @@ def plain(
 ) -> Any:
     """Return the outputs of `plain.normalise` for the same arguments.
 
-    eps=None takes torch's own default. `after` is added to the normalised rows; out_dtype is then no None.
+    eps=None takes torch's own default. `after` is added to the normalised rows, and requires an out_dtype.
     """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options

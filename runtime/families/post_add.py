@@ -27,8 +27,7 @@ def _saved(operands: road.Operands, _: torch.Tensor | None) -> tuple[torch.Tenso
 
 def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
     norm, _, weight_offset, _, cast, *_ = options
-    # With x and y in fp32 nothing was rounded before weight.
-    return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, dtypes
+    return norm, weight_offset, cast, dtypes
 
 
 def _gradients(
@@ -62,7 +61,7 @@ CALLS = calls_of(
 
 
 def normalise(operands: Operands, options: Any) -> Any:
-    """Run a call of a public function: y, in residual's dtype."""
+    """Run a call of a public function, and return y in residual's dtype."""
     norm, eps, weight_offset, _, cast, fadd, saves = options
     residual = operands[3]
     eps = DEFAULT_EPS if eps is None else eps
