@@ -63,15 +63,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if collection_path in named or _COMPILED_TEXT in collection_path.read_text() else True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while tests are listed, and never again at what was listed: a million objects stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Settle which cases are thorough, and list none that a run excludes: those are two thirds of all."""
+    yield
+    if "thorough" in metafunc.config.option.markexpr:
+        covering.leave_to_thorough_runs(metafunc)
+    thorough.leave_out(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Settle what is thorough, hold that what is compiled is found by its file's text, and put long tests first."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Hold that what is compiled is found by its file's text, and put long tests first."""
     unseen = {item.path for item in items if item.get_closest_marker("compile")}
     unseen = {path for path in unseen if _COMPILED_TEXT not in path.read_text()}
     if unseen:
         raise pytest.UsageError(f"a run of what is compiled looks for {_COMPILED_TEXT!r}; write it out in {unseen}")
-    if "thorough" in config.option.markexpr:
-        covering.leave_to_thorough_runs(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

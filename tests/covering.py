@@ -103,32 +103,27 @@ def parametrize(
     metafunc.parametrize(name, cases)
 
 
-def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
-    """Mark what is not needed to have each value of each of a test's parameters."""
-    by_test: dict[tuple[str, bool], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            name = item.nodeid.partition("[")[0]
-            by_test.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
-    for same in by_test.values():
-        together = [mark.args[0] for mark in same[0].iter_markers("parametrize")]
-        groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
-        groups += [[name] for name in same[0].callspec.params if all(name not in group for group in groups)]
-        varied = [column for column in (_column(same, group) for group in groups) if len(set(column)) > 1]
-        if len(varied) < 2:
-            continue
-        rows = dict(zip(same, zip(*varied, strict=True), strict=True))
-        kept = set(covering(same, rows.__getitem__, 1))
-        for item in same:
-            if item not in kept:
-                item.add_marker(thorough.THOROUGH)
+def leave_to_thorough_runs(metafunc: pytest.Metafunc) -> None:
+    """Mark the cases of a test that are not needed to have each value of each of its parameters."""
+    together = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
+    on_a_card: dict[bool, list[Any]] = {}
+    for call in metafunc._calls:
+        on_a_card.setdefault(any(mark.name == "gpu" for mark in call.marks), []).append(call)
+    for calls in on_a_card.values():
+        named = groups + [[name] for name in calls[0].params if all(name not in group for group in groups)]
+        varied = [column for column in (_column(calls, group) for group in named) if len(set(column)) > 1]
+        if len(varied) > 1:
+            kept = covering(list(enumerate(zip(*varied, strict=True))), lambda case: case[1], 1)
+            for place in {*range(len(calls))} - {place for place, _ in kept}:
+                calls[place].marks.append(thorough.THOROUGH.mark)
 
 
-def _column(items: Iterable[pytest.Function], names: Iterable[str]) -> tuple[int, ...]:
+def _column(calls: Iterable[Any], names: Iterable[str]) -> tuple[int, ...]:
     """For each case of a test which values it has of parameters that are given together, counted as they appear."""
     places: dict[tuple[int, ...], int] = {}
     # A value of a parameter is one object in all of its cases.
-    values = (tuple(id(item.callspec.params[name]) for name in names) for item in items)
+    values = (tuple(id(call.params[name]) for name in names) for call in calls)
     return tuple(places.setdefault(value, len(places)) for value in values)
 
 

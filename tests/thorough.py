@@ -16,6 +16,8 @@ T = TypeVar("T")
 THOROUGH = pytest.mark.thorough
 # A test of several seconds, begun before the others: one that begins last is waited for by all other workers.
 LONG = pytest.mark.long
+# Marks that a run may exclude.
+MARKS = ("compile", "gpu", "thorough")
 
 
 def is_asked_for(config: pytest.Config) -> bool:
@@ -34,6 +36,14 @@ def is_run(metafunc: pytest.Metafunc) -> bool:
     chosen = metafunc.config.option.markexpr
     compiles = metafunc.definition.get_closest_marker("compile") is not None
     return not chosen or compiles == ("compile" in chosen and "not compile" not in chosen)
+
+
+def leave_out(metafunc: pytest.Metafunc) -> None:
+    """Drop a test's cases with a mark that a run excludes; of a test without any other, one stays to be deselected."""
+    chosen = metafunc.config.option.markexpr
+    excluded = set() if " or " in chosen else {mark for mark in MARKS if f"not {mark}" in chosen}
+    calls = metafunc._calls
+    metafunc._calls = [call for call in calls if excluded.isdisjoint(mark.name for mark in call.marks)] or calls[:1]
 
 
 def first_of_each(cases: Iterable[T], kind: Callable[[T], Hashable], name: Callable[[T], str]) -> list[Any]:
