@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
-from benchmarks.inputs import Inputs, make_inputs
-from benchmarks.oracle import expect
+from benchmarks.inputs import Inputs
 from benchmarks.provider import Prepared, Provider, named
-from benchmarks.providers import find_providers
 from benchmarks.results import OK, Results, load, make_row
-from benchmarks.runner import Plan, prepare
+from benchmarks.runner import Plan
 from benchmarks.timing import Spread
 
 HEADER = {"device": "a test", "revision": "none"}
@@ -73,20 +71,3 @@ def records(folder: Path, suite: str) -> tuple[list[str], list[dict[str, str]]]:
     lines = (folder / f"{suite}.csv").read_text().splitlines()
     header = [line for line in lines if line.startswith("# ")]
     return header, list(csv.DictReader(lines[len(header) :]))
-
-
-def holds_to_the_oracle(peer: str, *cells: Cell) -> None:
-    """Fail unless a peer is here, computes each cell as the oracle does, and leaves to others what they are given."""
-    present, absent = find_providers([peer])
-    assert (list(present), absent) == ([peer], {})
-    for cell in cells:
-        inputs = make_inputs(cell, torch.device("cpu"))
-        given = _tensors_of(inputs)
-        before = [tensor.clone() for tensor in given]
-        (call,) = prepare(present[peer], [inputs], expect(inputs))
-        call()
-        assert all(map(torch.equal, given, before)), cell.id
-
-
-def _tensors_of(inputs: Inputs) -> list[torch.Tensor]:
-    return [tensor for tensor in (*inputs.operands().values(), inputs.residual) if tensor is not None]

@@ -6,15 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib
 import pytest
 
 from benchmarks.chosen import RESULTS
-from benchmarks.pictures import heat_map, save
-from benchmarks.results import load
 from proving.evidence import TABLES
-
-from ..thorough import THOROUGH
 
 ROOT = RESULTS.parent.parent
 EVIDENCE = ROOT / TABLES
@@ -60,18 +55,3 @@ def test_every_picture_is_on_a_page() -> None:
     pictures = [path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*.png")]
     assert pictures
     assert [picture for picture in pictures if picture not in pages] == []
-
-
-@THOROUGH
-@each_folder
-def test_heat_maps_are_drawn_of_the_tables_beside_them(folder: Path, tmp_path: Path) -> None:
-    """To the byte; lines over N have colours that follow from which peers there are, and are not held to that."""
-    pinned = re.findall(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    if pinned != [matplotlib.__version__]:
-        pytest.skip(
-            f"matplotlib {matplotlib.__version__} draws other bytes than {pinned}, which drew what is committed"
-        )
-    for path in folder.glob("*-ratios.png"):
-        found = load(folder, path.name.removesuffix("-ratios.png"))
-        assert found is not None
-        assert save(heat_map(found), tmp_path / path.name).read_bytes() == path.read_bytes(), path.name

@@ -40,18 +40,6 @@ def test_a_merge_is_what_one_process_would_have_written(halves: tuple[Path, Path
     assert (out / "forward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_providers_of_a_cell_may_come_from_two_folders(tmp_path: Path) -> None:
-    one, two, out = (tmp_path / name for name in ("one", "two", "out"))
-    results("forward", (CELLS[0], "eager", 3.0), (CELLS[1], "eager", 3.0)).save(one)
-    results("forward", (CELLS[0], "normforge", 2.0)).save(two)
-    assert _merge(one, two, out=out) == 0
-    assert list(loaded(out, "forward").rows) == [
-        (CELLS[0].id, "eager"),
-        (CELLS[0].id, "normforge"),
-        (CELLS[1].id, "eager"),
-    ]
-
-
 @pytest.mark.parametrize("change", [{"revision": "another"}, {"rows": "no more than 8"}, {"seed": "8"}])
 def test_results_of_two_runs_are_refused(
     change: dict[str, str], halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

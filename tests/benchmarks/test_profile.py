@@ -132,12 +132,6 @@ def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
     assert ceiling.bytes == 2 * 2 * 21840 * 6144
 
 
-def test_calls_that_differ_are_refused() -> None:
-    calls = [[Launch(MAIN, 1.0), Launch(FINALISE, 1.0)], [Launch(MAIN, 1.0)]]
-    with pytest.raises(TraceError, match=rf"launched {MAIN.name}, {FINALISE.name} once and {MAIN.name} another time"):
-        kernel_rows("forward", CELLS[0], "normforge", calls)
-
-
 def test_what_was_seen_is_saved_before_the_gpu_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

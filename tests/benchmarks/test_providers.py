@@ -5,13 +5,15 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import normforge
 from benchmarks.cells import Cell, Norm, Task
+from benchmarks.inputs import make_inputs
+from benchmarks.oracle import expect
 from benchmarks.providers import every_provider, find_providers
+from benchmarks.runner import prepare
 from benchmarks.suites.batch_invariant import GROUPS, PROVIDER
-
-from .small import holds_to_the_oracle
 
 
 def test_peers_are_found_by_import_and_named_when_absent() -> None:
@@ -32,5 +34,6 @@ def test_providers_are_chosen_by_pattern() -> None:
 def test_batch_invariant_calls_are_invariant_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = Mock(wraps=normforge.batch_invariant)
     monkeypatch.setattr(normforge, "batch_invariant", entered)
-    holds_to_the_oracle(PROVIDER, Cell(Task.ADD_QUANT, Norm.LAYER, 2, 96, out_dtype="fp8", group=GROUPS[0]))
+    inputs = make_inputs(Cell(Task.ADD_QUANT, Norm.LAYER, 2, 96, out_dtype="fp8", group=GROUPS[0]), torch.device("cpu"))
+    prepare(every_provider()[PROVIDER], [inputs], expect(inputs))
     entered.assert_called()

@@ -10,7 +10,7 @@ from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.overview import SECTION
 from benchmarks.pages import markers
-from benchmarks.pictures import colours_of_peers, draw_all
+from benchmarks.pictures import draw_all
 from benchmarks.reach import Rule, check, describe
 from benchmarks.report import tables_of
 from benchmarks.results import Results, write
@@ -75,16 +75,6 @@ def test_a_table_has_a_line_a_cell_and_names_failures(forward: Results, tmp_path
     assert grid.notes == ["QuACK: `fails: RuntimeError: no such kernel`."]
 
 
-def test_cells_that_are_no_sweep_are_columns(tmp_path: Path) -> None:
-    cells = [cell for cell in SUITES["steps"].cells if cell.task is Task.FORWARD][:2]
-    peers = ("step-forward-1", "normforge", "copy")
-    results("steps", *((cell, name, 100.0) for cell in cells for name in peers)).save(tmp_path)
-    (((grid,)),) = tables_of(tmp_path).values()
-    assert grid.heads == ("TB/s", "134216×1000", "131072×1024")
-    assert [line[0] for line in grid.lines] == ["1 three sweeps", "normforge", "copy of x"]
-    assert grid.lines[0][1:] == ("5.37", "5.37")
-
-
 def test_a_page_holds_every_table_and_picture_of_its_folders(forward: Results, tmp_path: Path) -> None:
     one, two, page = tmp_path / "one", tmp_path / "two", tmp_path / "page.html"
     forward.save(one)
@@ -137,20 +127,6 @@ def test_sweeps_are_drawn_as_lines_and_others_as_heat_maps(forward: Results, tmp
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     failed = results("steps", (SUITES["steps"].cells[0], "normforge", 0.0), (SUITES["steps"].cells[0], "copy", 9.0))
     assert list(draw_all([failed], tmp_path)) == []
-
-
-def test_reach_says_by_its_status_whether_all_is_reached(
-    forward: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forward.save(tmp_path)
-    assert cli.main(["reach", "--results", str(tmp_path)]) == cli.SHORT
-    assert "forward LN, N 768…16384" in capsys.readouterr().out
-
-
-def test_no_two_peers_have_one_colour() -> None:
-    colours = colours_of_peers()
-    assert {"compile", "max-autotune", "eager", "liger", "quack", "tutorial05"} <= colours.keys()
-    assert len(set(colours.values())) == len(colours)
 
 
 def test_cells_and_providers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,17 +68,6 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert len(found.rows) == 4
 
 
-@THOROUGH
-def test_failures_are_tried_again_only_when_asked(tmp_path: Path) -> None:
-    results = Results("forward", HEADER)
-    run_suite(SUITE, CELLS, results, plan(tmp_path, provider("peer", fails)))
-    mended = provider("peer", torch_norm)
-    run_suite(SUITE, CELLS, results, plan(tmp_path, mended))
-    assert not any(row.ok for row in results.rows.values())
-    run_suite(SUITE, CELLS, results, plan(tmp_path, mended, retry=True))
-    assert all(row.ok for row in results.rows.values())
-
-
 def test_a_reason_is_one_plain_line() -> None:
     assert runner.first_line(ValueError("\n\x1b[1;31mwrong\x1b[0m shape\nmore")) == "ValueError: wrong shape"
 

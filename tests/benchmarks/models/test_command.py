@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from benchmarks.errors import UsageError
 from benchmarks.models import command
 from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
 from benchmarks.models.specs import SPECS, Spec
-from benchmarks.models.table import Row, extend, tables_of
+from benchmarks.models.table import tables_of
 from benchmarks.models.variants import NotOfferedError
 from benchmarks.models.worker import Job, work
 
@@ -95,11 +94,6 @@ def test_a_model_whose_package_is_missing_is_so_in_every_row(
     assert "not here" in tables_of(table)[0].markdown()
 
 
-def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> None:
-    assert work(job_of(tmp_path, deadline=0.0)) == 2
-    assert rows_of(tmp_path) == {}
-
-
 @THOROUGH
 def test_the_command_fails_for_a_wrong_row(
     toy: Spec,
@@ -145,42 +139,6 @@ def test_a_process_that_dies_costs_its_row_and_no_other(
     assert rows["patch"].status == f"{FAILS}: the process died with status -11 while this ran"
     assert rows["torch"].ok
     assert len(started) == 2
-
-
-def test_a_process_that_breaks_without_a_row_is_no_loop(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "launch", lambda job: 1)
-    given = ["models", "--models", "toy", "--runs", "eager", "--dtypes", "bf16", "--variants", "torch"]
-    assert cli.main([*given, "--out", str(tmp_path)]) == command.SHORT
-    assert "error: the process of toy in bf16, eager, ended with 1" in capsys.readouterr().err
-
-
-def test_each_gpu_does_one_model_at_a_time(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    busy: list[str] = []
-    done: list[str] = []
-    both = threading.Barrier(2, timeout=20)
-
-    def launch(job: Job) -> int:
-        assert job.gpu not in busy
-        busy.append(job.gpu)
-        # Neither goes on before the other has begun.
-        both.wait()
-        extend(Path(job.out), job.header, [Row(*key, FAILS) for key in job.keys])
-        done.append(job.gpu)
-        busy.remove(job.gpu)
-        return 0
-
-    monkeypatch.setattr(command, "launch", launch)
-    monkeypatch.setattr(command, "gpus_of", lambda machine: ["3", "GPU-b"])
-    given = ["models", "--models", "llama", "vit", "bert", "dit", "--runs", "eager", "--dtypes", "bf16"]
-    assert cli.main([*given, "--steps", "train", "--variants", "torch", "--out", str(tmp_path)]) == 0
-    assert sorted(done) == ["3", "3", "GPU-b", "GPU-b"]
-    # No row is lost, and they are in the models' order.
-    table = loaded(tmp_path)
-    assert [key.model for key in table.rows] == ["llama", "vit", "bert", "dit"]
 
 
 @THOROUGH
