@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import more
+from . import modules
 from .functions import JUMPS, SETTINGS, Call, Function, families, settled
 from .operands import Operand
 from .outcome import Outcome, Subject, outcome_of
@@ -50,8 +50,8 @@ def _apart(warm: Any, cold: Any) -> tuple[Any, Any]:
 
 def subjects(family: str) -> list[Subject]:
     """Return what is called of a family."""
-    if family in _MORE:
-        return more.subjects(family)
+    if family == "modules":
+        return modules.subjects()
     made = []
     for function in families()[family]:
         defaults = {name: default for name, (default, _) in SETTINGS.items()} | dict(function.defaults)
@@ -69,10 +69,10 @@ def subjects(family: str) -> list[Subject]:
     return made
 
 
-_MORE = ("modules", "blocks", "jax")
 FAMILIES = (
-    "functional", "forward", "backward", "modulated", "gated", "quantised", "group", "operators", "parallel", *_MORE,
-)  # fmt: skip
+    *("functional", "forward", "backward", "modulated", "gated", "quantised", "group", "operators", "parallel"),
+    "modules",
+)
 
 
 # How often each field of an operand is the one that differs.

@@ -17,28 +17,26 @@ from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("random_calls")
 
-# Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
-FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 15, "blocks": 8, "jax": 20, "parallel": 10}
+# Calls that are compared. The dearer families have fewer: a patched block is copied for each.
+FEW = dict.fromkeys(FAMILIES, 60) | {"functional": 120, "modules": 20, "parallel": 10}
 MANY = dict.fromkeys(FAMILIES, 500) | {"functional": 900, "gated": 1000, "group": 1000}
-MANY |= {"blocks": 100, "jax": 300, "parallel": 150}
+MANY |= {"parallel": 150}
 
 # Those of which no kernel is launched have one way. Few calls of the other families go by tensors.
 WAYS = [
     pytest.param(
         *(family, by_address),
         id=f"{family}-by_{'address' if by_address else 'tensor'}",
-        marks=() if by_address or family in ("functional", "jax", "parallel") else THOROUGH,
+        marks=() if by_address or family in ("functional", "parallel") else THOROUGH,
     )
     for family in FAMILIES
     for by_address in (False, True)
-    if not (by_address and family in ("jax", "parallel"))
+    if not (by_address and family == "parallel")
 ]
 each_way = pytest.mark.parametrize(("family", "by_address"), WAYS)
 
 
 def found(family: str, count: int, *, by_address: bool) -> None:
-    if family == "jax":
-        pytest.importorskip("jax")
     drawn = int(seed.settled())
     print(f"python -m proving cold_warm --family {family} --seed {drawn}")
     told = list(run(family, drawn, count, by_address=by_address))
@@ -72,7 +70,6 @@ _NO_CACHES = frozenset(
     (
         "normforge.operators.registered._kernels",
         "normforge.operators.registered._at_once",
-        "normforge.jax.code._codes",
         "normforge.kernels.obtain._compiled",
     )
 )
