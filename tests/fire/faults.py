@@ -8,6 +8,9 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +22,23 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate")
 
 
-def child(work: Callable[[], int], errors: Path | None = None) -> int:
-    """Begin some work in a child that shares this process's state, and return the child's id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 70
-    try:
-        for stream in (1, 2):
-            target = os.open(errors or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(target, stream)
-        sys.stdout = os.fdopen(1, "w", closefd=False)
-        sys.stderr = os.fdopen(2, "w", closefd=False)
-        status = work()
-    except BaseException:
-        import traceback
+def child(work: Callable[[], int], errors: Path = Path(os.devnull)) -> ForkProcess:
+    """Begin some work in a child that shares this process's state, and ends with the work's status."""
 
-        traceback.print_exc()
-    finally:
-        for file in (sys.stdout, sys.stderr):
-            file.flush()
-        os._exit(status)
+    def run() -> None:
+        with errors.open("a") as out, redirect_stdout(out), redirect_stderr(out):
+            status = work()
+        sys.exit(status)
+
+    process = get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
-def ended(pid: int) -> int:
-    """A child's exit status; a signal's number, negative, if that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def ended(process: ForkProcess) -> int | None:
+    """Wait for a child, and return its exit status; a signal's number, negative, if that ended it."""
+    process.join()
+    return process.exitcode
 
 
 def at_step(stop: int, fault: str, work: Callable[[], int], below: Path) -> Callable[[], int]:
@@ -89,7 +83,7 @@ def with_room_for(size: int, work: Callable[[], int]) -> Callable[[], int]:
     return limited
 
 
-def at_each_step(fault: str, work: Callable[[], int], below: Path, errors: Path | None = None) -> Iterator[int]:
+def at_each_step(fault: str, work: Callable[[], int], below: Path, errors: Path = Path(os.devnull)) -> Iterator[int]:
     """Have some work meet a fault before its first step, its second, and so on to its last: how it ended each time."""
     for step in range(1, _MOST_STEPS):
         status = ended(child(at_step(step, fault, work, below), errors))

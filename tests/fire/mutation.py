@@ -7,6 +7,20 @@ from typing import Any
 from hypothesis import strategies as st
 
 
+def values(*special: Any) -> st.SearchStrategy[Any]:
+    """Values of every type that a document may hold, and some that its reader may stumble over."""
+    return st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=20),
+        st.sampled_from(special),
+        st.tuples(st.integers(0, 300), st.integers(0, 300)),
+        st.recursive(st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner)),
+    )
+
+
 @st.composite
 def changed(draw: st.DrawFn, document: Any, values: st.SearchStrategy[Any]) -> Any:
     """Data of dictionaries, lists and tuples, with another value, key or length somewhere."""
@@ -33,7 +47,12 @@ def changed(draw: st.DrawFn, document: Any, values: st.SearchStrategy[Any]) -> A
 
 @st.composite
 def cut(draw: st.DrawFn, text: Any, inserted: st.SearchStrategy[Any]) -> Any:
-    """A text, or bytes, without a part or with another in between."""
+    """A text, or bytes, without a part, with a part twice, or with another in between."""
     at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    to = min(to, at + 40)
     other = draw(inserted)
-    return draw(st.sampled_from((text[:at], text[:at] + text[to:], text[:at] + other + text[at:], text[:0])))
+    return draw(
+        st.sampled_from(
+            (text[:at], text[:at] + text[to:], text[:to] + text[at:], text[:at] + other + text[at:], text[:0])
+        )
+    )

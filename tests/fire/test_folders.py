@@ -22,7 +22,7 @@ from normforge.selection import dispatch
 from ..folders import PLAIN, RMS, distinct_tiles, instance
 from ..thorough import LONG, THOROUGH
 from .examples import fire
-from .mutation import changed, cut
+from .mutation import changed, cut, values
 from .world import new_world, refusal
 
 BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
@@ -37,14 +37,7 @@ def _defined(text: str) -> dict[str, Any]:
 
 TABLE = _defined(FILES["dispatch.py"])
 
-_VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.text(max_size=8),
-    st.sampled_from(("rows", "one_pass", "spread", "any", "../x", 0, -1, 1.0, 1 << 70, "n128", (), [], {}, 128, 129)),
-    st.tuples(st.integers(0, 300), st.integers(0, 300)),
-)
+_VALUES = values("rows", "one_pass", "spread", "any", "../x", 0, -1, 1.0, 1 << 70, "n128", (), [], {}, 128, 129)
 
 
 @st.composite

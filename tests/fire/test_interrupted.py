@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -126,7 +125,7 @@ def test_runs_into_one_folder_at_once(world: Path) -> None:
     children = [child(lambda name=name: again(name), world / "errors") for name in ("before", "after", "after")]  # type: ignore[misc]  # mypy cannot type a default of a lambda
     looked = 0
     until = time.monotonic() + 60
-    while not all(gone(pid) for pid in children) and time.monotonic() < until:
+    while any(each.is_alive() for each in children) and time.monotonic() < until:
         first = stamp(world)
         now = table(world)
         assert now in (before["dispatch.py"], after["dispatch.py"])
@@ -136,14 +135,9 @@ def test_runs_into_one_folder_at_once(world: Path) -> None:
             # Another table was put in place meanwhile: what was read is of both.
             assert stamp(world) != first
         looked += 1
-    assert [ended(pid) for pid in children] == [0] * 3, (world / "errors").read_text()
+    assert [ended(each) for each in children] == [0] * 3, (world / "errors").read_text()
     assert looked
     assert left(world) in (before, after)
-
-
-def gone(pid: int) -> bool:
-    """Whether a child has ended; its status is kept."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def stamp(world: Path) -> tuple[int, int]:
