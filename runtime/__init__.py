@@ -13,6 +13,7 @@ Example::
     >>> y = normforge.rms_norm(x, (1024,), weight)
 """
 
+import ast
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +25,8 @@ from . import errors as errors
 from . import settings
 from ._version import __version__ as __version__
 
-# Type checkers and editors read these imports, which do not run; a program finds the names by `_HOMES`.
+# Type checkers and editors read these imports, which do not run; a program finds the names by `_HOMES`, which is read
+# from them.
 if TYPE_CHECKING:
     from . import parallel as parallel
     from . import reference as reference
@@ -81,53 +83,29 @@ if TYPE_CHECKING:
     from .selection.recording import record as record
     from .tools.explain import explain as explain
 
-# The public names by the modules that define them. A module is imported when a program asks for one of its names.
+# The public names, and the modules that define them, as those imports say. A module is imported when a program asks
+# for one of its names.
+_imports = next(node.body for node in ast.parse(Path(__file__).read_bytes()).body if isinstance(node, ast.If))
 _HOMES = {
-    "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
-    "ahead_of_time.warmup": ("warmup",),
-    "calls.backend": ("backend",),
-    "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "families.public": (
-        *(f"{norm}norm2d_{way}" for norm in ("l2", "layer", "rms") for way in ("bwd", "fwd")),
-        *(f"{family}_{norm}norm2d_fwd" for family in ("gated", "modulated") for norm in ("layer", "rms")),
-        *(f"quantised_{norm}_norm" for norm in ("layer", "rms")),
-    ),
-    "families.which": ("which",),
-    "compiled.switch": ("compile_passes",),
-    "kernels.binaries": ("load_aot",),
-    "families.plain_functions": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
-    "families.functional": (
-        *("gated_layer_norm", "gated_rms_norm", "layer_norm_add"),
-        *("modulated_layer_norm", "modulated_rms_norm", "rms_norm_add"),
-    ),
-    "families.gated.functions": ("GatedLayerNorm", "GatedRMSNorm"),
-    "families.group.functions": ("GroupNorm", "group_norm"),
-    "families.plain_modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
-    "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
-    "parallel": ("parallel",),
-    "patching.report": ("Patch",),
-    "patching.swap": ("patch", "unpatch"),
-    "random_mask": ("dropout_mask",),
-    "reference": ("reference",),
-    "selection.batch": ("batch_invariant",),
-    "selection.dispatch": ("instances", "load_instances"),
-    "selection.recording": ("record",),
-    "tools.explain": ("explain",),
+    alias.name: node.module or alias.name
+    for node in _imports
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
 
-__all__ = ["__version__", "errors", *(name for names in _HOMES.values() for name in names)]
+__all__ = ["__version__", "errors", *_HOMES]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        for home, names in _HOMES.items():
-            if name in names:
-                if not _is_command():
-                    # Should this be the first that needs it in a program of JAX's, `start` runs now.
-                    import_module("torch")
-                module = import_module(f".{home}", __name__)
-                return globals().setdefault(name, module if home == name else getattr(module, name))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if not _is_command():
+            # Should this be the first that needs it in a program of JAX's, `start` runs now.
+            import_module("torch")
+        module = import_module(f".{home}", __name__)
+        return globals().setdefault(name, module if home == name else getattr(module, name))
 
     def __dir__():
         return sorted(__all__)

@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_290,
+    "all by hand": 13_266,
     "C": 799,
     "emitted": 961,
     "ahead_of_time": 689,
@@ -49,7 +49,7 @@ MOST_CODE_LINES = {
     "integrations": 379,
     "jax": 564,
     "kernels": 1_076,
-    "normforge": 500,
+    "normforge": 476,
     "operators": 521,
     "override": 205,
     "parallel": 201,
@@ -59,7 +59,7 @@ MOST_CODE_LINES = {
     "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 40_625, ("benchmarks",): 5_682}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 40_618, ("benchmarks",): 5_682}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
