@@ -39,7 +39,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_266,
+    "all by hand": 13_245,
     "C": 799,
     "emitted": 961,
     "ahead_of_time": 689,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "families": 2_008,
     "compiled": 537,
     "integrations": 379,
-    "jax": 564,
+    "jax": 547,
     "kernels": 1_076,
     "normforge": 476,
     "operators": 521,
@@ -55,11 +55,11 @@ MOST_CODE_LINES = {
     "parallel": 201,
     "patching": 1_380,
     "reference": 594,
-    "selection": 751,
+    "selection": 747,
     "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 40_618, ("benchmarks",): 5_682}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 40_617, ("benchmarks",): 5_682}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an

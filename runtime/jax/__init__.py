@@ -25,8 +25,7 @@ except ImportError as error:
         "pip install 'normforge[jax]', with Python 3.11 or newer"
     ) from error
 
-from .code import load_aot
-from .device import lower_for
+from .launches import load_aot, lower_for
 
 if settings.recording() is not None:
     from ..selection.recording import record_process

@@ -1,25 +1,184 @@
-"""The kernels of an operation on a GPU, each a custom call of the program."""
+"""The kernels of an operation on a GPU, each a custom call of the program: for which GPU, from which PTX, launched how.
+
+PTX comes from a folder that was compiled ahead of time, or from Triton, if it is installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .. import settings
 from ..call_kinds import FEW, ROWS
+from ..errors import AotError, CompileError, DeviceError, FrozenError
 from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
-from ..kernels.gpu import Target
+from ..kernels.binaries import Folder, digest_of, read
+from ..kernels.gpu import Target, named_target
+from ..kernels.key import KernelKey
 from ..kernels.strides import kind_of
+from ..locks import fork_safe
 from ..selection import dispatch
-from ..selection.table import Entry, source_of
+from ..selection.table import Entry, Source, source_of
 from ..upstream import jaxlib_triton
-from .code import code_of
-from .device import target as lowered_for
 from .operation import Operation
+
+_named: ContextVar[Target | None] = ContextVar("normforge_jax_target", default=None)
+
+
+@contextmanager
+def lower_for(arch: str, multiprocessors: int | None = None) -> Iterator[None]:
+    """Lower for a named GPU, which this machine need not have, inside a `with` block.
+
+    It goes with `jax.export.export(..., platforms=["cuda"])` and `jax.jit(...).trace(...).lower(lowering_platforms=
+    ("cuda",))`. What JAX has lowered before, of the same function and shapes, it may give again.
+
+    Args:
+        arch: NVIDIA's, "sm_90" say.
+        multiprocessors: how many such a GPU has, if not the usual number.
+
+    Raises:
+        TargetError: there is no such architecture.
+        DeviceError: it is not NVIDIA's.
+    """
+    target = named_target(arch, multiprocessors)
+    if not target.is_nvidia:
+        raise DeviceError(f"arch is {arch!r}, and JAX launches PTX, which it does not run; name an NVIDIA GPU: 'sm_90'")
+    before = _named.set(replace(target, plainly=True))
+    try:
+        yield
+    finally:
+        _named.reset(before)
+
+
+def lowered_for() -> Target:
+    """Return the GPU to lower for.
+
+    Raises:
+        DeviceError: none is here, and none was named.
+    """
+    return _named.get() or _here()
+
+
+@cache
+def _here() -> Target:
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError as error:
+        raise DeviceError(
+            f"JAX finds no NVIDIA GPU to lower for ({error}); name one: with normforge.jax.lower_for('sm_90')"
+        ) from error
+    major, minor = str(device.compute_capability).split(".")
+    # Some releases do not report the number of multiprocessors; those get the architecture's usual number.
+    count = getattr(device, "core_count", None)
+    return replace(named_target(f"sm_{major}{minor}", None if count is None else int(count)), plainly=True)
+
+
+class Code(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        name: its symbol.
+        ptx: what is assembled where it runs.
+        warps: warps a program.
+        shared: bytes of shared memory.
+    """
+
+    name: str
+    ptx: str
+    warps: int
+    shared: int
+
+
+_lock = fork_safe(threading.RLock())
+_folder: Folder | None = None
+_codes: dict[tuple[KernelKey, str], Code] = {}
+
+
+def load_aot(folder: str | os.PathLike[str]) -> None:
+    """Take kernels from a folder that `normforge aot --for jax` wrote, instead of compiling them, from now on.
+
+    With all that is called for in it, neither Triton nor torch is imported or has to be installed; what it lacks is
+    compiled by Triton, unless NORMFORGE_FROZEN=1 forbids it. PTX is assembled by jaxlib: any release of Triton may have
+    compiled it.
+
+    Args:
+        folder: the folder. The environment variable NORMFORGE_AOT names one for the whole process.
+
+    Raises:
+        AotError: it holds no index that this version reads. Lowering raises it too: for a GPU of another
+            architecture, a damaged file, no PTX, and a kernel whose source has changed.
+    """
+    global _folder
+    aot_folder = read(settings.named(folder, AotError))
+    with _lock:
+        _folder = aot_folder
+        _codes.clear()
+
+
+def code_of(key: KernelKey, source: Source, target: Target) -> Code:
+    """Return the compiled kernel of a key.
+
+    Raises:
+        AotError: the folder in use does not fit; see `load_aot`.
+        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1.
+        CompileError: it is in no folder, and Triton is not installed; or it is none that jaxlib can launch.
+    """
+    with _lock:
+        code = _codes.get((key, target.arch))
+        if code is None:
+            code = _codes[key, target.arch] = _of_folder(key, source, target) or _compiled(key, source, target)
+        return code
+
+
+def _of_folder(key: KernelKey, source: Source, target: Target) -> Code | None:
+    """Return the kernel of the folder in use, or None if no folder is in use or the folder lacks the kernel."""
+    global _folder
+    if _folder is None and (path := settings.compiled_ahead()) is not None:
+        _folder = read(path)
+    ptx = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
+    return None if ptx is None else _checked(key, *ptx)
+
+
+def _compiled(key: KernelKey, source: Source, target: Target) -> Code:
+    again = f"compile it ahead of time: normforge aot --for jax --arch {target.arch} --n {key.n} ... --out DIR"
+    where = "in no folder" if _folder is None else f"not in {_folder.path}"
+    if find_spec("triton") is None:
+        raise CompileError(f"{key} is {where}, and Triton, which compiles it, is not installed; install it, or {again}")
+    if settings.frozen():
+        raise FrozenError(f"NORMFORGE_FROZEN=1 forbids compiling {key}, which is {where}; {again}")
+    from ..kernels.obtain import compile_for
+
+    kernel = compile_for(key, source.load(), target)
+    return _checked(key, kernel.asm["ptx"], kernel.metadata._asdict())
+
+
+def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:
+    """Return the kernel, or raise CompileError if jaxlib cannot launch the kernel."""
+    for name, plain in (
+        ("num_ctas", 1),
+        ("global_scratch_size", 0),
+        ("profile_scratch_size", 0),
+        ("launch_cooperative_grid", False),
+        ("launch_pdl", False),
+    ):
+        if (metadata.get(name) or plain) != plain:
+            raise CompileError(
+                f"{key} was compiled with {name}={metadata[name]}, which jaxlib cannot launch; compile it again with "
+                "another release of Triton, which does not ask for it"
+            )
+    return Code(str(metadata["name"]), ptx, int(metadata["num_warps"]), int(metadata["shared"]))
+
 
 Arrays = Mapping[str, jax.Array]
 
@@ -93,6 +252,6 @@ def _launched(
     values: dict[str, Any] = {**numbers, **recipe.strides}
     parameters = [None if name in pointers else (values[name], str(word)) for name, word in brought]
     capability = int(target.arch.removeprefix("sm_"))
-    message = jaxlib_triton.message(code.name, code.ptx, code.warps, code.shared, capability, grid, parameters)
+    message = jaxlib_triton.message(*code, capability, grid, parameters)
     call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
     return dict(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))

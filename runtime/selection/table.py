@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import pkgutil
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
 from ..codegen.instance import ANY, Bucket, Tile, Tiles
@@ -303,30 +304,22 @@ def _read_dispatch(package: str) -> dict[str, Any]:
     return vars(importlib.import_module(".dispatch", package))
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A kernel of a generated folder.
 
     Attributes:
-        module: the import name of the module.
-        symbol: the kernel's name.
+        name: the module's import name and the kernel's name, joined by a colon.
         path: the module's file.
         parameters: the names of the kernel's parameters, in order.
     """
 
-    module: str
-    symbol: str
+    name: str
     path: Path
     parameters: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        """The module and the symbol, joined by a colon."""
-        return f"{self.module}:{self.symbol}"
-
     def load(self) -> Any:
         """Import Triton and return the `triton.JITFunction`."""
-        return getattr(importlib.import_module(self.module), self.symbol)
+        return pkgutil.resolve_name(self.name)
 
 
 def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
@@ -342,7 +335,7 @@ def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
         path = Path(spec.origin)
         parameters = _parameters(path).get(symbol)
         if parameters is not None:
-            return Source(module, symbol, path, parameters)
+            return Source(f"{module}:{symbol}", path, parameters)
     raise TableError(
         f"the dispatch table of {entry.package} lists {entry.name}, and there is no kernel {symbol} in {module}; "
         "generate the folder anew: python generate.py, or normforge generate"

@@ -15,9 +15,8 @@ from normforge.codegen.values import DType, Norm
 from .settled import jax  # first, since it skips
 
 from normforge.jax import launches  # isort: skip
-from normforge.jax.code import Code
 from normforge.jax.formulas import computed
-from normforge.jax.launches import launched
+from normforge.jax.launches import Code, launched
 from normforge.jax.operation import Operation
 from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import Target
@@ -42,8 +41,8 @@ class Interpreter:
         self._launch: tuple[Sequence[int], Sequence[Any]] = ((), ())
 
     def code_of(self, key: KernelKey, source: Source, target: Target) -> Code:
-        self._kernels[source.symbol] = key, source
-        return Code(source.symbol, "", 1, 0)
+        self._kernels[key.symbol] = key, source
+        return Code(key.symbol, "", 1, 0)
 
     def message(self, *about: Any) -> bytes:
         *_, grid, parameters = about

@@ -17,7 +17,7 @@ from normforge.tools import cli
 from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
-from normforge.jax import code
+from normforge.jax import launches
 from normforge.selection import recorded, recording
 from normforge.upstream import jaxlib_triton
 
@@ -34,8 +34,8 @@ WEIGHT = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_folder", None)
-    monkeypatch.setattr(code, "_codes", {})
+    monkeypatch.setattr(launches, "_folder", None)
+    monkeypatch.setattr(launches, "_codes", {})
     for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -178,12 +178,12 @@ def test_the_message_has_the_folders_kernel(folder: Path, monkeypatch: pytest.Mo
 def test_what_a_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norms.load_aot(folder)
     assert [name for name, _, _ in calls(lowered(norms.rms_norm, X, WEIGHT))] != []
-    monkeypatch.setattr(code, "_codes", {})
+    monkeypatch.setattr(launches, "_codes", {})
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     with pytest.raises(FrozenError, match=r"forbids compiling .*rms_fwd_bf16_\w+\(.* not in .*normforge aot --for jax"):
         lowered(norms.rms_norm, X, WEIGHT)
     monkeypatch.delenv("NORMFORGE_FROZEN")
-    monkeypatch.setattr(code, "find_spec", lambda name: None)
+    monkeypatch.setattr(launches, "find_spec", lambda name: None)
     with pytest.raises(CompileError, match="Triton, which compiles it, is not installed; install it, or compile it"):
         lowered(norms.rms_norm, X, WEIGHT)
 
@@ -292,12 +292,12 @@ def test_a_program_that_was_recorded_is_compiled_ahead(tmp_path: Path, monkeypat
     path, out = tmp_path / "needed.yaml", tmp_path / "kernels"
     with recording.record(path):
         before = lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)
-    launched = {key.portable for key, _ in code._codes}
+    launched = {key.portable for key, _ in launches._codes}
     assert len(launched) == 3
     command = ["aot", "--for", "jax", "--arch", "sm_90", "--recorded", str(path), "--out", str(out), "--jobs", "1"]
     assert cli.main(command) == 0
     assert set(read(out).rows) == launched
-    monkeypatch.setattr(code, "_codes", {})
+    monkeypatch.setattr(launches, "_codes", {})
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     norms.load_aot(out)
     assert calls(lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)) == calls(before)

@@ -13,7 +13,7 @@ from normforge import reference
 from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
-from normforge.jax.device import target
+from normforge.jax.launches import lowered_for
 
 from .operations import arrays
 from .test_functions import double, normalised
@@ -140,7 +140,7 @@ def test_vmap_and_rows_that_are_none() -> None:
 
 def test_the_gpu_is_what_kernels_are_chosen_for() -> None:
     properties = torch.cuda.get_device_properties(0)
-    found = target()
+    found = lowered_for()
     assert found.arch == f"sm_{properties.major}{properties.minor}"
     assert found.multiprocessors == properties.multi_processor_count
     assert found.plainly

@@ -284,7 +284,7 @@ def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
         source = source_of(entry, recipe.part)
         options = dict(recipe.key(source.name, source.parameters, target).options)
         told = {name: value for name, value in recipe.constants.items() if name in source.parameters}
-        found.append((source.symbol, {**told, **options}, recipe.grid(m, made.programs(m, 1))))
+        found.append((source.name.rpartition(":")[2], {**told, **options}, recipe.grid(m, made.programs(m, 1))))
     return found
 
 
