@@ -72,10 +72,6 @@ class CallKind:
         size = self.size
         return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
 
-    def at(self, rows: Iterable[str]) -> list[CallKind]:
-        """Return the kind at each of some classes of M."""
-        return [replace(self, rows=word) for word in rows]
-
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
         return f"{self.mode} with {sizes} and {self.rows} rows"

@@ -39,23 +39,23 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_245,
+    "all by hand": 13_211,
     "C": 799,
     "emitted": 961,
-    "ahead_of_time": 689,
+    "ahead_of_time": 669,
     "calls": 2_383,
     "families": 2_008,
     "compiled": 537,
     "integrations": 379,
     "jax": 547,
     "kernels": 1_076,
-    "normforge": 476,
+    "normforge": 474,
     "operators": 521,
     "override": 205,
     "parallel": 201,
     "patching": 1_380,
     "reference": 594,
-    "selection": 747,
+    "selection": 735,
     "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

@@ -28,7 +28,7 @@ from ..errors import AotError, ConflictError, MissingInstanceError
 from ..kernels.binaries import INDEX, read
 from ..kernels.gpu import ARCHITECTURES, Target, interpreting, named_target
 from ..selection import dispatch
-from ..selection.recorded import recordings
+from ..selection.recording import recordings
 
 if TYPE_CHECKING:
     from ..ahead_of_time.modes_and_sizes import Pair

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..ahead_of_time.recorded import launchers_of
+from ..ahead_of_time.compile_keys import launchers_of
 from ..call_kinds import CallKind
 from ..calls.backend import backend
 from ..codegen.groups import AnyMode

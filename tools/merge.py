@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..selection.recorded import recordings
-from ..selection.recording import add
+from ..selection.recording import add, recordings
 
 
 def main(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_v
 from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
 from .compile_keys import CompileKey
-from .parallel import for_each
+from .warmup import for_each
 
 # The names of `_compile`'s files, and of the parts of such files that a killed process may have left.
 _OURS = re.compile(r"\.?.+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.[0-9a-f]{16})?")

@@ -6,22 +6,29 @@ The code that derives the kernels of calls derives the list: each entry is the k
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ..call_kinds import ROWS, USUAL_ROWS
+from ..call_kinds import FEW, ROWS, USUAL_ROWS, CallKind
 from ..codegen.axes import SAME
-from ..codegen.groups import AnyMode, GroupMode
+from ..codegen.families import Kind as Shape
+from ..codegen.groups import AnyMode, GroupMode, mode_named
+from ..codegen.parameters import family_of
 from ..codegen.values import Direction
-from ..errors import ConflictError, DeviceError
+from ..errors import ConflictError, DeviceError, RecordError
+from ..kernels.assembly import Facts, assemble
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
-from .modes_and_sizes import GroupShape, Pair, listed, pairs_of, refuse_others
-from .recorded import launchers_of, recorded_kinds
+from ..kernels.strides import misaligned_of_kind, strides_of_kind
+from ..selection import dispatch
+from ..selection.batch import batch_invariant
+from ..selection.recording import recordings
+from ..selection.table import Entry
+from .modes_and_sizes import GroupShape, Pair, least_groups, listed, pairs_of, refuse_others
 from .stand_ins import Asked, Deployment, Kind, plans
 
 
@@ -212,11 +219,19 @@ def recorded_keys_for(
     recorded: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], target: Target, rows: Iterable[str] | None
 ) -> list[CompileKey]:
     """Return `recorded_keys` for a known GPU."""
-    files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
+    files = listed("recorded", [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded)
     classes = None if rows is None else listed("rows", rows)
     refuse_others("rows", classes or (), ROWS)
+    kinds = recordings(files).calls
+    if not kinds:
+        raise RecordError(
+            f"{' and '.join(str(path) for path in files)} keeps no call: nothing was launched while it was recorded; "
+            "record a program that calls kernels: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+        )
+    if classes is not None:
+        kinds = frozenset(replace(kind, rows=word) for kind in kinds for word in classes)
     keys: dict[KernelKey, CompileKey] = {}
-    for kind in recorded_kinds(listed("recorded", files), classes):
+    for kind in sorted(kinds):
         for entry, launcher in launchers_of(kind, target):
             _add(keys, launcher, kind.n, entry.name, kind.rows)
     return list(keys.values())
@@ -226,3 +241,60 @@ def _add(keys: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance
     known = keys.get(launcher.key) or CompileKey(launcher.key, n, (), (), launcher.kernel)
     instances, classes = dict.fromkeys((*known.instances, instance)), dict.fromkeys((*known.rows, rows))
     keys[launcher.key] = replace(known, n=n, instances=tuple(instances), rows=tuple(classes))
+
+
+def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry, Launcher]]:
+    """Return the kernels that a kind of call comes to on a GPU, each with its instance.
+
+    Raises:
+        RecordError: no call is of such a kind.
+        ConflictError: no kernels of the kind can be launched as the target says.
+        MissingInstanceError: no instance serves the kind, and none may be generated.
+    """
+    # The recording decides, and not this process, whether calls are batch invariant.
+    with batch_invariant(kind.invariant):
+        try:
+            return list(_launchers(kind, target))
+        except KeyError as error:
+            raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
+
+
+def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    mode = mode_named(kind.mode)
+    if target.plainly and (isinstance(mode, GroupMode) or (mode.is_backward and mode.shares)):
+        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
+    groups = kind.size.get("groups", 1)
+    if kind.size.get("channels", 0) % groups:
+        channels = kind.size["channels"]
+        raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
+    family, n = family_of(mode), kind.n
+    dtypes = _dtypes(kind, [row.name for row in family.tensors])
+    strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
+    scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
+    # A scale for all rows and a scale per row need the same compilations.
+    further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
+    described = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
+    facts = Facts(*described, invariant=kind.invariant, sizes=kind.size)
+    entry = dispatch.find(mode, n)
+    least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
+    m = least.get(kind.rows, 0)
+    if m == 0:
+        raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
+    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
+    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+        yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
+
+
+_ANEW = "the recording was changed, or written by another version of normforge; record anew"
+
+
+def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | None]:
+    """Return the dtypes of tensors by name, None for those that the kind lacks; refuse a kind with any other tensor."""
+    dtypes = dict(kind.dtypes)
+    foreign = [name for name in (*dtypes, *dict(kind.strides), *kind.misaligned) if name not in names]
+    if foreign:
+        raise RecordError(f"{kind} is no kind of call: it has no {foreign[0]!r}; {_ANEW}")
+    for word in dtypes.values():
+        if not isinstance(getattr(torch, word, None), torch.dtype):
+            raise RecordError(f"{kind} is no kind of call: no tensor of it is of {word!r}; {_ANEW}")
+    return {name: getattr(torch, dtypes[name]) if name in dtypes else None for name in names}

@@ -15,7 +15,7 @@ from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
 from normforge.kernels.key import integer_type
 from normforge.kernels.strides import RowStride, RowWalk, kind_of, row_alignment, strides_of_kind
-from normforge.selection.recorded import read
+from normforge.selection.recording import read
 from normforge.tools import cli
 
 from .calls import BF16, N, ones, rows

@@ -9,7 +9,7 @@ import torch
 
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
-from normforge.ahead_of_time import parallel, warmup
+from normforge.ahead_of_time import warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.calls import native
 from normforge.errors import (
@@ -101,7 +101,7 @@ def test_a_kernel_that_is_refused_is_named_and_the_rest_left() -> None:
         raise RuntimeError("out of resource: shared memory\nand more")
 
     with pytest.raises(CompileError) as raised:
-        parallel.for_each(found, work, named_target("gfx942"), doing="compile", jobs=1, progress=False)
+        warmup.for_each(found, work, named_target("gfx942"), doing="compile", jobs=1, progress=False)
     assert f"Triton refuses {begun[0]}: RuntimeError: out of resource: shared memory; leave" in str(raised.value)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert len(begun) < len(found)

@@ -17,7 +17,7 @@ from normforge.call_kinds import CallKind
 from normforge.codegen import cli, manifest
 from normforge.errors import CacheError, RecordError, TableError
 from normforge.selection import dispatch, on_demand
-from normforge.selection.recorded import read
+from normforge.selection.recording import read
 from normforge.selection.table import load_folder
 
 from ..folders import distinct_tiles

@@ -13,7 +13,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import DType, Norm
 from normforge.errors import RecordError
-from normforge.selection import recorded
+from normforge.selection import recording
 
 from .documents import manifests, scalars
 from .examples import fire
@@ -31,7 +31,7 @@ def recordings(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         return _MARKER + draw(manifests())
     pairs = st.tuples(st.sampled_from(MODES), st.sampled_from(BUCKETS))
-    data = recorded.manifest_of(draw(st.lists(pairs, min_size=1, max_size=4))).encode()
+    data = recording.manifest_of(draw(st.lists(pairs, min_size=1, max_size=4))).encode()
     if draw(st.booleans()):
         data = draw(cut(data, scalars.map(lambda word: word.encode("utf-8", "surrogatepass"))))
     return data

@@ -18,7 +18,7 @@ from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
 from normforge.jax import launches
-from normforge.selection import recorded, recording
+from normforge.selection import recording
 from normforge.upstream import jaxlib_triton
 
 from ..calling import printed
@@ -314,5 +314,5 @@ with norms.lower_for("sm_90"):
     jax.jit(norms.rms_norm).trace(x).lower(lowering_platforms=("cuda",))
 """
     printed(program, JAX_PLATFORMS="cpu", NORMFORGE_RECORD=str(path))
-    (call,) = recorded.read(path, path.read_bytes()).calls
+    (call,) = recording.read(path, path.read_bytes()).calls
     assert (call.mode, call.size, call.rows) == ("rms_fwd_bf16", {"n": 1024}, "few")

@@ -20,7 +20,7 @@ from normforge.codegen.instance import Bucket
 from normforge.codegen.legal import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
-from normforge.selection import dispatch, recorded
+from normforge.selection import dispatch, recording
 from normforge.tools.cli import main as normforge_command
 
 from ..calling import check, printed, printed_at_once, python
@@ -41,7 +41,7 @@ def names(path: Path) -> list[str]:
 
 def calls(path: Path) -> frozenset[CallKind]:
     """The kinds of call that a recording keeps."""
-    return recorded.read(path, path.read_bytes()).calls
+    return recording.read(path, path.read_bytes()).calls
 
 
 def forward() -> None:
@@ -211,7 +211,7 @@ def test_the_buckets_of_the_loaded_table(tmp_path: Path, monkeypatch: pytest.Mon
 def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
     wide, narrow, long = (Bucket("n4096", 1, 4096), Bucket("n256", 129, 256), Bucket("nbig", 5121, None))
     path = tmp_path / "needed.yaml"
-    path.write_text(recorded.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
+    path.write_text(recording.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
     found = manifest.load(path)
     assert found.buckets == ladder_of((128, 256, 4096, 5120, None))
     assert names(path) == [
@@ -224,7 +224,7 @@ def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
 def test_any_legal_mode_can_be_written(tmp_path: Path) -> None:
     """One in five of them: a manifest of all takes 26 s."""
     path, modes = tmp_path / "needed.yaml", tuple(legal_modes())[::5]
-    path.write_text(recorded.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
+    path.write_text(recording.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
     assert sorted(names(path)) == sorted(f"{mode.name}_n128" for mode in modes)
 
 
