@@ -215,3 +215,16 @@ class DimlessRMSNorm(torch.nn.Module):
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
         normalised = hidden_states * torch.rsqrt(variance + self.eps)
         return normalised.to(hidden_states.dtype) if self.weight is None else normalised * self.weight
+
+
+class ResidualGroups(torch.nn.Module):
+    """As UNets have them: GroupNorm and SiLU in a Sequential, and once more in a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Conv2d(8, 8, 1))
+        self.norm = torch.nn.GroupNorm(4, 8, eps=1e-3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + functional.silu(self.norm(self.first(x)))
+        return y

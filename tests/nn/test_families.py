@@ -160,6 +160,8 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
         *cases(*BOTH, vary=("norm", "norm_before_gate"), dtype=torch.bfloat16),
         *cases("plain", vary=("norm",), dtype=torch.bfloat16, shape=(37, 1000)),
         *cases("plain", vary=("norm",), dtype=torch.bfloat16, shape=(37, 1000), without=("residual", "x_bias")),
+        # Groups of several parts.
+        *cases("group", vary=("activation",), dtype=torch.bfloat16, shape=(1, 4, 47, 50), num_groups=1),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,43 +14,42 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge import errors
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
+from proving.cases import Case, doubled, formula, operands
 
 from ..thorough import THOROUGH
-from .groups import Problem, double, expected, innermost, require, results, tiled
-from .models import norm
+from .groups import close, group, hold, innermost, tiled
+from .models import ResidualGroups
 
 PROBLEMS = {
-    "positions of a power of two": Problem((2, 8, 4, 4), 4),
-    "odd positions": Problem((2, 6, 5, 7), 3),
-    "one position": Problem((3, 12), 4),
-    "a sequence": Problem((2, 20, 3), 10),
-    "a volume": Problem((1, 8, 3, 4, 5), 2),
-    "one group": Problem((2, 6, 9), 1),
-    "a channel a group": Problem((2, 6, 8, 8), 6),
-    "one element a group": Problem((2, 4, 1, 1), 4),
-    "tiles of several blocks of channels": Problem((1, 40, 8, 8), 2),
-    "several programs a group": Problem((2, 16, 17, 24), 1),
-    "wide groups of one position": Problem((2, 5000), 1),
-    "bf16": Problem((2, 12, 7, 5), 3, torch.bfloat16),
-    "fp16": Problem((2, 12, 7, 5), 3, torch.float16),
-    "no weight and no bias": Problem((2, 6, 5), 2, affine=False),
+    "positions of a power of two": partial(group, (2, 8, 4, 4), 4),
+    "odd positions": partial(group, (2, 6, 5, 7), 3),
+    "one position": partial(group, (3, 12), 4),
+    "a sequence": partial(group, (2, 20, 3), 10),
+    "a volume": partial(group, (1, 8, 3, 4, 5), 2),
+    "one group": partial(group, (2, 6, 9), 1),
+    "a channel a group": partial(group, (2, 6, 8, 8), 6),
+    "one element a group": partial(group, (2, 4, 1, 1), 4),
+    "tiles of several blocks of channels": partial(group, (1, 40, 8, 8), 2),
+    "several programs a group": partial(group, (2, 16, 17, 24), 1),
+    "wide groups of one position": partial(group, (2, 5000), 1),
+    "bf16": partial(group, (2, 12, 7, 5), 3, dtype=torch.bfloat16),
+    "fp16": partial(group, (2, 12, 7, 5), 3, dtype=torch.float16),
+    "no weight and no bias": partial(group, (2, 6, 5), 2, without=("weight", "bias")),
 }
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_results(problem: Problem, channels_last: bool, activation: str | None) -> None:
-    problem = replace(problem, channels_last=channels_last, activation=activation)
-    found, wanted = results(problem)
-    require(found, wanted, problem.dtype)
-    assert found["y"].stride() == found["dx"].stride() == problem.x().stride()
-    assert {found[name].dtype for name in ("y", "dx")} == {problem.dtype}
-    assert {found[name].dtype for name in found if name not in ("y", "dx")} <= {torch.float32}
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_results(problem: Callable[..., Case], channels_last: bool, activation: str) -> None:
+    case = problem(channels_last=channels_last, activation=activation)
+    given = operands(case)
+    found = hold(case, given)
+    assert found["y"].stride() == found["x"].stride() == given["x"].stride()
+    assert found["y"].dtype is case["dtype"]
 
 
 TILES = {
@@ -77,8 +76,7 @@ def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
     mode = GroupMode(DType.FP32, direction, Activation.SILU, channels_last)
     for shape in ((1, 12, 3, 9), (1, 20, 4, 4)):
         with tiled(mode, math.prod(shape) // 2, TILES[tile]):
-            found, wanted = results(Problem(shape, 2, channels_last=channels_last, activation="silu"))
-        require(found, wanted, torch.float32)
+            hold(group(shape, 2, channels_last=channels_last, activation="silu"))
 
 
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +88,7 @@ def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for channels_last, direction in product((False, True), Direction):
         mode = GroupMode(DType.FP32, direction, Activation.NONE, channels_last)
         with tiled(mode, 6 * 27, Tile(Pipeline.TWO_PASS, 1, 16, 1, held=2)):
-            found, wanted = results(Problem((1, 12, 3, 9), 2, channels_last=channels_last))
-        require(found, wanted, torch.float32)
+            hold(group((1, 12, 3, 9), 2, channels_last=channels_last))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -105,26 +102,16 @@ def test_programs_that_wait_for_one_another(channels_last: bool, monkeypatch: py
     monkeypatch.setattr(
         launch, "new_exchange", lambda _, count: exchanges.setdefault(count, torch.zeros(count, dtype=torch.int64))
     )
-    problem = Problem((2, 12, 3, 9), 2, torch.bfloat16, channels_last)
-    x, (weight, bias) = problem.x(), problem.vectors()
+    case = group((2, 12, 3, 9), 2, dtype=torch.bfloat16, channels_last=channels_last, activation="silu")
+    given = operands(case)
     mode = GroupMode(DType.BF16, Direction.FORWARD, Activation.SILU, channels_last)
-    with tiled(mode, 6 * 27, Tile(Pipeline.SPREAD, 1, 32, 1, held=2)):
+    with torch.no_grad(), tiled(mode, 6 * 27, Tile(Pipeline.SPREAD, 1, 32, 1, held=2)):
         for _ in range(2):
-            y = normforge.group_norm(x, 2, weight, bias, activation="silu")
+            (y,) = case.run(given)
     (exchange,) = exchanges.values()
     assert exchange.numel() > 2 * 2
-    want = expected(x.double(), 2, double(weight), double(bias), activation="silu")
-    require({"y": y}, {"y": want}, torch.bfloat16)
-
-
-def test_parts_are_added_in_one_order() -> None:
-    problem = Problem((1, 4, 47, 50), 1, torch.bfloat16, activation="silu")
-    torch.manual_seed(1)
-    first, _ = results(problem)
-    torch.manual_seed(1)
-    second, _ = results(problem)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
+    (wanted,) = formula(case, doubled(given))
+    close(y, wanted)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -140,7 +127,7 @@ def test_a_large_mean_beside_a_small_deviation(channels_last: bool, tile: Tile) 
     """1e4 with deviations of 1e-2, of which E[x**2] - E[x]**2 leaves nothing."""
     x = torch.randn(1, 8, 12, 11) * 1e-2 + 1e4
     y = normalised(x, channels_last, tile, 1e-12)
-    torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None, 1e-12), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(y.double(), functional.group_norm(x.double(), 2, eps=1e-12), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -166,7 +153,7 @@ def test_a_part_whose_first_values_are_far_from_the_others(channels_last: bool, 
     x = torch.randn(1, 4, 16, 32)
     x[:, :, 0, :8] += far
     y = normalised(x, channels_last, Tile(Pipeline.TWO_PASS, 16, 16, 1, held=2))
-    torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None), rtol=16 * 32 * 2**-25, atol=2e-6)
+    torch.testing.assert_close(y.double(), functional.group_norm(x.double(), 2), rtol=16 * 32 * 2**-25, atol=2e-6)
 
 
 @pytest.mark.parametrize("two", [np.int64(2), np.int32(2), torch.tensor(2)], ids=["int64", "int32", "tensor"])
@@ -212,31 +199,13 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
 )
 def test_other_layouts_work(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = cut(torch.randn(2, 8, 6, 6))
-    leaf = x.detach().requires_grad_()
-    y = normforge.group_norm(leaf, 2)
-    (dx,) = torch.autograd.grad(y.square().sum() + y.sum(), leaf)
-    exact = double(x)
-    assert exact is not None
-    want = expected(exact, 2, None, None)
-    (dwant,) = torch.autograd.grad(want.square().sum() + want.sum(), exact)
-    torch.testing.assert_close(y.double(), want, rtol=1.3e-6, atol=1e-5)
-    torch.testing.assert_close(dx.double(), dwant, rtol=1e-4, atol=1e-4)
+    case = group(tuple(x.shape), 2, without=("weight", "bias"))
+    hold(case, {"x": x.detach().requires_grad_()})
 
 
 def test_channels_that_are_almost_innermost_stay_so() -> None:
     y = normforge.group_norm(innermost(torch.randn(2, 8, 6, 6))[:, :4], 2)
     assert y.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(
-    ("memory_format", "shape"),
-    [(torch.channels_last, (2, 4, 3, 5)), (torch.channels_last_3d, (2, 4, 3, 2, 5))],
-)
-def test_torchs_memory_formats(memory_format: torch.memory_format, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape).to(memory_format=memory_format)
-    y = normforge.group_norm(x, 2)
-    assert y.is_contiguous(memory_format=memory_format)
-    torch.testing.assert_close(y, functional.group_norm(x, 2))
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0)])
@@ -249,13 +218,6 @@ def test_nothing_to_normalise(shape: tuple[int, ...]) -> None:
     assert dx.shape == shape
     want = torch.autograd.grad(functional.group_norm(x, 4, weight, bias).sum(), (weight, bias))
     torch.testing.assert_close((dweight, dbias), want, equal_nan=True)
-
-
-def test_instance_norm_is_one_channel_a_group() -> None:
-    x, weight, bias = torch.randn(3, 6, 7, 5), torch.randn(6), torch.randn(6)
-    torch.testing.assert_close(
-        normforge.group_norm(x, 6, weight, bias), functional.instance_norm(x, weight=weight, bias=bias)
-    )
 
 
 def test_a_gradient_that_lies_otherwise() -> None:
@@ -283,51 +245,29 @@ def test_the_module_is_torchs() -> None:
 @THOROUGH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("tile", [Tile(Pipeline.TWO_PASS, 1, 64, 2, held=2), Tile(Pipeline.ONE_PASS, 1, 64, 16)])
-def test_every_mode(dtype: torch.dtype, channels_last: bool, activation: str | None, tile: Tile) -> None:
+def test_every_mode(dtype: torch.dtype, channels_last: bool, activation: Activation, tile: Tile) -> None:
     from normforge.dtypes import DTYPES
 
-    word = Activation.NONE if activation is None else Activation.SILU
     for direction in Direction:
-        with tiled(GroupMode(DTYPES[dtype], direction, word, channels_last), 5 * 99, tile):
-            found, wanted = results(Problem((2, 10, 9, 11), 2, dtype, channels_last, activation))
-        require(found, wanted, dtype)
-
-
-class Block(torch.nn.Module):
-    """As UNets have them: GroupNorm and SiLU in a Sequential, and once more in a forward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Conv2d(8, 8, 1))
-        self.norm = torch.nn.GroupNorm(4, 8, eps=1e-3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X and what two convolutions' worth of norms make of it."""
-        y: torch.Tensor = x + functional.silu(self.norm(self.first(x)))
-        return y
+        with tiled(GroupMode(DTYPES[dtype], direction, activation, channels_last), 5 * 99, tile):
+            hold(group((2, 10, 9, 11), 2, dtype=dtype, channels_last=channels_last, activation=activation.value))
 
 
 def test_patch_takes_group_norms_and_the_silu_behind_them() -> None:
-    model, x = Block(), torch.randn(2, 8, 4, 4)
-    parameters, state = list(model.parameters()), {name: each.clone() for name, each in model.state_dict().items()}
+    model, x = ResidualGroups(), torch.randn(2, 8, 4, 4)
     want = model(x)
-    done = normforge.patch(model)
-    assert [(each.path, each.new.__name__) for each in done.swapped] == [
+    assert [(each.path, each.new.__name__) for each in normforge.patch(model).swapped] == [
         ("first.0", "GroupNorm"),
         ("norm", "GroupNorm"),
         ("first", "GroupNormSequential"),
     ]
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
-    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
-    assert list(model.state_dict()) == list(state)
-    assert normforge.patch(model).swapped == ()
     # Each module alone is what it was.
     weight, bias = model.first[0].parameters()
     torch.testing.assert_close(model.first[0](x), functional.group_norm(x, 2, weight, bias))
     normforge.unpatch(model)
-    assert {type(each) for each in model.modules()} == {type(each) for each in Block().modules()}
     assert torch.equal(model(x), want)
 
 
@@ -365,72 +305,3 @@ def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     model, x = activated()
     monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: pytest.fail("SiLU was called"))
     torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
-
-
-def test_patch_tells_subclasses_apart() -> None:
-    """Timm's calls what torch's does; guided diffusion's does more than that."""
-    plain = norm(lambda m, x: functional.group_norm(x, m.num_groups, m.weight, m.bias, m.eps), torch.nn.GroupNorm)
-    upcast = norm(lambda m, x: torch.nn.GroupNorm.forward(m, x.float()).type(x.dtype), torch.nn.GroupNorm)
-    done = normforge.patch(torch.nn.ModuleList([plain(2, 8), upcast(2, 8)]))
-    assert [each.old for each in done.swapped] == [plain]
-    assert [(each.cls, each.reason) for each in done.skipped] == [
-        (upcast, "OwnNorm is a subclass of torch's, and its forward may be its own")
-    ]
-
-
-def test_fuse_false_leaves_silu_alone() -> None:
-    model = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
-    assert [each.new for each in normforge.patch(model, fuse=False).swapped] == [normforge.GroupNorm]
-    assert type(model) is torch.nn.Sequential
-
-
-def test_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like one before but for samples, they are looked up; anything else is checked."""
-    from normforge.families.group import row as group
-
-    weight, bias = torch.randn(8), torch.randn(8)
-
-    def call(x: torch.Tensor, groups: int = 2, eps: float = 1e-5) -> torch.Tensor:
-        y = normforge.group_norm(x, groups, weight, bias, eps)
-        torch.testing.assert_close(y, functional.group_norm(x, groups, weight, bias, eps), rtol=1e-4, atol=1e-5)
-        return y
-
-    call(torch.randn(2, 8, 5))
-    call(innermost(torch.randn(2, 8, 5)))
-    checked: list[object] = []
-    prepared = group._prepared
-
-    def noted(*given: Any) -> Any:
-        checked.append(given)
-        return prepared(*given)
-
-    monkeypatch.setattr(group, "_prepared", noted)
-    # The last is copied, and the copy is known.
-    for x in (torch.randn(3, 8, 5), torch.randn(7, 8, 5), innermost(torch.randn(2, 8, 5)), torch.randn(4, 8, 5)[::2]):
-        call(x)
-    assert checked == []
-    # Kernels are not compiled for an eps.
-    call(torch.randn(2, 8, 5), eps=1e-2)
-    # A look-up takes floats alone, and the call is looked up again with one.
-    call(torch.randn(2, 8, 5), eps=1)
-    assert checked == []
-    others = (
-        torch.randn(2, 8, 6),
-        torch.randn(2, 8, 5, 1),
-        torch.randn(81)[1:].view(2, 8, 5),
-    )
-    for number, x in enumerate(others, start=1):
-        for _ in range(2):
-            call(x)
-            assert len(checked) == number
-    call(torch.randn(2, 8, 5), groups=4)
-    assert len(checked) == len(others) + 1
-    leaf = torch.randn(2, 8, 5, requires_grad=True)
-    for _ in range(2):
-        torch.autograd.grad(call(leaf).sum(), leaf)
-    assert len(checked) == len(others) + 2
-    with torch.no_grad():
-        assert not call(leaf).requires_grad
-    assert normforge.group_norm(torch.randn(0, 8, 5), 2, weight, bias).shape == (0, 8, 5)
-    with pytest.raises(errors.ShapeError):
-        normforge.group_norm(torch.randn(2, 8, 5), 2, torch.randn(7), bias)

@@ -10,8 +10,9 @@ import normforge
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
+from proving.cases import operands
 
-from .groups import Problem, expected, innermost, require, results, tiled
+from .groups import close, group, hold, innermost, tiled
 
 pytestmark = pytest.mark.gpu
 
@@ -30,15 +31,11 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_results(shape: str, dtype: torch.dtype, channels_last: bool, activation: str | None) -> None:
-    problem = Problem(SHAPES[shape], 32, dtype, channels_last, activation, device="cuda")
-    found, wanted = results(problem)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_results(shape: str, dtype: torch.dtype, channels_last: bool, activation: str) -> None:
+    case = group(SHAPES[shape], 32, dtype=dtype, channels_last=channels_last, activation=activation)
     # Sums of a million terms.
-    require({name: found[name] for name in ("y", "dx")}, {name: wanted[name] for name in ("y", "dx")}, dtype)
-    for name in ("dweight", "dbias"):
-        scale = wanted[name].abs().mean().item()
-        torch.testing.assert_close(found[name].double(), wanted[name], rtol=1e-3, atol=1e-3 * scale)
+    hold(case, device="cuda", sum_tolerance=1e-3)
 
 
 SPREAD = [
@@ -58,16 +55,16 @@ def test_groups_over_programs_that_wait(tile: Tile, channels_last: bool, shape: 
     with tiled(mode, x.numel() // shape[0] // 32, tile):
         for _ in range(5):
             y = normforge.group_norm(x, 32, activation="silu")
-            require({"y": y}, {"y": expected(x.double(), 32, None, None, activation="silu")}, torch.bfloat16)
+            close(y, functional.silu(functional.group_norm(x.double(), 32)))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_two_runs_give_the_same_bits(channels_last: bool) -> None:
-    problem = Problem((2, 256, 96, 96), 32, torch.bfloat16, channels_last, "silu", device="cuda")
+    case = group((2, 256, 96, 96), 32, dtype=torch.bfloat16, channels_last=channels_last, activation="silu")
     runs = []
     for _ in range(2):
         torch.manual_seed(3)
-        runs.append(results(problem)[0])
+        runs.append(hold(case, device="cuda"))
     for name, tensor in runs[0].items():
         assert torch.equal(tensor, runs[1][name]), name
 
@@ -77,7 +74,7 @@ def test_a_large_mean_beside_a_small_deviation(channels_last: bool) -> None:
     x = torch.randn(2, 64, 96, 96, device="cuda") * 1e-2 + 1e4
     x = innermost(x) if channels_last else x
     y = normforge.group_norm(x, 32, eps=1e-12)
-    torch.testing.assert_close(y.double(), expected(x.double(), 32, None, None, 1e-12), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(y.double(), functional.group_norm(x.double(), 32, eps=1e-12), rtol=1e-3, atol=1e-4)
 
 
 def test_autocast_is_torchs() -> None:
@@ -100,12 +97,11 @@ def test_a_cuda_graph() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("fullgraph", [True])
-def test_torch_compile(channels_last: bool, fullgraph: bool) -> None:
-    problem = Problem((2, 64, 17, 16), 32, torch.bfloat16, channels_last, "silu", device="cuda")
-    x = problem.x().requires_grad_()
+def test_torch_compile(channels_last: bool) -> None:
+    case = group((2, 64, 17, 16), 32, dtype=torch.bfloat16, channels_last=channels_last)
+    x = operands(case, "cuda")["x"]
     module = normforge.GroupNorm(32, 64, activation="silu", device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(module, fullgraph=fullgraph)
+    compiled = torch.compile(module, fullgraph=True)
     y, want = compiled(x), functional.silu(functional.group_norm(x.float(), 32))
     assert y.stride() == x.stride()
     torch.testing.assert_close(y.float(), want, rtol=1.6e-2, atol=1.6e-2)

@@ -185,6 +185,11 @@ def in_fp16(m: Any, input: torch.Tensor) -> Any:
     return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
 
 
+def upcast(m: Any, x: torch.Tensor) -> Any:
+    """Compute in fp32, as guided diffusion does."""
+    return torch.nn.GroupNorm.forward(m, x.float()).type(x.dtype)
+
+
 def with_a_bias(m: Any, x: torch.Tensor) -> Any:
     """Normalise as minimal GPTs do."""
     return functional.layer_norm(x, (WIDTH,), m.weight, m.bias)
@@ -238,6 +243,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "no shape yet": (lazy, "its weight has no shape yet"),
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (norm(named_otherwise, torch.nn.Module, weight=WEIGHT, epsilon=1e-6), "variance_epsilon or eps"),
+    "upcast groups": (lambda: norm(upcast, torch.nn.GroupNorm)(2, WIDTH), "OwnNorm is a subclass of torch's"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
     "fp16 within": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
     "fixed epsilon": (lambda: norm(of_another_epsilon, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),

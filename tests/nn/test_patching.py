@@ -264,6 +264,13 @@ class SwitchLayerNorm(models.T5LayerNorm):
     """Called as SwitchTransformersLayerNorm, whose formula is that of T5LayerNorm."""
 
 
+class TimmGroupNorm(torch.nn.GroupNorm):
+    """Calls what torch's does, as timm's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
 class Rescaling(models.LlamaRMSNorm):
     """Called nothing like a norm."""
 
@@ -281,6 +288,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, i
         ("blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "last"),
         2,
     ),
+    "groups with SiLU": (models.ResidualGroups, None, 0),
     "a norm alone": (lambda: torch.nn.RMSNorm(WIDTH), ("",), 0),
     "ours": (
         lambda: torch.nn.Sequential(normforge.LayerNorm(WIDTH), normforge.AddRMSNorm(WIDTH), torch.nn.LayerNorm(WIDTH)),
@@ -290,12 +298,17 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, i
     "shared": (lambda: torch.nn.Sequential(*[torch.nn.LayerNorm(WIDTH)] * 2), ("0",), 0),
     "Hugging Face's": (lambda: torch.nn.Sequential(*(cls() for cls in HUGGING_FACE)), tuple("01234"), 0),
     "of any width": (lambda: torch.nn.Sequential(*(models.LlamaRMSNorm(n) for n in (1, 2, 3, 4097))), tuple("0123"), 0),
-    "of any name": (lambda: torch.nn.Sequential(SwitchLayerNorm(), Rescaling()), tuple("01"), 0),
+    "of any name": (
+        lambda: torch.nn.Sequential(SwitchLayerNorm(), Rescaling(), TimmGroupNorm(2, WIDTH)),
+        tuple("012"),
+        0,
+    ),
     "on meta": (on_meta, ("0", "1", "2.input_layernorm", "2.post_attention_layernorm"), 1),
 }
 OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: normforge.LayerNorm,
     torch.nn.RMSNorm: normforge.RMSNorm,
+    torch.nn.GroupNorm: normforge.GroupNorm,
 }
 
 
