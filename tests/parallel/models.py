@@ -19,25 +19,11 @@ from torch.distributed.tensor.parallel import (
 
 import normforge
 
+from ..nn.models import LlamaRMSNorm
 from .ranks import DEVICE, Cases
 from .sharded import N, communicates, mesh, placed, same
 
 CASES = Cases()
-
-
-class LlamaRMSNorm(torch.nn.Module):
-    """As Hugging Face's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.rand(N) + 0.5)
-        self.variance_epsilon = 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise rows of x."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
 
 
 class Attention(torch.nn.Module):
@@ -60,7 +46,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = LlamaRMSNorm(), LlamaRMSNorm()
+        self.norm_1, self.norm_2 = LlamaRMSNorm(N), LlamaRMSNorm(N)
         self.attention = Attention()
         self.up, self.down = torch.nn.Linear(N, 2 * N, bias=False), torch.nn.Linear(2 * N, N, bias=False)
 
@@ -77,7 +63,7 @@ class Llama(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([Layer() for _ in range(2)])
-        self.norm = LlamaRMSNorm()
+        self.norm = LlamaRMSNorm(N)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run all layers."""
@@ -107,6 +93,9 @@ def models() -> tuple[Llama, Llama]:
     """A model, and the same one patched."""
     torch.manual_seed(1)
     model, twin = Llama(), Llama()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     twin.load_state_dict(model.state_dict())
     done = normforge.patch(twin)
     assert len(done.swapped) == 5, done

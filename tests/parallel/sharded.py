@@ -22,6 +22,7 @@ from normforge import errors
 from normforge.calls.functions import FUNCTIONS
 from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
+from proving.cases import cases, operands
 
 from .ranks import DEVICE, WORLD, Cases
 
@@ -195,28 +196,21 @@ def each_operator_with_each_tensor() -> None:
 
 
 @CASES.case
-def modulated_norms_are_of_each_ranks_rows() -> None:
-    """With no communication: samples are sharded with their rows, or rows of a sample and not its modulation."""
-    shapes = (SHAPE, (SHAPE[0], N), (SHAPE[0], N), (SHAPE[0], N), SHAPE)
-    whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-    def call(*tensors: Any) -> list[Any]:
-        *operands, gate, residual = tensors
-        added = normforge.modulated_layer_norm(*operands, gate=gate, residual=residual)
-        return [normforge.modulated_rms_norm(*operands), *added]
-
-    for of_rows in ROWS:
-        of_samples = Replicate() if of_rows == Shard(1) else of_rows
-        agrees(call, whole, [of_rows if each.dim() == len(SHAPE) else of_samples for each in whole], of_rows)
+def differentiable_functions_are_of_each_ranks_rows() -> None:
+    """With no communication: a vector per sample is sharded with the samples, or lies whole beside sharded rows."""
+    families = ("plain", "added", "modulated", "gated")
+    alike = partial(cases, *families, dtype=torch.float32, vectors=torch.float32, residual=torch.float32)
+    for case in alike(shape=(2, 5, 40), layout="contiguous"):
+        given = operands(case)
+        call = partial(_named, case.run, list(given))
+        for rows in ROWS:
+            samples = Replicate() if rows == Shard(1) else rows
+            lies = [{3: rows, 2: samples, 1: Replicate()}[each.dim()] for each in given.values()]
+            agrees(call, list(given.values()), lies, rows)
 
 
-@CASES.case
-def adds_behind_norms_are_of_each_ranks_rows() -> None:
-    """With no communication: the residual lies as x does."""
-    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
-    for rows in ROWS:
-        lies = [rows if each.dim() > 1 else Replicate() for each in whole]
-        agrees(lambda *operands: [normforge.layer_norm_add(*operands)], whole, lies, rows)
+def _named(run: Callable[[dict[str, Any]], Any], names: Sequence[str], *tensors: Any) -> Any:
+    return run(dict(zip(names, tensors, strict=True)))
 
 
 @CASES.case
@@ -242,30 +236,6 @@ def gated_norms_are_of_each_ranks_rows() -> None:
             found_all = operated("gated_layer_norm", sharded | options)
         for one, other in zip(found_all, operated("gated_layer_norm", tensors | options), strict=True):
             same(one, other, Shard(0))
-
-
-SAVES = {"save_mv": True}
-# How one vector a sample lies, and one a row, by how rows do; one for all is everywhere.
-SAMPLES: dict[tuple[int, ...], dict[Placement, Placement]] = {
-    (SHAPE[0], N): {Shard(0): Shard(0), Shard(1): Replicate()},
-    SHAPE: {Shard(0): Shard(0), Shard(1): Shard(1)},
-}
-
-
-@CASES.case
-def modulated_operators_are_of_each_ranks_rows() -> None:
-    """With no communication, be a modulation of samples that are sharded, of samples whose rows are, or of rows."""
-    names = ("x", "residual", "scale", "shift", "gate")
-    for shape in ((SHAPE[0], N), SHAPE, (N,)):
-        whole = [torch.randn(each, requires_grad=True) for each in (SHAPE, SHAPE, shape, shape, shape)]
-        for name in ("modulated_layer_norm", "modulated_rms_norm"):
-
-            def call(*tensors: Any, name: str = name) -> Any:
-                return operated(name, dict(zip(names, tensors, strict=True)) | SAVES)
-
-            for of_rows in ROWS:
-                of_samples = SAMPLES.get(shape, {}).get(of_rows, Replicate())
-                agrees(call, whole, [of_rows] * 2 + [of_samples] * 3, of_rows)
 
 
 # What the quantised norms are called with; of vectors the name and a scale.
@@ -380,19 +350,6 @@ def scales_in_tiles_are_of_rows_that_are_whole() -> None:
 
 
 @CASES.case
-def operators_have_gradients_of_dtensors() -> None:
-    """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
-    tensors = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,), "x_bias": (N,)}
-    modes = {"fadd": "pre_add_store", "save_mv": True}
-
-    def call(*operands: Any) -> Any:
-        return operated("layernorm2d_fwd", dict(zip(tensors, operands, strict=True)) | modes)
-
-    whole = [torch.randn(shape, requires_grad=True) for shape in tensors.values()]
-    agrees(call, whole, [Shard(1) if each.dim() > 1 else Replicate() for each in whole], Shard(1))
-
-
-@CASES.case
 def outputs_that_are_written_to() -> None:
     """Parts are written in place, and nothing is moved to them."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
@@ -419,43 +376,19 @@ def refused(text: str, call: Callable[[], object], error: type[Exception]) -> No
         call()
 
 
-NORMS: dict[str, tuple[Callable[..., Any], int, bool]] = {
-    # The function, how many vectors it takes, and whether it adds a residual.
-    "layer_norm": (normforge.layer_norm, 2, False),
-    "rms_norm": (normforge.rms_norm, 1, False),
-    "add_layer_norm": (normforge.add_layer_norm, 2, True),
-    "add_rms_norm": (normforge.add_rms_norm, 1, True),
-}
-
-
-def agree_with_whole(
-    name: str, of_rows: Placement, kept: Placement, of_vectors: Placement, dtype: torch.dtype, **counts: int
-) -> None:
-    """Call a function of DTensors and of whole tensors, forward and backward; outputs lie as `kept`."""
-    function, count, adds = NORMS[name]
-    rows = [torch.randn(SHAPE, dtype=dtype, requires_grad=True) for _ in range(2 if adds else 1)]
-    vectors = [torch.randn(N, requires_grad=True) for _ in range(count)]
-
-    def call(x: Any, *others: Any) -> list[Any]:
-        return list(function(x, *others)) if adds else [function(x, (N,), *others)]
-
-    agrees(call, [*rows, *vectors], [of_rows] * len(rows) + [of_vectors] * count, kept, **counts)
-
-
-@CASES.case
-def functions_and_their_gradients() -> None:
-    for name in NORMS:
-        for rows in ROWS:
-            for dtype in (torch.float32, torch.bfloat16):
-                agree_with_whole(name, rows, rows, Replicate(), dtype)
-
-
 @CASES.case
 def what_lies_otherwise_is_redistributed() -> None:
     """Rows that are no whole ones become replicated, as with torch's norms, and so do vectors."""
-    agree_with_whole("add_layer_norm", Shard(2), Replicate(), Replicate(), torch.float32, all_gather_into_tensor=2)
-    agree_with_whole(
-        "rms_norm", Shard(0), Shard(0), Shard(0), torch.float32, all_gather_into_tensor=1, reduce_scatter_tensor=1
+    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
+    apart = [Shard(2), Shard(2), Replicate(), Replicate()]
+    agrees(normforge.add_layer_norm, whole, apart, Replicate(), all_gather_into_tensor=2)
+    agrees(
+        lambda x, weight: [normforge.rms_norm(x, (N,), weight)],
+        [whole[0], whole[2]],
+        [Shard(0), Shard(0)],
+        Shard(0),
+        all_gather_into_tensor=1,
+        reduce_scatter_tensor=1,
     )
     x, weight = torch.randn(SHAPE), torch.randn(N)
     world = dist.get_world_size()
