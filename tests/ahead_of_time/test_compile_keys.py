@@ -26,10 +26,12 @@ from normforge.errors import (
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
+from proving.cases import Case, cases, check, operands
 
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
-from .calls import CALLS, DEFAULTS, listed, recorded
+from ..thorough import first_of_each
+from .calls import BF16, CALLS, DEFAULTS, listed, recorded
 
 
 @pytest.mark.parametrize(("call", "modes"), DEFAULTS)
@@ -69,6 +71,32 @@ def test_what_is_listed_and_what_is_recorded_is_what_calls_launch(
     # It is this option that does it: none of these calls is the common one.
     common = {"n": options["n"], "weight_dtypes": ["same"]} if "n" in options else {}
     assert met != listed(*modes, rows=["few"], **common)
+
+
+# Vectors that are not there are what a deployment has to say of a training step of x's dtype.
+STEPS = first_of_each(
+    cases(vary=("norm", "without"), dtype=BF16, vectors=BF16, residual=BF16),
+    lambda case: case.family,
+    str,
+)
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(
+    case: Case, called: set[KernelKey], tmp_path: Path
+) -> None:
+    with normforge.record(tmp_path / "needed.yaml"):
+        check(case, operands(case))
+        with torch.no_grad():
+            case.run(operands(case))
+    assert recorded(tmp_path / "needed.yaml") == {key.portable for key in called}
+    # Each mode has a module of its name.
+    modes = {key.kernel.rpartition(":")[0].rpartition(".")[2] for key in called} - {"finalise"}
+    options: dict[str, Any] = {
+        f"{name}_dtypes": [None if name in case["without"] else "same"] for name in ("weight", "bias")
+    }
+    sizes = {"shapes": ["3x12x3x4/4"]} if case.family == "group" else {"n": 40, "rows": ["few"]}
+    assert called == listed(*modes, **sizes, **options)
 
 
 def test_several_values_are_listed_in_every_combination() -> None:

@@ -1,4 +1,4 @@
-"""From a program that is recorded to one that serves and compiles nothing, each step in a process of its own."""
+"""From a program that is recorded to one that serves and compiles nothing, as the documentation tells it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ..calling import python
 from ..docs.pages import ROOT, blocks, doc
 from ..thorough import THOROUGH
 
@@ -25,75 +24,10 @@ torch.manual_seed(0)
 y.sum().backward()
 {_BLOCKS[1]}
 """
-# Its keys go to a file: it prints what became of the model.
-_ON_AN_H200 = f"""
-import json, sys, torch, normforge, triton
-from pathlib import Path
-from tests.stand_in_gpu import on_an_h200
-from normforge.kernels.obtain import obtained
-with on_an_h200() as driver:
-    PROGRAM = {_PROGRAM!r}
-    exec(PROGRAM)
-    assert driver.launched
-Path(sys.argv[1] if sys.argv[1:] else "keys.json").write_text(json.dumps([key.portable for key, _ in obtained()]))
-"""
-_INTERPRETED = f"import torch\n{_PROGRAM}"
-
-
-def run(code: str, here: Path, cache: str, **environment: str | None) -> str:
-    """Run a step in a folder, with Triton's cache below it; returns what it prints."""
-    given: dict[str, str | None] = {
-        **dict.fromkeys(("NORMFORGE_RECORD", "NORMFORGE_AOT", "NORMFORGE_FROZEN", "TRITON_INTERPRET")),
-        "TRITON_CACHE_DIR": str(here / cache),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    process = python(f"import os; os.chdir({str(here)!r})\n{code}", **given | environment)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
-def keys(here: Path) -> list[str]:
-    """Those of the last program."""
-    found: list[str] = json.loads((here / "keys.json").read_text())
-    (here / "keys.json").unlink()
-    return sorted(found)
 
 
 def binaries(folders: Iterable[Path]) -> list[Path]:
     return [path for folder in folders for path in folder.rglob("*.cubin")]
-
-
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder with a recording of the program on an H200, and the kernels that it launched there."""
-    here = tmp_path_factory.mktemp("recorded")
-    run(_ON_AN_H200, here, "first", NORMFORGE_RECORD=str(here / "needed.yaml"))
-    return here, keys(here)
-
-
-def test_warmed_up(recorded: tuple[Path, list[str]]) -> None:
-    here, launched = recorded
-    warm = """
-import normforge
-from tests.stand_in_gpu import on_an_h200
-with on_an_h200():
-    print(len(normforge.warmup(recorded="needed.yaml", progress=False)))
-"""
-    assert run(warm, here, "fourth") == f"{len(launched)}\n"
-    before = sorted(binaries([here / "fourth"]))
-    assert len(before) == len(launched)
-    run(_ON_AN_H200, here, "fourth", NORMFORGE_FROZEN="1")
-    assert keys(here) == launched
-    assert sorted(binaries([here / "fourth"])) == before
-
-
-@THOROUGH
-def test_where_it_was_recorded_makes_no_difference(recorded: tuple[Path, list[str]]) -> None:
-    """Not even if kernels were interpreted there."""
-    here, _ = recorded
-    run(_INTERPRETED, here, "fifth", NORMFORGE_RECORD=str(here / "interpreted.yaml"), TRITON_INTERPRET="1")
-    assert (here / "interpreted.yaml").read_text() == (here / "needed.yaml").read_text()
 
 
 # The programs of the page: pip is not run, and what needs a GPU has the stand-in.

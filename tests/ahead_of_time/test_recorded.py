@@ -204,18 +204,6 @@ def test_a_file_that_tells_no_calls_is_refused(
     assert str(raised.value) in capsys.readouterr().err
 
 
-def test_an_old_recording_is_not_added_to(tmp_path: Path) -> None:
-    """It would look like one that holds the calls of all its instances."""
-    path = tmp_path / "needed.yaml"
-    path.write_text(OLD)
-    with (
-        pytest.raises(RecordError, match="kept instances and no calls; remove it, or name another file"),
-        normforge.record(path),
-    ):
-        raise AssertionError("entered")
-    assert path.read_text() == OLD
-
-
 def test_there_is_no_such_recording(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"no\.yaml cannot be read \(No such file or directory\); record a program"):
         normforge.recorded_keys(tmp_path / "no.yaml", arch="sm_90")
