@@ -28,7 +28,7 @@ from normforge.codegen.values import (
 from normforge.kernels.gpu import Target
 from normforge.kernels.pipelines import window_tile
 
-from ..covering import every_mode, parametrize, uncovered
+from ..covering import every_mode, parametrize
 from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
 from .compilation import NVIDIA, SM_90, TARGETS, binary_of, compiled, instance_of, register_cap, usage
@@ -48,14 +48,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_compiles(case: Case) -> None:
     assert compiled(case.mode, case.n, case.target, case.tile, case.part).asm[binary_of(case.target)]
-
-
-@THOROUGH
-def test_the_array_covers_pairs() -> None:
-    """Any two values that axes, kernels and architectures have together, in one legal kernel of twenty."""
-    space, array = compile_cases.every_case(), compile_cases.array(2)
-    assert uncovered(space[::20], compile_cases.columns, array, 2) == []
-    assert len(array) < len(space) / 1000
 
 
 def test_the_table_is_compiled_whole() -> None:

@@ -17,8 +17,7 @@ from normforge.codegen.values import Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
-from ..covering import axes_of, covering, every_mode, parametrize, uncovered
-from ..thorough import THOROUGH
+from ..covering import axes_of, covering, every_mode, parametrize
 from .problems import Problem, mixed_dtypes
 
 # For each kernel a row of a few chunks, the last of them ragged, and the tile that takes it so. Rows of odd length
@@ -82,11 +81,3 @@ def test_mode(case: Case, device: str) -> None:
     problem = Problem(mode, 2 * tile.rows + 1, n, dtypes=mixed_dtypes(mode, len(mode.name)))
     with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
         problem.check(device)
-
-
-@THOROUGH
-@pytest.mark.parametrize("strength", [2, 3])
-def test_arrays_cover_what_they_say(strength: int) -> None:
-    """Any two, or three, values that axes and kernels have together, in one legal mode of ten."""
-    assert uncovered(every_case()[::10], columns, array(strength), strength) == []
-    assert len(array(strength)) < len(every_case()) / 20

@@ -7,7 +7,7 @@ published there, only a little off, so that a second launch shows what the first
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def unpacked(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = slots.to(torch.int32), (slots >> 32).to(torch.int32)
     return low.view(torch.float32), high.view(torch.float32)
+
+
+def slots_before(expected: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """An exchange before a launch: empty where a row is one slice, else filled with what is a little off."""
+    alone = expected[0].shape[1] == 1
+    return torch.full(expected[0].shape, EMPTY) if alone else packed(*(value * A_LITTLE_OFF for value in expected))
 
 
 def slices_of(row: torch.Tensor, width: int) -> list[torch.Tensor]:
@@ -119,33 +125,27 @@ FORWARD_MODES = [
 
 
 @pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(("m", "teams"), [(1, 1), (7, 3), (5, 5), (9, 2)])
-@pytest.mark.parametrize(("n", "paired"), [(1, False), (100, True), (100, False), (128, True)])
-def test_a_program_alone_in_its_team(n: int, paired: bool, m: int, teams: int, mode: Mode, package: Path) -> None:
-    problem = Forward(mode, m, n, teams, paired)
-    x, vectors = problem.draw()
-    exchange = torch.full((m, 1), EMPTY)
-    check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
-    assert bool((exchange != EMPTY).all())
-
-
-@pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(
     ("n", "m", "teams", "paired"),
-    [(129, 4, 3, False), (300, 7, 2, True), (512, 3, 1, True), (1000, 5, 4, False)],
+    [
+        *((1, 1, 1, False), (100, 7, 3, True), (100, 5, 5, False), (128, 9, 2, True)),
+        *((129, 4, 3, False), (300, 7, 2, True), (512, 3, 1, True), (1000, 5, 4, False)),
+    ],
 )
 def test_a_team_publishes_what_its_rows_need(
     n: int, m: int, teams: int, paired: bool, mode: Mode, package: Path
 ) -> None:
-    """Ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
+    """One slice a row, then ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
     problem = Forward(mode, m, n, teams, paired)
     x, vectors = problem.draw()
     expected = problem.published(x, vectors.get("residual"))
-    exchange = packed(*(value * A_LITTLE_OFF for value in expected))
-    problem.run(package, x, exchange, vectors)
+    exchange = slots_before(expected)
+    actual = problem.run(package, x, exchange, vectors)
     for got, want in zip(unpacked(exchange), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-9)
-    check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
+    if problem.slices > 1:
+        actual = problem.run(package, x, exchange, vectors)
+    check_forward(actual, mode, x, vectors)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
@@ -249,49 +249,30 @@ BACKWARD_MODES = [
 @pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize(
-    ("m", "n", "teams", "has_weight", "paired"),
-    [(1, 64, 1, True, False), (9, 37, 2, False, False), (19, 50, 3, True, False), (19, 50, 3, True, True)],
+    ("m", "n", "teams", "has_weight", "paired", "wants_dx"),
+    [
+        *((1, 64, 1, True, False, True), (9, 37, 2, False, False, True), (5, 40, 2, True, False, False)),
+        *((19, 50, 3, True, False, True), (19, 50, 3, True, True, True)),
+        *((5, 65, 1, False, False, True), (11, 300, 2, True, False, True)),
+        *((8, 256, 2, True, False, True), (11, 300, 2, True, True, True)),
+    ],
 )
-def test_a_program_alone_takes_tiles_of_rows(
-    m: int, n: int, teams: int, has_weight: bool, paired: bool, rows: int, mode: Mode, package: Path
+def test_a_team_publishes_what_its_tiles_need(
+    m: int, n: int, teams: int, has_weight: bool, paired: bool, wants_dx: bool, rows: int, mode: Mode, package: Path
 ) -> None:
     problem = Backward(mode, m, n, min(teams, -(-m // rows)), rows, has_weight, paired)
     tensors = problem.draw()
     statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
-    exchange = torch.full((problem.tiles, 1, rows), EMPTY)
-    check_gradients(problem.run(package, tensors, statistics, exchange), mode, tensors | statistics)
-    assert bool((exchange != EMPTY).all())
-
-
-@pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("rows", [2, 4])
-@pytest.mark.parametrize(
-    ("m", "n", "teams", "has_weight", "paired"),
-    [(5, 65, 1, False, False), (11, 300, 2, True, False), (8, 256, 2, True, False), (11, 300, 2, True, True)],
-)
-def test_a_team_publishes_what_its_tiles_need(
-    m: int, n: int, teams: int, has_weight: bool, paired: bool, rows: int, mode: Mode, package: Path
-) -> None:
-    problem = Backward(mode, m, n, teams, rows, has_weight, paired)
-    tensors = problem.draw()
-    statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
     expected = problem.published(tensors, statistics)
-    exchange = packed(*(value * A_LITTLE_OFF for value in expected))
-    problem.run(package, tensors, statistics, exchange)
+    exchange = slots_before(expected)
+    actual = problem.run(package, tensors, statistics, exchange, wants_dx=wants_dx)
     there = problem.exists()
     for got, want in zip(unpacked(exchange), expected, strict=True):
         torch.testing.assert_close(got.double()[there], want[there], rtol=1e-5, atol=1e-4)
-    check_gradients(problem.run(package, tensors, statistics, exchange), mode, tensors | statistics)
-
-
-def test_dx_is_left_out_where_nobody_wants_it(package: Path) -> None:
-    problem = Backward(replace(BACKWARD_MODES[0], dtype_in=DType.FP32, dtype_out=DType.FP32), 5, 40, 2, 2)
-    tensors = problem.draw()
-    statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
-    exchange = torch.full((problem.tiles, 1, problem.rows), EMPTY)
-    actual = problem.run(package, tensors, statistics, exchange, wants_dx=False)
-    assert actual.dx is None
-    check_gradients(actual, problem.mode, tensors | statistics)
+    if problem.slices > 1:
+        actual = problem.run(package, tensors, statistics, exchange)
+    assert (actual.dx is not None) == wants_dx
+    check_gradients(actual, mode, tensors | statistics)
 
 
 def _moments_of_slice(
@@ -333,9 +314,9 @@ publish_bits: Any = triton.jit(_publish_bits)
 SLICE, SLICE_BLOCK = 512, 128
 
 
-def made_up_row(name: str, n: int) -> torch.Tensor:
+def made_up_rows(n: int) -> dict[str, torch.Tensor]:
     noise = torch.randn(n)
-    rows = {
+    return {
         "noise": noise,
         "offset": 1e4 + 1e-2 * noise,
         "offset_by_steps": 1e4 + 64 * noise.round(),
@@ -344,26 +325,14 @@ def made_up_row(name: str, n: int) -> torch.Tensor:
         "early_outlier": torch.where(torch.arange(n) == 3, 5e4, noise),
         "late_outlier": torch.where(torch.arange(n) == min(400, n - 1), 5e4, noise),
     }
-    return rows[name]
-
-
-ROW_NAMES = (
-    "noise",
-    "offset",
-    "offset_by_steps",
-    "constant",
-    "slices_far_apart",
-    "early_outlier",
-    "late_outlier",
-)
 
 
 @pytest.mark.parametrize("n", [1, 5, 512, 515, 1000, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ROW_NAMES)
+@pytest.mark.parametrize("name", made_up_rows(1))
 def test_moments_of_a_slice(name: str, dtype: torch.dtype, n: int) -> None:
     """No table spreads rows of fp32; in 16 bits a constant and noise of 1e-2 are one value, whose variance is 0."""
-    x = made_up_row(name, n).to(dtype)
+    x = made_up_rows(n)[name].to(dtype)
     parts = slices_of(x, SLICE)
     mean, variance = torch.empty(len(parts)), torch.empty(len(parts))
     moments_of_slice[(len(parts),)](x, mean, variance, n, SLICE, SLICE_BLOCK)
@@ -374,9 +343,9 @@ def test_moments_of_a_slice(name: str, dtype: torch.dtype, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 512, 513, 1000, 3000])
-@pytest.mark.parametrize("name", ROW_NAMES)
+@pytest.mark.parametrize("name", made_up_rows(1))
 def test_slices_merge_into_the_moments_of_their_row(name: str, n: int) -> None:
-    x = made_up_row(name, n)
+    x = made_up_rows(n)[name]
     parts = slices_of(x, SLICE)
     means = torch.stack([part.mean() for part in parts]).float()
     variances = torch.stack([part.var(correction=0) for part in parts]).float()
