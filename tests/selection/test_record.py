@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -143,41 +144,22 @@ def test_calls_that_were_known_before_are_recorded(tmp_path: Path) -> None:
     assert names(path) == ["ln_bwd_fp32_n256", "ln_fwd_fp32_n128", "ln_fwd_fp32_mv_n256"]
 
 
-def test_the_file_is_there_before_the_recording_ends(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        forward()
-        assert names(path) == ["ln_fwd_fp32_n128"]
-        check("rms", torch.randn(2, 64))
-        assert names(path) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
-        assert list(tmp_path.iterdir()) == [path]
-
-
-def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
-
-    def stopped() -> None:
-        with normforge.record(path):
-            forward()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        stopped()
-    check("rms", torch.randn(2, 64))
-    assert names(path) == ["ln_fwd_fp32_n128"]
-    assert not dispatch._observers
-
-
 def test_nested_recordings_each_hold_what_was_asked_within(tmp_path: Path) -> None:
+    """In a file that is there before the recording ends, however it ends."""
     outer, inner = tmp_path / "outer.yaml", tmp_path / "inner.yaml"
     with normforge.record(outer):
         forward()
-        with normforge.record(inner):
+        with contextlib.suppress(ZeroDivisionError), normforge.record(inner):
             forward()
+            assert names(inner) == ["ln_fwd_fp32_n128"]
             check("rms", torch.randn(2, 64))
+            assert sorted(tmp_path.iterdir()) == [inner, outer]
+            raise ZeroDivisionError
         check("rms", torch.randn(2, 200))
+    check("rms", torch.randn(2, 300))
     assert names(inner) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
     assert names(outer) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
+    assert not dispatch._observers
 
 
 def test_eight_threads_share_a_recording(tmp_path: Path) -> None:
@@ -246,24 +228,25 @@ def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
         assert names(path) == made
 
 
-def test_a_recording_that_is_no_manifest_any_more_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# Recorded by normforge\ngroups: [", r"cannot be added to: .*needed\.yaml:2: this is not valid YAML"),
+        ("groups: {}\n", r"was not written by a recording .*; move it elsewhere, or name another file"),
+        # It would look like a recording that holds the calls of all its instances.
+        (
+            "# Recorded by normforge\ngroups: {a: {norm: rms, dtype_in: fp32, n: 64}}\n",
+            "kept instances and no calls; remove it, or name another file",
+        ),
+    ],
+    ids=["no manifest any more", "a manifest", "an old one"],
+)
+def test_a_file_that_cannot_be_added_to_is_kept(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
-    path.write_text("# Recorded by normforge\ngroups: [")
-    with (
-        pytest.raises(RecordError, match=r"cannot be added to: .*needed\.yaml:2: this is not valid YAML"),
-        normforge.record(path),
-    ):
+    path.write_text(text)
+    with pytest.raises(RecordError, match=said), normforge.record(path):
         raise AssertionError("entered")
-    assert path.read_text() == "# Recorded by normforge\ngroups: ["
-
-
-def test_a_file_of_somebody_elses_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "instances.yaml"
-    path.write_text("groups: {}\n")
-    with pytest.raises(RecordError, match="was not written by a recording") as raised, normforge.record(path):
-        raise AssertionError("entered")
-    assert "move it elsewhere, or name another file" in str(raised.value)
-    assert path.read_text() == "groups: {}\n"
+    assert path.read_text() == text
     assert not dispatch._observers
 
 

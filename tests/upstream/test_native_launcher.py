@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import struct
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from normforge.upstream import native_launcher, triton_launcher
 
 from .. import stand_in_cuda
 from ..stand_in_cuda import NEEDS_A_COMPILER, Driver, Launched
-from ..thorough import LONG, THOROUGH
+from ..thorough import THOROUGH
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -448,24 +446,3 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
             assert prepare() is None
         assert f"{path} can be written by everybody" in caplog.text
         path.chmod(mode)
-
-
-@THOROUGH
-@LONG
-@pytest.mark.compile
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is here")
-def test_the_driver_is_handed_what_tritons_own_launcher_hands_it(tmp_path: Path) -> None:
-    """Of kernels that normforge emits, compiled for an H200; a process of its own loads the driver under its name."""
-    stand_in_cuda.build(tmp_path)
-    told = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.upstream.beside_triton", str(tmp_path)]
-    ran = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert len(lines) >= 6, ran.stdout
-    assert all(line.endswith("the same") for line in lines), ran.stdout
-    # Launched early, and cooperatively.
-    assert {early for line in lines for early in ("((6, 1),)", "((2, 1),)") if early in line} == {
-        "((6, 1),)",
-        "((2, 1),)",
-    }
