@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
-import linecache
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ import pytest
 import torch
 
 import normforge
+
+from .calling import printed
+from .thorough import THOROUGH
+
+TINY = ("--device", "cpu", "--batch", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2")
+ROW = re.compile(r"^ +(\d+|held out) +(\d+\.\d+) +(\d+\.\d+) +\S+$", re.MULTILINE)
 
 NAMES = ("fp8_block", "frozen_server", "group_norm_unet", "hugging_face")
 
@@ -53,31 +60,6 @@ def test_the_frozen_server_has_what_the_filter_left(repository: Path, capsys: py
     assert normforge.which(torch.empty(2, 64)) in {entry.name for entry in normforge.instances()}
 
 
-def run_cells(repository: Path, name: str, **constants: Any) -> Any:
-    """Run the notebook's cells of one example as IPython does, and return the value of the last.
-
-    Args:
-        repository: the clone.
-        name: the example.
-        constants: values that replace constants of the example before its `main` is called.
-    """
-    cells = json.loads((repository / "examples" / "examples.ipynb").read_text())["cells"]
-    texts = ["".join(cell["source"]) for cell in cells]
-    start = next(at for at, text in enumerate(texts) if text.startswith(f"## {name}\n"))
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for at in range(start + 1, len(cells)):
-        if cells[at]["cell_type"] != "code":
-            break
-        text, file = texts[at], f"<cell {at}>"
-        # `patch` reads the text of a forward.
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        if text == "main()":
-            namespace.update(constants)
-            return eval(text, namespace)
-        exec(compile(text, file, "exec"), namespace)
-    raise AssertionError(f"{name} calls no main")
-
-
 def test_the_notebook_is_that_of_the_scripts(repository: Path) -> None:
     notebook = example(repository, "notebook")
     assert sorted(notebook.NAMES) == sorted(NAMES)
@@ -85,8 +67,10 @@ def test_the_notebook_is_that_of_the_scripts(repository: Path) -> None:
     read = json.loads((repository / "examples" / "examples.ipynb").read_text())
     assert (read["nbformat"], read["nbformat_minor"]) == (4, 4)
     for cell in read["cells"]:
-        outputs = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
-        assert cell.keys() == {"cell_type", "metadata", "source", *outputs}
+        is_code = cell["cell_type"] == "code"
+        assert cell.keys() == {"cell_type", "metadata", "source", *(("execution_count", "outputs") if is_code else ())}
+        # No cell begins or ends within a statement.
+        assert not is_code or ast.parse("".join(cell["source"]))
 
 
 def test_a_notebook_that_scripts_have_left_behind_is_found_out(repository: Path, tmp_path: Path) -> None:
@@ -99,9 +83,47 @@ def test_a_notebook_that_scripts_have_left_behind_is_found_out(repository: Path,
     assert notebook.main(["--check"]) == 1
 
 
-@pytest.mark.usefixtures("fresh_table")
-def test_the_notebooks_cells_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0.0 < run_cells(repository, "fp8_block") < 2**-4
-    assert run_cells(repository, "group_norm_unet") < 1e-4
-    assert all(name.startswith("rms_fwd_bf16") for name in run_cells(repository, "frozen_server"))
-    assert "gn_fwd_fp32" in capsys.readouterr().out
+@THOROUGH
+def test_without_a_gpu_both_curves_are_equal_and_drawn(repository: Path, tmp_path: Path) -> None:
+    """In a process whose environment does not turn Triton's interpreter on."""
+    picture, script = tmp_path / "curves.png", repository / "examples" / "train_tiny_gpt.py"
+    options = [*TINY, "--steps", "10", "--tolerance", "0", "--plot", str(picture)]
+    code = f"import runpy, sys; sys.argv[1:] = {options!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
+    said = printed(code, TRITON_INTERPRET=None, OMP_NUM_THREADS="1")
+    assert "normforge calls torch's own operator" in said
+    rows = ROW.findall(said)
+    assert [row[0] for row in rows] == [*map(str, range(1, 11)), "held out"]
+    assert all(one == other for _, one, other in rows)
+    assert float(rows[9][1]) < float(rows[0][1])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@THOROUGH
+@pytest.mark.parametrize(
+    "flags",
+    [("--norm", "layer"), ("--norm", "rms", "--dtype", "bf16", "--fused-add")],
+    ids=["layer", "rms-bf16-fused"],
+)
+def test_generated_kernels_train_alike(
+    flags: tuple[str, ...], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # In this process, whose interpreter takes a third of the time.
+    script = example(repository, "train_tiny_gpt")
+    assert script.main([*TINY, "--layers", "1", "--steps", "4", "--tolerance", "1e-3", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "normforge's kernels run in Triton's interpreter" in said
+    assert len(ROW.findall(said)) == 5
+
+
+def test_a_wrong_norm_is_found_out(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps = 1e-2
+
+    script = example(repository, "train_tiny_gpt")
+    monkeypatch.setattr(script.normforge, "patch", spoil)
+    assert script.main([*TINY, "--steps", "10", "--tolerance", "1e-3"]) == 1
+    assert "the curves DO NOT AGREE" in capsys.readouterr().out

@@ -21,8 +21,6 @@ import torch
 import normforge
 from normforge.codegen.emit import MARKER
 
-from .calling import printed
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # The folders that packages are in, by the names that they are imported under.
@@ -59,7 +57,7 @@ MOST_CODE_LINES = {
     "upstream": 703,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 39_970, ("benchmarks",): 5_682}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 39_773, ("benchmarks",): 5_682}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
@@ -231,13 +229,6 @@ def test_tests_and_benchmarks_are_thin() -> None:
         for folders in MOST_CODE_LINES_BESIDE
     }
     assert {folders: many for folders, many in counts.items() if many > MOST_CODE_LINES_BESIDE[folders]} == {}
-
-
-def test_an_import_loads_few_modules() -> None:
-    loaded = printed(
-        "import sys, normforge; print(*[name for name in sys.modules if name.split('.')[0] == 'normforge'])"
-    )
-    assert len(loaded.split()) <= MOST_MODULES
 
 
 def stops(call: Callable[[], object]) -> tuple[int, int]:

@@ -17,31 +17,35 @@ import normforge
 from normforge import errors, reference
 
 from .calling import printed, python
+from .test_house import MOST_MODULES
 from .thorough import THOROUGH
 
 # What only a call (triton), a compiled call (torch's), the generator (jinja2, yaml) or a miss (platformdirs) needs.
 LATE = ("triton", "torch._dynamo", "torch._inductor", "jinja2", "yaml", "platformdirs", "tabulate")
+OURS_LATE = ("normforge.tools", "normforge.ahead_of_time", "normforge.patching", "normforge.selection.recording")
 
 
-def test_import_and_listing_bring_nothing_that_only_a_call_needs() -> None:
+def test_import_and_listing_bring_little_and_nothing_that_only_a_call_needs() -> None:
+    """And until a call, the interpreter may be turned on."""
     # Should torch import one of these itself, that is not ours.
-    code = f"""
-import sys, torch
+    code = """
+import json, os, sys, torch
 brought = set(sys.modules)
 import normforge
+ours = [name for name in sys.modules if name.partition(".")[0] == "normforge"]
 normforge.instances()
 normforge.which(torch.empty(2, 64))
-print(*(name for name in {LATE!r} if name in sys.modules and name not in brought))
+brought = sorted({*sys.modules} - brought)
+os.environ["TRITON_INTERPRET"] = "1"
+y = normforge.layernorm2d_fwd(torch.tensor([1.0, 3.0]), eps=0).y.tolist()
+print(json.dumps([ours, brought, y]))
 """
-    assert printed(code) == ""
-
-
-def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> None:
-    code = "import sys, normforge; print(*(name for name in sys.modules if name.startswith('normforge.')))"
-    brought = printed(code).split()
-    assert "normforge.calls.native" in brought
-    late = ("normforge.tools", "normforge.ahead_of_time", "normforge.patching", "normforge.selection.recording")
-    assert [name for name in brought if name.startswith(late)] == []
+    ours, brought, y = json.loads(printed(code, TRITON_INTERPRET=None))
+    assert y == pytest.approx([-1, 1])
+    assert "normforge.calls.native" in ours
+    assert [name for name in ours if name.startswith(OURS_LATE)] == []
+    assert len(ours) <= MOST_MODULES
+    assert {*brought}.isdisjoint(LATE)
 
 
 @THOROUGH
@@ -62,13 +66,12 @@ print(early, all(rules), "torch.distributed.tensor" in [getattr(each, "_name", "
     assert printed(code).split() == [str(first != "normforge"), "True", "False"]
 
 
-@pytest.mark.parametrize("arguments", [["-h"], ["--version"], ["generate", "--list"], ["generate", "-h"]], ids=" ".join)
 @pytest.mark.parametrize("how", ["module", "script"])
-def test_what_makes_no_calls_needs_no_torch(how: str, arguments: list[str], tmp_path: Path) -> None:
+def test_the_command_starts_without_torch(how: str, tmp_path: Path) -> None:
     script = tmp_path / "normforge"
     script.write_text("import sys\nfrom normforge.tools.cli import main\nsys.exit(main())\n")
     started = ["-m", "normforge"] if how == "module" else [str(script)]
-    command = [sys.executable, "-X", "importtime", *started, *arguments]
+    command = [sys.executable, "-X", "importtime", *started, "generate", "--list"]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     brought = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
     assert "normforge.tools.cli" in brought
@@ -172,15 +175,6 @@ normforge.layernorm2d_fwd(torch.randn(2, 64))
     process = python(code, TRITON_INTERPRET=None)
     assert process.returncode != 0
     assert "DeviceError: TRITON_INTERPRET=1 was set after triton was imported" in process.stderr
-
-
-def test_the_interpreter_turned_on_in_time() -> None:
-    code = """
-import os, torch, normforge
-os.environ["TRITON_INTERPRET"] = "1"
-print(normforge.layernorm2d_fwd(torch.tensor([1.0, 3.0]), eps=0).y.tolist())
-"""
-    assert json.loads(printed(code, TRITON_INTERPRET=None)) == pytest.approx([-1, 1])
 
 
 PUBLIC = [(normforge, name) for name in normforge.__all__] + [

@@ -81,12 +81,6 @@ def test_a_proof_lists_its_options(what: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: python -m proving {what} ")
 
 
-def test_no_proof_of_another_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["nonsense"])
-    assert "invalid choice: 'nonsense' (choose from" in capsys.readouterr().err
-
-
 def test_the_matrix_needs_no_environment(repository: Path) -> None:
     """Imports nothing but what Python brings."""
     code = f"import sys; sys.path.insert(0, {str(repository)!r}); from proving.__main__ import main; main()"

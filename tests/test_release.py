@@ -14,8 +14,6 @@ import yaml
 
 import normforge
 
-from .test_makefile import planned
-
 HEADING = re.compile(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2}|unreleased)$", re.MULTILINE)
 
 
@@ -35,21 +33,6 @@ def test_the_changelog_states_each_change_once(repository: Path) -> None:
     for version in re.split(r"^## ", text, flags=re.MULTILINE):
         headings = re.findall(r"^### (.*)$", version, re.MULTILINE)
         assert len(headings) == len(set(headings)), headings
-
-
-def test_a_release_is_built_checked_and_tried_away_from_the_clone(repository: Path, tmp_path: Path) -> None:
-    text = planned(repository, tmp_path, "dist")
-    steps = (
-        "-e '.[dist]'",
-        "-m build",
-        "twine check --strict",
-        "check-wheel-contents",
-        "install -c constraints.txt dist/",
-        "normforge demo",
-    )
-    places = [text.index(step) for step in steps]
-    assert places == sorted(places)
-    assert re.search(r"^cd \S+-dist && bin/normforge demo$", text, re.MULTILINE)
 
 
 def workflow(repository: Path, name: str) -> dict[Any, Any]:

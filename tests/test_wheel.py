@@ -49,10 +49,7 @@ class Installed:
     """A virtual environment that holds the wheel and, through a .pth file, this process's dependencies."""
 
     environment: Path
-    packages: Path
     added: set[str]
-    wheel: Path
-    left_in_clone: set[str]
 
     def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the installed `normforge` command outside the repository."""
@@ -74,9 +71,18 @@ class Installed:
         )
 
 
+@dataclass(frozen=True)
+class Built:
+    """A wheel, the folder that it was unpacked into, and files that building left beside the sources."""
+
+    wheel: Path
+    packages: Path
+    left_in_clone: set[str]
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the wheel from a copy of the sources, so that no earlier build leaks into it, and install it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Build the wheel from a copy of the sources, so that no earlier build leaks into it."""
     base = tmp_path_factory.mktemp("wheel")
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
@@ -85,18 +91,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         patch.setenv("GITHUB_SERVER_URL", HOME.removesuffix("/owner/name"))
         patch.setenv("GITHUB_REPOSITORY", "owner/name")
         _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
-    left_in_clone = _files(source, "**/*") - cloned
     (wheel,) = (base / "dist").glob("*.whl")
-    environment = base / "environment"
+    shutil.unpack_archive(wheel, base / "unpacked", "zip")
+    return Built(wheel, base / "unpacked", _files(source, "**/*") - cloned)
+
+
+@pytest.fixture(scope="module")
+def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    environment = tmp_path_factory.mktemp("installed") / "environment"
     _python(sys.executable, "-m", "venv", "--without-pip", environment)
     (packages,) = (environment / "lib").glob("python*/site-packages")
     before = _names(packages)
-    _python(
-        sys.executable, "-m", "pip", "--python", environment, "install", "--quiet", "--no-index", "--no-deps", wheel
-    )
+    options = ("install", "--quiet", "--no-index", "--no-deps")
+    _python(sys.executable, "-m", "pip", "--python", environment, *options, built.wheel)
     added = _names(packages) - before
     (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
-    return Installed(environment, packages, added, wheel, left_in_clone)
+    return Installed(environment, added)
 
 
 def _names(folder: Path) -> set[str]:
@@ -113,20 +123,19 @@ def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
     assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
 
 
-@THOROUGH
-def test_building_leaves_nothing_in_the_clone(installed: Installed) -> None:
+def test_building_leaves_nothing_in_the_clone(built: Built) -> None:
     """A build/ that stays makes the next wheel of files that are gone from the sources."""
-    assert installed.left_in_clone == set()
+    assert built.left_in_clone == set()
 
 
-def _metadata(installed: Installed) -> Message:
-    (path,) = installed.packages.glob("normforge-*.dist-info/METADATA")
+def _metadata(built: Built) -> Message:
+    (path,) = built.packages.glob("normforge-*.dist-info/METADATA")
     return message_from_string(path.read_text())
 
 
-def test_an_indexs_page_links_to_the_repository(installed: Installed) -> None:
+def test_an_indexs_page_links_to_the_repository(built: Built) -> None:
     """Links of README.md to files of the repository lead there; an index has none of those files."""
-    metadata = _metadata(installed)
+    metadata = _metadata(built)
     assert f"Source, {HOME}" in metadata.get_all("Project-URL", [])
     assert metadata["Summary"]
     assert metadata["License-Expression"] == "MIT"
@@ -137,8 +146,8 @@ def test_an_indexs_page_links_to_the_repository(installed: Installed) -> None:
     assert [link for link in ours if not (ROOT / link.split("/HEAD/")[1]).is_file()] == []
 
 
-def test_constraints_pin_what_extras_ask_for(installed: Installed) -> None:
-    metadata = _metadata(installed)
+def test_constraints_pin_what_extras_ask_for(built: Built) -> None:
+    metadata = _metadata(built)
     assert set(metadata.get_all("Provides-Extra", [])) >= {"bench", "dist", "docs", "jax", "models"}
     asked = {canonicalize_name(Requirement(line).name) for line in metadata.get_all("Requires-Dist", [])}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -146,32 +155,33 @@ def test_constraints_pin_what_extras_ask_for(installed: Installed) -> None:
     assert asked - pinned == {"normforge"}
 
 
-def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
+def test_its_size_is_what_the_readme_says(built: Built) -> None:
     """With room for kernels that a user adds to the manifest."""
     said = re.search(r"normforge is less than ([\d.]+) MB", (ROOT / "README.md").read_text())
     assert said is not None
-    assert float(said[1]) / 3 < installed.wheel.stat().st_size / 1e6 < float(said[1])
+    assert float(said[1]) / 3 < built.wheel.stat().st_size / 1e6 < float(said[1])
 
 
-@pytest.mark.parametrize(
-    ("folder", "package", "pattern"),
-    [
-        ("runtime", "normforge", "**/*.py"),
-        ("runtime", "normforge", "py.typed"),
-        ("runtime", "normforge", "**/*.c"),
-        ("codegen", "normforge/codegen", "*.py"),
-        ("codegen/tiles", "normforge/codegen/tiles", "*.yaml"),
-        ("generated", "normforge/generated", "*.py"),
-        ("templates", "normforge/templates", "*"),
-        ("tools", "normforge/tools", "*.py"),
-    ],
+# Folders of sources, the packages that have them in the wheel, and their files.
+SOURCES = (
+    ("runtime", "normforge", "**/*.py"),
+    ("runtime", "normforge", "py.typed"),
+    ("runtime", "normforge", "**/*.c"),
+    ("codegen", "normforge/codegen", "*.py"),
+    ("codegen/tiles", "normforge/codegen/tiles", "*.yaml"),
+    ("generated", "normforge/generated", "*.py"),
+    ("templates", "normforge/templates", "*"),
+    ("tools", "normforge/tools", "*.py"),
 )
-def test_every_source_is_in_the_wheel(installed: Installed, folder: str, package: str, pattern: str) -> None:
-    expected = _files(ROOT / folder, pattern)
-    assert expected
-    there = _files(installed.packages / package, pattern)
-    others = ("codegen/", "generated/", "tools/") if package == "normforge" else ()
-    assert {name for name in there if not name.startswith(others)} == expected
+
+
+def test_every_source_is_in_the_wheel(built: Built) -> None:
+    for folder, package, pattern in SOURCES:
+        expected = _files(ROOT / folder, pattern)
+        assert expected
+        there = _files(built.packages / package, pattern)
+        others = ("codegen/", "generated/", "tools/") if package == "normforge" else ()
+        assert {name for name in there if not name.startswith(others)} == expected, (folder, pattern)
 
 
 def _files(folder: Path, pattern: str) -> set[str]:
@@ -198,6 +208,7 @@ def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_pat
     assert "ln_fwd_fp16" in missed.stderr
 
 
+@THOROUGH
 def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> None:
     """The first plain norm that instances.yaml asks for, which serves rows of 64."""
     plain = [
@@ -213,6 +224,7 @@ def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> N
     assert name in ran.stdout
 
 
+@THOROUGH
 def test_engines_find_their_plugs(installed: Installed, tmp_path: Path) -> None:
     """Loaded as engines load them, where no engine is: what is registered is theirs to say, later."""
     code = """
@@ -225,6 +237,7 @@ for group in ("vllm.general_plugins", "sglang.srt.plugins"):
     assert found.stdout.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"], found.stderr
 
 
+@THOROUGH
 def test_a_repository_for_hugging_face_is_written(installed: Installed, tmp_path: Path) -> None:
     wrote = installed.run("hub", "norms", cwd=tmp_path)
     assert wrote.returncode == 0, wrote.stderr

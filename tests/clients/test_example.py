@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_examples import example, run_cells
+from tests.test_examples import example
 
 pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
 
@@ -24,9 +24,3 @@ def test_a_patched_llama_learns_as_the_original_does(
     assert after == pytest.approx(before, rel=1e-4)
     assert after[-1] < after[0]
     assert "swapped  5 x LlamaRMSNorm" in capsys.readouterr().out
-
-
-def test_the_notebooks_cells_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = run_cells(repository, "hugging_face", **SHORT)
-    assert after == pytest.approx(before, rel=1e-4)
-    assert "fused    2 x LlamaDecoderLayer" in capsys.readouterr().out

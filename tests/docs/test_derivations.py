@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
+from ..test_examples import example
 from ..thorough import THOROUGH
 from .pages import ROOT, doc, links
 
 PAGE = doc("derivations")
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load("derivations")
+def script() -> Any:
+    return example(ROOT, "derivations")
 
 
 @pytest.mark.parametrize("name", ["variances", "sums"])
-def test_tables_are_what_the_script_computes(script: ModuleType, name: str) -> None:
+def test_tables_are_what_the_script_computes(script: Any, name: str) -> None:
     between = PAGE.read_text().partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0]
     assert between.strip() == script.TABLES[name]()
 
 
-def test_a_pivot_alone_keeps_rows_far_from_zero(script: ModuleType) -> None:
+def test_a_pivot_alone_keeps_rows_far_from_zero(script: Any) -> None:
     ways = (script.by_squares, script.by_mean, script.by_pivot)
     by_squares, by_mean, by_pivot = (script.errors(way, 256) for way in ways)
     assert max(by_pivot) < 2e-6
@@ -46,11 +35,11 @@ def test_a_pivot_alone_keeps_rows_far_from_zero(script: ModuleType) -> None:
 
 
 @THOROUGH
-def test_the_pictures_of_the_page_are_drawn(script: ModuleType, tmp_path: Path) -> None:
+def test_the_pictures_of_the_page_are_drawn(script: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     script.main(["--into", str(page)])
-    pictures = load("derivation_pictures")
+    pictures = example(ROOT, "derivation_pictures")
     pictures.main([str(tmp_path)])
     assert page.read_text() == PAGE.read_text()
     shown = {Path(link).name for link in links(PAGE) if link.endswith(".png")}

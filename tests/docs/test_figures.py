@@ -1,4 +1,4 @@
-"""Figures on pages are those of results, and the tables of pages are written from them."""
+"""Figures of the README, and those beside them, are those of results; tables of pages are written from results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from statistics import geometric_mean
 
 import pytest
 
-from benchmarks import generator
 from benchmarks.cells import Task
 from benchmarks.chosen import OVERVIEW, RESULTS
 from benchmarks.models.specs import SPECS
@@ -20,9 +19,9 @@ from benchmarks.models.table import load as load_models
 from benchmarks.overview import SECTION, overview
 from benchmarks.pages import section
 from benchmarks.providers import every_provider
-from benchmarks.reach import RULES, Rule, check
+from benchmarks.reach import RULES, check
 from benchmarks.report import markdown, pictures_of
-from benchmarks.results import CEILING, PROJECT, Results, Row, load, load_rows, read
+from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
 from benchmarks.suites import SUITES
 from proving.evidence import load as load_table
 
@@ -117,20 +116,6 @@ def test_where_others_are_faster_is_said() -> None:
         says(page, "QuACK is up to {:.0f} % faster, and up to {:.0f} % at", *behind)
 
 
-def test_where_max_autotune_is_the_fastest_is_said() -> None:
-    timed, behind = 0, []
-    for suite in MEASURED:
-        for cell in map(results(suite).of, results(suite).cells()):
-            if "max-autotune" not in cell:
-                continue
-            timed += 1
-            others = {name: row.us for name, row in cell.items() if row.ok and name != CEILING}
-            if min(others, key=others.__getitem__) == "max-autotune":
-                behind.append(100 * others[PROJECT] / others["max-autotune"] - 100)
-    form = "is the fastest in {} of the {} cells that it was timed in, by {:.0f} % at most"
-    says(BENCHMARKS, form, len(behind), timed, max(behind))
-
-
 def test_host_times_are_those_of_the_results() -> None:
     whole = {row["part"]: float(row["us"]) for row in records("h200", "parts")}
     both, plain = ("{}, forward and backward", "layer_norm"), ("layernorm2d_fwd", "F.layer_norm")
@@ -148,45 +133,6 @@ def test_host_times_are_those_of_the_results() -> None:
     figures = [host.of(cell.format(task.value))[who].us for task in tasks for who in (PROJECT, "eager")]
     form = "{:.1f} µs (torch {:.1f}); with a gradient recorded {:.1f} ({:.1f}); forward and backward {:.0f} ({:.0f})"
     says(doc("models"), form, *figures)
-
-
-def test_start_up_times_are_those_of_the_results() -> None:
-    seconds = {row["way"]: f"{float(row['norm_s']):.1f} s" for row in records("h200-startup", "startup")}
-    page = doc("deploy")
-    says(page, "{} with nothing compiled, {} with Triton's cache filled", seconds["cold"], seconds["warm"])
-    form = "{} ahead of time the first time on a machine and {} from then on"
-    says(page, form, seconds["aot"], seconds["aot-again"])
-    says(page, "torch's own operator takes {}", seconds["torch"])
-
-
-def test_what_batch_invariance_costs_is_what_the_results_say() -> None:
-    costs: dict[str, list[float]] = {}
-    for suite in ("batch-invariant-many", "batch-invariant"):
-        for row in chosen(results(suite, "h200-batch-invariance"), "*"):
-            task = f"{row.cell.partition('/')[0]}{'' if row.m > 256 else ' of few'}"
-            us = time_of(results(suite, "h200-batch-invariance"), row.cell, "normforge-batch-invariant")
-            costs.setdefault(task, []).append((us or math.inf) / row.us)
-    within = {task: (sum(cost <= 1.03 for cost in each), len(each)) for task, each in costs.items()}
-    assert all(within[task][0] == within[task][1] for task in ("add", "quant", "add_quant"))
-    says(doc("deploy"), "forward in {} of {} cells and backward in {} of {};", *within["forward"], *within["backward"])
-    mean = 100 * (geometric_mean(costs["forward of few"]) - 1)
-    says(doc("deploy"), "take {:.0f} % longer forward, in the mean", mean)
-
-
-def test_the_generators_times_are_those_of_the_results() -> None:
-    found = load_rows(RESULTS / generator.SUITE, generator.SUITE, generator.Row)
-    assert found is not None
-    assert generator.table(found[1]) in doc("generate").read_text()
-    says(doc("generate"), found[0]["device"])
-
-
-def test_the_table_of_jax_is_that_of_the_results() -> None:
-    us: dict[str, dict[str, float]] = {}
-    for row in records("h200-jax", "jax"):
-        us.setdefault(row["case"], {})[row["way"]] = float(row["us"])
-    for case, ways in us.items():
-        figures = (ways[way] for way in ("jax", "torch", "xla"))
-        says(doc("jax"), "| {} | {:.1f} | {:.1f} | {:.1f} |", case.replace("x", "×", 1), *figures)
 
 
 @pytest.mark.parametrize(("page", "folders"), [(BENCHMARKS, OVERVIEW), (H100, ("h100-quantised", "h100-models"))])
@@ -217,21 +163,6 @@ def test_revisions_and_versions_are_those_of_the_results() -> None:
     versions = [header[name].partition("+")[0] for name in ("torch", "triton")]
     says(README, "{} with torch {} and Triton {} at revision {}", header["device"], *versions, header["revision"])
     assert {results(name).header["revision"] for name in MEASURED} == {header["revision"]}
-    started = read(RESULTS / "h200-startup", "startup", ())
-    assert started is not None
-    says(doc("deploy"), "(revision {}, ", started[0]["revision"])
-
-
-def test_what_the_sweep_says_is_that_of_the_results() -> None:
-    found, drawn = results("sweep", "h200-sweep"), SUITES["sweep"].cells
-    says(BENCHMARKS, "(`sweep`, {} cells)", len(drawn))
-    assert set(found.cells()) == {cell.id for cell in drawn}
-    findings = check(Rule("every cell", "sweep"), found).findings
-    leads = [finding.to_peer for finding in findings if finding.to_peer is not None and math.isfinite(finding.to_peer)]
-    assert len(leads) == len(findings)
-    mean, slower = geometric_mean(leads), sum(lead < 0.99 for lead in leads)
-    says(BENCHMARKS, "ours are {:.2f} times as fast as the best peer in the geometric mean", mean)
-    says(BENCHMARKS, "slower by more than 1 % in {} cells", slower)
 
 
 def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:
@@ -330,20 +261,6 @@ def test_the_page_of_h100s_has_the_figures_of_the_results() -> None:
     says(H100, form, *(gained[name] for name in ("gpt2", "bert", "vit")))
     says(H100, "GPT-2 gains {:.3f} and ViT {:.3f}", without["gpt2"], without["vit"])
     says(README, "GPT-2, BERT and ViT, it is {:.2f} to {:.2f} ([H100]", gained["bert"], gained["vit"])
-
-
-def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
-    both = [results(suite, "h100-quantised") for suite in ("quantised", "quantised-decode")]
-    groups = [row for name in ("", "_column") for row in chosen(both[0], f"add_*_g128{name}/*") if row.m >= 4096]
-    says(H100, "A copy's throughput is reached to {} % behind an add", span(to_copy(both[0], groups)))
-    times = {
-        name: [ratio for found in both for ratio in ahead(found, chosen(found, "*"), name)]
-        for name in ("compile", "helion", "flashinfer")
-    }
-    form = "torch.compile takes {} times as long, Helion {} and FlashInfer {}."
-    says(H100, form, *(span(ratios, ".2f") for ratios in times.values()))
-    lost = sum(ratio < 1 for ratio in times["flashinfer"])
-    says(H100, "FlashInfer is ahead in {} of {} cells", lost, len(times["flashinfer"]))
 
 
 def test_what_the_other_pages_found_is_what_testing_says() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,18 +37,10 @@ def docstrings(text: str) -> Iterator[str]:
 
 
 def comments(text: str) -> Iterator[str]:
-    """Yield the comments of a Python text, adjacent lines as one."""
-    block, end = "", (0, 0)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            line = token.string.removeprefix("#").strip()
-            if token.start == (end[0] + 1, end[1]):
-                block = f"{block} {line}"
-            else:
-                yield block
-                block = line
-            end = token.start
-    yield block
+    """Yield the comments of a Python text: adjacent lines as one, and each comment behind code."""
+    for block in re.findall(r"(?:^ *#.*\n)+", text, re.MULTILINE):
+        yield " ".join(line.strip(" #") for line in block.splitlines())
+    yield from re.findall(r"\S  # (.*)$", text, re.MULTILINE)
 
 
 def dialect(text: str) -> list[str]:
