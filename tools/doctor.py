@@ -24,7 +24,7 @@ from ..kernels.gpu import architecture, interpreting
 from ..selection import dispatch
 from ..selection.on_demand import cache_folder
 from ..settings import why_open
-from ..upstream import native_launcher
+from ..upstream import triton_launcher
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "NORMFORGE_AOT": settings.compiled_ahead,
@@ -115,7 +115,7 @@ class _Report:
         if not settings.native_launcher():
             return "switched off by NORMFORGE_NATIVE_LAUNCHER=0"
         try:
-            launcher = native_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
+            launcher = triton_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
         except NormforgeError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from ..codegen.groups import AnyMode
 from ..errors import CompileError, ConflictError, NormforgeError
 from ..kernels.gpu import Target, on_device, target_of
 from ..kernels.obtain import obtain
-from ..upstream import native_launcher
+from ..upstream import triton_launcher
 from .compile_keys import CompileKey, compile_keys, gpu, recorded_keys
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def for_each(
 
     if target.is_nvidia:
         # These libraries are no kernels: frozen processes take them from Triton's cache, and this puts them there.
-        native_launcher.library(build=True)
+        triton_launcher.library(build=True)
         native.library(build=True)
 
     def compiled(key: CompileKey) -> T:

@@ -34,7 +34,7 @@ from ..codegen.parameters import (
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction
 from ..selection import dispatch
-from ..upstream import native_launcher
+from ..upstream import triton_launcher
 from ..upstream.torch_internals import dispatch_modes
 from . import first, launch
 from .known import MISALIGNED, PLAIN, UNREADABLE
@@ -46,7 +46,7 @@ from .randomness import settled
 logger = logging.getLogger("normforge")
 
 NAME = "normforge_known"
-SOURCE = Path(native_launcher.__file__).with_name("known.c")
+SOURCE = Path(triton_launcher.__file__).with_name("known.c")
 
 # Records a call: from its operands, its options and what was launched to what the call returns. By look-ups' names.
 Records = Mapping[str, Callable[..., Any]]
@@ -157,7 +157,7 @@ def library(*, build: bool) -> Any:
     if not settings.native_launcher():
         return None
     try:
-        return native_launcher.load(SOURCE, NAME, build)
+        return triton_launcher.load(SOURCE, NAME, build)
     except Exception as error:
         # C saves a microsecond or two, and nothing may fail for that.
         logger.info("known calls are found in Python, and not in C (%s: %s)", type(error).__name__, error)

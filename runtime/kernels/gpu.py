@@ -118,29 +118,23 @@ def named_target(arch: str, multiprocessors: int | None = None) -> Target:
     return replace(known, multiprocessors=multiprocessors)
 
 
-@cache
 def architecture(device: torch.device) -> str:
     """Return a device's architecture as in tables of tiles, such as "sm_90" or "gfx942"; "cpu" for the interpreter."""
-    if device.type == "cpu":
-        return "cpu"
-    import torch
-
-    if torch.version.hip is not None:
-        # The enabled features follow the colon.
-        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return target_of(device).arch
 
 
 @cache
 def target_of(device: torch.device) -> Target:
     """Return the target of a device; a CPU is the target of Triton's interpreter."""
-    arch = architecture(device)
-    if device.type != "cuda":
-        return Target(arch, WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
+    if device.type == "cpu":
+        return Target("cpu", WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
     import torch
 
     properties = torch.cuda.get_device_properties(device)
+    arch = f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip is not None:
+        # The enabled features follow the colon.
+        arch = str(properties.gcnArchName).split(":")[0]
     return Target(arch, int(properties.warp_size), int(properties.multi_processor_count), compiles=not interpreting())
 
 

@@ -1,7 +1,7 @@
 /* A launcher of a compiled kernel that prepares whatever is equal in all launches.
  *
  * The driver receives exactly the arguments that the launchers of Triton 3.6 and 3.7 pass, for kernels without tensor
- * descriptors, scratch memory and clusters, which `native_launcher.py` selects. Types come from the cuda.h that Triton
+ * descriptors, scratch memory and clusters, which `triton_launcher.py` selects. Types come from the cuda.h that Triton
  * ships, addresses of functions from the caller. */
 
 #define PY_SSIZE_T_CLEAN
@@ -32,7 +32,7 @@ typedef struct {
   Cell fixed;
 } Parameter;
 
-/* The functions of the driver, in the order in which `native_launcher` passes them. */
+/* The functions of the driver, in the order in which `triton_launcher` passes them. */
 typedef struct {
   CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
   CUresult (*describe)(CUresult, const char **);

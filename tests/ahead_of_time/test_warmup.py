@@ -12,15 +12,11 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.calls import native
-from normforge.errors import (
-    CompileError,
-    ConflictError,
-    DeviceError,
-)
+from normforge.errors import CompileError, ConflictError, DeviceError
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.tools import cli
-from normforge.upstream import native_launcher
+from normforge.upstream import triton_launcher
 
 
 def test_without_a_gpu_warmup_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +67,7 @@ def test_warmup_obtains_every_key_once(
 
 
 @pytest.mark.usefixtures("obtained")
-@pytest.mark.parametrize("module", [native_launcher, native], ids=["the launcher", "known calls"])
+@pytest.mark.parametrize("module", [triton_launcher, native], ids=["the launcher", "known calls"])
 def test_warmup_builds_what_is_in_c_though_frozen(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(module, "library", lambda *, build: asked.append(build))

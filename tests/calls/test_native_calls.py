@@ -24,7 +24,7 @@ from normforge.families import plain
 from normforge.families.operands import Operands
 from normforge.families.plainly import is_plain
 from normforge.selection import dispatch
-from normforge.upstream import native_launcher
+from normforge.upstream import triton_launcher
 
 from ..stand_in_cuda import NEEDS_A_COMPILER
 
@@ -190,7 +190,7 @@ def test_without_a_compiler_calls_are_found_in_python(
     def load(*_: Any) -> None:
         raise FileNotFoundError("no compiler")
 
-    monkeypatch.setattr(native_launcher, "load", load)
+    monkeypatch.setattr(triton_launcher, "load", load)
     with caplog.at_level(logging.INFO, logger="normforge"):
         monkeypatch.setattr(native, "calls", native.calls_among(dispatch, native.makes(build=True), native._records))
     assert "known calls are found in Python, and not in C (FileNotFoundError: no compiler)" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.integrations import serving, vllm_quantised
+from normforge.integrations import serving, vllm
 
 from ..counting import counted
 
@@ -15,7 +15,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     for module, functions in (
         (serving, ("layernorm2d_fwd", "rmsnorm2d_fwd")),
-        (vllm_quantised, ("quantised_layer_norm", "quantised_rms_norm")),
+        (vllm, ("quantised_layer_norm", "quantised_rms_norm")),
     ):
         for name in functions:
             monkeypatch.setattr(module, name, counted(names, name, getattr(module, name)))

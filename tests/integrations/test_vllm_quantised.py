@@ -19,7 +19,6 @@ import torch
 from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.integrations import vllm as plug
-from normforge.integrations import vllm_quantised
 
 from ..thorough import THOROUGH
 from .stand_ins import of_vllm
@@ -297,7 +296,7 @@ def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(
     def refuse(*_: Any, **__: Any) -> Any:
         raise FrozenError("it would have to be compiled")
 
-    monkeypatch.setattr(vllm_quantised, "quantised_rms_norm", refuse)
+    monkeypatch.setattr(plug, "quantised_rms_norm", refuse)
     monkeypatch.setattr(attempt, "_said", set())
     norm, x = layers.RMSNorm(N), rows()
     for _ in range(2):

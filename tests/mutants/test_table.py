@@ -27,7 +27,7 @@ _RUNTIME = {
         "traced",
     ),
     "families": ("eager", "plain", "plain_calls"),
-    "jax": ("calls", "code", "launches", "primitive"),
+    "jax": ("calls", "launches", "primitive"),
     "kernels": ("binaries", "gpu", "key", "launcher", "obtain", "pipelines", "strides"),
     "operators": ("gradients", "registered"),
     "patching": ("swap",),

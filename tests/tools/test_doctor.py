@@ -75,12 +75,12 @@ def test_without_a_compiler_the_report_asks_for_one(
 ) -> None:
     """Triton needs the compiler too, on a GPU alone."""
     from normforge.tools import doctor
-    from normforge.upstream import native_launcher
+    from normforge.upstream import triton_launcher
 
     def load(*_: Any) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(native_launcher, "load", load)
+    monkeypatch.setattr(triton_launcher, "load", load)
     monkeypatch.setattr(doctor._Report, "_gpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     status, found = report(capsys)

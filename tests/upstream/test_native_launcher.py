@@ -19,7 +19,7 @@ import torch
 import triton
 
 from normforge.errors import SettingError
-from normforge.upstream import native_launcher, triton_launcher
+from normforge.upstream import triton_launcher
 
 from .. import stand_in_cuda
 from ..stand_in_cuda import NEEDS_A_COMPILER, Driver, Launched
@@ -43,7 +43,7 @@ SIGNATURE: dict[str, Any] = {
 SIZES = (8, 8, 4, 8, 4, 8, 4, 4, 8, 8)
 # What launches bring is in another order.
 VALUES = (2**64 - 16, 0, 0x20, 1e-5, 7, -(2**63))
-TAKEN = (*(native_launcher.Slot(at) for at in (0, 1, 2)), (64, 2**40, 1), *map(native_launcher.Slot, (4, 5, 3)), 64, -5)
+TAKEN = (*(triton_launcher.Slot(at) for at in (0, 1, 2)), (64, 2**40, 1), *map(triton_launcher.Slot, (4, 5, 3)), 64, -5)
 
 
 def f32(value: float) -> int:
@@ -74,7 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 @pytest.fixture
 def driver(built: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    monkeypatch.setattr(native_launcher, "LIBRARY", built.path)
+    monkeypatch.setattr(triton_launcher, "LIBRARY", built.path)
     built.expect(SIZES)
     for name, value in (("status", 0), ("context", stand_in_cuda.CONTEXT), ("launches", 0), ("retained", -1)):
         built.set(name, value)
@@ -83,14 +83,14 @@ def driver(built: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_launcher._say_once.cache_clear()
+    triton_launcher._say_once.cache_clear()
     for variable in ("NORMFORGE_NATIVE_LAUNCHER", "NORMFORGE_FROZEN"):
         monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_launcher, "_module", None)
+    monkeypatch.setattr(triton_launcher, "_module", None)
 
 
 def kernel(signature: dict[str, Any] = SIGNATURE, **different: Any) -> Any:
@@ -106,8 +106,10 @@ def stream_of(device: int) -> int:
 
 
 def prepare(compiled: Any = None, taken: Any = TAKEN, observed: Any = print, stream: Any = stream_of) -> Any:
-    hooks = triton_launcher._hooks()
-    return native_launcher.prepare(compiled or kernel(), taken, len(VALUES), DEVICE, stream, hooks, observed)
+    arguments = triton_launcher.Arguments(lambda values: taken, len(VALUES), (), DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launcher, "current_stream", stream)
+        return triton_launcher.prepare(compiled or kernel(), arguments, observed)
 
 
 def test_what_reaches_the_driver(driver: Driver) -> None:
@@ -346,9 +348,9 @@ def test_one_that_cannot_be_made_drops_what_it_held(driver: Driver, monkeypatch:
     for _ in range(3):
         assert prepare(kernel(function="a function")) is None
         assert prepare(taken=(*TAKEN[:-1], 2**31)) is None
-        monkeypatch.setattr(native_launcher, "LIBRARY", "/nowhere/libcuda.so.1")
+        monkeypatch.setattr(triton_launcher, "LIBRARY", "/nowhere/libcuda.so.1")
         assert prepare() is None
-        monkeypatch.setattr(native_launcher, "LIBRARY", driver.path)
+        monkeypatch.setattr(triton_launcher, "LIBRARY", driver.path)
     gc.collect()
     assert sys.getrefcount(stream_of) == before
 
@@ -366,8 +368,8 @@ TOO_MANY = {f"p{at}_ptr": "*fp32" for at in range(129)}
         (kernel(target=SimpleNamespace(backend="hip")), TAKEN, "hip"),
         (SimpleNamespace(), TAKEN, "metadata"),
         (kernel(), TAKEN[:-1], "zip"),
-        (kernel(), (native_launcher.Slot(6), *TAKEN[1:]), "place 6 of 6"),
-        (kernel(TOO_MANY), (native_launcher.Slot(0),) * 129, "at most 128"),
+        (kernel(), (triton_launcher.Slot(6), *TAKEN[1:]), "place 6 of 6"),
+        (kernel(TOO_MANY), (triton_launcher.Slot(0),) * 129, "at most 128"),
     ],
 )
 def test_other_kernels_are_left_to_triton_and_that_is_said_once(
@@ -421,9 +423,9 @@ def test_a_frozen_process_takes_what_is_kept_and_compiles_nothing(
     assert not list(tmp_path.rglob("*.so"))
     assert not caplog.records
     # As warm-up does, whatever is frozen.
-    assert native_launcher.library(build=True) is not None
+    assert triton_launcher.library(build=True) is not None
     assert list(tmp_path.rglob("normforge_launcher*.so"))
-    monkeypatch.setattr(native_launcher, "_module", None)
+    monkeypatch.setattr(triton_launcher, "_module", None)
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert prepare() is not None
 
@@ -435,13 +437,13 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
     """Triton loads whatever lies in its cache under the source's key: the file, its folder and the cache are asked."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(triton.knobs.cache, "dir", str(cache))
-    assert native_launcher.library(build=True) is not None
+    assert triton_launcher.library(build=True) is not None
     (built,) = cache.rglob("normforge_launcher*.so")
     for path in (built, *built.parents[:2]):
         mode = path.stat().st_mode
         path.chmod(0o777)
-        native_launcher._say_once.cache_clear()
-        monkeypatch.setattr(native_launcher, "_module", None)
+        triton_launcher._say_once.cache_clear()
+        monkeypatch.setattr(triton_launcher, "_module", None)
         with caplog.at_level(logging.INFO, "normforge"):
             assert prepare() is None
         assert f"{path} can be written by everybody" in caplog.text

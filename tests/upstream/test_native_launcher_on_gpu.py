@@ -12,7 +12,7 @@ import torch
 
 import normforge
 from normforge.selection import dispatch
-from normforge.upstream import native_launcher, triton_launcher
+from normforge.upstream import triton_launcher
 from normforge.upstream.triton_launcher import Arguments, Launch
 
 from ..calling import same_bits
@@ -37,13 +37,13 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
     monkeypatch.setattr(triton_launcher, "bind", spy)
     monkeypatch.setattr(dispatch, "plans", {})
     monkeypatch.delenv("NORMFORGE_NATIVE_LAUNCHER", raising=False)
-    if native_launcher.library(build=True) is None:
+    if triton_launcher.library(build=True) is None:
         pytest.skip("takes a C compiler")
     return found
 
 
 def are_native(bound: list[Bound]) -> set[bool]:
-    return {type(launch).__module__ == native_launcher.NAME for _, _, launch in bound}
+    return {type(launch).__module__ == triton_launcher.NAME for _, _, launch in bound}
 
 
 def by_triton(bound: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
