@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_179,
+    "all by hand": 13_175,
     "C": 799,
     "emitted": 961,
     "ahead_of_time": 669,
@@ -53,7 +53,7 @@ MOST_CODE_LINES = {
     "parallel": 201,
     "patching": 1_380,
     "reference": 594,
-    "selection": 735,
+    "selection": 731,
     "upstream": 683,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

@@ -13,12 +13,11 @@ import torch
 from ..ahead_of_time.compile_keys import launchers_of
 from ..call_kinds import CallKind
 from ..calls.backend import backend
-from ..codegen.groups import AnyMode
 from ..kernels import binaries
 from ..kernels.gpu import Target, target_of
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
-from ..selection.table import Entry, Table
+from ..selection.table import Entry
 from .list_instances import shown_tile
 
 _OWN = "normforge.generated"
@@ -80,20 +79,6 @@ class Explanation:
         return "\n".join(map(str, self.kernels)) if self.kernels else f"no kernel of normforge's ran: {self.reason}"
 
 
-class _Observer:
-    """An observer that keeps the kinds of call, each once, in order."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[CallKind, None] = {}
-
-    def note(self, mode: AnyMode, n: int, table: Table) -> None:
-        """Ignore the instance, which the kind of call names."""
-
-    def note_call(self, kind: CallKind) -> None:
-        """Keep a kind of call."""
-        self.kinds[kind] = None
-
-
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Make a call and report which kernels the call took, with which tiles, and why; or why torch's operators ran.
 
@@ -114,16 +99,15 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(normforge.explain(normforge.layer_norm, x, (4096,), weight, bias))
     """
-    observer = _Observer()
-    with dispatch.observed(observer):
+    # Each once, in order.
+    kinds: dict[CallKind, None] = {}
+    with dispatch.observed(lambda recorded: kinds.update(dict.fromkeys(recorded.calls))):
         result = f(*args, **kwargs)
     tensors = list(_tensors((f, args, kwargs, _closure(f))))
-    if not observer.kinds:
+    if not kinds:
         return Explanation("torch", (), _reason(tensors), result)
     target = target_of(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
-    uses = [
-        _use(kind, entry, launcher, target) for kind in observer.kinds for entry, launcher in launchers_of(kind, target)
-    ]
+    uses = [_use(kind, entry, launcher, target) for kind in kinds for entry, launcher in launchers_of(kind, target)]
     return Explanation("kernel", tuple(uses), "", result)
 
 

@@ -6,12 +6,13 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
+from ..codegen.instance import Bucket
 from ..errors import TableError
 from ..locks import fork_safe
 from . import invariance
@@ -24,15 +25,24 @@ _NOTHING = Table("the cache", ())
 _generated = _NOTHING
 
 
-class Observer(Protocol):
-    """An observer of the instances and the kernels that calls ask for."""
+@dataclass(frozen=True)
+class Recorded:
+    """The instances and the kernels that calls ask for.
 
-    def note(self, mode: AnyMode, n: int, table: Table) -> None:
-        """Note that a call asks the loaded table for the instance for rows of n elements, before the look-up."""
+    Attributes:
+        instances: modes with the buckets that serve them, or would serve them if the table did not lack them.
+        calls: the kinds of call whose kernels are chosen.
+    """
 
-    def note_call(self, kind: CallKind) -> None:
-        """Note that the kernels of a kind of call are chosen, before the kernels are made ready."""
+    instances: frozenset[tuple[AnyMode, Bucket]] = frozenset()
+    calls: frozenset[CallKind] = frozenset()
 
+    def __or__(self, other: Recorded) -> Recorded:
+        return Recorded(self.instances | other.instances, self.calls | other.calls)
+
+
+# Told of an instance before the look-up, and of a kind of call before the kernels are made ready.
+Observer = Callable[[Recorded], object]
 
 _observers: tuple[Observer, ...] = ()
 
@@ -171,8 +181,10 @@ def find(mode: AnyMode, n: int) -> Entry:
     Raises:
         MissingInstanceError: the table lacks the instance and NORMFORGE_ON_MISS is "error".
     """
-    for observer in _observers:
-        observer.note(mode, n, loaded())
+    if _observers:
+        from .missing import bucket_of
+
+        _report(Recorded(instances=frozenset({(mode, bucket_of(mode, n, loaded()))})))
     entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
     return entry.invariant if invariance.is_on() else entry
 
@@ -180,9 +192,12 @@ def find(mode: AnyMode, n: int) -> Entry:
 def tell(make: Callable[[], CallKind]) -> None:
     """Report the kind of a call whose kernels are chosen to the observers, if any."""
     if _observers:
-        kind = replace(make(), invariant=invariance.is_on())
-        for observer in _observers:
-            observer.note_call(kind)
+        _report(Recorded(calls=frozenset({replace(make(), invariant=invariance.is_on())})))
+
+
+def _report(recorded: Recorded) -> None:
+    for observer in _observers:
+        observer(recorded)
 
 
 def name_of(mode: AnyMode, n: int) -> str:

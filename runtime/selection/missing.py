@@ -18,7 +18,7 @@ def missing_instance(mode: AnyMode, n: int, table: Table) -> MissingInstanceErro
         f"no instance of {table.where} serves {mode.name} with N = {n}, and NORMFORGE_ON_MISS=error forbids "
         f"generating one.\n{_nearest(mode, n, table)}\n"
         f"To build it, add this group to the manifest:\n"
-        f"{group(mode, bucket_of(n, table).name)}"
+        f"{group(mode, bucket_of(mode, n, table).name)}"
         f"and run: python generate.py (or: normforge generate --manifest FILE --out DIR)"
     )
 
@@ -29,11 +29,13 @@ def group(mode: AnyMode, n: str) -> str:
     return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
 
 
-def bucket_of(n: int, table: Table) -> Bucket:
-    """Return the bucket of rows of n elements that a mode lacks, from the table's ladder or the standard ladder."""
+def bucket_of(mode: AnyMode, n: int, table: Table) -> Bucket:
+    """Return the bucket of a mode for rows of n elements; if the mode lacks a bucket, that of a ladder."""
     # A table that serves n in another mode has the manifest's name for the bucket.
-    named = (Bucket(entry.bucket, entry.first, entry.last) for entry in table if entry.serves(n))
-    return next(named, None) or next(bucket for bucket in tiling.standard_ladder() if n in bucket)
+    serving = table.find(mode.name, n) or next((entry for entry in table if entry.serves(n)), None)
+    if serving is None:
+        return next(bucket for bucket in tiling.standard_ladder() if n in bucket)
+    return Bucket(serving.bucket, serving.first, serving.last)
 
 
 def _nearest(mode: AnyMode, n: int, table: Table) -> str:

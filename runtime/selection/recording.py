@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
 from ..locks import fork_safe
 from . import dispatch
-from .missing import bucket_of, group
-from .table import Table
+from .dispatch import Recorded
+from .missing import group
 
 logger = logging.getLogger("normforge")
 
@@ -38,22 +37,6 @@ _HEAD = f"""{MARKER}: the instances that a program asked for, and its kinds of c
 # normforge warmup --recorded FILE compiles the kernels, or normforge aot --recorded FILE --arch ARCH --out DIR.
 """
 _CALLS, _ITEM = "calls:", "  - "
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The instances and the calls of a recorded program.
-
-    Attributes:
-        instances: modes with the buckets that served them.
-        calls: the kinds of call whose kernels the program launched.
-    """
-
-    instances: frozenset[tuple[AnyMode, Bucket]] = frozenset()
-    calls: frozenset[CallKind] = frozenset()
-
-    def __or__(self, other: Recorded) -> Recorded:
-        return Recorded(self.instances | other.instances, self.calls | other.calls)
 
 
 def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
@@ -186,7 +169,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
             end, if the file is still unusable.
     """
     recording = _Recording(settings.named(path, RecordError))
-    with dispatch.observed(recording):
+    with dispatch.observed(recording.add):
         try:
             yield
         except BaseException as error:
@@ -246,16 +229,6 @@ class _Recording:
             self._look()
             # Creating a file is the best test that the folder is writable.
             tempfile.TemporaryFile(dir=path.parent).close()
-
-    def note(self, mode: AnyMode, n: int, table: Table) -> None:
-        """Add the instance for rows of n elements, and write the file if the instance is new."""
-        entry = table.find(mode.name, n)
-        bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
-        self.add(Recorded(frozenset({(mode, bucket)})))
-
-    def note_call(self, kind: CallKind) -> None:
-        """Add a kind of call, and write the file if the kind is new."""
-        self.add(Recorded(calls=frozenset({kind})))
 
     def add(self, recorded: Recorded) -> Recorded:
         """Add to what was asked for, write the file if anything is new, and return the file's whole contents."""
