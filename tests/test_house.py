@@ -37,7 +37,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_175,
+    "all by hand": 13_159,
     "C": 799,
     "emitted": 961,
     "ahead_of_time": 669,
@@ -45,16 +45,16 @@ MOST_CODE_LINES = {
     "families": 2_008,
     "compiled": 537,
     "integrations": 372,
-    "jax": 547,
-    "kernels": 1_071,
+    "jax": 540,
+    "kernels": 1_065,
     "normforge": 474,
     "operators": 521,
     "override": 205,
     "parallel": 201,
     "patching": 1_380,
     "reference": 594,
-    "selection": 731,
-    "upstream": 683,
+    "selection": 729,
+    "upstream": 682,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
 MOST_CODE_LINES_BESIDE = {("tests", "proving"): 39_770, ("benchmarks",): 5_682}

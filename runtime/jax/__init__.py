@@ -9,14 +9,7 @@ from ..upstream.jaxlib_triton import RANGE
 
 try:
     from .calls import Quantised
-    from .functions import (
-        add_layer_norm,
-        add_rms_norm,
-        layer_norm,
-        quantised_layer_norm,
-        quantised_rms_norm,
-        rms_norm,
-    )
+    from .functions import add_layer_norm, add_rms_norm, layer_norm, quantised_layer_norm, quantised_rms_norm, rms_norm
 except ImportError as error:
     if isinstance(error, JaxError):
         raise

@@ -270,7 +270,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             },
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=row.waits),
-            grid=partial(step.grid, tile, n, target),
+            grid=partial(step.grid, tile, row.columns(tile, n), target),
         )
         for step in row.steps
     )
@@ -378,11 +378,7 @@ def _finisher(n: int, facts: Facts, *, of_parts: bool) -> Recipe | None:
     partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}
     return Recipe(
         part=None,
-        types={
-            **partials,
-            **{f"{name}_ptr": word for name, word in sums.items()},
-            "programs": integer_type(0),
-        },
+        types={**partials, **{f"{name}_ptr": word for name, word in sums.items()}, "programs": integer_type(0)},
         strides={},
         constants={"N": n, **summing, "PDL": target.launches_early},
         warps=_SUMMING_WARPS,

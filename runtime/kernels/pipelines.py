@@ -27,8 +27,8 @@ REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
 
 
-# A function from a tile, N, a GPU, M and the number of programs that share the rows of M to the grid of a launch: the
-# programs in each dimension.
+# A function from a tile, the programs that share the columns of a row, a GPU, M and the programs that share the rows of
+# M to the grid of a launch: the programs in each dimension.
 GridOf = Callable[[Tile, int, Target, int, int], "Grid"]
 
 
@@ -83,35 +83,31 @@ def column_blocks(tile: Tile, n: int) -> int:
     return -(-n // tile.block)
 
 
-def _tiles_of_rows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+def _tiles_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
     return -(-m // tile.rows), 1, 1
 
 
-def _windows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+def _windows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
     # If the number of programs is a multiple of VECTOR, all rows of a program have the same offset from a vector.
     most = max(VECTOR, target.multiprocessors * tile.resident // VECTOR * VECTOR)
     return min(most, m), 1, 1
 
 
-def _sharing_rows(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+def _sharing_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
     return programs, 1, 1
 
 
-def _each_row(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
+def _each_row(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
     return m, 1, 1
 
 
-def _sharing_slices(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
-    return _slices(tile, n), programs, 1
-
-
-def _sharing_blocks(tile: Tile, n: int, target: Target, m: int, programs: int) -> Grid:
-    return column_blocks(tile, n), programs, 1
+def _sharing_both(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
+    return columns, programs, 1
 
 
 FORWARD: dict[Pipeline, Row] = {
     **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS), Row(steps=(Step(grid=_tiles_of_rows),))),
-    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_slices),), columns=_slices, waits=True),
+    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
 }
 
 # Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
@@ -123,12 +119,12 @@ BACKWARD: dict[Pipeline, Row] = {
         steps=(
             # A thread holds as many values of one row as of a tile of several rows.
             Step(grid=_each_row, part=Part.ROW_TERMS, block=lambda tile: tile.rows * tile.block),
-            Step(grid=_sharing_blocks),
+            Step(grid=_sharing_both),
         ),
         columns=column_blocks,
         row_terms=("gh_mean_ptr", "g_mean_ptr"),
     ),
-    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_blocks),), columns=column_blocks, waits=True),
+    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=column_blocks, waits=True),
 }
 
 

@@ -39,8 +39,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
     Several processes may generate at once: each file is replaced whole, and all processes write the same bytes. The
     folder is named after the version and the templates, so that kernels of another generator are never used. Each
     existing file is compared with the generator's output, and nothing else in the folder is imported: no bytecode and
-    no extension module (`import_folder`). Only users who could run code in this process anyway may write to the folder
-    (`_refuse_open`).
+    no extension module (`import_folder`). Only users who could run code in this process anyway may write to the folder.
 
     Args:
         mode: the mode that the call asked for.
@@ -56,7 +55,13 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
     try:
         folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
-        _refuse_open(folder)
+        why = settings.why_open(folder, owned=2)
+        if why is not None:
+            # Another user could have put code there.
+            raise CacheError(
+                f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no "
+                "other user may write to"
+            )
         for name, text in emit.shared_files(backward=True, groups=True).items():
             _replace(folder / name, text)
         is_new = _replace(folder / f"{mode.name}.py", module)
@@ -75,16 +80,6 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
     else:
         logger.debug("found %s in %s: %s does not hold it", entry.name, folder, table)
     return entry
-
-
-def _refuse_open(folder: Path) -> None:
-    """Raise if a user other than this user and root could have put code into a folder of the cache."""
-    why = settings.why_open(folder, owned=2)
-    if why is not None:
-        raise CacheError(
-            f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no other "
-            "user may write to"
-        )
 
 
 def cache_folder() -> Path:

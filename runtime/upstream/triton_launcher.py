@@ -28,7 +28,6 @@ import torch
 
 from .. import settings
 from ..locks import fork_safe
-from ..settings import why_open
 
 logger = logging.getLogger("normforge")
 
@@ -300,7 +299,7 @@ def load(path: Path, name: str, build: bool) -> Any:
     if kept is None and not build:
         return None
     # Triton loads any file in its cache, whoever wrote the file.
-    why = None if kept is None else why_open(kept, owned=3)
+    why = None if kept is None else settings.why_open(kept, owned=3)
     if why is not None:
         raise _NotServedError(f"{why}, and Triton's cache has machine code there")
     return compile_module_from_src(source, name, include_dirs=[str(Path(driver.__file__).parent / "include")])
