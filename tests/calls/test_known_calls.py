@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
 from .shared import there
-from .test_bad_arguments import N, X, refusal
+from .test_bad_arguments import N, X
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -30,29 +29,6 @@ def test_one_vector_is_not_another() -> None:
         for name in ("weight", "bias", "x_bias"):
             given: dict[str, Any] = {name: vector}
             agree(normforge.layernorm2d_fwd(X, **given), ORACLE["layer"](X, **given))
-
-
-def test_outputs_that_overlap_are_refused_after_some_that_do_not() -> None:
-    memory = torch.randn(8, 64)
-    x, residual = memory[:3], memory[3:6]
-    store: dict[str, Any] = {"residual": residual, "fadd": 1}
-    normforge.layernorm2d_fwd(x, out=torch.empty(3, 64))
-    normforge.layernorm2d_fwd(x, **store, out=torch.empty(3, 64), residual_out=torch.empty(3, 64))
-    shared = torch.empty(3, 64)
-    bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"out": memory[1:4]}, "out overlaps x"),
-        ({**store, "out": memory[4:7], "residual_out": torch.empty(3, 64)}, "out overlaps residual"),
-        ({**store, "out": torch.empty(3, 64), "residual_out": memory[2:5]}, "residual_out overlaps x"),
-        ({**store, "out": shared, "residual_out": shared[:]}, "residual_out overlaps out"),
-        ({"weight": memory[0], "out": memory[:3]}, "out overlaps weight"),
-    )
-    normforge.layernorm2d_fwd(x, N, out=torch.empty(3, 64))
-    for arguments, message in bad:
-        for _ in range(2):
-            error, said = refusal(partial(normforge.layernorm2d_fwd, x, **arguments))
-            assert error is errors.LayoutError
-            assert message in said
-            assert said == refusal(partial(normforge.which, x, **arguments))[1]
 
 
 @each_norm

@@ -57,14 +57,9 @@ def test_agrees_with_counting_elements_of_heads() -> None:
     for _ in range(4000):
         strides = draw.choice(((24, 4), (4, 24), (24, 8), (12, 3), (24, 5)))
         others = draw.choice((strides, strides, (24, 4), (0, 6), (20, 2)))
-        a = heads(
-            memory,
-            draw.randrange(12),
-            (draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))),
-            strides,
-        )
-        b = heads(
-            memory, draw.randrange(40), (draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))), others
+        a, b = (
+            heads(memory, draw.randrange(most), (draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3)), each)
+            for most, each in ((12, strides), (40, others))
         )
         shared = bool(set(a.flatten().tolist()) & set(b.flatten().tolist()))
         answers = may_overlap(a, b), may_overlap(b, a)
@@ -117,58 +112,54 @@ def test_nothing_overlaps_what_is_empty() -> None:
         assert not may_overlap(memory.view(2, 4), empty)
 
 
-def refused(message: str, **arguments: Any) -> None:
-    """Fail unless the call is refused with this message, and which() refuses it too."""
-    with pytest.raises(LayoutError, match=message):
-        normforge.layernorm2d_fwd(**arguments)
-    with pytest.raises(LayoutError, match=message):
-        normforge.which(**arguments)
-
-
-def test_out_rows_that_overlap_one_another() -> None:
-    x, all_one = torch.randn(M, N), torch.zeros(1, N).expand(M, N)
-    refused(r"the rows of out overlap \(row stride 63, N 64\)", x=x, out=torch.zeros(200).as_strided((M, N), (63, 1)))
-    refused(r"the rows of out overlap \(row stride 0", x=x, out=all_one)
-    refused(r"the rows of out overlap \(row stride 0", x=torch.randn(M, 1), out=all_one[:, :1])
-    refused("the rows of residual_out overlap", x=x, residual=x.clone(), fadd=1, residual_out=all_one)
-
-
-def test_out_that_overlaps_an_input_elsewhere_than_exactly() -> None:
-    memory = torch.randn(4, 2 * N)
-    x = memory[:M, :N]
-    refused(r"out overlaps x in memory \(the very same view would do\)", x=x, out=memory[:M, 1 : N + 1])
-    refused("out overlaps x in memory", x=x, out=memory[1:, :N])
+WIDE, FREE, X, RESIDUAL = torch.randn(4, 2 * N), torch.zeros(M, N), torch.randn(M, N), torch.randn(M, N)
+SAME_ROW, PART, ADD = torch.zeros(1, N).expand(M, N), WIDE[:M, :N], {"x": X, "residual": RESIDUAL, "fadd": 1}
+QUANTISED: dict[str, Any] = {"out": FREE.view(torch.int8)[:, :N], "fquant": "smooth_dynamic"}
+# What a message says, and what is passed.
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (r"the rows of out overlap \(row stride 63, N 64\)", {"x": X, "out": torch.zeros(200).as_strided((M, N), (63, 1))}),
+    (r"the rows of out overlap \(row stride 0", {"x": X, "out": SAME_ROW}),
+    (r"the rows of out overlap \(row stride 0", {"x": X[:, :1], "out": SAME_ROW[:, :1]}),
+    ("the rows of residual_out overlap", {**ADD, "residual_out": SAME_ROW}),
+    (r"out overlaps x in memory \(the very same view would do\)", {"x": PART, "out": WIDE[:M, 1 : N + 1]}),
+    ("out overlaps x in memory", {"x": PART, "out": WIDE[1:, :N]}),
     # The same first element, but other rows.
-    refused("out overlaps x in memory", x=x, out=memory.view(-1).as_strided((M, N), (N, 1)))
-
-
-def test_out_of_another_dtype_over_an_input() -> None:
-    x = torch.randn(M, N)
-    refused("out overlaps x in memory; pass memory of its own", x=x, out=x.view(torch.float16)[:, :N])
-    int8 = x.view(torch.int8)[:, :N]
-    refused("out overlaps x in memory; pass memory of its own", x=x, out=int8, fquant="dynamic")
+    ("out overlaps x in memory", {"x": PART, "out": WIDE.view(-1).as_strided((M, N), (N, 1))}),
+    ("out overlaps x in memory; pass memory of its own", {"x": X, "out": X.view(torch.float16)[:, :N]}),
+    ("out overlaps x in memory; pass memory of its own", {"x": X, "out": X.view(torch.int8)[:, :N], "fquant": 2}),
     # One row has no stride to tell the two apart by.
-    refused("out overlaps x in memory; pass memory of its own", x=x[:1], out=int8[:1], fquant="dynamic")
-
-
-@pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
-def test_out_over_a_vector(name: str) -> None:
-    out = torch.zeros(M, N)
-    mode = {"fquant": "smooth_dynamic", "out": out.view(torch.int8)[:, :N]} if name == "smooth_scale" else {"out": out}
-    refused(f"out overlaps {name} in memory; pass memory of its own", x=torch.randn(M, N), **mode, **{name: out[0]})
-
-
-def test_residual_out_over_other_tensors() -> None:
-    x, residual, free = torch.randn(M, N), torch.randn(M, N), torch.zeros(M, N)
-    add = {"x": x, "residual": residual, "fadd": "pre_add_store"}
-    refused("residual_out overlaps weight in memory", **add, weight=free[1], residual_out=free)
-    refused("residual_out overlaps out in memory", **add, out=free, residual_out=free)
+    ("out overlaps x in memory; pass memory of its own", {"x": X[:1], "out": X.view(torch.int8)[:1, :N], "fquant": 2}),
+    *(
+        (f"out overlaps {name} in memory; pass memory of its own", {"x": X, "out": FREE, name: FREE[0]})
+        for name in ("weight", "bias", "x_bias")
+    ),
+    ("out overlaps smooth_scale in memory; pass memory", {"x": X, **QUANTISED, "smooth_scale": FREE[0]}),
+    ("out overlaps residual", {**ADD, "residual": PART, "out": WIDE[1:, :N]}),
+    ("residual_out overlaps x", {"x": PART, "residual": X, "fadd": 1, "out": FREE, "residual_out": WIDE[1:, :N]}),
+    ("out overlaps weight", {"x": PART, "weight": WIDE[0, :N], "out": PART}),
+    ("residual_out overlaps weight in memory", {**ADD, "weight": FREE[1], "residual_out": FREE}),
+    ("residual_out overlaps out in memory", {**ADD, "out": FREE, "residual_out": FREE[:]}),
     # Each alone would do; together, one output would overwrite the other.
-    refused("residual_out overlaps out in memory", **add, out=x, residual_out=x)
-    refused("residual_out overlaps out in memory", **add, out=residual, residual_out=residual)
+    ("residual_out overlaps out in memory", {**ADD, "out": X, "residual_out": X}),
+    ("residual_out overlaps out in memory", {**ADD, "out": RESIDUAL, "residual_out": RESIDUAL}),
+    (
+        "residual_out overlaps x in memory",
+        {**ADD, "residual": RESIDUAL.half(), "residual_out": X.view(torch.float16)[:, :N]},
+    ),
+]
 
 
-def test_residual_out_of_another_dtype_over_x() -> None:
-    x, residual = torch.randn(M, N), torch.randn(M, N).half()
-    over = x.view(torch.float16)[:, :N]
-    refused("residual_out overlaps x in memory", x=x, residual=residual, fadd=1, residual_out=over)
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize(("message", "given"), REFUSED)
+def test_outputs_over_other_tensors_are_refused(message: str, given: dict[str, Any]) -> None:
+    """Cold, by `which`, and after a call like it whose outputs lie apart."""
+    apart: dict[str, Any] = {
+        name: torch.empty_like(given[name]).contiguous() for name in ("out", "residual_out") if name in given
+    }
+    for call in (normforge.layernorm2d_fwd, normforge.which):
+        with pytest.raises(LayoutError, match=message):
+            call(**given)
+    normforge.layernorm2d_fwd(**{**given, **apart})
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=message):
+            normforge.layernorm2d_fwd(**given)
