@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ..calling import pieces, printed, same_bits
 from ..calls.test_bad_arguments import TABLES, Case, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
-from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, plain
+from ..nn.oracle import FUNCTIONS, backward, each_function, plain
 from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -51,6 +52,17 @@ def functional_call(norm: str) -> Callable[..., Any]:
     return lambda x, *parameters: FUNCTIONS[norm](x, (N,), *parameters)
 
 
+def same(function: Callable[..., Any], call: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    """Fail unless a compiled call has the bits of an eager one, and its gradients too if some are due."""
+    actual, expected = pieces(function(*given)), pieces(call(*given))
+    assert all(map(same_bits, actual, expected))
+    leaves = [each for each in given if each.requires_grad]
+    if leaves:
+        arriving = [torch.randn_like(output) for output in expected]
+        ours, eager = (torch.autograd.grad(outputs, leaves, arriving) for outputs in (actual, expected))
+        assert all(map(same_bits, ours, eager))
+
+
 def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str = "cpu") -> None:
     """Compile a function for any M, and fail unless it does as eagerly and is compiled no second time."""
     call = functional_call(norm)
@@ -58,11 +70,7 @@ def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str
     compilations = None
     for m in sizes:
         given = flat(norm, (m, N), device, residual=torch.bfloat16 if norm.startswith("add") else None)
-        actual, expected = pieces(function(*given)), pieces(call(*given))
-        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
-        arriving = [torch.randn_like(output) for output in expected]
-        ours, eager = (torch.autograd.grad(outputs, given, arriving) for outputs in (actual, expected))
-        assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
+        same(function, call, given)
         compilations = compilations or counter.frame_count
     assert counter.frame_count == compilations
 
@@ -73,62 +81,53 @@ def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
     sweep(norm, (2, 3, 17, 600))
 
 
-@THOROUGH
-def test_m_that_changes_unannounced_is_compiled_for_all_at_its_second_value() -> None:
-    function, counter = compiled(lambda x: normforge.layer_norm(x, (N,)))
-    for m in (5, 6, 7, 1000):
-        x = torch.randn(m, N)
-        assert same_bits(function(x), normforge.layer_norm(x, (N,)))
-    assert counter.frame_count == 2
+def marked(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return rows of several dimensions, whose number may differ in each."""
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, (0, 1))
+    return tensors
 
 
-@THOROUGH
-def test_rows_of_several_dimensions_marked_dynamic() -> None:
-    def call(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return normforge.add_rms_norm(x, residual)
-
-    function, counter = compiled(call)
-    for batch, length in ((2, 3), (4, 5), (7, 9)):
-        x, residual = torch.randn(batch, length, N), torch.randn(batch, length, N)
-        for tensor in (x, residual):
-            torch._dynamo.mark_dynamic(tensor, (0, 1))
-        assert all(same_bits(a, b) for a, b in zip(function(x, residual), call(x, residual), strict=True))
-    assert counter.frame_count == 1
-
-
-@THOROUGH
-def test_as_many_rows_as_the_data_says() -> None:
+def chosen(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What experts are given of a batch: a number of rows that is not known while tracing."""
+    return normforge.layer_norm(x[mask], (N,)), normforge.rmsnorm2d_fwd(x[mask], fquant="dynamic").y
 
-    def call(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return normforge.layer_norm(x[chosen], (N,)), normforge.rmsnorm2d_fwd(x[chosen], fquant="dynamic").y
 
-    function, counter = compiled(call)
-    x = torch.randn(6, N)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for chosen in ([True, False, True, True, False, False], [False] * 6, [True] * 6):
-            mask = torch.tensor(chosen)
-            assert all(same_bits(a, b) for a, b in zip(function(x, mask), call(x, mask), strict=True))
-    assert counter.frame_count == 1
+def layouts() -> list[tuple[torch.Tensor, ...]]:
+    """Rows that have to be copied, and some that have not."""
+    rows = (torch.randn(4, 5, N).transpose(0, 1), torch.randn(5, 2 * N)[:, ::2], torch.randn(5, 2 * N)[:, :N])
+    return [(each,) for each in rows]
+
+
+MASKS = [torch.tensor(mask) for mask in ([True, False, True, True, False, False], [False] * 6, [True] * 6)]
+PLANES = [torch.linspace(-1, 2, 12 * N).view(3, 4, N).requires_grad_(), torch.ones(4, N, requires_grad=True)]
+# By name: the call, tensors of calls of it, and how many graphs they take.
+GRAPHS: dict[str, tuple[Callable[..., Any], list[tuple[torch.Tensor, ...]], int]] = {
+    "M that changes unannounced": (
+        lambda x: normforge.layer_norm(x, (N,)),
+        [(torch.randn(m, N),) for m in (5, 6, 7, 1000)],
+        2,
+    ),
+    "several dimensions that are dynamic": (
+        normforge.add_rms_norm,
+        [marked(torch.randn(*size, N), torch.randn(*size, N)) for size in ((2, 3), (4, 5), (7, 9))],
+        1,
+    ),
+    "as many rows as the data says": (chosen, [(torch.randn(6, N), mask) for mask in MASKS], 1),
+    "several dimensions normalised together": (lambda x, w: normforge.rms_norm(x, (4, N), w), [tuple(PLANES)], 1),
+    **{f"copied rows, {norm}": (functional_call(norm), layouts(), 3) for norm in ("layer", "rms")},
+}
 
 
 @THOROUGH
-@each_norm
-def test_rows_that_have_to_be_copied(norm: str) -> None:
-    call = functional_call(norm)
-    function, _ = compiled(call)
-    for x in (torch.randn(4, 5, N).transpose(0, 1), torch.randn(5, 2 * N)[:, ::2], torch.randn(5, 2 * N)[:, :N]):
-        assert same_bits(function(x), call(x))
-
-
-def test_several_dimensions_normalised_together() -> None:
-    weight = torch.randn(4, N, requires_grad=True)
-    x = torch.randn(3, 4, N, requires_grad=True)
-    function, _ = compiled(lambda x: normforge.rms_norm(x, (4, N), weight))
-    actual, expected = function(x), normforge.rms_norm(x, (4, N), weight)
-    assert same_bits(actual, expected)
-    ours, eager = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (actual, expected))
-    assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_does_as_an_eager_call(name: str) -> None:
+    call, calls, graphs = GRAPHS[name]
+    function, counter = compiled(call)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for given in calls:
+            same(function, call, given)
+    assert counter.frame_count == graphs
 
 
 @THOROUGH
@@ -232,21 +231,6 @@ def test_a_patched_model() -> None:
     torch.testing.assert_close(trained(model, function), original, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm])
-def test_a_patched_hugging_face_norm(cls: Callable[..., torch.nn.Module], weight: torch.dtype) -> None:
-    module = torch.nn.Sequential(cls(dtype=weight))
-    normforge.patch(module)
-    function, _ = compiled(module)
-    x = torch.randn(5, WIDTH).bfloat16().requires_grad_()
-    actual, expected = function(x), module(x)
-    assert same_bits(actual, expected)
-    arriving = torch.randn_like(expected)
-    inputs = [x, *module.parameters()]
-    ours, eager = (torch.autograd.grad(y, inputs, arriving) for y in (actual, expected))
-    torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
-
-
 def guards(model: torch.nn.Module) -> list[str]:
     """What compiled code of a model looks at in each call before it runs, as TorchDynamo lists it."""
     torch._dynamo.reset()
@@ -277,31 +261,36 @@ def test_what_compiled_code_looks_at_anew_in_each_call_is_little(norm: Callable[
     assert len(found[True, 2]) - len(found[False, 2]) < 155
 
 
-@THOROUGH
-def test_autocast() -> None:
-    model = Transformer()
-    normforge.patch(model)
-    function, _ = compiled(model)
-    tokens = torch.randint(17, (2, 5))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual, expected = function(tokens), model(tokens)
-    assert actual.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, float]] = {
+    **{
+        f"{cls.__name__} of {weight}": (partial(cls, dtype=weight), torch.bfloat16, 2e-2)
+        for cls in (models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm)
+        for weight in (torch.float32, torch.bfloat16)
+    },
+    "a block": (models.Block, torch.float32, 1e-4),
+}
 
 
-def test_activation_checkpointing() -> None:
-    block = models.Block()
-    normforge.patch(block)
-    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+@pytest.mark.parametrize("around", ["nothing", "checkpoint", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patched_module(name: str, around: str) -> None:
+    make, dtype, tolerance = MODELS[name]
+    module = torch.nn.Sequential(make())
+    normforge.patch(module)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+        y: torch.Tensor = checkpoint(module, x, use_reentrant=False) if around == "checkpoint" else module(x)
         return y
 
     function, _ = compiled(call)
-    inputs = [x, *block.parameters()]
-    ours, eager = (torch.autograd.grad(y.square().sum(), inputs) for y in (function(x), block(x)))
-    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+    x = torch.randn(2, 4, WIDTH).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around == "autocast"):
+        actual, expected = function(x), call(x)
+    tolerance = 2e-2 if around == "autocast" else tolerance
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    inputs, arriving = [x, *module.parameters()], torch.randn_like(expected)
+    ours, eager = (torch.autograd.grad(y, inputs, arriving) for y in (actual, expected))
+    torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
 # One of each kind, from the tables of all calls that eager calls refuse.
