@@ -13,12 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
 from normforge import errors
+from normforge.calls.functions import completed
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.traced import INVARIANT
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from proving.cases import Tensors, cases, check, operands
 
 from ..calling import FORWARD, each_norm, same_bits
+from ..calls.shared import BACKWARD, backward_operands
 from ..thorough import THOROUGH
 from . import registered
 
@@ -60,8 +61,6 @@ _SHAPES: dict[str, Callable[[], torch.Tensor]] = {
     "state": lambda: torch.tensor([3, 4]),
 }
 
-BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
-
 
 def made(modes: dict[str, Any]) -> dict[str, Any]:
     return {name: _SHAPES[value]() if value in _SHAPES else value for name, value in modes.items()}
@@ -69,43 +68,21 @@ def made(modes: dict[str, Any]) -> dict[str, Any]:
 
 def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of a forward operator, from those of the function."""
-    given = {
-        "x": torch.randn(M, N),
-        "weight": torch.randn(N),
-        "bias": torch.randn(N),
-        "eps": 1e-5,
-        "weight_offset": 1.0,
-        "dropout_p": 0.0,
-        "out_dtype": None,
-        "scale_dtype": torch.float32,
-        "save_mv": False,
-        "fadd": "none",
-        "fquant": "none",
-        "rounding": "nearest",
-        "cast": "after_weight",
-        **modes,
-    }
-    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
-    return tuple(given.get(name) for name in names)
+    given = {"x": torch.randn(M, N), "weight": torch.randn(N), "bias": torch.randn(N), "eps": 1e-5, **modes}
+    return passed(registered.FORWARD[norm], f"{norm}norm2d_fwd", {"weight_offset": 1.0, **given})
 
 
 def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
     """The arguments of a backward operator, where every tensor is there that may be."""
-    x = torch.randn(M, N)
-    saved = FORWARD[norm](x, save_mv=True)
-    given = {
-        "dy": torch.randn(M, N),
-        "x": x,
-        "weight": torch.randn(N).bfloat16(),
-        "mean": saved.mean,
-        "rstd": saved.rstd,
-        "weight_offset": 1.0,
-        "dropout_p": 0.0,
-        "cast": "before_weight",
-        "wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"],
-        **others,
-    }
-    return tuple(given.get(argument.name) for argument in registered.BACKWARD[norm]._schema.arguments)
+    given = backward_operands(norm, M, N) | {"weight": torch.randn(N).bfloat16(), "x_bias": None, "dresidual_out": None}
+    given |= {"wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"], "cast": "before_weight"}
+    return passed(registered.BACKWARD[norm], f"{norm}norm2d_bwd", {"weight_offset": 1.0, **given, **others})
+
+
+def passed(operator: Any, function: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of an operator, in the order of its schema."""
+    given = completed(function, given)
+    return tuple(given.get(argument.name) for argument in operator._schema.arguments)
 
 
 # Modes whose gradients torch checks as well.
