@@ -101,12 +101,11 @@ def gradient(**changed: Any) -> dict[str, Any]:
     return usual | changed
 
 
-@pytest.mark.parametrize("n", [64, 1500, 33000])
 @pytest.mark.parametrize("wants", [("dx",), ("dweight",), ("dx", "dweight", "dbias"), ()], ids=str)
 def test_a_known_backward_call_is_not_checked_and_gives_the_same(
-    n: int, wants: tuple[str, ...], checked: list[tuple[int, ...]]
+    wants: tuple[str, ...], checked: list[tuple[int, ...]]
 ) -> None:
-    arguments = gradient(dy=torch.randn(3, n), x=torch.randn(3, n), weight=torch.randn(n), wants=wants)
+    arguments = gradient(wants=wants)
     first, second = (layernorm2d_bwd(**arguments) for _ in range(2))
     third = layernorm2d_bwd(**arguments | {"wants": list(wants)})
     assert len(checked) == 1
