@@ -278,29 +278,6 @@ def activated() -> tuple[torch.nn.Sequential, torch.Tensor]:
     return model, torch.randn(2, 8, 5)
 
 
-def test_hooks_between_a_norm_and_its_silu_run() -> None:
-    model, x = activated()
-    seen: list[torch.Tensor] = []
-    handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y))
-    torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
-    torch.testing.assert_close(seen, [functional.group_norm(x, 2)])
-    handle.remove()
-    torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
-    assert len(seen) == 1
-
-
-def test_global_hooks_see_a_norm_and_its_silu() -> None:
-    model, x = activated()
-    seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
-    with torch.nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append((module, y))):
-        y = model(x)
-    norm = functional.group_norm(x, 2)
-    assert [module for module, _ in seen] == [model[0], model[1], model]
-    torch.testing.assert_close([output for _, output in seen], [norm, functional.silu(norm), y])
-    model(x)
-    assert len(seen) == 3
-
-
 def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = activated()
     monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: pytest.fail("SiLU was called"))

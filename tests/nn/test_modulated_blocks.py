@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,35 +243,6 @@ def test_autocast(cls: type[Modulated], counted: Counted) -> None:
     assert counted.counts() == (1,)
 
 
-@contextmanager
-def everywhere(hook: Callable[..., None]) -> Iterator[None]:
-    handle = torch.nn.modules.module.register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def test_hooks_on_the_norm_see_it_called(counted: Counted) -> None:
-    model, patched = twins(ByFunction())
-    operands = given()
-    wanted = run(model, operands)
-    norm = patched.norm
-    for register in (norm.register_forward_hook, norm.register_forward_pre_hook, norm.register_full_backward_hook):
-        seen: list[Any] = []
-        handle = register(lambda *args, seen=seen: seen.append(args) or None)
-        assert_near(run(patched, operands), wanted, 2e-5, 1.0)
-        assert (len(seen), *counted.counts()) == (1, 0)
-        handle.remove()
-    seen = []
-    with everywhere(lambda module, *_: seen.append(module)):
-        assert_near(run(patched, operands), wanted, 2e-5, 1.0)
-    assert any(module is norm for module in seen)
-    assert counted.counts() == (0,)
-    run(patched, operands)
-    assert counted.counts() == (1,)
-
-
 def test_a_norm_that_was_changed_since(counted: Counted) -> None:
     """Replaced, given another forward, or parametrised: it is called."""
     patched = ByFunction(torch.nn.LayerNorm(WIDTH))
@@ -297,111 +267,77 @@ def test_a_function_that_was_replaced_since(counted: Counted, monkeypatch: pytes
     assert counted.counts() == (0,)
 
 
-FLAG = False
+def function(*body: str, **names: Any) -> Any:
+    """Return a function with a body and globals of its own."""
+    names |= {"modulate": modulate, "torch": torch}
+    exec("\n    ".join(("def modulates(x, shift, scale, *, factor=1.0):", *body)), names)
+    return names["modulates"]
 
 
-def by_flag(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return modulate(x, scale, shift) if FLAG else modulate(x, shift, scale)
+def enclosing(factor: Any, plus: Callable[[Any, torch.Tensor], torch.Tensor] = torch.add) -> Any:
+    return lambda x, shift, scale: x * plus(factor, scale[:, None]) + shift[:, None]
 
 
-def by_default(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-    return x * (factor + scale[:, None]) + shift[:, None]
+def formula_of(function: Any) -> modulating.Formula | None:
+    return modulating.formula_of(function, 2, ())
 
 
-def calling(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return by_flag(x, shift, scale)
+BY_FLAG = "return modulate(x, scale, shift) if flag else modulate(x, shift, scale)"
+BY_DTYPE = "return modulate(x, scale, shift) if dtypes[0] is torch.float32 else modulate(x, shift, scale)"
 
 
-def is_fused(function: Any) -> bool:
-    return modulating.formula_of(function, 2, ()) is not None
-
-
-def test_a_function_that_reads_what_is_set_otherwise_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own globals, those of a function that it calls, a default, its closure or its code."""
-    reversed_ = modulating.Formula(scale=0, by_sample=True)
-    for function in (by_flag, calling):
-        monkeypatch.setitem(globals(), "FLAG", False)
-        assert modulating.formula_of(function, 2, ()) == modulating.Formula(scale=1, by_sample=True)
-        monkeypatch.setitem(globals(), "FLAG", True)
-        assert modulating.formula_of(function, 2, ()) == reversed_
-    assert is_fused(by_default)
-    defaults: Any = by_default.__kwdefaults__
-    monkeypatch.setitem(defaults, "factor", 2.0)
-    assert not is_fused(by_default)
-    factor = 1.0
-
-    def enclosed(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x * (factor + scale[:, None]) + shift[:, None]
-
-    assert is_fused(enclosed)
-    factor = 2.0
-    assert not is_fused(enclosed)
-    monkeypatch.setattr(by_default, "__code__", modulate.__code__)
-    assert is_fused(by_default)
-
-
-add: Any = torch.add
-
-
-def by_alias(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = add(x * (1 + scale[:, None]), shift[:, None])
-    return y
-
-
-DTYPES = (torch.float64, torch.float16)
-
-
-def by_dtype(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return modulate(x, scale, shift) if DTYPES[0] is torch.float32 else modulate(x, shift, scale)
-
-
-def by_builtin(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * (abs(-1) + scale[:, None]) + shift[:, None]
-
-
-def test_a_function_whose_globals_are_others_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of torch's functions, a tuple of dtypes, or a name that a builtin had."""
-    replaced = {by_alias: ("add", torch.sub), by_dtype: ("DTYPES", (torch.float32,)), by_builtin: ("abs", lambda _: 2)}
-    for function, (name, value) in replaced.items():
-        before = modulating.formula_of(function, 2, ())
-        assert before == modulating.Formula(scale=1, by_sample=True)
-        monkeypatch.setitem(globals(), name, value)
-        assert modulating.formula_of(function, 2, ()) != before
-
-
-whole: Any = blocks
-SETTINGS = {"factor": 1.0}
-CALLS = 0
+def test_a_function_that_reads_what_is_set_otherwise_since() -> None:
+    """Globals of its own or of a function that it calls, a builtin, a default, its closure or its code."""
+    changed: list[tuple[Any, Callable[[Any], object]]] = [
+        (function(BY_FLAG, flag=False), lambda f: f.__globals__.update(flag=True)),
+        (
+            function("return inner(x, shift, scale)", inner=function(BY_FLAG, flag=False)),
+            lambda f: f.__globals__["inner"].__globals__.update(flag=True),
+        ),
+        (
+            function("return add(x * (1 + scale[:, None]), shift[:, None])", add=torch.add),
+            lambda f: f.__globals__.update(add=torch.sub),
+        ),
+        (function(BY_DTYPE, dtypes=(torch.half,)), lambda f: f.__globals__.update(dtypes=(torch.float32,))),
+        (
+            function("return x * (abs(-1) + scale[:, None]) + shift[:, None]"),
+            lambda f: f.__globals__.update(abs=lambda _: 2),
+        ),
+        (
+            function("return x * (factor + scale[:, None]) + shift[:, None]"),
+            lambda f: f.__kwdefaults__.update(factor=2.0),
+        ),
+        (enclosing(1.0), lambda f: setattr(f.__closure__[0], "cell_contents", 2.0)),
+        (function("return modulate(x, shift, scale)"), lambda f: setattr(f, "__code__", function("return x").__code__)),
+    ]
+    for each, change in changed:
+        assert formula_of(each) == modulating.Formula(scale=1, by_sample=True)
+        change(each)
+        assert formula_of(each) != modulating.Formula(scale=1, by_sample=True)
 
 
 class Holding:
-    modulated = staticmethod(modulate)
+    factor, modulates = 1.0, staticmethod(modulate)
 
 
-def counting(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    global CALLS
-    CALLS += 1
-    return modulate(x, shift, scale)
-
-
-def test_a_function_of_what_may_change_unseen_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "FACTOR", 1.0, raising=False)
-    monkeypatch.setattr(blocks, "modulated", modulate, raising=False)
-    bound, held = SETTINGS, (lambda x, shift, scale: x * (1 + scale[:, None]) + shift[:, None],)
-    refused: dict[str, Any] = {
-        "a dictionary": lambda x, shift, scale: x * (SETTINGS["factor"] + scale[:, None]) + shift[:, None],
-        "a module": lambda x, shift, scale: x * (whole.FACTOR + scale[:, None]) + shift[:, None],
-        "its own attribute": lambda x, shift, scale: x * (1 + scale[:, None]) + shift[:, None],
-        "counting": counting,
-        "a cell": lambda x, shift, scale: x * (bound["factor"] + scale[:, None]) + shift[:, None],
-        "long rows": lambda x, shift, scale: modulate(x, shift, scale) if x.shape[1] < 200 else x,
-        "a function of a module": lambda x, shift, scale: whole.modulated(x, shift, scale),
-        "a method": lambda x, shift, scale: Holding.modulated(x, shift, scale),
-        "a tuple": lambda x, shift, scale: held[0](x, shift, scale),
+def test_a_function_of_what_may_change_unseen_is_called() -> None:
+    module: Any = ModuleType("own")
+    module.factor, module.modulates = 1.0, modulate
+    own = function("return modulate(x, shift, scale)")
+    own.factor = 1.0
+    refused = {
+        "a dictionary": function('return modulate(x, shift, scale * settings["factor"])', settings={"factor": 1.0}),
+        "a module": function("return modulate(x, shift, scale * module.factor)", module=module),
+        "its own attribute": own,
+        "counting": function("global calls", "calls += 1", "return modulate(x, shift, scale)", calls=0),
+        "a cell": enclosing({"factor": 1.0}, lambda held, scale: held["factor"] + scale),
+        "long rows": function("return modulate(x, shift, scale) if x.shape[1] < 200 else x"),
+        "a function of a module": function("return module.modulates(x, shift, scale)", module=module),
+        "a method": function("return held.modulates(x, shift, scale)", held=Holding),
+        "a tuple": function("return held[0](x, shift, scale)", held=(modulate,)),
     }
-    refused["its own attribute"].factor = 1.0
-    assert [name for name, function in refused.items() if is_fused(function)] == []
-    assert all(map(is_fused, (modulate, modulate_scale_first, held[0])))
+    assert [name for name, each in refused.items() if formula_of(each) is not None] == []
+    assert None not in map(formula_of, (modulate, modulate_scale_first))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

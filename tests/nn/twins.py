@@ -30,11 +30,11 @@ def copies(module: Any) -> tuple[Any, Any]:
     return copy.deepcopy(module), torch.load(buffer, weights_only=False)
 
 
-def results(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+def results(module: torch.nn.Module, x: torch.Tensor, *beside: torch.Tensor | None) -> tuple[torch.Tensor, Tensors]:
     """Return what a module makes of x, and gradients of x and parameters by one that arrives, the same for all."""
     leaf = x.detach().clone().requires_grad_()
     leaves = {"x": leaf, **dict(module.named_parameters())}
-    y = module(leaf)
+    y = module(leaf, *beside)
     arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     return y.detach(), dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], arriving), strict=True))
 
