@@ -7,6 +7,7 @@ import pytest
 from normforge.integrations import serving, vllm
 
 from ..counting import counted
+from .engines import Left
 
 
 @pytest.fixture
@@ -20,3 +21,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in functions:
             monkeypatch.setattr(module, name, counted(names, name, getattr(module, name)))
     return names
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Left:
+    """What holds calls whose kernel may not be compiled."""
+    return Left(monkeypatch, caplog)

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from normforge.calls import attempt
-from normforge.errors import FrozenError
 from normforge.integrations import vllm as plug
 
-from ..thorough import THOROUGH
+from .engines import Left
 from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
@@ -71,10 +69,13 @@ def quantiser(shape: tuple[int, int], *, static: bool = False, **options: Any) -
 
 
 def normalised(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the providers of vLLM's IR compute, to the bit what kernels quantise."""
-    if residual is None:
+    """What the providers of vLLM's IR and our LayerNorm compute, to the bit what kernels quantise."""
+    if residual is not None:
+        return plug.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
+    if hasattr(norm, "variance_epsilon"):
         return plug.rms_norm(x, norm.weight.data, norm.variance_epsilon), None
-    return plug.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
+    with torch.inference_mode():
+        return norm.forward_cuda(x), None
 
 
 def fused(norm: Any, x: torch.Tensor, layer: Any, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -94,6 +95,12 @@ class Case(NamedTuple):
     layer: dict[str, torch.Tensor]
     options: dict[str, Any]
 
+    def quantised(self, own: Any, y: torch.Tensor) -> Any:
+        """Return what vLLM's own quantisation makes of rows, and their scales."""
+        layer = {name: value.to(y.device) for name, value in self.layer.items()}
+        bound = [layer["input_scale_ub"]] if "input_scale_ub" in layer else []
+        return own.forward_native(y.view(-1, N), layer.get("input_scale"), *bound)
+
 
 CASES = {
     "row": Case("kFp8DynamicTokenSym", of_vllm.PER_TOKEN, {}, {}),
@@ -105,11 +112,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+@pytest.mark.parametrize("kind", ["rms", "adds", "layer"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], case: Case, adds: bool) -> None:
-    norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16), rows(), rows() if adds else None
-    norm.weight.data = torch.randn(N).bfloat16()
+def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], case: Case, kind: str) -> None:
+    x, residual = rows(), rows() if kind == "adds" else None
+    norm = layers.LayerNorm(N) if kind == "layer" else layers.RMSNorm(N, dtype=torch.bfloat16)
+    for parameter in norm.parameters():
+        parameter.data = torch.randn_like(parameter)
     own = quantiser(case.shape, **case.options)
     layer = linear(case.key, own, **case.layer)
     y, due = normalised(norm, x, residual)
@@ -117,15 +126,14 @@ def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], cas
 
     found, summed = fused(norm, x, layer, residual)
 
-    assert ran == ["quantised_rms_norm"]
+    assert ran == ["quantised_layer_norm" if kind == "layer" else "quantised_rms_norm"]
     torch.testing.assert_close(summed, due, rtol=0, atol=0)
-    data, scale = own.forward_native(
-        y.view(-1, N), case.layer.get("input_scale"), *[case.layer[name] for name in case.layer if name[-2:] == "ub"]
-    )
+    data, scale = case.quantised(own, y)
     assert (found.data.dtype, found.data.shape, found.data.is_contiguous()) == (torch.float8_e4m3fn, x.shape, True)
     assert (found.orig_dtype, found.orig_shape, found.quant_key) == (x.dtype, x.shape, key(case.key))
     torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=0, atol=0)
-    if case.shape == of_vllm.PER_GROUP:
+    assert "input_scale" not in case.layer or found.scale is layer.input_scale
+    if case.shape == of_vllm.PER_GROUP or kind == "layer":
         # vLLM divides groups by their scales; multiplied by the inverse some ties go to the other neighbour.
         other = bytes_of(found.data).int() - bytes_of(data).int()
         assert other.abs().max() <= 1
@@ -175,12 +183,6 @@ def test_nvfp4_is_that_of_vllm(layers: Any, ran: list[str], adds: bool) -> None:
     assert (signed - values).abs().max() <= 2
 
 
-def test_a_static_scale_is_the_layers_own(layers: Any) -> None:
-    layer = linear("kFp8StaticTensorSym", input_scale=torch.tensor(0.013))
-    found = plug.maybe_fused_norm_quant(layers.RMSNorm(N), rows(), layer)
-    assert found.scale is layer.input_scale
-
-
 # What vLLM's quantisation of a matrix of 6 rows returns, by its options.
 LAYOUTS = {
     "row_major": ({}, (3, 1)),
@@ -216,28 +218,6 @@ def test_powers_of_two_are_packed_where_vllm_packs_them(layers: Any, monkeypatch
     torch.testing.assert_close(torch.exp2(exponents[:, :3].float() - 127), plain.scale, rtol=0, atol=0)
     assert exponents[:, 3].eq(0).all()
     assert torch.equal(bytes_of(packed.data), bytes_of(plain.data))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[] if name in ("static", "columns") else THOROUGH)
-        for name, case in CASES.items()
-    ],
-)
-def test_a_layer_norm_quantises_too(layers: Any, ran: list[str], case: Case) -> None:
-    norm, x = layers.LayerNorm(N), rows()
-    norm.bias.data = torch.randn(N)
-    layer = linear(case.key, quantiser(case.shape, **case.options), **case.layer)
-    with torch.inference_mode():
-        y = norm.forward_cuda(x)
-        data, scale = layer.scheme.fp8_linear.quant_fp8.forward_native(
-            y.view(-1, N), case.layer.get("input_scale"), *[case.layer[name] for name in case.layer if "ub" in name]
-        )
-    found = plug.maybe_fused_norm_quant(norm, x, layer)
-    torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=0, atol=0)
-    assert (bytes_of(found.data) == bytes_of(data)).double().mean() > 0.99
-    assert ran == ["layernorm2d_fwd", "quantised_layer_norm"]
 
 
 def test_rows_of_fp32_are_quantised_as_they_are(layers: Any) -> None:
@@ -290,20 +270,14 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
     assert ran == []
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(
-    layers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise FrozenError("it would have to be compiled")
-
-    monkeypatch.setattr(plug, "quantised_rms_norm", refuse)
-    monkeypatch.setattr(attempt, "_said", set())
-    norm, x = layers.RMSNorm(N), rows()
-    for _ in range(2):
-        found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"))
-        torch.testing.assert_close(found, norm(x), rtol=0, atol=0)
-    says = [record.getMessage() for record in caplog.records if record.name == "normforge"]
-    assert says == ["normforge leaves a norm and its quantisation to vLLM: it would have to be compiled"]
+def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, left: Left) -> None:
+    norm, x, layer = layers.RMSNorm(N), rows(), linear("kFp8DynamicTokenSym")
+    left.hold(
+        plug,
+        "quantised_rms_norm",
+        lambda: (plug.maybe_fused_norm_quant(norm, x, layer), norm(x)),
+        "a norm and its quantisation to vLLM",
+    )
 
 
 @pytest.mark.gpu
@@ -313,8 +287,7 @@ def test_on_a_card_and_in_a_captured_graph(layers: Any, case: Case) -> None:
     """The kernels of norm and of both may have other tiles, whose sums differ in their last bits."""
     norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16).cuda(), rows(m=(300,)).cuda(), rows(m=(300,)).cuda()
     own = quantiser(case.shape, **case.options)
-    given = {name: value.cuda() for name, value in case.layer.items()}
-    layer = linear(case.key, own, **given)
+    layer = linear(case.key, own, **{name: value.cuda() for name, value in case.layer.items()})
     with torch.inference_mode():
         plug.maybe_fused_norm_quant(norm, x, layer, residual)
         graph = torch.cuda.CUDAGraph()
@@ -323,7 +296,7 @@ def test_on_a_card_and_in_a_captured_graph(layers: Any, case: Case) -> None:
         x.copy_(rows(m=(300,)))
         graph.replay()
         y, due = normalised(norm, x, residual)
-        data, scale = own.forward_native(y, given.get("input_scale"), *[given[name] for name in given if "ub" in name])
+        data, scale = case.quantised(own, y)
     torch.testing.assert_close(summed, due, rtol=0, atol=0)
     # A step of 16 bits at the greatest, behind which may be the next power of two.
     tolerance = 1.0 if case.options.get("use_ue8m0") else 8e-3
