@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from normforge.calls import check as checking
-from normforge.families import eager, plain_calls
+from normforge.families import eager
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
 from proving.cases import Tensors, formula, operands
@@ -312,34 +311,3 @@ def test_modules_drop_while_they_train(norm: str) -> None:
     wide = kind((4, N // 4), dropout_p=P)
     total = wide(x.view(4, 4, N // 4), residual.view(4, 4, N // 4))[1]
     assert 0 < int((total == 0).sum()) < total.numel()
-
-
-@either_add
-def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = leaves(norm, 2, 4)
-    first = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
-    checked: list[str] = []
-    honest = checking.check_normalised
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        checked.append("checked")
-        return honest(*arguments, **keywords)
-
-    monkeypatch.setattr(plain_calls, "check_normalised", counted)
-    again = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
-    assert checked == []
-    weights = torch.ones_like(first[0]), torch.ones_like(first[0])
-    for a, b in zip(
-        (*again, *gradients(loss_of(again, weights), given)),
-        (*first, *gradients(loss_of(first, weights), given)),
-        strict=True,
-    ):
-        assert same_bits(a, b)
-    # Other rows, another p, and where no gradient is due.
-    more = {name: tensor.detach() for name, tensor in leaves(norm, 5, 4).items()}
-    _, total = ADD[norm](**more, dropout_p=0.6, dropout_rng=STATE)
-    assert torch.equal(total, ADD[norm](**{**more, "weight": None}, dropout_p=0.6, dropout_rng=STATE)[1])
-    # What is unlike is checked, and refused or copied as ever.
-    wide = torch.randn(N, 2, 4).permute(1, 2, 0)
-    apart = ADD[norm](**{**given, "x": wide}, dropout_p=P, dropout_rng=STATE)
-    assert same_bits(apart[1], ADD[norm](**{**given, "x": wide.contiguous()}, dropout_p=P, dropout_rng=STATE)[1])

@@ -39,6 +39,9 @@ QUICK = dict.fromkeys(
         *cases(*BOTH, vary=("norm", "without")),
         *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
         *cases("gated", vary=("norm_before_gate", "group_size")),
+        # Without rows.
+        *cases("plain", "added", *BOTH, vary=("norm",), shape=(0, 40)),
+        *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
     ]
 )
 COMBINED = dict.fromkeys(
@@ -121,6 +124,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
         *cases("added", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
         *(
             case.but(group_size=size)
@@ -140,6 +144,7 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
         close("output", output, its, 1e-12)
     function = over(case, [*given])
     assert torch.autograd.gradcheck(function, tuple(exact.values()))
+    assert torch.autograd.gradgradcheck(function, tuple(exact.values()), fast_mode=True, check_fwd_over_rev=True)
 
     def tangents(*tensors: torch.Tensor) -> Any:
         return torch.func.jvp(function, tensors, tuple(torch.ones_like(tensor) for tensor in tensors))[1]

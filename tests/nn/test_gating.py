@@ -78,16 +78,6 @@ def test_rows_that_are_hard(case: Case, device: str) -> None:
         close(f"row {row}", y[row], wanted[row].detach(), tolerance)
 
 
-@each_device
-def test_no_rows(device: str) -> None:
-    x, weight = torch.empty(0, 40, device=device, requires_grad=True), torch.ones(40, device=device, requires_grad=True)
-    for group_size in (None, 8):
-        y = normforge.gated_rms_norm(x, x.detach(), weight, group_size=group_size)
-        assert y.shape == (0, 40)
-        (gradient,) = torch.autograd.grad(y.sum(), weight)
-        assert torch.equal(gradient, torch.zeros(40, device=device))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases("gated", vary=("norm", "norm_before_gate"), dtype=torch.bfloat16), ids=str)
 def test_short_rows_by_the_hundred_thousand(case: Case) -> None:

@@ -75,17 +75,6 @@ def test_gradients(dtype: torch.dtype, n: int, weighted: bool) -> None:
         agree(gradient, wanted, sums=ROWS)
 
 
-def test_a_known_call_gives_the_same_bits() -> None:
-    x, weight = drawn(96, torch.bfloat16, True)
-    x.requires_grad_()
-    made = []
-    for _ in range(3):
-        y = normforge.l2_norm(x, weight)
-        made.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
-    for again in made[1:]:
-        assert all(same_bits(*pair) for pair in zip(again, made[0], strict=True))
-
-
 def test_second_derivatives() -> None:
     x = torch.randn(3, 16, requires_grad=True)
     weight = torch.randn(16, requires_grad=True)

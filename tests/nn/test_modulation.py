@@ -62,8 +62,3 @@ def test_a_gradient_of_the_sum_alone() -> None:
     for name in ("scale", "weight"):
         with pytest.raises(RuntimeError, match="appears to not have been used"):
             torch.autograd.grad(case.run(given)[1].sum(), given[name])
-
-
-def test_no_rows() -> None:
-    x, scale, shift = torch.empty(0, 3, 8), torch.empty(0, 8), torch.randn(8)
-    assert normforge.modulated_rms_norm(x, scale, shift).shape == (0, 3, 8)

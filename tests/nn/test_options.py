@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 import torch.fx.experimental.proxy_tensor
 
 import normforge
-from normforge.calls.road import as_operands
-from normforge.calls.row_layout import walkable
 from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
 
 from ..calling import each_device, pieces
@@ -130,37 +127,6 @@ def test_a_traced_call_is_the_same(norm: str, graph: str) -> None:
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cast", ["after_weight", "before_weight"])
-@pytest.mark.parametrize("how", ["float64", "vmap", "meta-free"])
-@each_function
-def test_torchs_operators_compute_the_same(norm: str, how: str, cast: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = torch.bfloat16 if cast == "before_weight" else torch.float32
-    given = {name: tensor.detach() for name, tensor in tensors(norm, dtype).items()}
-    expected = call(norm, given, weight_offset=1.0, cast=cast)
-    if how == "float64":
-        actual = call(norm, {**given, "x_bias": given["x_bias"].double()}, weight_offset=1.0, cast=cast)
-    elif how == "vmap":
-
-        def one(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return call(norm, {**given, "x": x}, weight_offset=1.0, cast=cast)
-
-        others = {name: tensor[0] if name == "residual" else tensor for name, tensor in given.items()}
-        if "residual" in given:
-            pairs = torch.func.vmap(
-                lambda x, residual: call(norm, {**others, "x": x, "residual": residual}, weight_offset=1.0, cast=cast)
-            )
-            actual = pairs(given["x"], given["residual"])
-        else:
-            actual = torch.func.vmap(one)(given["x"])
-    else:
-        monkeypatch.delenv("TRITON_INTERPRET")
-        assert normforge.backend(given["x"]) == "torch"
-        actual = call(norm, given, weight_offset=1.0, cast=cast)
-    for output, wanted in zip(actual, expected, strict=True):
-        assert output.dtype is wanted.dtype
-        close("output", output, wanted.double(), 1e-5 if dtype is torch.float32 else 1.6e-2)
-
-
 MODULES: dict[str, type[torch.nn.Module]] = {
     "layer": normforge.LayerNorm,
     "rms": normforge.RMSNorm,
@@ -255,27 +221,3 @@ def test_fx_records_the_options(norm: str) -> None:
     traced = torch.fx.symbolic_trace(module)
     given = {name: tensor for name, tensor in tensors(norm, torch.bfloat16).items() if name in ("x", "residual")}
     assert all(map(torch.equal, module_call(traced, given), module_call(module, given)))
-
-
-STRIDED: dict[str, Callable[[int], torch.Tensor]] = {
-    "a slice of wider rows": lambda m: torch.randn(m, 3 * N)[:, N : 2 * N],
-    "every other row": lambda m: torch.randn(2 * m, N)[::2],
-    "planes of wider rows": lambda m: torch.randn(2, m, 2 * N)[..., N:],
-    "rows that start anywhere": lambda m: torch.randn(m, N + 3)[:, 3:],
-}
-
-
-@pytest.mark.parametrize("rows", STRIDED.values(), ids=STRIDED)
-@each_function
-def test_rows_of_any_stride_are_not_copied(norm: str, rows: Callable[[int], torch.Tensor]) -> None:
-    x = rows(M)
-    given = tensors(norm, torch.float32, shape=tuple(x.shape))
-    given = {name: rows(M) if name in ("x", "residual") else tensor.detach() for name, tensor in given.items()}
-    operands: Any = tuple(given.get(name) for name in ("x", "weight", "bias", "residual", "x_bias"))
-    assert all(row is operand for row, operand in zip(as_operands(operands, 1), operands, strict=True))
-    for tensor in given.values():
-        tensor.requires_grad_()
-    for _ in range(2):
-        arriving = [rows(M) for _ in range(2 if norm.startswith("add") else 1)]
-        assert all(walkable(dy) is dy for dy in arriving)
-        check(case_of(norm), given, arriving)

@@ -350,6 +350,13 @@ def _parameters(call: Callable[..., torch.Tensor], module: torch.nn.Module, x: t
     return y, torch.autograd.grad(y.square().sum(), list(module.parameters()))
 
 
+def _penalised(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The gradients of parameters by a gradient of x."""
+    a = leaf(x)
+    (gradient,) = torch.autograd.grad(module(a).square().sum(), a, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), list(module.parameters()))
+
+
 MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
     "per-sample gradients": _per_sample,
     "an ensemble": _ensemble,
@@ -363,6 +370,7 @@ MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
     "export, not strict": _exported(strict=False),
     "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
     "functionalize": lambda module, x: func.functionalize(module)(x),
+    "gradient penalty": _penalised,
 }
 
 
