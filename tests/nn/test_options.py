@@ -159,6 +159,13 @@ def test_a_module_is_its_function_with_parameters_of_its_own(norm: str) -> None:
     twin.load_state_dict(module.state_dict())
     for other in (twin, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert all(map(torch.equal, module_call(other, given), module_call(module, given)))
+    # Of several dimensions, normalised as one.
+    wide = MODULES[norm]((8, N // 8), EPS, weight_offset=1.0, x_bias=True)
+    wide.load_state_dict({name: vector.view(8, -1) for name, vector in module.state_dict().items()})
+    planes: Tensors = {name: given[name].view(M, 8, -1) for name in ("x", "residual") if name in given}
+    assert all(
+        torch.equal(a.view(M, N), b) for a, b in zip(module_call(wide, planes), module_call(module, given), strict=True)
+    )
     module.reset_parameters()
     assert all(map(torch.equal, module_call(module, given), plain))
 
@@ -212,12 +219,3 @@ def test_rows_rounded_to_the_product_take_the_other_options() -> None:
     assert y.dtype is torch.float32
     torch.testing.assert_close(y, h.bfloat16().float() * (module.weight + 1.0), rtol=1e-2, atol=1e-2)
     assert torch.equal(y / (module.weight + 1.0), (y / (module.weight + 1.0)).bfloat16().float())
-
-
-@each_function
-def test_fx_records_the_options(norm: str) -> None:
-    module = module_of(norm, weight_offset=0.5, x_bias=True, cast="before_weight")
-    torch.nn.init.normal_(module.x_bias)
-    traced = torch.fx.symbolic_trace(module)
-    given = {name: tensor for name, tensor in tensors(norm, torch.bfloat16).items() if name in ("x", "residual")}
-    assert all(map(torch.equal, module_call(traced, given), module_call(module, given)))

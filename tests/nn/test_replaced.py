@@ -97,27 +97,20 @@ def test_nested_tensors(name: str, layout: torch.layout) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_a_block_with_fused_adds_takes_nested_tensors(layout: torch.layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Sequential(*(block("x + self.linear(self.first(x))")() for _ in range(2)))
-    twin = copy.deepcopy(model)
-    assert len(normforge.patch(model).fused) == 2
+def test_blocks_with_fused_norms_take_nested_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
-    x = nested(layout)
-    for _ in range(2):
-        assert all(map(torch.equal, model(x).unbind(), twin(x).unbind()))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_modulated_norm_takes_nested_tensors() -> None:
+    adding = torch.nn.Sequential(*(block("x + self.linear(self.first(x))")() for _ in range(2)))
     signature, modulates = "def forward(self, x, scale, shift):", "return self.first(x) * (1 + scale) + shift"
-    ours = written(Two, "Modulating", signature, modulates, names=globals())()
-    twin = copy.deepcopy(ours)
-    assert normforge.patch(ours).fused[0].modulated == ("first",)
-    x, scale, shift = nested(torch.jagged), torch.randn(WIDTH), torch.randn(WIDTH)
-    assert all(map(torch.equal, ours(x, scale, shift).unbind(), twin(x, scale, shift).unbind()))
-    strided, given = (torch.nested.nested_tensor(list(torch.randn(2, 3, WIDTH))) for _ in range(2))
-    assert all(map(torch.equal, ours(strided, given, given).unbind(), twin(strided, given, given).unbind()))
+    modulating = written(Two, "Modulating", signature, modulates, names=globals())()
+    even = [torch.nested.nested_tensor(list(torch.randn(2, 3, WIDTH))) for _ in range(3)]
+    for model, calls in (
+        (adding, [(nested(torch.jagged),), (nested(torch.strided),)]),
+        (modulating, [(nested(torch.jagged), *torch.randn(2, WIDTH)), tuple(even)]),
+    ):
+        ours = copy.deepcopy(model)
+        assert normforge.patch(ours).fused
+        for given in [*calls, *calls]:
+            assert all(map(torch.equal, ours(*given).unbind(), model(*given).unbind()))
 
 
 class Function(torch.Tensor):

@@ -10,6 +10,7 @@ import inspect
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from proving.cases import operands
 
 from ..calling import each_device, python, same_bits
 from ..thorough import THOROUGH
+from .models import randomised
 from .oracle import each_function, plain
 from .test_transform_table import GRAD, VMAP, Call, M, N, pair
 
@@ -221,20 +223,22 @@ def test_a_model_is_scripted_once_it_is_unpatched() -> None:
     assert same_bits(jit.script(model)(x), model(x))
 
 
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 0.5, "x_bias": True, "cast": "before_weight"}], ids=len)
 @pytest.mark.parametrize(
-    ("module", "recorded", "dtype"),
+    ("make", "recorded"),
     [
-        (normforge.LayerNorm(N), normforge.layer_norm, torch.float32),
-        (normforge.RMSNorm(N), normforge.rms_norm, torch.float32),
-        (normforge.AddLayerNorm(N), plain_calls.normalise, torch.float32),
-        (normforge.AddRMSNorm(N), plain_calls.normalise, torch.float32),
-        (normforge.RMSNorm(N, cast_before_weight=True), plain_calls.normalise_cast_before_weight, torch.bfloat16),
+        (normforge.LayerNorm, normforge.layer_norm),
+        (normforge.RMSNorm, normforge.rms_norm),
+        (normforge.AddLayerNorm, plain_calls.normalise),
+        (normforge.AddRMSNorm, plain_calls.normalise),
+        (partial(normforge.RMSNorm, cast_before_weight=True), plain_calls.normalise_cast_before_weight),
     ],
 )
-def test_fx_records_one_call(module: torch.nn.Module, recorded: object, dtype: torch.dtype) -> None:
+def test_fx_records_one_call(make: Callable[..., torch.nn.Module], recorded: object, options: dict[str, Any]) -> None:
+    module = randomised(make(N, **options))
     traced = torch.fx.symbolic_trace(module)
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [recorded]
-    given = torch.randn(2, M, N).to(dtype)[: len(inspect.signature(module.forward).parameters)]
+    given = torch.randn(2, M, N).bfloat16()[: len(inspect.signature(module.forward).parameters)]
     actual, expected = (torch.utils._pytree.tree_leaves(each(*given)) for each in (traced, module))
     assert all(map(same_bits, actual, expected))
 
@@ -398,19 +402,6 @@ def test_float64_in_any_place_runs_torchs_operator(norm: str, device: str) -> No
         assert actual[0].dtype == (torch.float64 if place == "x" else torch.float32)
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-
-
-@each_device
-def test_a_patched_model_in_float64(device: str) -> None:
-    model = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N)).to(device)
-    x = torch.randn(M, N, device=device).double().requires_grad_()
-    twin = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N)).to(device).double()
-    normforge.patch(model)
-    model.double()
-    assert normforge.backend(x) == "torch"
-    assert same_bits(model(x), twin(x))
-    ours, theirs = (torch.autograd.grad(m(x).square().sum(), (x, *m.parameters())) for m in (model, twin))
-    close(ours, theirs)
 
 
 def test_float64_is_said_once() -> None:
