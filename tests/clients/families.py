@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+import normforge
+
+from .alike import move
 
 # What configurations call their sizes; a family takes those it knows.
 _SMALL: dict[str, Any] = {
@@ -179,3 +184,13 @@ def tiny(family: str) -> PretrainedConfig:
     known = set(vars(cls())) | set(dir(cls))
     sizes = {name: size for name, size in _SMALL.items() if name in known} | FAMILIES[family]
     return cls(**{name: size for name, size in sizes.items() if size is not None})
+
+
+def language_model(family: str, *, patched: bool = False) -> Any:
+    """Return a small model of a family, always of the same random weights, in evaluation mode."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(family)).float().eval()
+    move(model)
+    if patched:
+        normforge.patch(model)
+    return model

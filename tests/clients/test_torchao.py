@@ -16,10 +16,9 @@ pytest.importorskip("torchao", reason="an extra of its own: make test-clients in
 pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
 
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
-from transformers import AutoModelForCausalLM
 
-from .alike import classes_of, move
-from .families import tiny
+from .alike import classes_of
+from .families import language_model
 
 _TOKENS = torch.arange(3, 13)[None]
 _CONFIGS: dict[str, Callable[[], Any]] = {
@@ -29,17 +28,10 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(tiny("llama")).float().eval()
-    move(model)
-    return model
-
-
 @pytest.mark.parametrize("quantisation", ["int8", *(pytest.param(one, marks=THOROUGH) for one in ("int4", "float8"))])
 def test_quantised_weights(quantisation: str) -> None:
     """Weights alone are quantised: activations that differ by a rounding are not rounded to other numbers."""
-    theirs, before, after = _model(), _model(), _model()
+    theirs, before, after = (language_model("llama") for _ in range(3))
     normforge.patch(before)
     for model in (theirs, before, after):
         quantize_(model, _CONFIGS[quantisation]())

@@ -10,13 +10,13 @@ import torch
 import normforge
 from tests.thorough import THOROUGH
 
-from .alike import agree, close_all, move
+from .alike import agree, close_all
 
 pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from .families import FAMILIES, tiny
+from .families import FAMILIES, language_model
 
 # One of each kind of block stands for the others in `make test`.
 _QUICK = {"llama", "gpt2", "gemma2"}
@@ -35,18 +35,6 @@ def _cases() -> Iterator[object]:
         yield pytest.param(family, marks=[*missing, *([] if family in _QUICK else [THOROUGH])])
 
 
-def _new(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny(family)).float().eval()
-    return model
-
-
-def _model(family: str) -> PreTrainedModel:
-    model = _new(family)
-    move(model)
-    return model
-
-
 def _loss_and_logits(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     out = model(_TOKENS, labels=_TOKENS)
     return out.loss, out.logits
@@ -54,21 +42,21 @@ def _loss_and_logits(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("family", list(_cases()))
 def test_a_family_is_as_before(family: str) -> None:
-    agree(_new(family), _loss_and_logits, frozenset(_LEFT.get(family, ())))
+    agree(language_model(family), _loss_and_logits, frozenset(_LEFT.get(family, ())))
 
 
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(one, marks=THOROUGH) for one in ("gpt2", "qwen3", "gemma3_text"))]
 )
 def test_generate_chooses_the_same_tokens(family: str) -> None:
-    model = _model(family)
+    model = language_model(family)
     tokens = model.generate(_TOKENS, max_new_tokens=6, do_sample=False)
     normforge.patch(model)
     assert torch.equal(model.generate(_TOKENS, max_new_tokens=6, do_sample=False), tokens)
 
 
 def test_a_patched_model_is_saved_and_read_again(tmp_path: object) -> None:
-    model = _model("llama")
+    model = language_model("llama")
     logits = model(_TOKENS).logits.detach()
     normforge.patch(model)
     model.save_pretrained(tmp_path)
@@ -82,9 +70,7 @@ def test_trainer_trains_a_patched_model_as_it_trains_others(tmp_path: object) ->
 
     losses = []
     for patches in (False, True):
-        model = _model("llama").train()
-        if patches:
-            normforge.patch(model)
+        model = language_model("llama", patched=patches).train()
         arguments = TrainingArguments(
             output_dir=str(tmp_path),
             max_steps=3,
@@ -106,9 +92,7 @@ def test_lora_on_a_patched_model_trains_and_merges() -> None:
     peft = pytest.importorskip("peft", reason="an extra of its own: make test-clients installs it")
     results = []
     for patches in (False, True):
-        model = _model("llama")
-        if patches:
-            normforge.patch(model)
+        model = language_model("llama", patched=patches)
         torch.manual_seed(1)
         config = peft.LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"], init_lora_weights=False
@@ -127,7 +111,7 @@ def test_accelerate_prepares_a_patched_model() -> None:
     accelerate = pytest.importorskip("accelerate", reason="an extra of its own: make test-clients installs it")
     losses = []
     for patches in (False, True):
-        model = _model("gpt2").train()
+        model = language_model("gpt2").train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import normforge
 from tests.thorough import THOROUGH
 
 pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
@@ -18,11 +17,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from .alike import move
-from .families import tiny
+from .families import language_model
 
 _WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
 _OPTIONS: dict[str, Any] = {
@@ -46,15 +44,6 @@ def _tokenizer() -> Any:
     )
 
 
-def _model(patches: bool) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny("llama")).float()
-    move(model)
-    if patches:
-        normforge.patch(model)
-    return model
-
-
 def _text(first: int) -> str:
     return " ".join(f"w{i % 60}" for i in range(first, first + 6))
 
@@ -74,7 +63,7 @@ def test_supervised_tuning(tmp_path: Path) -> None:
     losses = [
         _logged(
             SFTTrainer(
-                model=_model(patches),
+                model=language_model("llama", patched=patches),
                 args=SFTConfig(output_dir=str(tmp_path), **_OPTIONS),
                 train_dataset=examples,
                 processing_class=_tokenizer(),
@@ -95,8 +84,8 @@ def test_preferences_beside_a_reference_model(reference_is_patched: bool, tmp_pa
     losses = [
         _logged(
             DPOTrainer(
-                model=_model(patches),
-                ref_model=_model(patches and reference_is_patched),
+                model=language_model("llama", patched=patches),
+                ref_model=language_model("llama", patched=patches and reference_is_patched),
                 args=DPOConfig(output_dir=str(tmp_path), **_OPTIONS),
                 train_dataset=examples,
                 processing_class=_tokenizer(),
