@@ -134,10 +134,48 @@ WHOLE = {
     "[" * 5000: "1: " + NO_YAML.format("it is nested too deeply"),
 }
 
+# Buckets from line 2 on: each N is served once, or the manifest is refused.
+BUCKETS = {
+    "{}": "2: buckets: there are none; leave buckets out to get the standard ladder",
+    "": "2: buckets: expected buckets, as name: first..last, not an empty value",
+    "[n4]": "2: buckets: expected buckets, as name: first..last, not a list",
+    "\n  n4: 1..4\n  n9: 5..9": (
+        "4: buckets: n9 (5..9) is the last bucket and has a cap, so no kernel would serve a longer row; add nbig: 10.."
+    ),
+    "\n  n4: 2..4\n  nbig: 5..": (
+        "3: buckets: n4 (2..4) is the first bucket and must start at 1; buckets ascend; write 1..4"
+    ),
+    "\n  n4: 1..4\n  n9: 7..9\n  nbig: 10..": (
+        "4: buckets: there is a gap between n4 (1..4) and n9 (7..9): no bucket serves N = 5..6; start n9 at 5"
+    ),
+    "\n  n4: 1..4\n  n9: 3..9\n  nbig: 10..": (
+        "4: buckets: n4 (1..4) and n9 (3..9) overlap: both serve N = 3; start n9 at 5"
+    ),
+    "\n  n4: 1..4\n  n9: 5..9\n  n7: 6..7\n  nbig: 10..": (
+        "5: buckets: n9 (5..9) and n7 (6..7) overlap or are out of order; "
+        "buckets ascend, each starting one past the last"
+    ),
+    "\n  nbig: 1..\n  n9: 5..9": (
+        "3: buckets: nbig (1..) has no cap, so no bucket can follow it; write it last, or give it a cap"
+    ),
+    "\n  small: 1..4\n  nbig: 5..": (
+        "3: buckets: small (1..4) must be called n4: names of instances end in it; rename it"
+    ),
+    "\n  n4: 1..4\n  n9: 5..": ("4: buckets: n9 (5..) must be called nbig: names of instances end in it; rename it"),
+    "\n  n4: 1-4": "3: buckets: n4 takes a range, first..last or first.., from 1 up, not '1-4'",
+    "\n  n4: 0..4": "3: buckets: n4 takes a range, first..last or first.., from 1 up, not '0..4'",
+    "\n  n4: 4": "3: buckets: n4 takes a range, first..last or first.., not the whole number 4",
+    "\n  n1: 4..1": "3: buckets: n1 (4..1) ends before it starts; write first..last",
+}
+
 CASES = [
     *((f"{GROUP}    {line}\n", f"5: group a: {message}") for line, message in IN_A_GROUP.items()),
     *((f"{GROUP}    {line}\n", f"2: group a: {message}") for line, message in ILLEGAL.items()),
     *WHOLE.items(),
+    *(
+        (f"groups: {{a: {{norm: rms, dtype_in: fp16}}}}\nbuckets: {text}\n", message)
+        for text, message in BUCKETS.items()
+    ),
 ]
 
 

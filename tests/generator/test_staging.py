@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.codegen.tiling import copies, most_stages
-
-
-@pytest.mark.parametrize(
-    ("arch", "expected"),
-    [("sm_80", True), ("sm_89", True), ("sm_90", True), ("sm_100", True), ("sm_75", False), ("gfx942", False)],
-)
-def test_which_architectures_copy_by_themselves(arch: str, expected: bool) -> None:
-    assert copies(arch) is expected
+from normforge.codegen.tiling import most_stages
 
 
 @pytest.mark.parametrize(
@@ -26,6 +18,8 @@ def test_which_architectures_copy_by_themselves(arch: str, expected: bool) -> No
         ("sm_80", 2, 16 * 1024, 6),
         ("sm_89", 2, 16 * 1024, 4),
         ("sm_90", 32, 8 * 1024, 1),
+        ("sm_100", 1, 1024, 227),
+        ("sm_75", 1, 1024, 1),
         ("gfx942", 1, 1024, 1),
     ],
 )

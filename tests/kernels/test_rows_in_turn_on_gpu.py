@@ -46,13 +46,19 @@ def agrees(
     assert all(not output.isnan().any() for output in actual if output is not None)
 
 
+LONG = [(LONG_ROWS, n) for n in (70000, 131071, 131072, 262144)]
+STARTING_ANYWHERE = [(ODD_ROWS, n) for n in (1501, 2047, 3001, 4099, 5137, 6145, 7001)]
+# Of one window's length.
+MORE_OR_FEWER = [(m, 4099) for m in (1, 7, 8, 9, 300, 528, 529)]
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [70000, 131071, 131072, 262144])
+@pytest.mark.parametrize(("m", "n"), [*LONG, *STARTING_ANYWHERE, *MORE_OR_FEWER])
 @pytest.mark.parametrize("save_mv", [False, True], ids=["", "mv"])
-def test_long_rows(n: int, dtype: torch.dtype, norm: str, save_mv: bool) -> None:
+def test_rows(m: int, n: int, dtype: torch.dtype, norm: str, save_mv: bool) -> None:
     weight, bias = (torch.randn(n, device="cuda", dtype=dtype) for _ in range(2))
-    agrees(norm, drawn(LONG_ROWS, n, dtype), weight, bias, save_mv=save_mv)
+    agrees(norm, drawn(m, n, dtype), weight, bias, save_mv=save_mv)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -68,22 +74,6 @@ def test_long_rows_that_cannot_be_read_in_pairs(case: str, norm: str) -> None:
         weight.float() if case == "fp32 weight" else None if case in ("no weight", "nothing") else weight,
         None if case == "nothing" else bias,
     )
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [1501, 2047, 3001, 4099, 5137, 6145, 7001])
-@pytest.mark.parametrize("save_mv", [False, True], ids=["", "mv"])
-def test_rows_that_start_anywhere(n: int, dtype: torch.dtype, norm: str, save_mv: bool) -> None:
-    weight, bias = (torch.randn(n, device="cuda", dtype=dtype) for _ in range(2))
-    agrees(norm, drawn(ODD_ROWS, n, dtype), weight, bias, save_mv=save_mv)
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("m", [1, 7, 8, 9, 300, 528, 529])
-def test_rows_that_start_anywhere_by_how_many_they_are(m: int, norm: str) -> None:
-    n = 4099
-    agrees(norm, drawn(m, n, torch.bfloat16), torch.randn(n, device="cuda"), None)
 
 
 @pytest.mark.parametrize("norm", FULL, ids=lambda norm: norm.value)

@@ -22,7 +22,7 @@ from normforge.codegen import emit
 from normforge.errors import CacheError, IllegalCombinationError, MissingInstanceError, SettingError
 from normforge.selection import dispatch, on_demand
 
-from ..calling import check, each_norm, each_pipeline, printed, printed_at_once, python
+from ..calling import check, each_norm, each_pipeline, printed, printed_at_once
 from ..folders import PLAIN, instance, write
 from ..thorough import THOROUGH
 
@@ -230,14 +230,6 @@ def test_a_policy_that_is_none(policy: str, empty_cache: Path, monkeypatch: pyte
     for function in (normforge.layernorm2d_fwd, normforge.which):
         with pytest.raises(SettingError, match=f"NORMFORGE_ON_MISS='{policy}' is no policy.*'generate'.*or 'error'"):
             function(torch.randn(2, 64), **ASK)
-
-
-@THOROUGH
-def test_a_policy_that_is_none_is_noticed_at_the_first_call() -> None:
-    code = "import torch, normforge\nnormforge.layer_norm(torch.randn(2, 64), (64,))"
-    process = python(code, NORMFORGE_ON_MISS="foo")
-    assert process.returncode != 0
-    assert "SettingError: NORMFORGE_ON_MISS='foo' is no policy; set it to 'generate'" in process.stderr
 
 
 @pytest.mark.parametrize("policy", ["generate", "error", "nonsense"])
