@@ -9,6 +9,13 @@ import pytest
 
 from normforge.codegen.manifest import Manifest, load
 
+# As messages list them.
+AXES_OF_MODES = (
+    "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
+    "scale_ub, quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, "
+    "gate_activation, grouped, activation, channels_last, dropout, n"
+)
+
 TWO_GROUPS = """\
 buckets:
   n1024: 1..1024

@@ -12,15 +12,12 @@ from normforge.codegen.document import Section, compose
 from normforge.codegen.errors import ManifestError
 from normforge.codegen.manifest import load
 
+from .conftest import AXES_OF_MODES
+
 # Lines 1 to 4 of every manifest below that starts with it.
 GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
 FADD = "one of none, pre_add_store, pre_add, post_add"
-AXES = (
-    "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
-    "scale_ub, quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, "
-    "gate_activation, grouped, activation, channels_last, dropout, n"
-)
 N = (
     "all, n128, n256, n512, n768, n1024, n1536, n2048, n3072, n4096, n5120, n6144, n7168, n8192, n12288, n16384, "
     "n32768, n65536, n131072, nbig"
@@ -31,8 +28,8 @@ NO_YAML = "this is not valid YAML: {}; a manifest is groups of axis: value"
 
 # Line 5 of a manifest, the last of its only group, and what is said of it.
 IN_A_GROUP = {
-    "fad: none": f"unknown axis 'fad'; did you mean fadd? Use one of {AXES}",
-    "exclude: int8": f"unknown axis 'exclude'; use one of {AXES}",
+    "fad: none": f"unknown axis 'fad'; did you mean fadd? Use one of {AXES_OF_MODES}",
+    "exclude: int8": f"unknown axis 'exclude'; use one of {AXES_OF_MODES}",
     "fadd: [none, pre-add]": f"unknown fadd 'pre-add'; did you mean pre_add? Use {FADD}",
     "n: n4095": f"unknown n 'n4095'; did you mean n4096? Use one of {N}",
     "fadd: no": f"fadd takes {FADD}, not the boolean false (YAML reads no so); did you mean none?",

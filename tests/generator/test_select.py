@@ -16,6 +16,8 @@ from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.select import select
 
+from .conftest import AXES_OF_MODES
+
 
 @pytest.fixture(scope="module")
 def several() -> Manifest:
@@ -103,7 +105,7 @@ def typed_conditions(draw: st.DrawFn) -> Typed:
     return Typed(text, axis.name, words, wanted)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(conditions=st.lists(typed_conditions(), min_size=1, max_size=4))
 def test_where_keeps_exactly_what_meets_every_condition(several: Manifest, conditions: list[Typed]) -> None:
     where = " ,".join(condition.text for condition in conditions)
@@ -144,17 +146,12 @@ def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> No
 
 NO_CONDITION = " is not a condition; write axis=word, axis=word|word or axis!=word, or n with =, !=, <, <=, > or >="
 NO_LENGTH = ": n compares with a row length, a whole number from 1, not {}; choose a bucket by its name with --filter"
-AXES_OF = (
-    "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
-    "scale_ub, quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, "
-    "gate_activation, grouped, activation, channels_last, dropout, n"
-)
 UNREAD = {
     "": " has an empty part; separate parts with single commas",
     "n=1,,n=2": " has an empty part; separate parts with single commas",
     "bf16": NO_CONDITION,
     "dtype_in==bf16": NO_CONDITION,
-    "dtype=bf16": f": unknown axis 'dtype'; did you mean dtype_in? Use one of {AXES_OF}",
+    "dtype=bf16": f": unknown axis 'dtype'; did you mean dtype_in? Use one of {AXES_OF_MODES}",
     "fquant=dynamik": (
         ": unknown fquant 'dynamik'; did you mean dynamic? "
         "Use one of none, smooth_dynamic, dynamic, static, static_column"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -79,14 +80,9 @@ def fsdp1(model: Llama, *, keeps_parameters: bool) -> torch.nn.Module:
 
 @CASES.case
 def a_patched_llama_under_fsdp1() -> None:
-    """Weights are views of one flat parameter."""
-    agree(lambda model: fsdp1(model, keeps_parameters=False))
-
-
-@CASES.case
-def a_patched_llama_under_fsdp1_with_its_parameters() -> None:
-    """Parameters keep their names, and are views while a layer runs."""
-    agree(lambda model: fsdp1(model, keeps_parameters=True))
+    """Weights are views of one flat parameter, or parameters that keep their names and are views while a layer runs."""
+    for keeps_parameters in (False, True):
+        agree(partial(fsdp1, keeps_parameters=keeps_parameters))
 
 
 @CASES.case

@@ -17,7 +17,7 @@ from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 from normforge.selection.table import FORMAT
 
-from ..calling import check, printed, python
+from ..calling import check, printed
 from ..folders import PLAIN, RMS, instance, write
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
@@ -89,10 +89,11 @@ def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.M
 def test_back_to_the_table_that_normforge_came_with(
     arguments: tuple[None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the variable names another."""
-    folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
-    monkeypatch.setenv("NORMFORGE_INSTANCES", str(folder))
+    """Also where the variable names another folder, which any load goes before."""
+    monkeypatch.setenv("NORMFORGE_INSTANCES", str(write(tmp_path / "mine", [instance(PLAIN, 64)])))
     assert names() == ["ln_fwd_fp32_n128"]
+    normforge.load_instances(write(tmp_path / "called", [instance(RMS, 64)]))
+    assert names() == ["rms_fwd_fp32_n128"]
     normforge.load_instances(*arguments)
     assert dispatch.find(PLAIN, 64).package == "normforge.generated"
     assert len(names()) > 100
@@ -200,19 +201,12 @@ def test_the_variable_names_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(torch.tensor([float(value) for value in y.strip("[]").split(",")]), expected)
 
 
-def test_the_variable_names_no_folder(tmp_path: Path) -> None:
-    process = python(LIST, NORMFORGE_INSTANCES=str(tmp_path / "nowhere"))
-    assert process.returncode != 0
-    assert "TableError" in process.stderr
-    assert f"{tmp_path / 'nowhere'} holds no generated kernels" in process.stderr
+def test_the_variable_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_INSTANCES", str(tmp_path / "nowhere"))
+    with pytest.raises(TableError, match=f"{tmp_path / 'nowhere'} holds no generated kernels"):
+        normforge.instances()
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_INSTANCES", "")
     assert dispatch.find(PLAIN, 64).package == "normforge.generated"
-
-
-def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_INSTANCES", str(write(tmp_path / "variable", [instance(PLAIN, 64)])))
-    normforge.load_instances(write(tmp_path / "called", [instance(RMS, 64)]))
-    assert names() == ["rms_fwd_fp32_n128"]
