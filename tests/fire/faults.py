@@ -35,9 +35,10 @@ def child(work: Callable[[], int], errors: Path = Path(os.devnull)) -> ForkProce
     return process
 
 
-def ended(process: ForkProcess) -> int | None:
+def ended(process: ForkProcess) -> int:
     """Wait for a child, and return its exit status; a signal's number, negative, if that ended it."""
     process.join()
+    assert process.exitcode is not None
     return process.exitcode
 
 
