@@ -123,6 +123,20 @@ def random_calls() -> Iterator[None]:
     logging.disable(before)
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that holds the page which commands of proving/ write summaries into."""
+    from benchmarks.pages import markers
+    from proving.evidence import EVIDENCE
+
+    page = tmp_path / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text(
+        "\n".join(line for what in ("accuracy", "conformance", "sanitizer", "soak") for line in markers(what))
+    )
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
 def _random_numbers() -> None:
     """Let each test draw the same numbers, whatever its worker ran before."""

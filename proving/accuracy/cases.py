@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -44,18 +44,20 @@ _BACKWARD_DTYPES = (FP16, BF16, FP32)
 _CAST_DTYPES = ((FP16, FP16), (BF16, BF16), (BF16, FP32), (FP32, BF16))
 _CAST_QUANTISED = ((FP16, FP8), (BF16, INT8))
 
-FORWARD_MODES = tuple(
-    mode
-    for norm in FULL
-    for mode in (
-        *(Mode(norm, dtype, out, save_mv=True) for dtype, out in _FORWARD_DTYPES),
-        *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, save_mv=True) for dtype in (FP16, BF16)),
-        *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC) for dtype, out in _QUANTISED),
-    )
-)
-BACKWARD_MODES = tuple(
-    Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, _BACKWARD_DTYPES)
-)
+MODES = {
+    Direction.FORWARD: tuple(
+        mode
+        for norm in FULL
+        for mode in (
+            *(Mode(norm, dtype, out, save_mv=True) for dtype, out in _FORWARD_DTYPES),
+            *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, save_mv=True) for dtype in (FP16, BF16)),
+            *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC) for dtype, out in _QUANTISED),
+        )
+    ),
+    Direction.BACKWARD: tuple(
+        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, _BACKWARD_DTYPES)
+    ),
+}
 
 # What follows is measured with the tiles of each pipeline alone: it changes none of them.
 _CAST = Cast.BEFORE_WEIGHT
@@ -97,14 +99,6 @@ BESIDE_MODES = {
         for axes in _BACKWARD_AXES
     ),
 }
-_HEAD_MODES = {
-    Direction.FORWARD: tuple(Mode(norm, dtype, dtype, save_mv=True) for norm, dtype in product(FULL, (BF16, FP32))),
-    Direction.BACKWARD: tuple(
-        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, (BF16, FP32))
-    ),
-}
-
-
 _HEAD_LAYOUTS = {
     Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
     Direction.BACKWARD: (Layout.HEADS,),
@@ -166,60 +160,51 @@ class Case:
 AnyCase = Case | GroupCase
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A tile, and the row lengths that it is measured at."""
-
-    tile: Tile
-    lengths: tuple[int, ...]
-
-
-def _tile(pipeline: Pipeline, rows: int, block: int, warps: int, **more: int) -> Tile:
-    return Tile(pipeline, rows, block, warps, **more)
-
-
 ROWS, ONE_PASS, TWO_PASS, SPREAD = Pipeline
+
+# Tiles, and the row lengths that each is measured at.
+Variants = Mapping[Direction, tuple[tuple[Tile, tuple[int, ...]], ...]]
 
 # Rows of several chunks and of two, whose pivot is their first values' mean; rows that no vector starts (odd lengths,
 # which `window` takes); many chunks and few; a team of one program, which is all that the interpreter can run.
-INTERPRETED = {
+INTERPRETED: Variants = {
     Direction.FORWARD: (
-        Variant(_tile(ROWS, 4, 128, 1), (100,)),
-        Variant(_tile(ROWS, 8, 32, 1), (100,)),
-        Variant(_tile(ONE_PASS, 1, 256, 2), (1001, 1016)),
-        Variant(_tile(ONE_PASS, 1, 512, 2), (1000,)),
-        Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
-        Variant(_tile(TWO_PASS, 1, 1024, 4), (8192,)),
-        Variant(_tile(TWO_PASS, 1, 2048, 8, held=1), (4096,)),
-        Variant(_tile(SPREAD, 1, 512, 2, held=8), (4000,)),
+        (Tile(ROWS, 4, 128, 1), (100,)),
+        (Tile(ROWS, 8, 32, 1), (100,)),
+        (Tile(ONE_PASS, 1, 256, 2), (1001, 1016)),
+        (Tile(ONE_PASS, 1, 512, 2), (1000,)),
+        (Tile(ONE_PASS, 1, 8192, 32), (16384,)),
+        (Tile(TWO_PASS, 1, 1024, 4), (8192,)),
+        (Tile(TWO_PASS, 1, 2048, 8, held=1), (4096,)),
+        (Tile(SPREAD, 1, 512, 2, held=8), (4000,)),
     ),
     Direction.BACKWARD: (
-        Variant(_tile(ROWS, 2, 128, 1), (100,)),
-        Variant(_tile(ROWS, 8, 32, 1), (100,)),
-        Variant(_tile(ONE_PASS, 1, 256, 2), (1000,)),
-        Variant(_tile(TWO_PASS, 2, 256, 2), (1000,)),
-        Variant(_tile(SPREAD, 2, 1024, 4), (1000,)),
+        (Tile(ROWS, 2, 128, 1), (100,)),
+        (Tile(ROWS, 8, 32, 1), (100,)),
+        (Tile(ONE_PASS, 1, 256, 2), (1000,)),
+        (Tile(TWO_PASS, 2, 256, 2), (1000,)),
+        (Tile(SPREAD, 2, 1024, 4), (1000,)),
     ),
 }
 # On a GPU, beside what the table says: each pipeline for each dtype, also where no table takes it.
-COMPILED = {
+COMPILED: Variants = {
     Direction.FORWARD: (
-        Variant(_tile(ROWS, 4, 128, 1), (100,)),
-        Variant(_tile(ROWS, 8, 32, 1), (100,)),
-        Variant(_tile(ROWS, 2, 512, 4), (2304,)),
-        Variant(_tile(ONE_PASS, 1, 1024, 4), (4096, 4099)),
-        Variant(_tile(ONE_PASS, 1, 4096, 16), (8192,)),
-        Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
-        Variant(_tile(TWO_PASS, 1, 1024, 4), (8192,)),
-        Variant(_tile(TWO_PASS, 1, 8192, 32), (65536,)),
-        Variant(_tile(SPREAD, 1, 512, 2, resident=4, held=8, stages=3), (70000,)),
+        (Tile(ROWS, 4, 128, 1), (100,)),
+        (Tile(ROWS, 8, 32, 1), (100,)),
+        (Tile(ROWS, 2, 512, 4), (2304,)),
+        (Tile(ONE_PASS, 1, 1024, 4), (4096, 4099)),
+        (Tile(ONE_PASS, 1, 4096, 16), (8192,)),
+        (Tile(ONE_PASS, 1, 8192, 32), (16384,)),
+        (Tile(TWO_PASS, 1, 1024, 4), (8192,)),
+        (Tile(TWO_PASS, 1, 8192, 32), (65536,)),
+        (Tile(SPREAD, 1, 512, 2, resident=4, held=8, stages=3), (70000,)),
     ),
     Direction.BACKWARD: (
-        Variant(_tile(ROWS, 2, 128, 1), (100,)),
-        Variant(_tile(ROWS, 8, 32, 1, resident=12), (100,)),
-        Variant(_tile(ONE_PASS, 1, 1024, 4), (4096,)),
-        Variant(_tile(TWO_PASS, 2, 2048, 8, resident=2), (4096, 65536)),
-        Variant(_tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),
+        (Tile(ROWS, 2, 128, 1), (100,)),
+        (Tile(ROWS, 8, 32, 1, resident=12), (100,)),
+        (Tile(ONE_PASS, 1, 1024, 4), (4096,)),
+        (Tile(TWO_PASS, 2, 2048, 8, resident=2), (4096, 65536)),
+        (Tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),
     ),
 }
 # What the table's own tiles are measured at, few rows', some rows' and many rows'.
@@ -229,17 +214,14 @@ LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 def cases(device: torch.device) -> list[AnyCase]:
     """Every case that a device runs."""
     compiles = device.type == "cuda"
-    return list(dict.fromkeys((*(_compiled(device) if compiles else _interpreted()), *group_cases(compiles))))
-
-
-def _interpreted() -> Iterator[Case]:
-    yield from forced(INTERPRETED)
+    rows = _compiled(device) if compiles else forced(INTERPRETED)
+    return list(dict.fromkeys((*rows, *group_cases(compiles))))
 
 
 def _compiled(device: torch.device) -> Iterator[Case]:
     yield from forced(COMPILED)
     target = target_of(device)
-    for mode, n in product((*FORWARD_MODES, *BACKWARD_MODES), LENGTHS):
+    for mode, n in product(chain(*MODES.values()), LENGTHS):
         entry = on_demand.plan(mode, n)
         for m in (1, entry.small_m + 1, entry.some_m + 1):
             # Not every tile suits every length: programs that wait for one another have to run at once, and rows of an
@@ -249,14 +231,17 @@ def _compiled(device: torch.device) -> Iterator[Case]:
             yield Case(mode, n, generic if is_left else tile)
 
 
-def forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
+def forced(variants: Variants) -> Iterator[Case]:
     """Every mode and layout with every tile that there is a kernel for."""
-    modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
     for direction, some in variants.items():
-        adjoining = product((*modes[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
-        heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
-        for (mode, layout), variant in product((*adjoining, *heads), some):
-            yield from (Case(mode, n, variant.tile, layout) for n in variant.lengths if runs(mode, variant.tile, n))
+        adjoining = product((*MODES[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
+        plain = [
+            Mode(norm, dtype, dtype, save_mv=direction is Direction.FORWARD, direction=direction)
+            for norm, dtype in product(FULL, (BF16, FP32))
+        ]
+        heads = product(plain, _HEAD_LAYOUTS[direction])
+        for (mode, layout), (tile, lengths) in product((*adjoining, *heads), some):
+            yield from (Case(mode, n, tile, layout) for n in lengths if runs(mode, tile, n))
 
 
 def runs(mode: Mode, tile: Tile, n: int) -> bool:

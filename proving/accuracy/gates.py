@@ -21,6 +21,7 @@ from normforge.reference import gated as gating_reference
 
 from . import peer
 from .peer import EPS
+from .units import Exact, statistics
 
 
 def activated(mode: Mode, gate: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def backward(
     x: torch.Tensor,
     gate: torch.Tensor,
     weight: torch.Tensor,
-    statistics: dict[str, torch.Tensor],
+    saved: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Our gradients, from the statistics of what is normalised."""
     function = GATED.functions[mode.norm]
@@ -71,7 +72,7 @@ def backward(
         road.options_of(gated.CALLS, mode.norm.value, given),
     )
     told = gated.CALLS.args(options, dtypes_of(operands))
-    kept = GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
+    kept = GatedSaved(x, gate, weight, None, saved.get("mean"), saved["rstd"])
     due = [operand is not None for operand in operands]
     found = gated.IN_PARTS.gradients(kept, told, (dy, None), due)
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))
@@ -95,7 +96,7 @@ def torchs_gradients(
 
 def exact_gradients(
     mode: Mode, dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> dict[str, Exact]:
     """fp64's, and what the terms of each add up to without their signs."""
     bias = torch.zeros_like(weight) if mode.norm.centres else None
     found = gating_reference.gradients(
@@ -107,8 +108,7 @@ def exact_gradients(
         slope = sigmoid + gate.double().abs() * slope
     before = mode.gating.is_before
     s = x.double() * factor if before else x.double()
-    mean = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[:, :1])
-    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    mean, rstd = statistics(s, EPS, centres=mode.norm.centres)
     h, passed = ((s - mean) * rstd).abs(), dy.double().abs() * weight.double().abs()
     g = passed if before else passed * factor.abs()
     of_s = (g + h * (g * h).mean(-1, keepdim=True) + g.mean(-1, keepdim=True) * mode.norm.centres) * rstd
@@ -117,4 +117,4 @@ def exact_gradients(
         "dgate": (of_s * x.double().abs() if before else passed * h) * slope,
         "dweight": (dy.double().abs() * h * (1.0 if before else factor.abs())).sum(0),
     }
-    return {name: getattr(found, name) for name in magnitudes}, magnitudes
+    return {name: Exact(getattr(found, name), magnitude) for name, magnitude in magnitudes.items()}

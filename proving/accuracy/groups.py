@@ -21,7 +21,7 @@ from normforge.reference.grouped import group_norm_bwd
 
 from .layouts import Layout
 from .peer import EPS
-from .units import Exact, median
+from .units import Exact, median, statistics
 
 # Of a sample; rows of a kind come in multiples of it.
 GROUPS = 4
@@ -84,11 +84,10 @@ Found = tuple[str, torch.dtype, Exact, torch.Tensor, torch.Tensor]
 def forward(case: GroupCase, rows: torch.Tensor, weight: torch.Tensor) -> Iterator[Found]:
     """Each output: its name and type, what is exact, ours and torch's."""
     x, silu = case.shaped(rows), case.mode.activation.is_applied
-    ours, statistics = group.launched(x, weight, None, case.options, saves=True)
-    assert statistics is not None
+    ours, saved = group.launched(x, weight, None, case.options, saves=True)
+    assert saved is not None
     s = rows.double()
-    mean = s.mean(-1, keepdim=True)
-    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    mean, rstd = statistics(s, EPS)
     z = case.rows(case.shaped((s - mean) * rstd) * weight.double().view(-1, 1))
     y = functional.silu(z) if silu else z
     size = x.shape[0], x.shape[1], x.shape[2]
@@ -99,21 +98,18 @@ def forward(case: GroupCase, rows: torch.Tensor, weight: torch.Tensor) -> Iterat
     theirs = functional.silu(theirs).to(x.dtype) if silu else theirs
     _, their_mean, their_rstd = _aten.native_group_norm(plain.float(), weight.float(), None, *size, GROUPS, EPS)
     yield "y", ours.dtype, Exact(y, median(y)), case.rows(ours), case.rows(theirs)
-    yield "mean", torch.float32, Exact(mean[:, 0], s.abs().mean(-1)), statistics[0].flatten(), their_mean.flatten()
+    yield "mean", torch.float32, Exact(mean[:, 0], s.abs().mean(-1)), saved[0].flatten(), their_mean.flatten()
     zero = torch.zeros_like(rstd[:, 0])
-    yield "rstd", torch.float32, Exact(rstd[:, 0], zero), statistics[1].flatten(), their_rstd.flatten()
+    yield "rstd", torch.float32, Exact(rstd[:, 0], zero), saved[1].flatten(), their_rstd.flatten()
 
 
 def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor) -> Iterator[Found]:
     """Return each gradient; ours from fp64's statistics in fp32."""
     x, given, silu = case.shaped(rows), case.shaped(dy), case.mode.activation.is_applied
     bias = torch.zeros_like(weight)
-    s = rows.double()
-    mean = s.mean(-1)
-    rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
-    statistics = torch.stack((mean, rstd)).float().view(2, x.shape[0], GROUPS)
+    saved = torch.stack(statistics(rows, EPS)).float().view(2, x.shape[0], GROUPS)
     ours = group.launched_backward(
-        GroupArrived(given, x, weight, bias, statistics, case.options, GroupNormGradients._fields)
+        GroupArrived(given, x, weight, bias, saved, case.options, GroupNormGradients._fields)
     )
     activation = "silu" if silu else None
     exact = group_norm_bwd(given, x, GROUPS, weight, bias, EPS, activation=activation)

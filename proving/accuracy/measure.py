@@ -18,6 +18,7 @@ from normforge.dtypes import TORCH_DTYPES
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.gpu import interpreting
 from normforge.random_mask import dropout_mask
+from normforge.reference import BACKWARD
 from normforge.selection import dispatch, on_demand
 from normforge.selection.table import Entry, RetiledTable
 
@@ -28,7 +29,7 @@ from .interpreter import adding_by_halves
 from .layouts import Layout
 from .peer import EPS
 from .rows import KINDS
-from .units import MOST, Error, Exact, median, ratio, rounded
+from .units import MOST, Error, Exact, median, ratio, rounded, statistics
 
 
 @dataclass(frozen=True)
@@ -312,8 +313,7 @@ def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
         s = s * factor
     if rows.residual is not None:
         s = _stored_sum(rows).double()
-    mean = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[:, :1])
-    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    mean, rstd = statistics(s, EPS, centres=mode.norm.centres)
     half = _first_rounded_to(mode)
     h = (s - mean) * rstd
     h, either = (h, torch.zeros_like(h)) if half is None else rounded(h, half)
@@ -336,68 +336,60 @@ def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
     return found
 
 
+# By the name of a gradient.
+Tensors = dict[str, torch.Tensor]
+
+
 def _backward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
     """Both are given the same statistics: fp64's, rounded to fp32 as a forward call saves them."""
-    centres = case.mode.norm.centres
+    mode = case.mode
     for kind, part in _parts(kinds, operands):
         rows = operands.of(part)
-        assert rows.dy is not None
-        if rows.gate is not None:
-            yield from _gated_backward(case.mode, kind, rows)
-            continue
         s = rows.x.double()
-        mean = s.mean(-1) if centres else torch.zeros_like(s[:, 0])
-        rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
-        statistics = {"rstd": rstd.float()} | ({"mean": mean.float()} if centres else {})
-        wants = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
-        theirs = peer.backward(centres, rows.dy, rows.x, rows.weight, statistics)
-        oracle: Any = normforge.reference.layernorm2d_bwd if centres else normforge.reference.rmsnorm2d_bwd
-        more: dict[str, Any] = {}
-        if rows.keep is not None:
-            # Of a call's rows, which are these alone.
-            more, wants = _dropout(rows.x.device), (*wants, "ddropped")
-            theirs["ddropped"] = dropped(theirs["dx"], _mask(tuple(rows.x.shape), rows.x.device))
-        expected = oracle(rows.dy, rows.x, rows.weight, **statistics, **more)
-        actual = _our_gradients(case, rows, statistics, wants)
-        exact = {name: Exact(getattr(expected, name), expected.magnitudes[name]) for name in wants}
-        half = _first_rounded_to(case.mode)
-        if half is not None:
-            theirs["dweight"] = peer.dweight_rounding_first(rows.dy, rows.x, statistics, half)
-            h, either = rounded(
-                (s - statistics.get("mean", mean).unsqueeze(-1)) * statistics["rstd"].unsqueeze(-1), half
-            )
-            dy = rows.dy.double()
-            exact["dweight"] = Exact((dy * h).sum(0), expected.magnitudes["dweight"], (dy.abs() * either).sum(0))
-        for name in wants:
-            ours = actual[name]
-            yield kind, name, ours.dtype, exact[name].error_of(ours), exact[name].error_of(theirs[name])
+        if rows.gate is not None and mode.gating.is_before:
+            s = s * gates.activated(mode, rows.gate.double())
+        mean, rstd = statistics(s, EPS, centres=mode.norm.centres)
+        saved = {"rstd": rstd[:, 0].float()} | ({"mean": mean[:, 0].float()} if mode.norm.centres else {})
+        ours, theirs, exact = (_plain_gradients if rows.gate is None else _gated_gradients)(case, rows, saved)
+        for name, our in ours.items():
+            yield kind, name, our.dtype, exact[name].error_of(our), exact[name].error_of(theirs[name])
 
 
-def _gated_backward(mode: Mode, kind: str, rows: Operands) -> Iterator[Found]:
-    """Ours is given fp64's statistics of what is normalised, in fp32."""
+def _gated_gradients(case: Case, rows: Operands, saved: Tensors) -> tuple[Tensors, Tensors, dict[str, Exact]]:
     assert rows.dy is not None
     assert rows.gate is not None
-    s = rows.x.double()
-    s = s * gates.activated(mode, rows.gate.double()) if mode.gating.is_before else s
-    mean = s.mean(-1) if mode.norm.centres else torch.zeros_like(s[:, 0])
-    statistics = {"rstd": ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt().float()}
-    if mode.norm.centres:
-        statistics["mean"] = mean.float()
-    given = (rows.dy, rows.x, rows.gate, rows.weight)
-    ours, theirs = gates.backward(mode, *given, statistics), gates.torchs_gradients(mode, *given)
-    values, magnitudes = gates.exact_gradients(mode, *given)
-    for name, our in ours.items():
-        exact = Exact(values[name], magnitudes[name])
-        yield kind, name, our.dtype, exact.error_of(our), exact.error_of(theirs[name])
+    mode, given = case.mode, (rows.dy, rows.x, rows.gate, rows.weight)
+    ours = gates.backward(mode, *given, saved)
+    return ours, gates.torchs_gradients(mode, *given), gates.exact_gradients(mode, *given)
 
 
-def _our_gradients(
-    case: Case, rows: Operands, statistics: dict[str, torch.Tensor], wants: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
+def _plain_gradients(case: Case, rows: Operands, saved: Tensors) -> tuple[Tensors, Tensors, dict[str, Exact]]:
+    assert rows.dy is not None
+    mode, centres = case.mode, case.mode.norm.centres
+    wants = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
+    theirs = peer.backward(centres, rows.dy, rows.x, rows.weight, saved)
+    more: dict[str, Any] = {}
+    if rows.keep is not None:
+        # Of a call's rows, which are these alone.
+        more, wants = _dropout(rows.x.device), (*wants, "ddropped")
+        theirs["ddropped"] = dropped(theirs["dx"], _mask(tuple(rows.x.shape), rows.x.device))
+    expected = BACKWARD[mode.norm](rows.dy, rows.x, rows.weight, **saved, **more)
+    exact = {name: Exact(getattr(expected, name), expected.magnitudes[name]) for name in wants}
+    half = _first_rounded_to(mode)
+    if half is not None:
+        theirs["dweight"] = peer.dweight_rounding_first(rows.dy, rows.x, saved, half)
+        s, dy = rows.x.double(), rows.dy.double()
+        s = s - saved["mean"].unsqueeze(-1) if centres else s
+        h, either = rounded(s * saved["rstd"].unsqueeze(-1), half)
+        exact["dweight"] = Exact((dy * h).sum(0), expected.magnitudes["dweight"], (dy.abs() * either).sum(0))
+    return _our_gradients(case, rows, saved, wants), theirs, exact
+
+
+def _our_gradients(case: Case, rows: Operands, saved: Tensors, wants: tuple[str, ...]) -> Tensors:
     assert rows.dy is not None
     dy, x = (_laid(tensor, case.layout) for tensor in (rows.dy, rows.x))
-    saved = {name: value.view(x.shape[:-1]) for name, value in statistics.items()}
+    shaped = {name: value.view(x.shape[:-1]) for name, value in saved.items()}
     run: Any = layernorm2d_bwd if case.mode.norm.centres else rmsnorm2d_bwd
     more = _dropout(x.device) if case.mode.dropout else {}
-    found = run(dy, x, rows.weight, **saved, wants=wants, cast=case.mode.cast, **more)
+    found = run(dy, x, rows.weight, **shaped, wants=wants, cast=case.mode.cast, **more)
     return {name: getattr(found, name).view(-1, x.shape[-1]).squeeze(0) for name in wants}

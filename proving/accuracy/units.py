@@ -112,6 +112,13 @@ def rounded(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return nearest, torch.maximum(high - nearest, nearest - low)
 
 
+def statistics(rows: torch.Tensor, eps: float, *, centres: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of each row, 0 if rows are not centred, and the reciprocal standard deviation: fp64, (..., 1)."""
+    s = rows.double()
+    mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[..., :1])
+    return mean, ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 def median(rows: torch.Tensor) -> torch.Tensor:
     """Return the median magnitude of each row, (..., 1)."""
     return rows.abs().median(-1, keepdim=True).values

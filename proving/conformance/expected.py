@@ -12,6 +12,7 @@ from normforge import reference
 from normforge.dtypes import DTYPES
 
 from .. import cases
+from ..accuracy.units import statistics
 from .calls import LEAVES, Tensors, arguments, family, laid_out
 from .case import Case, Norm
 
@@ -82,8 +83,7 @@ def expected(case: Case, given: Tensors, got: Tensors, part: slice) -> dict[str,
 
 def _gradients(case: Case, given: Tensors, rows: Tensors, normalised: torch.Tensor) -> dict[str, Want]:
     s, dy = normalised.double(), rows.get("dy", torch.zeros_like(rows["x"]))
-    mean = s.mean(-1) if case.norm is Norm.LAYER else torch.zeros_like(s[:, 0])
-    rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + case.eps).rsqrt()
+    mean, rstd = (each.squeeze(-1) for each in statistics(s, case.eps, centres=case.norm is Norm.LAYER))
     more: dict[str, Any] = {"dresidual_out": rows.get("dresidual_out"), "cast": case.cast}
     if case.norm is Norm.LAYER:
         of = reference.layernorm2d_bwd(dy, normalised, given.get("weight"), mean=mean, rstd=rstd, **more)

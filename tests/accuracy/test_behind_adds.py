@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import normforge
+from normforge.codegen.values import Norm
+from normforge.reference import BACKWARD
 from proving.accuracy.peer import EPS, backward, forward
-from proving.accuracy.units import MOST, Exact, ratio
+from proving.accuracy.units import MOST, Exact, ratio, statistics
 
 from ..thorough import THOROUGH
 
@@ -48,10 +50,8 @@ def test_no_error_is_over_four_times_torchs(norm: str, n: int, dtype: torch.dtyp
         _, *found = torch.autograd.grad(y, leaves, dy)
         names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
         exact = _exact(centres, total.detach(), weight, dy)
-        statistics = {
-            name: each for name, each in forward(centres, total.detach(), weight, bias).items() if name != "y"
-        }
-        theirs = backward(centres, dy, total.detach(), weight, statistics)
+        saved = {name: each for name, each in forward(centres, total.detach(), weight, bias).items() if name != "y"}
+        theirs = backward(centres, dy, total.detach(), weight, saved)
         for name, ours in zip(names, found, strict=True):
             times = ratio(exact[name].error_of(ours), exact[name].error_of(theirs[name]), dtype)
             if times > MOST:
@@ -60,13 +60,9 @@ def test_no_error_is_over_four_times_torchs(norm: str, n: int, dtype: torch.dtyp
 
 
 def _exact(centres: bool, total: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, Exact]:
-    s, d = total.double(), dy.double()
-    mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[:, :1])
-    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-    if centres:
-        made = normforge.reference.layernorm2d_bwd(d, s, weight, mean=mean[:, 0], rstd=rstd[:, 0])
-    else:
-        made = normforge.reference.rmsnorm2d_bwd(d, s, weight, rstd=rstd[:, 0])
+    mean, rstd = statistics(total, EPS, centres=centres)
+    saved = {"mean": mean[:, 0], "rstd": rstd[:, 0]} if centres else {"rstd": rstd[:, 0]}
+    made = BACKWARD[Norm.LAYER if centres else Norm.RMS](dy, total, weight, **saved)
     names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
     return {name: Exact(getattr(made, name), made.magnitudes[name]) for name in names}
 
