@@ -8,18 +8,12 @@ from enum import Enum
 
 import torch
 
+from normforge.dtypes import DTYPES
+
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INT8, E4M3FN, E4M3FNUZ, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
 
-WORDS = {
-    FP16: "fp16",
-    BF16: "bf16",
-    FP32: "fp32",
-    INT8: "int8",
-    E4M3FN: "fp8_e4m3fn",
-    E4M3FNUZ: "fp8_e4m3fnuz",
-    E5M2: "fp8_e5m2",
-}
+WORDS = {dtype: word.value for dtype, word in DTYPES.items()}
 
 # The gradients that may arrive at a backward pass, by the output they are of.
 Y, RESIDUAL_OUT = "y", "residual_out"

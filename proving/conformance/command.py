@@ -14,7 +14,7 @@ from .. import parts
 from ..evidence import add_options, conclude
 from . import report
 from .case import Case
-from .pool import run_in_processes
+from .run import run_in_processes
 from .table import SUITES, cases, interpreted
 
 

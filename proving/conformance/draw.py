@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
@@ -53,9 +54,7 @@ def _empty_rows(
     shape: tuple[int, ...], stride: int, offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     *leading, n = shape
-    rows = 1
-    for size in leading:
-        rows *= size
+    rows = math.prod(leading)
     if stride == n and not offset:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = torch.full((offset + rows * stride,), float("nan"), dtype=dtype, device=device)

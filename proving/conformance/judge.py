@@ -6,6 +6,7 @@ Nothing here waits for a GPU before a case is over; then the units of all its re
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,6 @@ from normforge.reference.norms import quantise
 from .calls import Tensors
 from .case import BF16, FP16, FP32, Case, Close, Norm, Y
 from .expected import PER_ROW, SUMMED, Want, blocks, expected, rows_of
-from .outcome import Finding
 
 # A value may be off by one step where z / y_scale lies within so much of qmax of the middle between two: fp32 holds
 # neither exactly.
@@ -32,6 +32,26 @@ OWN = {FP16: Close(2e-5, 1e-3), BF16: Close(2e-5, 8e-3), FP32: Close(2e-5, 1e-5)
 OWN_STATISTICS = Close(1e-5, 1e-5)
 # An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
 OWN_SUM = 2e-6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One output's largest error: in units of what the suite allows, and of what fp32 arithmetic and rounding explain.
+
+    Attributes:
+        output: its name.
+        units: at most 1 passes.
+        own: at most 1 passes.
+    """
+
+    output: str
+    units: float
+    own: float
+
+    @property
+    def ok(self) -> bool:
+        """Return True if both rules hold."""
+        return self.units <= 1 and self.own <= 1
 
 
 class CloseTally:

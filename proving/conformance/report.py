@@ -8,7 +8,8 @@ from dataclasses import astuple, fields
 
 from ..evidence import Table, markdown
 from .case import Mode
-from .outcome import Finding, Outcome
+from .judge import Finding
+from .run import Outcome
 from .table import SUITES
 
 _COLUMNS = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from proving.conformance.case import Case, Mode
-from proving.conformance.pool import run_group
+from proving.conformance.run import run_group
 from proving.conformance.table import SUITES, cases, interpreted
 
 from ..thorough import first_of_each

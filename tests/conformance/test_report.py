@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pages import markers, section
+from benchmarks.pages import section
 from proving.conformance import report
 from proving.conformance.case import FP32, Mode
 from proving.conformance.command import main
-from proving.conformance.outcome import Finding, Outcome
-from proving.conformance.pool import run_in_processes
+from proving.conformance.judge import Finding
+from proving.conformance.run import Outcome, run_in_processes
 from proving.conformance.table import cases
 from proving.evidence import EVIDENCE, load, record
 
@@ -39,14 +39,11 @@ def _outcome(units: float, own: float = 0.5, error: str = "") -> Outcome:
     ids=["largest", "raised", "infinite"],
 )  # fmt: skip
 def test_a_row_counts_cases_and_keeps_the_largest_error(
-    outcomes: list[Outcome], row: tuple[str, ...], told: str, tmp_path: Path
+    outcomes: list[Outcome], row: tuple[str, ...], told: str, checkout: Path
 ) -> None:
-    page = tmp_path / EVIDENCE
-    page.parent.mkdir(parents=True)
-    page.write_text("\n".join(markers("conformance")))
     assert [str(outcome) for outcome in outcomes if not outcome.ok] == [f"a-case: {told}"]
-    record(tmp_path, "conformance", report.table(outcomes, HEADER), report.summary)
-    table, text = load(tmp_path, "conformance"), section(page, "conformance")
+    record(checkout, "conformance", report.table(outcomes, HEADER), report.summary)
+    table, text = load(checkout, "conformance"), section(checkout / EVIDENCE, "conformance")
     assert [*table.rows[0].values()] == ["ck_tile", "LayerNorm", "forward", "fp16 → fp16", "-", "-", *row]
     assert text == report.summary(table)
     assert "device a GPU, seed 0." in text
