@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
@@ -63,20 +64,11 @@ class Cell:
         return (stride, self.n, 1) if self.heads else (stride, 1)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A call, and what it would cover."""
-
-    cell: Cell
-    covers: frozenset[Hashable]
-
-    @property
-    def cost(self) -> int:
-        return self.cell.m * self.cell.n
+# A call, and what it would cover.
+_Candidate = tuple[Cell, frozenset[Hashable]]
 
 
-@dataclass(frozen=True)
-class TileKind:
+class TileKind(NamedTuple):
     """A class of tiles, as far as another one makes other machine code: what they count does not matter.
 
     Attributes:
@@ -117,10 +109,10 @@ def covering(entries: Iterable[Entry]) -> Iterator[Cell]:
     """Small calls that together run each kernel text, each kernel for each type of x, and each class of tiles."""
     covered: set[Hashable] = set()
     candidates = (candidate for entry in entries for candidate in _candidates(entry))
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.cost, candidate.cell.name)):
-        if not candidate.covers <= covered:
-            covered |= candidate.covers
-            yield candidate.cell
+    for cell, covers in sorted(candidates, key=lambda candidate: (candidate[0].m * candidate[0].n, candidate[0].name)):
+        if not covers <= covered:
+            covered |= covers
+            yield cell
 
 
 def _candidates(entry: Entry) -> Iterator[_Candidate]:
@@ -133,12 +125,12 @@ def _candidates(entry: Entry) -> Iterator[_Candidate]:
         yield _candidate(mode, m, n, tile.pipeline, kind)
         if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
             # Lengths such as 4097 start no row where a vector starts but the first.
-            yield _candidate(mode, m, _odd(entry), Part.WINDOW, replace(kind, staged=False))
+            yield _candidate(mode, m, _odd(entry), Part.WINDOW, kind._replace(staged=False))
 
 
 def _candidate(mode: Mode, m: int, n: int, part: Pipeline | Part, kind: TileKind) -> _Candidate:
     covers = (part, text_of(mode)), (part, mode.direction, mode.dtype_in), (part, kind)
-    return _Candidate(Cell(mode, m, n), frozenset(covers))
+    return Cell(mode, m, n), frozenset(covers)
 
 
 def _odd(entry: Entry) -> int:

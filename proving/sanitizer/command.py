@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,10 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU was found, and the tools watch nothing else", file=sys.stderr)
         return 2
-    runs = _Runs(options.device, options.jobs, options.log)
     # Compiled now, without a tool, kernels are found in Triton's cache on disk.
     print(f"compiling what {len(every())} calls take", file=sys.stderr)
-    plain = runs.all("plain", ())
+    plain = _all("plain", (), options)
     problems = [why for log in plain for why in log.broken]
     if problems or not all(log.ended for log in plain):
         print("\n".join(("without a tool, calls fail or a process ends early:", *problems)), file=sys.stderr)
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for tool in due:
             print(f"{tool} looks for {TOOLS[tool]}", file=sys.stderr)
             began = time.monotonic()
-            logs = runs.all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"))
+            logs = _all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"), options)
             yield tool, Outcome(tool, logs, time.monotonic() - began)
 
     found = parts.run({tool: tool for tool in options.tool or TOOLS}, watched, options, header)
@@ -119,48 +119,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(outcome.clean for outcome in outcomes) and not found.left else 1
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """Processes that make the calls, each its share.
+def _all(name: str, command: tuple[str, ...], options: argparse.Namespace) -> tuple[Log, ...]:
+    """Make every call, in processes that a command watches, each its share."""
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return tuple(pool.map(partial(_one, name, command, options), range(1, options.jobs + 1)))
 
-    Attributes:
-        device: where.
-        jobs: how many processes at once.
-        log: a folder for what they print, or None.
-    """
 
-    device: str
-    jobs: int
-    log: Path | None
-
-    def all(self, name: str, command: tuple[str, ...]) -> tuple[Log, ...]:
-        """Make every call, in processes that a command watches."""
-        with ThreadPoolExecutor(self.jobs) as pool:
-            return tuple(pool.map(lambda part: self._one(name, command, part), range(1, self.jobs + 1)))
-
-    def _one(self, name: str, command: tuple[str, ...], part: int) -> Log:
-        worker = (*_WORKER, "--share", f"{part}/{self.jobs}", "--device", self.device)
-        # Without a cache each tensor is an allocation of its own, exactly as long, and never written before.
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        try:
-            done = subprocess.run(
-                (*command, *worker),
-                cwd=_ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                check=False,
-                timeout=_LIMIT,
-            )
-            text = done.stdout
-        except subprocess.TimeoutExpired as late:
-            text = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        if self.log is not None:
-            self.log.mkdir(parents=True, exist_ok=True)
-            (self.log / f"{name}_{part}.log").write_text(text)
-        return read(text)
+def _one(name: str, command: tuple[str, ...], options: argparse.Namespace, part: int) -> Log:
+    worker = (*_WORKER, "--share", f"{part}/{options.jobs}", "--device", options.device)
+    # Without a cache each tensor is an allocation of its own, exactly as long, and never written before.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            (*command, *worker),
+            cwd=_ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_LIMIT,
+        )
+        text = done.stdout
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+    if options.log is not None:
+        options.log.mkdir(parents=True, exist_ok=True)
+        (options.log / f"{name}_{part}.log").write_text(text)
+    return read(text)
 
 
 def _find() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +22,8 @@ from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, k
 from proving.sanitizer.worker import call, call_of
 
 from ..launching import launching_nothing
-from ..thorough import THOROUGH
 
 CPU = torch.device("cpu")
-# Templates that hold no kernel: frames of files, and device functions.
-_FRAMES = ("calls", "dispatch", "functional", "jax_functions", "module", "modules", "operands", "package", "primitives")
-FRAMES = {f"{name}.py.j2" for name in _FRAMES}
 FINALISER = "sum_partials"
 
 
@@ -54,16 +49,6 @@ def kernels() -> frozenset[tuple[AnyMode, Pipeline | Part]]:
     return frozenset(map(part_of, keys))
 
 
-@THOROUGH
-def test_every_template_of_a_kernel_is_touched(repository: Path) -> None:
-    touched = {f"{'bwd_' if mode.is_backward else ''}{part.value}.py.j2" for mode, part in kernels()}
-    if any(key.symbol == FINALISER for cell in cells() for key in launched(cell)):
-        touched.add("finalise.py.j2")
-    found = {path.name for path in (repository / "templates").glob("*.py.j2")}
-    of_groups = {name for name in found if name.startswith(("gn_", "group_"))}
-    assert touched == found - FRAMES - of_groups
-
-
 def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> None:
     some = [Mode.from_name(entry.mode) for entry in dispatch.loaded()]
     expected = {
@@ -72,6 +57,7 @@ def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> N
     assert {(mode.direction, part) for mode, part in kernels()} == expected
     assert {part for _, part in expected} == {*Pipeline, *(part for part in Part if not part.is_of_groups)}
     assert {direction for direction, _ in expected} == set(Direction)
+    assert FINALISER in {key.symbol for cell in cells() for key in launched(cell)}
 
 
 def test_every_kernel_text_of_the_table_is_touched() -> None:

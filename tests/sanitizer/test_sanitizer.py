@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import markers, section
+from benchmarks.pages import section
 from proving.evidence import EVIDENCE, load
 from proving.sanitizer.cells import every
 from proving.sanitizer.command import main, summary
@@ -96,69 +96,53 @@ FAKE = """\
 if [ "$1" = --version ]; then echo "NVIDIA (R) Compute Sanitizer"; echo "Version 2025.3.1"; exit 0; fi
 tool=$2
 echo "========= COMPUTE-SANITIZER"
-cat "$FAKE_CALLS"
-if [ "$tool" = "$FAKE_FINDS" ]; then cat "$FAKE_REPORT"; fi
+cat "$FAKE_FOLDER/calls"
+if [ "$tool" = "$FAKE_FINDS" ]; then cat "$FAKE_FOLDER/report"; fi
 echo "sanitizer done: 1"
 echo "========= ERROR SUMMARY: 0 errors"
 """
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
+def fake(checkout: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
     """A sanitizer on PATH that watches nothing, and a python whose calls are only named."""
     import proving.sanitizer.command as runner
 
-    sanitizer = tmp_path / "bin" / "compute-sanitizer"
-    sanitizer.parent.mkdir()
+    sanitizer = checkout / "compute-sanitizer"
     sanitizer.write_text(FAKE)
     sanitizer.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sanitizer.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_REPORT", str(tmp_path / "report"))
-    (tmp_path / "report").write_text(OUT_OF_BOUNDS)
-    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
-    (tmp_path / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in every()))
+    monkeypatch.setenv("PATH", f"{checkout}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_FOLDER", str(checkout))
+    (checkout / "report").write_text(OUT_OF_BOUNDS)
+    (checkout / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in every()))
     # Without a tool the calls are made for Triton's cache alone, and take minutes in the interpreter.
     stand_in = (str(sanitizer), "--tool", "none", "-m", "proving.sanitizer.worker")
     monkeypatch.setattr(runner, "_WORKER", stand_in)
     monkeypatch.chdir(repository)
-    return tmp_path
+    return checkout
 
 
 @THOROUGH
-def test_clean_is_0_and_writes_the_document(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = fake / EVIDENCE
-    page.parent.mkdir(parents=True)
-    page.write_text("\n".join(markers("sanitizer")))
-    options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--revision", "abc"]
-    assert main([*options, "--record", str(fake), "--log", str(fake / "log")]) == 0
-    assert "clean" in capsys.readouterr().out
-    table, written = load(fake, "sanitizer"), section(page, "sanitizer")
+@pytest.mark.parametrize("finds", ["memcheck", "nothing"])
+def test_the_document_and_the_output_tell_what_a_tool_found(
+    finds: str, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_FINDS", finds)
+    errors = int(finds == "memcheck")
+    options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--tool", "racecheck", "--revision", "abc"]
+    assert main([*options, "--record", str(fake), "--log", str(fake / "log")]) == errors
+    told, table, written = capsys.readouterr().out, load(fake, "sanitizer"), section(fake / EVIDENCE, "sanitizer")
     assert written == summary(table)
     assert "revision abc, compute-sanitizer 2025.3.1" in written
-    assert re.search(rf"^\| memcheck \|.*\| {len(every())} \| 0 \| 0 \| \d+ \| clean \|$", written, re.MULTILINE)
+    for tool, found in (("memcheck", errors), ("racecheck", 0)):
+        line = rf"^\| {tool} \|.*\| {len(every())} \| {found} \| 0 \| \d+ \| {'not clean' if found else 'clean'} \|$"
+        assert re.search(line, written, re.MULTILINE)
+        assert (f"- {tool}: `{every()[-1].name}`, 1 errors" in written) == bool(found)
+        assert (f"{tool}: {every()[-1].name}" in told) == bool(found)
+    assert ("ln_fwd_bf16_window+0x5c0 in primitives.py:564" in told) == bool(errors)
     assert [row["call"] for row in table.rows] == [cell.name for cell in every()]
-    assert {row["memcheck"] for row in table.rows} == {"0"}
-    assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log"}
-
-
-@THOROUGH
-def test_an_error_is_1_and_is_told(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FAKE_FINDS", "memcheck")
-    page = fake / EVIDENCE
-    page.parent.mkdir(parents=True)
-    page.write_text("\n".join(markers("sanitizer")))
-    options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--tool", "racecheck"]
-    assert main([*options, "--record", str(fake)]) == 1
-    written = section(page, "sanitizer")
-    assert "not clean" in written
-    assert f"- memcheck: `{every()[-1].name}`, 1 errors" in written
-    assert "- racecheck" not in written
-    told = capsys.readouterr().out
-    assert "memcheck: " in told
-    assert "ln_fwd_bf16_window+0x5c0 in primitives.py:564" in told
-    assert "racecheck: " not in told
+    assert sum(int(row["memcheck"]) for row in table.rows) == errors
+    assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log", "racecheck_1.log"}
 
 
 @THOROUGH
