@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 
 from . import modules
-from .functions import JUMPS, SETTINGS, Call, Function, families, settled
+from .functions import JUMPS, SETTINGS, Call, families, settled
 from .operands import Operand
 from .outcome import Outcome, Subject, outcome_of
 from .session import Session, forgotten
@@ -58,14 +59,8 @@ def subjects(family: str) -> list[Subject]:
         draws = {name: draw for name, (_, draw) in SETTINGS.items()} | dict(function.draws)
         jumps = [{**jump} for word, jumps in JUMPS.items() if word in function.name for jump in jumps]
         jumps = [jump for jump in jumps if set(jump) <= set(defaults)]
-
-        def outcome(session: Session, call: Call, cold: bool, function: Function = function) -> Outcome:
-            return outcome_of(function, session, call, cold)
-
-        def together(call: Call, function: Function = function) -> Call:
-            return settled(function, call)
-
-        made.append(Subject(function.name, defaults, draws, outcome, together, jumps))
+        of, together = partial(outcome_of, function), partial(settled, function)
+        made.append(Subject(function.name, defaults, draws, of, together, jumps))
     return made
 
 
@@ -181,8 +176,9 @@ def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Pro
         by_address: whether launches take addresses, and known calls are found in C.
     """
     random, session = Random(f"{family} {seed} {by_address}"), Session(by_address=by_address)
+    # Ahead of the recording: a module of a family says, when it is imported, how `native.calls` records its calls.
+    among = {subject.name: subject for subject in subjects(family)}
     with session.recording():
-        among = {subject.name: subject for subject in subjects(family)}
         current: dict[str, Call] = {name: dict(subject.defaults) for name, subject in among.items()}
         liked: dict[str, list[Call]] = {name: [] for name in among}
         history: list[tuple[str, Call]] = []

@@ -9,7 +9,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -224,12 +223,12 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
     draws, defaults = {}, {}
     for parameter, (default, optional) in parameters.items():
         row = rows.get(parameter)
-        forms = _NAMED_FORMS.get(parameter)
+        forms = _NAMED_FORMS.get(parameter, () if row is None else _FORMS.get(row.kind, ()))
         if parameter in _OWN.get(kind, {}) and not (operator and kind != "group"):
             draws[parameter] = _OWN[kind][parameter]
         elif row is not None:
             draws[parameter] = _of_row(row, operator)
-        elif forms is not None:
+        elif forms:
             draws[parameter] = _operand(forms, (torch.float32,) * 8 + (torch.float16,), optional, 0.03)
         else:
             draws[parameter] = _SPECIAL[parameter]
@@ -237,14 +236,7 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
             defaults[parameter] = default
         elif parameter == "normalized_shape":
             defaults[parameter] = "(n,)"
-        elif (
-            row is not None
-            and row.kind.is_tensor
-            and row.kind is not Kind.RANDOM
-            and (not optional or parameter == "dy")
-        ):
-            defaults[parameter] = Operand(form=_FORMS[row.kind][0])
-        elif forms is not None and not optional:
+        elif forms and (not optional or parameter == "dy"):
             defaults[parameter] = Operand(form=forms[0])
         else:
             defaults[parameter] = None if optional else _usual(parameter, row)
@@ -279,11 +271,7 @@ def _operator(name: str) -> Function:
 
 
 def _both(pattern: str) -> list[str]:
-    layer, rms = ("layernorm2d", "rmsnorm2d") if "2d" in pattern else ("layer_norm", "rms_norm")
-    return [
-        pattern.replace("NORM2d", layer).replace("NORM", layer),
-        pattern.replace("NORM2d", rms).replace("NORM", rms),
-    ]
+    return [pattern.replace("NORM2d", f"{norm}norm2d").replace("NORM", f"{norm}_norm") for norm in ("layer", "rms")]
 
 
 _PATTERNS = {
@@ -427,7 +415,7 @@ def arguments(function: Function, call: Call) -> dict[str, Any]:
                 "pair": (1, 2), "other pair": (3, 4), "tensor": torch.tensor([5, 6]), "generator": torch.Generator(),
             }.get(value)  # fmt: skip
         elif isinstance(value, str) and "." in value:
-            made[name] = _EVALUATED[value]()
+            made[name] = _EVALUATED[value]
         else:
             made[name] = list(value) if function.name.startswith("torch.") and isinstance(value, tuple) else value
     target, _, source = call["alias"].partition("=")
@@ -436,13 +424,13 @@ def arguments(function: Function, call: Call) -> dict[str, Any]:
     return made
 
 
-def _members() -> dict[str, Callable[[], Any]]:
-    words = [row.words for family in FAMILIES for row in family.parameters if row.words is not None]
-    return {f"{enum.__name__}.{each.name}": _giving(each) for enum in words for each in enum}
-
-
-def _giving(value: Enum) -> Callable[[], Enum]:
-    return lambda: value
-
-
-_EVALUATED: Mapping[str, Callable[[], Any]] = {"torch.tensor(1e-5)": lambda: torch.tensor(1e-5), **_members()}
+_EVALUATED: Mapping[str, Any] = {
+    "torch.tensor(1e-5)": torch.tensor(1e-5),
+    **{
+        f"{row.words.__name__}.{each.name}": each
+        for family in FAMILIES
+        for row in family.parameters
+        for each in row.words or ()
+        if row.words is not None
+    },
+}

@@ -142,7 +142,8 @@ def _in_state(module: torch.nn.Module, call: Call) -> Iterator[None]:
             stack.callback(setattr, norm, "weight", weight)
             for name in ("eps", "variance_epsilon") if state == "eps" else ():
                 if hasattr(norm, name):
-                    stack.enter_context(mock.patch.object(norm, name, 1e-3))
+                    stack.callback(setattr, norm, name, getattr(norm, name))
+                    setattr(norm, name, 1e-3)
             if type(data) is not torch.Tensor:
                 # A DTensor's, of which there is no negated view.
                 continue

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from .. import cases
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,61 +40,41 @@ class Subclass(torch.Tensor):
 Shape = Sequence[int]
 
 
-def numbers(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of fixed numbers that no kernel reads."""
-    return (
-        torch.ones(math.prod(shape) + 8, dtype=torch.float32).to(dtype)[: math.prod(shape)].view(tuple(shape)).clone()
-    )
-
-
-def _offset(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return numbers([math.prod(shape) + 1], dtype)[1:].view(tuple(shape))
-
-
-def _wide(by: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    return numbers([*shape[:-1], shape[-1] + by], dtype)[..., : shape[-1]]
-
-
-def _lead_of_one(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+def _lead_of_one(tensor: torch.Tensor) -> torch.Tensor:
     strides, step = [], 1
-    for size in reversed(shape):
+    for size in reversed(tensor.shape):
         strides.append(step if size > 1 else 977)
         step *= size or 1
-    return numbers(shape, dtype).as_strided(tuple(shape), strides[::-1])
+    return tensor.as_strided(tensor.shape, strides[::-1])
 
 
-def _transposed(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return numbers([shape[-1], *shape[:-1]], dtype).movedim(0, -1)
-
-
-def _channels_last(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return (
-        numbers([shape[0], *shape[2:], *shape[1:2]], dtype).movedim(-1, 1) if len(shape) > 2 else numbers(shape, dtype)
-    )
-
-
-def _permuted(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    if len(shape) < 3:
-        return numbers(shape, dtype)
-    return numbers([shape[1], shape[0], *shape[2:]], dtype).transpose(0, 1)
-
-
-LAYOUTS: Mapping[str, Callable[[Shape, torch.dtype], torch.Tensor]] = {
-    "contiguous": numbers,
-    "offset": _offset,
-    "gapped": lambda shape, dtype: _wide(shape[-1], dtype, shape),
-    "ragged": lambda shape, dtype: _wide(1, dtype, shape),
-    "strided": lambda shape, dtype: numbers([*shape, 2], dtype)[..., 0],
-    "every other": lambda shape, dtype: numbers([2 * shape[0], *shape[1:]], dtype)[::2],
-    "transposed": _transposed,
-    "channels last": _channels_last,
-    "permuted": _permuted,
-    "expanded": lambda shape, dtype: numbers([1] * len(shape), dtype).expand(tuple(shape)),
-    "rows expanded": lambda shape, dtype: numbers([*[1] * (len(shape) - 1), shape[-1]], dtype).expand(tuple(shape)),
-    "negated": lambda shape, dtype: torch._neg_view(numbers(shape, dtype)),
-    "conjugate's": lambda shape, dtype: torch.view_as_complex(numbers([*shape, 2], torch.float32)).conj().imag,
+_OWN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ragged": partial(cases._wide, 1),
+    "strided": lambda tensor: torch.stack((tensor, tensor), -1)[..., 0],
+    "every other": lambda tensor: tensor.repeat_interleave(2, 0)[::2],
+    "permuted": lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 2 else tensor,
+    "rows expanded": lambda tensor: tensor[(0,) * (tensor.dim() - 1)].expand(tensor.shape),
+    "negated": torch._neg_view,
+    "conjugate's": cases.LAYOUTS["negated"],
     "lead of one": _lead_of_one,
 }
+# In the order from which a seed's sequences follow.
+LAYOUTS = {
+    name: {**cases.LAYOUTS, **_OWN}[name]
+    for name in (
+        *("contiguous", "offset", "gapped", "ragged", "strided", "every other", "transposed", "channels last"),
+        *("permuted", "expanded", "rows expanded", "negated", "conjugate's", "lead of one"),
+    )
+}
+
+
+def laid(layout: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of numbers that no kernel reads; contiguous if torch lacks a layout of a dtype or shape."""
+    tensor = torch.ones(tuple(shape), dtype=torch.float32).to(dtype)
+    try:
+        return LAYOUTS[layout](tensor)
+    except (RuntimeError, IndexError):
+        return tensor
 
 
 def _in_inference(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,11 +107,12 @@ USUAL_HOLDERS = ("tensor",) * 10 + ("parameter",) * 3 + ("subclass", "inference"
 
 
 def built(operand: Operand, shape: Shape, dtype: torch.dtype) -> Any:
-    """Return a tensor, or what stands in its place, of some properties; torch has not each layout of each dtype."""
+    """Return a tensor, or what stands in its place, of some properties; not every holder takes each layout."""
     try:
-        return _held(operand, LAYOUTS[operand.layout](shape, dtype))
+        return _held(operand, laid(operand.layout, shape, dtype))
     except (RuntimeError, IndexError):
-        return _held(operand, numbers(shape, dtype)) if operand.holder != "sparse" else numbers(shape, dtype)
+        plain = laid("contiguous", shape, dtype)
+        return plain if operand.holder == "sparse" else _held(operand, plain)
 
 
 def _held(operand: Operand, tensor: torch.Tensor) -> Any:

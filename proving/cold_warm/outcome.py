@@ -10,7 +10,7 @@ import torch
 
 from .contexts import OPERATORS_SEEN, TRANSFORMS, within
 from .functions import Call, Draw, Function, arguments
-from .operands import LAYOUTS, numbers
+from .operands import laid
 from .session import Session
 
 Outcome = dict[str, Any]
@@ -128,10 +128,7 @@ def _backward(session: Session, call: Call, given: Mapping[str, Any], due: list[
     try:
         arriving = []
         for at, output in enumerate(due):
-            try:
-                gradient = LAYOUTS[call["gradient"]](tuple(output.shape), output.dtype)
-            except (RuntimeError, IndexError):
-                gradient = numbers(tuple(output.shape), output.dtype)
+            gradient = laid(call["gradient"], output.shape, output.dtype)
             session.name(f"gradient {at}", gradient)
             arriving.append(gradient.to(output.dtype))
 
