@@ -8,36 +8,29 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """A lock that any number may share, or one hold alone."""
+    """A permit for each of several threads; a thread that runs alone holds all of them."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._sharing = 0
-        self._alone = False
+    def __init__(self, threads: int) -> None:
+        self._threads, self._permits, self._one = threads, threading.Semaphore(threads), threading.Lock()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Run beside others, once no thread has the gate alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._sharing += 1
+        # Held for a moment: a thread that waits to be alone lets no other thread in.
+        with self._one:
+            self._permits.acquire()
         try:
             yield
         finally:
-            with self._changed:
-                self._sharing -= 1
-                self._changed.notify_all()
+            self._permits.release()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Run by oneself, once all others are done; who comes later waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._alone = True
-            self._changed.wait_for(lambda: self._sharing == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._alone = False
-                self._changed.notify_all()
+        with self._one:
+            for _ in range(self._threads):
+                self._permits.acquire()
+            try:
+                yield
+            finally:
+                self._permits.release(self._threads)

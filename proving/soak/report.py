@@ -18,12 +18,22 @@ _COUNTS = (
     "graph replays",
     "checks",
 )
+_KINDS, _FAILURES = "kinds of calls", "failures"
+_HELD = ("held", "at start", "after warm-up", "at end", "slope per 1000 calls", "verdict")
 
 
 def table(result: Result, header: Mapping[str, str]) -> Table:
     """Return the full table: a row per quantity that is held; the counts of calls in the header."""
-    rows = [dict(zip(_HELD, row, strict=True)) for row in _held(result)]
-    return Table({**header, "minutes": _minutes(result), **_counts(result)}, _HELD, rows)
+    counts = {name: f"{result.done[name]:,}" for name in _COUNTS}
+    counts |= {_KINDS: str(result.kinds), _FAILURES: str(len(result.failures))}
+    rows = []
+    for growth in result.growths:
+        digits = 1 if growth.what.endswith("MiB") else 0
+        shown = [f"{value:,.{digits}f}" for value in (growth.start, growth.first, growth.last)]
+        verdict = "not judged" if SLACK[growth.what] is None else "held" if growth.ok else "GREW"
+        values = (growth.what, *shown, f"{1000 * growth.slope:+.3f}", verdict)
+        rows.append(dict(zip(_HELD, values, strict=True)))
+    return Table({**header, "minutes": f"{result.seconds / 60:.1f}", **counts}, _HELD, rows)
 
 
 def summary(table: Table) -> str:
@@ -39,28 +49,3 @@ def summary(table: Table) -> str:
         markdown(_HELD, [[row[name] for name in _HELD] for row in table.rows]),
     ]
     return "\n\n".join(parts)
-
-
-_KINDS, _FAILURES = "kinds of calls", "failures"
-
-
-def _counts(result: Result) -> dict[str, str]:
-    counts = {name: f"{result.done[name]:,}" for name in _COUNTS}
-    return {**counts, _KINDS: str(result.kinds), _FAILURES: str(len(result.failures))}
-
-
-def _minutes(result: Result) -> str:
-    return f"{result.seconds / 60:.1f}"
-
-
-_HELD = ("held", "at start", "after warm-up", "at end", "slope per 1000 calls", "verdict")
-
-
-def _held(result: Result) -> list[tuple[str, ...]]:
-    rows = []
-    for growth in result.growths:
-        digits = 1 if growth.what.endswith("MiB") else 0
-        shown = [f"{value:,.{digits}f}" for value in (growth.start, growth.first, growth.last)]
-        verdict = "not judged" if SLACK[growth.what] is None else "held" if growth.ok else "GREW"
-        rows.append((growth.what, *shown, f"{1000 * growth.slope:+.3f}", verdict))
-    return rows

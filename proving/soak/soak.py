@@ -59,7 +59,8 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
         device: a GPU, or the CPU under TRITON_INTERPRET=1.
         progress: whether to show a progress bar.
     """
-    size, gate = SIZES[device.type], Gate()
+    size = SIZES[device.type]
+    gate = Gate(size.threads)
     kinds = make_pool(
         random.Random(seed).choice, size.lengths, calls=size.calls, steps=size.steps, backward=size.backward
     )
@@ -73,7 +74,7 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
     started = time.monotonic()
 
     def run(worker: Worker) -> None:
-        while time.monotonic() < end and len(worker.tally.failures) < _MOST_FAILURES:
+        while time.monotonic() < end and len(worker.failures) < _MOST_FAILURES:
             worker.act()
 
     threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
@@ -82,8 +83,8 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
     samples = _watch(threads, workers, gate, device, end, progress)
     for thread in threads:
         thread.join()
-    done = sum((worker.tally.done for worker in workers), Counter[str]())
-    failures = [failure for worker in workers for failure in worker.tally.failures]
+    done = sum((worker.done for worker in workers), Counter[str]())
+    failures = [failure for worker in workers for failure in worker.failures]
     count = len(kinds.calls) + len(kinds.steps) + len(kinds.backward)
     return Result(done, failures, growths(before, samples), time.monotonic() - started, count)
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -25,23 +25,17 @@ _CHECKED = 0.25
 _REPLAYS = 5
 
 
-@dataclass
-class Tally:
-    """The work of one worker."""
-
-    done: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-
 class Worker:
     """One thread's calls: from its own random numbers, on its own streams.
 
     Attributes:
-        tally: what was done.
+        done: how much of what.
+        failures: what failed, and how.
     """
 
     def __init__(self, kinds: Pool, device: torch.device, gate: Gate, seed: str, size: Size) -> None:
-        self.tally = Tally()
+        self.done: Counter[str] = Counter()
+        self.failures: list[str] = []
         self._kinds, self._device, self._gate = kinds, device, gate
         self._random = random.Random(seed)
         self._shapes, self._most = size.shapes, size.most
@@ -56,7 +50,7 @@ class Worker:
         )
 
     def act(self) -> None:
-        """Do one thing, and record failures in the tally."""
+        """Do one thing, and record failures."""
         actions, weights = zip(*self._actions, strict=True)
         action = self._random.choices(actions, weights)[0]
         try:
@@ -64,7 +58,7 @@ class Worker:
             with nullcontext() if action == self._graph else self._gate.shared():
                 action()
         except Exception as error:  # Whatever it is, it is what the soak is for.
-            self.tally.failures.append(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
+            self.failures.append(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
 
     def warm_up(self) -> None:
         """Call every kind with every shape, so that nothing is met later for the first time."""
@@ -78,7 +72,7 @@ class Worker:
     @property
     def calls(self) -> int:
         """How many calls were made."""
-        return sum(count for name, count in self.tally.done.items() if name != "checks")
+        return sum(count for name, count in self.done.items() if name != "checks")
 
     def _leading(self) -> tuple[tuple[int, ...], ...]:
         """Any number of rows, or one of the shapes with more dimensions: of those a plan each is kept."""
@@ -95,14 +89,14 @@ class Worker:
 
     def _is_checked(self) -> bool:
         checked = self._random.random() < _CHECKED
-        self.tally.done["checks"] += checked
+        self.done["checks"] += checked
         return checked
 
     def _call(self) -> None:
         with self._on_a_stream():
             made = self._made()
             output = made.run()
-            self.tally.done["forward calls"] += 1
+            self.done["forward calls"] += 1
             if self._is_checked():
                 made.check(output)
 
@@ -112,14 +106,14 @@ class Worker:
             step = draw_step(self._random.choice, kind, self._leading(), self._most)
             take = step.check if self._is_checked() else step.run
             take(self._device)
-        self.tally.done["training steps"] += 1
+        self.done["training steps"] += 1
 
     def _backward(self) -> None:
         kind = self._random.choice(self._kinds.backward)
         with self._on_a_stream():
             draw_backward(self._random.choice, kind, self._leading(), self._most).run(self._device)
-        self.tally.done["backward calls"] += 1
-        self.tally.done["checks"] += 1
+        self.done["backward calls"] += 1
+        self.done["checks"] += 1
 
     def _mistake(self) -> None:
         with self._on_a_stream():
@@ -133,7 +127,7 @@ class Worker:
                 made.check_untouched(refused=True)
             else:
                 raise AssertionError(f"a call was taken that is illegal: {wrong}")
-        self.tally.done["refused calls"] += 1
+        self.done["refused calls"] += 1
 
     def _graph(self) -> None:
         """Capture a call, replay it over other values, and hold the last replay to the oracle."""
@@ -148,14 +142,14 @@ class Worker:
             torch.cuda.synchronize(self._device)
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 output = made.run()
-        self.tally.done["graphs captured"] += 1
+        self.done["graphs captured"] += 1
         with self._gate.shared(), torch.cuda.stream(stream):
             for _ in range(_REPLAYS):
                 made.refill(self._random.randrange(1 << 16))
                 graph.replay()
-                self.tally.done["graph replays"] += 1
+                self.done["graph replays"] += 1
             made.check(output)
-            self.tally.done["checks"] += 1
+            self.done["checks"] += 1
             stream.synchronize()
         with self._gate.alone():
             # Its memory goes back while nothing else runs.

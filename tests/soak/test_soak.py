@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pages import markers, section
+from benchmarks.pages import section
 from proving.evidence import EVIDENCE, load
 from proving.soak.command import main
 from proving.soak.measure import CALLS, MIB, SLACK, growths
@@ -27,18 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @THOROUGH
 def test_a_short_soak_finds_nothing_wrong_and_says_what_it_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / EVIDENCE
-    page.parent.mkdir(parents=True)
-    page.write_text("\n".join(markers("soak")))
     options = ["--minutes", "0.2", "--seed", "0", "--device", "cpu", "--revision", "none"]
-    status = main([*options, "--record", str(tmp_path)])
+    status = main([*options, "--record", str(checkout)])
     said = capsys.readouterr().out
     assert status == 0, said
     assert "forward calls" in said
-    assert "seed 0" in page.read_text()
-    assert section(page, "soak") == summary(load(tmp_path, "soak"))
+    written = section(checkout / EVIDENCE, "soak")
+    assert "seed 0" in written
+    assert written == summary(load(checkout, "soak"))
 
 
 @THOROUGH
