@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+
+from benchmarks.environment import revision_of
 
 from ..evidence import Table, markdown
 from .tree import ROOT
@@ -14,22 +15,10 @@ from .trial import Outcome, Verdict
 _COLUMNS = ("file", "breaks", "verdict", "caught by", "suite")
 
 
-def revision() -> str:
-    """Return the revision that was tried: the commit, and whether files differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-    changed = git(
-        "status", "--porcelain", "--", "runtime", "tools", "codegen", "templates", "generated", "tests", "proving"
-    )
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
-
-
 def header(given: str | None) -> dict[str, str]:
     """Return what the table states: versions and the revision, git's unless one is given."""
     versions = {package: version(package) for package in ("torch", "triton")}
-    return {"python": platform.python_version(), **versions, "revision": given or revision()}
+    return {"python": platform.python_version(), **versions, "revision": given or revision_of(ROOT)}
 
 
 def table(outcomes: Sequence[Outcome], stated: Mapping[str, str], seconds: float) -> Table:

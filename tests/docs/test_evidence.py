@@ -11,7 +11,7 @@ from proving.accuracy import report as accuracy
 from proving.conformance import report as conformance
 from proving.evidence import Table, load
 from proving.matrix import command as matrix
-from proving.models import survey
+from proving.models import command as models
 from proving.mutants import report as mutants
 from proving.sanitizer import command as sanitizer
 from proving.soak import report as soak
@@ -25,7 +25,7 @@ SUMMARIES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "soak": ("evidence", soak.summary),
     "mutants": ("evidence", mutants.summary),
     "versions": ("versions", matrix.summary),
-    "huggingface": ("huggingface", survey.summary),
+    "huggingface": ("huggingface", models.summary),
 }
 # Words of a section, or of a page with one section.
 MOST_WORDS = 500

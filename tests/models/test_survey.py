@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from proving.models.survey import NORM, summary, survey
+from proving.models.command import NORM, summary, survey
 
 from ..nn import models
 
