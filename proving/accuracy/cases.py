@@ -29,8 +29,7 @@ from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
 from tests.norms import FULL
 
-from .groups import GroupCase, group_cases
-from .layouts import Layout
+from .groups import GroupCase, Layout, group_cases
 
 FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
 INT8, FP8 = DType.INT8, DType.FP8_E4M3FN

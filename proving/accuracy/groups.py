@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 
 import torch
@@ -19,13 +20,20 @@ from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose, cut
 from normforge.reference.grouped import group_norm_bwd
 
-from .layouts import Layout
 from .peer import EPS
 from .units import Exact, median, statistics
 
 # Of a sample; rows of a kind come in multiples of it.
 GROUPS = 4
 _aten = torch.ops.aten
+
+
+class Layout(Enum):
+    """How rows lie in memory; the value is what names and reports call it."""
+
+    ADJOINING = ""
+    HEADS = "heads"
+    HEADS_IN_PLACE = "heads in place"
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from normforge.selection.table import Entry, RetiledTable
 
 from . import gates, groups, peer
 from .cases import Case, rows_of_a_kind
-from .groups import GROUPS, GroupCase
+from .groups import GROUPS, GroupCase, Layout
 from .interpreter import adding_by_halves
-from .layouts import Layout
 from .peer import EPS
 from .rows import KINDS
 from .units import MOST, Error, Exact, median, ratio, rounded, statistics

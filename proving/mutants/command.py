@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 from .. import parts
 from ..evidence import add_options, conclude
@@ -17,6 +18,8 @@ from .report import header, summary, table
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
+
+T = TypeVar("T")
 
 # The runner of each thread.
 _here = threading.local()
@@ -70,18 +73,13 @@ def _runners(jobs: int) -> Iterator[ThreadPoolExecutor]:
         yield stack.enter_context(ThreadPoolExecutor(jobs, initializer=begin))
 
 
-def _outcome(mutant: Mutant) -> Outcome:
-    runner: Runner = _here.runner
-    return runner.outcome(mutant)
-
-
-def _failing_unmutated(suite: Suite, tests: Sequence[str]) -> Sequence[str]:
-    runner: Runner = _here.runner
-    return runner.failing_unmutated(suite, tests)
+def _asked(method: Callable[..., T], *given: Any) -> T:
+    """Call a method of the thread's runner."""
+    return method(_here.runner, *given)
 
 
 def _tried(due: Sequence[Mutant], threads: ThreadPoolExecutor) -> Generator[tuple[str, Outcome], None, None]:
-    trials = [threads.submit(_outcome, mutant) for mutant in due]
+    trials = [threads.submit(_asked, Runner.outcome, mutant) for mutant in due]
     try:
         for trial in trials:
             found = trial.result()
@@ -98,7 +96,7 @@ def _judged(outcomes: Sequence[Outcome], threads: ThreadPoolExecutor, jobs: int)
     for suite in Suite:
         tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
         for part in _parts(tests, jobs):
-            unmutated.append(threads.submit(_failing_unmutated, suite, part))
+            unmutated.append(threads.submit(_asked, Runner.failing_unmutated, suite, part))
     unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")

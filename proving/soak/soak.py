@@ -13,10 +13,8 @@ from tqdm import tqdm
 
 from tests.properties.profile import compile_ahead, make_pool
 
-from .gate import Gate
 from .measure import Growth, Held, growths, held
-from .sizes import SIZES
-from .work import Worker
+from .work import SIZES, Gate, Worker
 
 # Of the time after kernels are compiled: how much is warm-up, and how many samples are taken after it.
 _WARM_UP = 0.2

@@ -1,12 +1,16 @@
-"""Run the loop of a soak's worker: a random call on a random stream, checked by chance."""
+"""Run the loop of a soak's worker: a random call on a random stream, checked by chance.
+
+Workers share the device, and a capture or a measurement has it alone.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,13 +20,66 @@ from tests.properties.illegal import spoilt
 from tests.properties.problems import MadeCall, draw_call
 from tests.properties.profile import Pool
 
-from .gate import Gate
-from .sizes import Size
-
 # Of calls that can be checked, the share that is: a check takes as long as dozens of calls.
 _CHECKED = 0.25
 
 _REPLAYS = 5
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes that a soak draws from; each kind of call is compiled for few rows and for many."""
+
+    lengths: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    calls: int
+    steps: int
+    backward: int
+    threads: int
+    most: int
+
+
+SIZES = {
+    "cuda": Size(
+        lengths=(64, 100, 257, 768, 1024, 1536, 2048, 4096, 4099, 5120, 8192, 16384, 40000),
+        shapes=((300,), (1,), (), (2, 150), (4, 1, 3), (0,)),
+        calls=40,
+        steps=10,
+        backward=6,
+        threads=4,
+        most=1 << 22,
+    ),
+    "cpu": Size(lengths=(24, 130), shapes=((2,), (1, 3), ()), calls=6, steps=2, backward=2, threads=3, most=1 << 12),
+}
+
+
+class Gate:
+    """A permit for each of several threads; a thread that runs alone holds all of them."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._permits, self._one = threads, threading.Semaphore(threads), threading.Lock()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Run beside others, once no thread has the gate alone."""
+        # Held for a moment: a thread that waits to be alone lets no other thread in.
+        with self._one:
+            self._permits.acquire()
+        try:
+            yield
+        finally:
+            self._permits.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run by oneself, once all others are done; who comes later waits."""
+        with self._one:
+            for _ in range(self._threads):
+                self._permits.acquire()
+            try:
+                yield
+            finally:
+                self._permits.release(self._threads)
 
 
 class Worker:

@@ -21,8 +21,7 @@ from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipel
 from normforge.tools.machine import find_machine
 from proving.accuracy.cases import CAST_MODES, COMPILED, INTERPRETED, MODES, AnyCase, Case, Variants, cases, forced
 from proving.accuracy.command import main
-from proving.accuracy.groups import GroupCase
-from proving.accuracy.layouts import Layout
+from proving.accuracy.groups import GroupCase, Layout
 from proving.accuracy.measure import Cell, measure
 from proving.accuracy.report import summary
 from proving.accuracy.rows import KINDS

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from proving.matrix.cells import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted
-from proving.matrix.command import summary, table
+from proving.matrix.command import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted, summary, table
 
 
 def test_each_release_is_in_some_cell() -> None:

@@ -16,8 +16,8 @@ from proving.evidence import EVIDENCE, load
 from proving.soak.command import main
 from proving.soak.measure import CALLS, MIB, SLACK, growths
 from proving.soak.report import summary
-from proving.soak.sizes import SIZES
 from proving.soak.soak import soak
+from proving.soak.work import SIZES
 
 from ..properties.problems import MadeCall
 from ..thorough import THOROUGH
