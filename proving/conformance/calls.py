@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import normforge
-from normforge import LayerNormOutput
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from .. import cases
 from .case import RESIDUAL_OUT, Case, Norm, Y
@@ -19,21 +17,11 @@ Tensors = dict[str, torch.Tensor]
 # The operands that gradients are due to.
 LEAVES = ("x", "gate", "residual", "weight", "bias")
 
-_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
-    Norm.LAYER: normforge.layernorm2d_fwd,
-    Norm.RMS: normforge.rmsnorm2d_fwd,
-}
-_PLAIN: dict[Norm, Callable[..., torch.Tensor]] = {Norm.LAYER: normforge.layer_norm, Norm.RMS: normforge.rms_norm}
-_ADDING: dict[Norm, Callable[..., tuple[torch.Tensor, ...]]] = {
-    Norm.LAYER: normforge.add_layer_norm,
-    Norm.RMS: normforge.add_rms_norm,
-}
-
 
 def results(case: Case, given: Tensors) -> Tensors:
     """Return the outputs of a case, and its gradients if some arrive; of a dropout also the kept elements, `keep`."""
     if not case.arriving:
-        found = _FORWARD[case.norm](**arguments(case, given))
+        found = forward(case, given)
     elif case.y is not case.x or case.dy not in (None, case.y):
         # Autograd casts dy to y's dtype, and its functions return x's.
         return _direct(case, given)
@@ -56,17 +44,17 @@ def arguments(case: Case, given: Tensors) -> dict[str, Any]:
     return found
 
 
+def forward(case: Case, given: Tensors, home: Any = normforge, **others: Any) -> Any:
+    """Call the forward function of normforge, or of another module."""
+    return getattr(home, f"{case.norm.word}norm2d_fwd")(**arguments(case, given) | others)
+
+
 def _direct(case: Case, given: Tensors) -> Tensors:
-    saved = _FORWARD[case.norm](**arguments(case, given) | {"save_mv": True})
-    assert saved.rstd is not None
+    saved = forward(case, given, save_mv=True)
     wants = tuple(f"d{name}" for name in LEAVES if name in given)
-    dy, x, weight = given["dy"], given["x"], given.get("weight")
-    if case.norm is Norm.LAYER:
-        assert saved.mean is not None
-        found = layernorm2d_bwd(dy, x, weight, mean=saved.mean, rstd=saved.rstd, cast=case.cast, wants=wants)
-    else:
-        more: dict[str, Any] = {"weight_offset": case.weight_offset, "cast": case.cast}
-        found = rmsnorm2d_bwd(dy, x, weight, rstd=saved.rstd, wants=wants, **more)
+    more = {"mean": saved.mean} if case.norm is Norm.LAYER else {"weight_offset": case.weight_offset}
+    backward = getattr(normforge, f"{case.norm.word}norm2d_bwd")
+    found = backward(given["dy"], given["x"], given.get("weight"), rstd=saved.rstd, cast=case.cast, wants=wants, **more)
     return {"y": saved.y, **{name: getattr(found, name) for name in wants}}
 
 
@@ -93,17 +81,18 @@ def _recorded(case: Case, leaves: Tensors) -> Tensors:
     parameters = {name: leaves[name] for name in ("weight", "bias") if name in leaves}
     more: dict[str, Any] = {"cast": case.cast, "weight_offset": case.weight_offset, "eps": case.eps}
     if case.residual is None:
-        return {"y": _PLAIN[case.norm](leaves["x"], (case.n,), **parameters, **more)}
+        return {"y": getattr(normforge, f"{case.norm.word}_norm")(leaves["x"], (case.n,), **parameters, **more)}
     if case.dropout_p:
         rng = torch.tensor([case.n, case.rows], device=leaves["x"].device)
         more |= {"dropout_p": case.dropout_p, "dropout_rng": rng, "return_mask": True}
-    found: Sequence[torch.Tensor] = _ADDING[case.norm](leaves["x"], leaves["residual"], **parameters, **more)
+    adding = getattr(normforge, f"add_{case.norm.word}_norm")
+    found: Sequence[torch.Tensor] = adding(leaves["x"], leaves["residual"], **parameters, **more)
     return dict(zip(("y", RESIDUAL_OUT, "keep"), found, strict=False))
 
 
 def family(case: Case) -> cases.Case:
     """Return a gated norm or GroupNorm, or the norm behind a dropout, as a case of the table of families."""
-    at = (("norm", "layer" if case.norm is Norm.LAYER else "rms"), ("without", ()))
+    at = (("norm", case.norm.word), ("without", ()))
     if case.groups:
         return cases.Case("group", (*at, ("num_groups", case.groups), ("activation", case.activation)))
     if case.gate is None:

@@ -25,6 +25,11 @@ class Norm(Enum):
     LAYER = "LayerNorm"
     RMS = "RMSNorm"
 
+    @property
+    def word(self) -> str:
+        """The norm in names of functions, and in the table of families."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True)
 class Draw:

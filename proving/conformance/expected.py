@@ -13,7 +13,7 @@ from normforge.dtypes import DTYPES
 
 from .. import cases
 from ..accuracy.units import statistics
-from .calls import LEAVES, Tensors, arguments, family, laid_out
+from .calls import LEAVES, Tensors, family, forward, laid_out
 from .case import Case, Norm
 
 # The reference holds some ten fp64 copies of what it is given.
@@ -64,8 +64,7 @@ def expected(case: Case, given: Tensors, got: Tensors, part: slice) -> dict[str,
         return _by_formula(case, given, got)
     names = ("x", "residual", "dy", "dresidual_out")
     rows = {name: rows_of(given[name], case.n)[part] for name in names if name in given}
-    norm = reference.layernorm2d_fwd if case.norm is Norm.LAYER else reference.rmsnorm2d_fwd
-    of = norm(**arguments(case, given | rows))
+    of = forward(case, given | rows, reference)
     either = 0.0 if of.open is None else of.open
     found = {"y": Want(of.z, either)}
     if of.y_scale is not None:
@@ -84,12 +83,9 @@ def expected(case: Case, given: Tensors, got: Tensors, part: slice) -> dict[str,
 def _gradients(case: Case, given: Tensors, rows: Tensors, normalised: torch.Tensor) -> dict[str, Want]:
     s, dy = normalised.double(), rows.get("dy", torch.zeros_like(rows["x"]))
     mean, rstd = (each.squeeze(-1) for each in statistics(s, case.eps, centres=case.norm is Norm.LAYER))
-    more: dict[str, Any] = {"dresidual_out": rows.get("dresidual_out"), "cast": case.cast}
-    if case.norm is Norm.LAYER:
-        of = reference.layernorm2d_bwd(dy, normalised, given.get("weight"), mean=mean, rstd=rstd, **more)
-    else:
-        more |= {"weight_offset": case.weight_offset}
-        of = reference.rmsnorm2d_bwd(dy, normalised, given.get("weight"), rstd=rstd, **more)
+    more: dict[str, Any] = {"rstd": rstd, "dresidual_out": rows.get("dresidual_out"), "cast": case.cast}
+    more |= {"mean": mean} if case.norm is Norm.LAYER else {"weight_offset": case.weight_offset}
+    of = getattr(reference, f"{case.norm.word}norm2d_bwd")(dy, normalised, given.get("weight"), **more)
     dx = Want(of.dx, terms=of.magnitudes["dx"])
     # h is the difference of s and a mean, each rounded: what it may be off by does not shrink with it.
     apart = (dy.double().abs() * (1 + mean.abs() * rstd).unsqueeze(-1)).sum(0)

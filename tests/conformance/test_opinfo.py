@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,18 +20,10 @@ from proving.conformance.case import BF16, FP16, FP32
 
 from ..calling import each_device
 
-OURS: dict[str, Callable[..., torch.Tensor]] = {
-    "nn.functional.layer_norm": normforge.layer_norm,
-    "nn.functional.rms_norm": normforge.rms_norm,
-}
-THEIRS: dict[str, Callable[..., torch.Tensor]] = {
-    "nn.functional.layer_norm": functional.layer_norm,
-    "nn.functional.rms_norm": functional.rms_norm,
-}
 # Of a value, and of a gradient beside the largest of its tensor.
 TOLERANCE = {FP16: 5e-3, BF16: 2e-2, FP32: 1e-4}
 
-each_operator = pytest.mark.parametrize("name", OURS)
+each_operator = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 each_float = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -42,7 +34,7 @@ def op_infos() -> dict[str, Any]:
         invocations = import_invocations()
     except ImportError as error:
         pytest.skip(f"this PyTorch keeps its OpInfo samples elsewhere, or lacks what they need: {error}")
-    return {info.name: info for info in invocations.op_db if info.name in OURS}
+    return {info.name.removeprefix("nn.functional."): info for info in invocations.op_db}
 
 
 def import_invocations() -> ModuleType:
@@ -55,12 +47,6 @@ def import_invocations() -> ModuleType:
         # The import forbids the rest of the process to set flags of backends.
         patch.setitem(vars(torch.backends), "__allow_nonbracketed_mutation_flag", True)
         return importlib.import_module("torch.testing._internal.common_methods_invocations")
-
-
-def _samples(info: Any, device: str, dtype: torch.dtype, *, gradients: bool) -> Iterator[Any]:
-    for sample in info.sample_inputs(device, dtype, requires_grad=gradients):
-        if sample.kwargs.get("eps", 0.0) >= 0:
-            yield sample
 
 
 def _eager(function: Callable[..., torch.Tensor], sample: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -82,11 +68,13 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Non
 @each_operator
 def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str, Any]) -> None:
     count = 0
-    for sample in _samples(op_infos[name], device, dtype, gradients=True):
+    for sample in op_infos[name].sample_inputs(device, dtype, requires_grad=True):
+        if sample.kwargs.get("eps", 0.0) < 0:
+            continue
         assert normforge.backend(sample.input) == "kernel"
-        got, gradients = _eager(OURS[name], sample)
+        got, gradients = _eager(getattr(normforge, name), sample)
         exact = sample.transform(in_fp64)
-        want, exact_gradients = _eager(THEIRS[name], exact)
+        want, exact_gradients = _eager(getattr(functional, name), exact)
         _close(got, want, dtype)
         for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
             _close(gradient, exact_gradient, dtype)
@@ -104,24 +92,20 @@ def in_fp64(value: Any) -> Any:
 @each_operator
 def test_samples_with_an_eps_below_0_are_refused(name: str, device: str, op_infos: dict[str, Any]) -> None:
     """A variance of less than -eps has no root: torch returns NaN for it, and here eps is at least 0."""
-    negative = [
-        sample
-        for sample in op_infos[name].sample_inputs(device, FP32, requires_grad=False)
-        if sample.kwargs.get("eps", 0.0) < 0
-    ]
-    for sample in negative:
-        with pytest.raises(ConflictError, match=r"eps.*-0\.5"):
-            OURS[name](sample.input, *sample.args, **sample.kwargs)
+    for sample in op_infos[name].sample_inputs(device, FP32, requires_grad=False):
+        if sample.kwargs.get("eps", 0.0) < 0:
+            with pytest.raises(ConflictError, match=r"eps.*-0\.5"):
+                getattr(normforge, name)(sample.input, *sample.args, **sample.kwargs)
 
 
 def _error_inputs(name: str, op_infos: dict[str, Any], device: str) -> list[tuple[torch.Tensor, tuple[Any, ...]]]:
     """Those of rms_norm serve layer_norm too, which has none of its own: a bias goes before eps."""
     inputs: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
-    for error_input in op_infos["nn.functional.rms_norm"].error_inputs(device):
+    for error_input in op_infos["rms_norm"].error_inputs(device):
         sample = error_input.sample_input
         shape, weight, eps = sample.args
         inputs.append((sample.input, (shape, weight, eps)))
-        if name == "nn.functional.layer_norm":
+        if name == "layer_norm":
             inputs[-1] = (sample.input, (shape, weight, None, eps))
             inputs.append((sample.input, (shape, None, weight, eps)))
     return inputs
@@ -134,7 +118,7 @@ def test_error_inputs(name: str, device: str, op_infos: dict[str, Any]) -> None:
     assert len(inputs) >= 3
     for x, arguments in inputs:
         with pytest.raises(RuntimeError):
-            THEIRS[name](x, *arguments)
+            getattr(functional, name)(x, *arguments)
         with pytest.raises(NormforgeError) as refused:
-            OURS[name](x, *arguments)
+            getattr(normforge, name)(x, *arguments)
         assert isinstance(refused.value, ValueError | TypeError | RuntimeError)
