@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -77,21 +77,8 @@ CONTEXTS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 def _in_thread(call: Thunk) -> Any:
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((call(), None))
-        except Exception as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    ((result, error),) = found
-    if error is not None:
-        raise error
-    return result
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 def _context_of_batch_invariance(enabled: bool) -> contextvars.Context:

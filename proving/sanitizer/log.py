@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .worker import BROKEN, DONE, STARTS
@@ -70,12 +69,32 @@ class Log:
 
 def read(text: str) -> Log:
     """Read what a process printed, the tool's lines among its own."""
-    log = Log()
-    for head, details, cell in _blocks(text, log):
+    log, cell = Log(), ""
+    # The tool's reports: the call, the first line, and the lines that belong to it; None between two.
+    blocks: list[tuple[str, str, list[str]]] = []
+    details: list[str] | None = None
+    for line in text.splitlines():
+        started, more = _HEAD.match(line), _DETAIL.match(line)
+        rest = line.partition(": ")[2]
+        if started:
+            details = []
+            blocks.append((cell, started[1], details))
+        elif more and details is not None:
+            details.append(more[1])
+        elif line.startswith((STARTS, BROKEN, DONE)):
+            details = None
+            if line.startswith(STARTS):
+                cell = rest
+                log.cells.append(cell)
+            elif line.startswith(BROKEN):
+                log.broken.append(f"{cell}: {rest}")
+            else:
+                log.ended = True
+    for during, head, lines in blocks:
         if head.startswith(_REMARKS):
             log.summed_up |= _SUMMARY.search(head) is not None
         elif not head.startswith(_API):
-            log.reports.append(_report(head, details, cell))
+            log.reports.append(_report(head, lines, during))
     return log
 
 
@@ -86,32 +105,3 @@ def _report(head: str, details: list[str], cell: str) -> Report:
     # A kernel's name is behind "at"; the host's frames behind it may name functions of anybody's.
     is_kernels = any(line.startswith("at ") or " access at " in line for line in lines)
     return Report(cell, head, where, ours=bool(named) or not is_kernels or head.startswith(_FATAL))
-
-
-def _blocks(text: str, log: Log) -> Iterator[tuple[str, list[str], str]]:
-    """Return the tool's reports: the first line, those that belong to it, and the call. Calls are noted in the log."""
-    cell = ""
-    head: str | None = None
-    details: list[str] = []
-    for line in text.splitlines():
-        started, more = _HEAD.match(line), _DETAIL.match(line)
-        if started:
-            if head is not None:
-                yield head, details, cell
-            head, details = started[1], []
-        elif more and head is not None:
-            details.append(more[1])
-        elif line.startswith((STARTS, BROKEN, DONE)):
-            if head is not None:
-                yield head, details, cell
-            head, details = None, []
-            rest = line.partition(": ")[2]
-            if line.startswith(STARTS):
-                cell = rest
-                log.cells.append(cell)
-            elif line.startswith(BROKEN):
-                log.broken.append(f"{cell}: {rest}")
-            else:
-                log.ended = True
-    if head is not None:
-        yield head, details, cell
