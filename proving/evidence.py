@@ -6,7 +6,7 @@ Imports nothing beyond Python, because `proving matrix` runs before there is an 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +31,25 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Mapping[str, str]]
 
+    @classmethod
+    def of(cls, header: Mapping[str, str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+        """Return a table whose rows are values in the order of the columns."""
+        return cls(header, columns, [dict(zip(columns, map(str, row), strict=True)) for row in rows])
+
     @property
     def where(self) -> str:
         """A sentence that names the device, the versions and the revision."""
         return f"Run on {', '.join(f'{name} {value}' for name, value in self.header.items())}."
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --record and --revision to a command."""
+def parser_of(what: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a proof that records, with --record and --revision."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m proving {what}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
+    )
     parser.add_argument(
         "--record",
         type=Path,
@@ -46,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"a checkout, '.' say: write the table to its {TABLES}/ and the summary into its page of docs/",
     )
     parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
+    return parser
 
 
 def record(folder: Path, what: str, table: Table, summary: Callable[[Table], str], page: Path = EVIDENCE) -> None:

@@ -10,7 +10,7 @@ from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .. import parts
-from ..evidence import add_options, conclude
+from ..evidence import conclude, parser_of
 from .cases import cases, matching
 from .report import summary, table, text
 from .rows import KINDS
@@ -54,16 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:14} {kind.means}" for name, kind in KINDS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m proving accuracy",
-        description="Measure every kernel's error against fp64, beside torch's.",
-        epilog=f"kinds of rows:\n{kinds}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Measure every kernel's error against fp64, beside torch's."
+    parser = parser_of("accuracy", about, f"kinds of rows:\n{kinds}")
     parser.add_argument("words", nargs="*", help="measure only cases with all of these in their names: N=4096, ln_bwd")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the GPU (default 1)")
-    add_options(parser)
     parts.add_options(parser)
     return parser

@@ -11,7 +11,7 @@ from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .. import parts
-from ..evidence import add_options, conclude
+from ..evidence import conclude, parser_of
 from . import report
 from .case import Case
 from .run import run_in_processes
@@ -50,12 +50,11 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m proving conformance", description=__doc__)
+    parser = parser_of("conformance", "Run every case on a GPU, or a slice in Triton's interpreter.")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES), help="these suites alone")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--jobs", type=_positive, default=min(16, cores), help="processes that share the GPU")
     parser.add_argument("--seed", type=int, default=0, help="of every input")
-    add_options(parser)
     parts.add_options(parser)
     return parser

@@ -33,9 +33,8 @@ def table(outcomes: Iterable[Outcome], header: Mapping[str, str]) -> Table:
         worst = max(findings, key=lambda finding: finding.units, default=Finding("-", 0.0, 0.0))
         own = max(findings, key=lambda finding: finding.own, default=worst)
         errors = (f"{worst.units:.2g}", worst.output, f"{own.own:.2g}", own.output)
-        values = (suite, *astuple(mode), str(passed), str(len(of) - passed), *errors)
-        rows.append(dict(zip(_COLUMNS, values, strict=True)))
-    return Table(header, _COLUMNS, rows)
+        rows.append((suite, *astuple(mode), passed, len(of) - passed, *errors))
+    return Table.of(header, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:

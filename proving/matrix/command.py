@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 from .. import parts
-from ..evidence import Table, add_options, conclude, markdown
+from ..evidence import Table, conclude, markdown, parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,15 +138,12 @@ _COLUMNS = ("python", "torch", "triton", "numpy", "suite", "passed", "failed", "
 
 def main(argv: list[str]) -> int:
     """Run cells, and return 1 if a test failed, or a cell could not be run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proving matrix",
-        description="Run both suites on several releases of Python and Triton, each in an environment of its own.",
-    )
+    about = "Run both suites on several releases of Python and Triton, each in an environment of its own."
+    parser = parser_of("matrix", about)
     parser.add_argument("--full", action="store_true", help=f"all tests in all {len(ALL)} cells")
     parser.add_argument("--every", type=int, metavar="K", help=f"every K-th test of each file (default: {_EVERY})")
     parser.add_argument("--only", metavar="GLOB", help="cells of all that match, '3.13x*' say")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: %(default)s)")
-    add_options(parser)
     parts.add_options(parser)
     arguments = parser.parse_args(argv)
     every = arguments.every or (1 if arguments.full else _EVERY)
@@ -192,9 +188,8 @@ def table(results: Iterable[Result], header: Mapping[str, str]) -> Table:
     rows = []
     for found in (seen for result in results if not isinstance(result, str) for seen in result):
         counts = (found.suite, found.passed, found.failed, found.skipped, f"{found.seconds:.0f}")
-        values = (*(found.versions[name] for name in _COLUMNS[:4]), *map(str, counts))
-        rows.append(dict(zip(_COLUMNS, values, strict=True)))
-    return Table(header, _COLUMNS, rows)
+        rows.append((*(found.versions[name] for name in _COLUMNS[:4]), *counts))
+    return Table.of(header, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:

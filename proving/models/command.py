@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import platform
 import re
@@ -18,7 +17,7 @@ from benchmarks.environment import revision_of
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
 
-from ..evidence import Table, add_options, conclude, markdown
+from ..evidence import Table, conclude, markdown, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PAGE = Path("docs/reference/huggingface.md")
@@ -40,11 +39,8 @@ _TAKEN, _SKIPPED, _NOT_TRIED = "taken", "skipped", "not tried"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every class, and print the summary."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proving models",
-        description="Which norm classes of Hugging Face's transformers, which has to be installed, patch takes.",
-    )
-    add_options(parser)
+    about = "Which norm classes of Hugging Face's transformers, which has to be installed, patch takes."
+    parser = parser_of("models", about)
     options = parser.parse_args(arguments)
     try:
         transformers = import_module("transformers")
@@ -77,7 +73,7 @@ def survey(classes: Iterable[type[torch.nn.Module]], header: Mapping[str, str]) 
     found = [(cls.__name__, *_outcome(cls)) for cls in classes]
     order = [_TAKEN, _SKIPPED, _NOT_TRIED]
     found.sort(key=lambda row: (order.index(row[1]), row[2], row[0].lower()))
-    return Table(header, _COLUMNS, [dict(zip(_COLUMNS, row, strict=True)) for row in found])
+    return Table.of(header, _COLUMNS, found)
 
 
 def _outcome(cls: type[torch.nn.Module]) -> tuple[str, str]:

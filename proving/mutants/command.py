@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from .. import parts
-from ..evidence import add_options, conclude
+from ..evidence import conclude, parser_of
 from .mutant import Mutant, Suite
 from .report import header, summary, table
 from .table import MUTANTS
@@ -27,13 +26,10 @@ _here = threading.local()
 
 def main(argv: list[str]) -> int:
     """Try mutants, and return 1 if one is not caught."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proving mutants",
-        description="Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice.",
-    )
+    about = "Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice."
+    parser = parser_of("mutants", about)
     parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
-    add_options(parser)
     parts.add_options(parser)
     parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
     arguments = parser.parse_args(argv)

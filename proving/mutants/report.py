@@ -27,8 +27,8 @@ def table(outcomes: Sequence[Outcome], stated: Mapping[str, str], seconds: float
     for outcome in outcomes:
         mutant = outcome.mutant
         values = (mutant.file, mutant.breaks, outcome.verdict.value, outcome.said, mutant.suite.value)
-        rows.append(dict(zip(_COLUMNS, (" ".join(value.split()) for value in values), strict=True)))
-    return Table({**stated, "seconds": f"{seconds:.0f}"}, _COLUMNS, rows)
+        rows.append([" ".join(value.split()) for value in values])
+    return Table.of({**stated, "seconds": f"{seconds:.0f}"}, _COLUMNS, rows)
 
 
 def summary(table: Table) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .. import parts
-from ..evidence import Table, add_options, conclude, markdown
+from ..evidence import Table, conclude, markdown, parser_of
 from .cells import every
 from .log import Log, read
 
@@ -205,14 +205,11 @@ def summary(table: Table) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m proving sanitizer", description="Run compute-sanitizer over calls that touch every kernel."
-    )
+    parser = parser_of("sanitizer", "Run compute-sanitizer over calls that touch every kernel.")
     parser.add_argument("--list", action="store_true", help="print the calls and make none")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be given again")
     parser.add_argument("--jobs", type=int, default=8, help="processes, which share the GPU (default 8)")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
-    add_options(parser)
     parts.add_options(parser)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     return parser

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from ..evidence import add_options, conclude
+from ..evidence import conclude, parser_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a soak; the exit status is 1 if a call failed or something held grew."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proving soak",
-        description="Random legal calls from several threads, on several streams and in graphs, checked by chance; "
-        "and whether memory or plans grow.",
-    )
+    about = "Random legal calls from several threads, on several streams and in graphs, checked by chance; "
+    parser = parser_of("soak", about + "and whether memory or plans grow.")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, compilation aside (default: 10)")
     parser.add_argument("--seed", type=int, help="of kinds and calls (default: of the clock; it is printed)")
     parser.add_argument("--device", help="cuda:0, say (default: the current GPU, or the interpreter without one)")
-    add_options(parser)
     options = parser.parse_args(argv)
 
     import torch

@@ -31,9 +31,8 @@ def table(result: Result, header: Mapping[str, str]) -> Table:
         digits = 1 if growth.what.endswith("MiB") else 0
         shown = [f"{value:,.{digits}f}" for value in (growth.start, growth.first, growth.last)]
         verdict = "not judged" if SLACK[growth.what] is None else "held" if growth.ok else "GREW"
-        values = (growth.what, *shown, f"{1000 * growth.slope:+.3f}", verdict)
-        rows.append(dict(zip(_HELD, values, strict=True)))
-    return Table({**header, "minutes": f"{result.seconds / 60:.1f}", **counts}, _HELD, rows)
+        rows.append((growth.what, *shown, f"{1000 * growth.slope:+.3f}", verdict))
+    return Table.of({**header, "minutes": f"{result.seconds / 60:.1f}", **counts}, _HELD, rows)
 
 
 def summary(table: Table) -> str:
