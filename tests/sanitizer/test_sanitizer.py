@@ -49,8 +49,8 @@ DIED = "========= Error: process didn't terminate successfully\n=========     Th
 
 def printed(reports: str, tail: str = "sanitizer done: 2\n", errors: int = 0) -> str:
     return (
-        "========= COMPUTE-SANITIZER\nsanitizer cell: one\nsanitizer cell: two\n"
-        f"{reports}{tail}========= ERROR SUMMARY: {errors} errors\n"
+        "========= COMPUTE-SANITIZER\nsanitizer cell: one\n"
+        f"{reports}sanitizer cell: two\n{tail}========= ERROR SUMMARY: {errors} errors\n"
     )
 
 
@@ -75,12 +75,12 @@ def test_reports_of_our_kernels_count(reports: str, ours: int, others: int) -> N
     assert len(log.reports) == ours + others
     assert log.cells == ["one", "two"]
     assert log.complete
-    assert all(report.cell == "two" for report in log.reports)
+    assert all(report.cell == "one" for report in log.reports)
 
 
 def test_a_report_names_the_call_the_kernel_and_the_line() -> None:
     (report,) = read(printed(OUT_OF_BOUNDS)).errors
-    assert report.cell == "two"
+    assert report.cell == "one"
     assert report.what == "Invalid __global__ read of size 4 bytes"
     assert report.where == "at ln_fwd_bf16_window+0x5c0 in primitives.py:564"
 
@@ -88,7 +88,7 @@ def test_a_report_names_the_call_the_kernel_and_the_line() -> None:
 def test_a_process_that_ends_early_or_a_call_that_fails_is_told() -> None:
     assert not read(printed("", tail="")).complete
     assert not read("sanitizer cell: one\nsanitizer done: 1\n").complete
-    assert read(printed("sanitizer broken: CUDA error\n")).broken == ["two: CUDA error"]
+    assert read(printed("sanitizer broken: CUDA error\n")).broken == ["one: CUDA error"]
 
 
 FAKE = """\
