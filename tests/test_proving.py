@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -79,11 +77,3 @@ def test_a_proof_lists_its_options(what: str, capsys: pytest.CaptureFixture[str]
         main([what, "-h"])
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: python -m proving {what} ")
-
-
-def test_the_matrix_needs_no_environment(repository: Path) -> None:
-    """Imports nothing but what Python brings."""
-    code = f"import sys; sys.path.insert(0, {str(repository)!r}); from proving.__main__ import main; main()"
-    command = [sys.executable, "-I", "-S", "-c", code, "matrix", "-h"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

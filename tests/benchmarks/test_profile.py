@@ -15,9 +15,8 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.profile import kernel_rows
 from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
-from normforge.tools.machine import Machine
 
-from .small import CELLS, SUITE, fails, lost, provider, records
+from .small import records
 
 MARK = "a call"
 GPU, HOST, AUTOGRAD = 0, 4242, 4243
@@ -130,19 +129,6 @@ def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
     assert {(row.bytes, row.call_us, row.gb_per_s) for row in rows} == {(moved, 72.5, round(moved / 72.5 / 1e3, 1))}
     (ceiling,) = kernel_rows("backward", cell, "copy", [[Launch(MAIN, 100.0)]])
     assert ceiling.bytes == 2 * 2 * 21840 * 6144
-
-
-def test_what_was_seen_is_saved_before_the_gpu_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine = Machine(torch.device("cpu"), "a test", interpreted=False)
-    monkeypatch.setattr(profile, "SUITES", {"forward": SUITE})
-    monkeypatch.setattr(profile, "find_gpu", lambda verb: machine)
-    monkeypatch.setattr(profile, "find_providers", lambda _: ({"broken": provider("broken", fails)}, {}))
-    monkeypatch.setattr(profile, "release", lost)
-    assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
-    assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
-    assert len(records(tmp_path, "profile")[1]) == 1
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from benchmarks.pages import markers
 from benchmarks.pictures import draw_all
 from benchmarks.reach import Rule, check, describe
 from benchmarks.report import tables_of
-from benchmarks.results import Results, write
+from benchmarks.results import Results
 from benchmarks.suites import SUITES
 
 from .small import results
@@ -73,22 +73,6 @@ def test_a_table_has_a_line_a_cell_and_names_failures(forward: Results, tmp_path
         ("16384×8192", "4.13", "fails", "4.29", "5.37"),
     ]
     assert grid.notes == ["QuACK: `fails: RuntimeError: no such kernel`."]
-
-
-def test_a_page_holds_every_table_and_picture_of_its_folders(forward: Results, tmp_path: Path) -> None:
-    one, two, page = tmp_path / "one", tmp_path / "two", tmp_path / "page.html"
-    forward.save(one)
-    write(two, "startup", {"device": "a test"}, ["way", "norm_s"], [{"way": "cold <", "norm_s": 5.1}])
-    given = ["report", "--results", str(one), str(two), "--out", str(page), "--pictures"]
-    assert cli.main(given) == 0
-    text = page.read_text()
-    assert [text.count(f"<h2>{name}</h2>") for name in ("one", "two")] == [1, 1]
-    assert "<p>Measured on a test, revision none.</p>" in text
-    assert text.count('src="data:image/png;base64,') == 1
-    assert ">16384×8192</td>" in text
-    assert ">cold &lt;" in text
-    assert "Revisions: forward at none." in text
-    assert cli.main([*given, "--results", str(tmp_path / "nothing")]) == cli.USAGE
 
 
 @pytest.mark.parametrize(

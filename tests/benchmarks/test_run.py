@@ -148,47 +148,15 @@ def test_the_command_measures_draws_and_resumes(
     assert "--only nothing matches no cell" in capsys.readouterr().err
 
 
-LENGTHS = (64, 128, 192, 256, 320)
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two suites, of three and of two cells."""
-    cells = tuple(dataclasses.replace(CELLS[0], n=n) for n in LENGTHS)
+def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two suites, of three and of two cells, the first of two shares is every other cell."""
+    cells = tuple(dataclasses.replace(CELLS[0], n=n) for n in (64, 128, 192, 256, 320))
     suites = {
         "forward": Suite("forward", "Forward", SUITE.method, cells[:3]),
         "tutorial": Suite("tutorial", "Tutorial", SUITE.method, cells[3:]),
     }
     monkeypatch.setattr(run, "SUITES", suites)
-
-
-def _measured(folder: Path) -> list[int]:
-    found = [load(folder, name) for name in ("forward", "tutorial")]
-    return [row.n for results in found if results is not None for row in results.rows.values()]
-
-
-def _share(text: str, folder: Path, *options: str) -> int:
-    command = ["run", "--suite", "forward", "tutorial", "--providers", "copy", "--out", str(folder), "--share", text]
-    return cli.main([*command, *options])
-
-
-@THOROUGH
-@pytest.mark.usefixtures("shared")
-def test_shares_take_turns_on_the_cells_and_leave_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead: list[list[int]] = []
-    monkeypatch.setattr(run, "compile_ahead", lambda work, *_: ahead.append([cell.n for cell, _ in work]))
-    assert _share("1/2", tmp_path / "one", "--jobs", "1") == 0
-    assert _share("2/2", tmp_path / "two", "--jobs", "1") == 0
-    assert _measured(tmp_path / "one") == [64, 192, 320]
-    assert _measured(tmp_path / "two") == [128, 256]
-    # Each compiles for itself alone.
-    assert ahead == [[64, 192, 320], [128, 256]]
-    assert cli.main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "all")]) == 0
-    assert sorted(_measured(tmp_path / "all")) == list(LENGTHS)
-
-
-@pytest.mark.usefixtures("shared")
-def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", "--suite", *suites, "--providers", "copy", "--out", str(tmp_path), "--share", "1/2"]
     run_cell = runner.run_cell
 
     def interrupted(suite: Suite, cell: Cell, *rest: Any) -> None:
@@ -196,10 +164,10 @@ def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
         run_cell(suite, cell, *rest)
 
-    monkeypatch.setattr(runner, "run_cell", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _share("1/2", tmp_path)
-    monkeypatch.setattr(runner, "run_cell", run_cell)
-    assert _measured(tmp_path) == [64]
-    assert _share("1/2", tmp_path) == 0
-    assert _measured(tmp_path) == [64, 192, 320]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run_cell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cli.main(command)
+    assert [row.n for row in loaded(tmp_path).rows.values()] == [64]
+    assert cli.main(command) == 0
+    assert [row.n for name in suites for row in loaded(tmp_path, name).rows.values()] == [64, 192, 320]

@@ -100,6 +100,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr().err == "normforge generate: interrupted\n"
 
 
+@THOROUGH
 def test_ctrl_c_waits_for_no_compilation(tmp_path: Path) -> None:
     """Each takes seconds; here a stand-in for a compilation takes a minute."""
     code = """

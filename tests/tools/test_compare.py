@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -114,17 +115,6 @@ def test_one_element_never_written(dtype: torch.dtype, name: str, spoilt: float)
     assert name in refused(actual, expected)
 
 
-@pytest.mark.parametrize("step", [2, 1, -1, -2])
-def test_int8_off_by_a_step_away_from_a_boundary(step: int) -> None:
-    expected = oracle(torch.int8)
-    assert expected.y_scale is not None
-    ratio = expected.z / expected.y_scale.unsqueeze(-1)
-    row, col = ((ratio - ratio.round()).abs() < 0.4).logical_and(ratio.abs() < 100).nonzero()[0].tolist()
-    actual = perfect(expected)
-    actual.y[row, col] += step
-    assert refused(actual, expected) == {"y"}
-
-
 def test_int8_off_by_one_at_a_tie_is_allowed() -> None:
     # The RMSNorm of ones with eps 0 is exactly its weight.
     expected = reference.rmsnorm2d_fwd(torch.ones(1, 3), torch.tensor([127.0, 2.5, 1.0]), eps=0.0, fquant="dynamic")
@@ -136,16 +126,16 @@ def test_int8_off_by_one_at_a_tie_is_allowed() -> None:
     assert refused(actual, expected) == {"y"}
 
 
+# The last bit of a code, and the sign of fp8.
+@pytest.mark.parametrize("bit", [1, 0x80])
 @each_quantised
-def test_quantised_off_by_one_step(dtype: torch.dtype) -> None:
+def test_quantised_off_by_one_step_or_of_the_wrong_sign(dtype: torch.dtype, bit: int) -> None:
     expected = oracle(dtype)
-    codes = expected.y.view(torch.uint8)
-    wrong = 0
-    for row, col in [(row, col) for row in range(M) for col in range(0, N, 7)]:
+    for row, column in product(range(M), range(0, N, 7)):
+        assert expected.y[row, column].float() != 0
         actual = perfect(expected)
-        actual.y.view(torch.uint8)[row, col] = int(codes[row, col]) ^ 1
-        wrong += refused(actual, expected) == {"y"}
-    assert wrong == M * len(range(0, N, 7))
+        actual.y.view(torch.uint8)[row, column] ^= bit
+        assert refused(actual, expected) == {"y"}
 
 
 @pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)
@@ -173,15 +163,6 @@ def test_e5m2_off_by_two_steps_where_fp32_knows_no_more_of_a_sum_that_cancels() 
             code = int(actual.y.view(torch.uint8)[0, column]) + step
             actual.y.view(torch.uint8)[0, column] = code if code >= 0 else 128 - code
             assert refused(actual, expected) == allowed
-
-
-@each_quantised
-def test_quantised_of_the_wrong_sign(dtype: torch.dtype) -> None:
-    expected = oracle(dtype)
-    actual = perfect(expected)
-    row, col = expected.y.float().nonzero()[0].tolist()
-    actual.y[row, col] = (-expected.y[row, col].float()).to(dtype)
-    assert refused(actual, expected) == {"y"}
 
 
 @pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +15,8 @@ import torch
 from benchmarks import cli
 from benchmarks.errors import UsageError
 from benchmarks.models import command
-from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
+from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN
 from benchmarks.models.specs import SPECS, Spec
-from benchmarks.models.table import tables_of
 from benchmarks.models.variants import NotOfferedError
 from benchmarks.models.worker import Job, work
 
@@ -83,17 +81,6 @@ def test_what_fails_is_a_row_and_the_others_go_on(toy: Spec, tmp_path: Path, mon
     assert [key.variant for key in table.due(job_of(tmp_path, variants=(*failing, "torch")).keys)] == ["lacks"]
 
 
-def test_a_model_whose_package_is_missing_is_so_in_every_row(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SPECS, "far", replace(toy, name="far", package="nobody_has_this"))
-    work(job_of(tmp_path, "far"))
-    statuses = {row.status for row in rows_of(tmp_path).values()}
-    assert statuses == {f"{ABSENT}: ModuleNotFoundError: No module named 'nobody_has_this'"}
-    table = loaded(tmp_path)
-    assert "not here" in tables_of(table)[0].markdown()
-
-
 @THOROUGH
 def test_the_command_fails_for_a_wrong_row(
     toy: Spec,
@@ -117,28 +104,6 @@ def test_the_command_fails_for_a_wrong_row(
     assert cli.main([*given, "--variants", "broken", "--dtypes", "bf16"]) == command.SHORT
     assert "toy/bf16/train/eager/broken is wrong: " in capsys.readouterr().err
     assert "# size: tiny\n" in (tmp_path / "models.csv").read_text()
-
-
-def test_a_process_that_dies_costs_its_row_and_no_other(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Job] = []
-
-    def launch(job: Job) -> int:
-        started.append(job)
-        if len(started) == 1:
-            job.mark.write_text(json.dumps(Key("toy", BF16, "train", EAGER, "patch")))
-            return -11
-        work(job)
-        return 0
-
-    monkeypatch.setattr(command, "launch", launch)
-    given = ["models", "--models", "toy", "--runs", "eager", "--dtypes", "bf16", "--variants", "torch", "patch"]
-    assert cli.main([*given, "--revision", "r", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path)
-    assert rows["patch"].status == f"{FAILS}: the process died with status -11 while this ran"
-    assert rows["torch"].ok
-    assert len(started) == 2
 
 
 @THOROUGH
