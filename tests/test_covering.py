@@ -14,7 +14,8 @@ from .covering import axes_of, covering, every_mode, uncovered
 from .thorough import THOROUGH
 
 
-@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("strength", [2, 3])
 def test_every_legal_combination_of_axes_is_in_a_few_modes(strength: int) -> None:
     array = covering(every_mode(), axes_of, strength)
     assert uncovered(every_mode(), axes_of, array, strength) == []

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +17,11 @@ import torch
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
-from normforge.codegen.locking import replace_file
 from normforge.codegen.tiling import CLASSES, standard_ladder
 from normforge.codegen.values import Pipeline
-from normforge.tools import budget, tile_compiler, tile_trials, tune
-from normforge.tools.budget import Budget
+from normforge.tools import budget, tile_trials, tune
 from normforge.tools.machine import Machine
-from normforge.tools.tile_compiler import Compiler
-from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Trial, Tried, Winner
+from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Tried, Winner
 from normforge.tools.tune_options import parse
 from normforge.tools.tune_record import Record
 
@@ -138,31 +134,6 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     assert bench.measured("--out", out, *THREE, "--minutes", "11", "--resume") == SHORT[1:]
     assert lengths(out) == ["1..128", "129..256", "257..512"]
     assert "for lack of time" not in capsys.readouterr().out
-
-
-def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it took along is compiled in its turn."""
-
-    def crash(trial: Trial, device: torch.device) -> None:
-        raise BrokenProcessPool
-
-    started = []
-
-    def start(jobs: int, mp_context: object) -> ThreadPoolExecutor:
-        started.append(jobs)
-        return ThreadPoolExecutor(jobs)
-
-    monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", start)
-    monkeypatch.setattr(tile_compiler, "_compile", crash)
-    trials = SHORT[0].trials(CARD.device)
-    done: list[int] = []
-    with Compiler(CARD.device, jobs=2) as compiler:
-        compiler.compile(trials, Budget(None), lambda: done.append(1))
-        assert done == []
-        monkeypatch.setattr(tile_compiler, "_compile", lambda trial, device: None)
-        for _ in range(2):
-            compiler.compile(trials, Budget(None), lambda: done.append(1))
-    assert (started, len(done)) == ([2, 2], 2 * len(trials))
 
 
 def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
@@ -369,26 +340,6 @@ def test_a_link_to_a_table_is_kept_and_its_target_is_written(out: Path, tmp_path
     Record(out, None, HERE | {"revision": "abc1234"}).add(row, [outcome_of(case) for case in row.cases])
     assert out.is_symlink()
     assert len(tile_tables.read_table(target).rows[row.kind]) == 1
-
-
-@pytest.mark.parametrize("contents", ["new", b"new"])
-def test_a_file_that_cannot_be_replaced_stays_and_nothing_lies_about(
-    contents: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, link = tmp_path / "a", tmp_path / "link"
-    replace_file(path, "old")
-    link.symlink_to("a")
-    replace_file(link, contents)
-    assert (link.is_symlink(), link.read_bytes(), path.read_text()) == (False, b"new", "old")
-
-    def fail(self: Path, target: Path) -> None:
-        raise OSError("disk")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk"):
-        replace_file(path, contents)
-    assert path.read_text() == "old"
-    assert {each.name for each in tmp_path.iterdir()} == {"a", "link"}
 
 
 @pytest.mark.parametrize(
