@@ -30,17 +30,18 @@ class FusedBlock(Derived):
     whose sums are fused.
     """
 
-    # The norms that are computed together with the sum before them, with their modulation, and with the gradient of
-    # their input, which is added again.
-    _normforge_fuses: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+    # The norms that are computed together with the sum before them, with their modulation, with the gradient of their
+    # input, which is added again, and with the sum of their result.
+    _normforge_fuses: tuple[tuple[str, ...], ...]
 
     def extra_repr(self) -> str:
         """Return the block's own text, the fused sums, and the norms fused with their modulation."""
         block: Any = super()
-        behind, modulated, inputs = self._normforge_fuses
+        behind, modulated, inputs, added = self._normforge_fuses
         fused = [f"sum -> {name}" for name in behind]
         fused += [f"gradient of {name} + residual" for name in inputs]
         fused += [f"{name} -> its modulation" for name in modulated]
+        fused += [f"{name} -> sum" for name in added]
         return ", ".join(filter(None, [block.extra_repr(), *fused]))
 
 
@@ -123,7 +124,7 @@ def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str
     if followers and not forward.sums:
         adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
         return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adders else None
-    beside = {name for each in forward.sums for name in (each.behind, *each.inputs)}
+    beside = {name for each in forward.sums for name in each.norms}
     for name, child in module._modules.items():
         if child is None or name not in beside or name in followers or not _is_norms(child):
             continue
@@ -137,12 +138,14 @@ def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str
 
 
 def _fused_by(forward: Forward, modulated: tuple[int, ...], norms: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the norms that are fused, as in `Fused`: with sums, with modulations, and with gradients."""
+    """Return the names of the norms that are fused, in the order of the fields of `Fused`."""
     sums = forward.sums_with(norms, modulated)
-    behind = dict.fromkeys(each.behind for each in sums if each.behind in norms)
+    # A sum is computed once: together with the norm before it, if there is one.
+    behind = dict.fromkeys(each.behind for each in sums if each.behind in norms and each.added not in norms)
     inputs = {name for each in sums for name in each.inputs}
     names = dict.fromkeys(forward.modulations[which].norm for which in modulated)
-    return tuple(behind), tuple(names), tuple(name for name in norms if name in inputs)
+    added = {each.added for each in sums}
+    return tuple(behind), tuple(names), *(tuple(name for name in norms if name in some) for some in (inputs, added))
 
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:

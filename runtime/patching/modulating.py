@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.backend import is_served
-from ..calls.known import PLAIN
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
 from .function_state import Reads
 from .probing import apart, attempt
-from .sums import is_bare, is_of_length, options_of, rounds_once, vectors_of
+from .sums import is_bare, is_taken, is_within, options_of, rounds_once, vectors_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *args:
         args: the function's other positional arguments; scale and shift if function is None.
         kwargs: the function's keyword arguments.
     """
-    if x.__class__ in PLAIN and not is_dynamo_compiling() and is_bare(norm) and rounds_once(norm):
+    if not is_dynamo_compiling() and is_bare(norm) and rounds_once(norm):
         formula = WRITTEN_OUT if function is None else formula_of(function, len(args), tuple(kwargs))
         fused = None if formula is None else _fused(formula, norm, x, (*args, *kwargs.values()))
         if fused is not None:
@@ -127,21 +125,17 @@ def _computes(called: Callable[..., Any], formula: Formula, reads: Reads) -> boo
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """Return the modulated rows, or None where the kernel's result would differ from norm and modulation."""
-    weight, bias = vectors_of(norm)
-    if any(operand.__class__ not in PLAIN for operand in operands) or not is_served((x, *operands, weight, bias)):
+    if not is_taken(norm, x, *operands) or x.dim() != 3:
         return None
-    shape = x.shape
-    if len(shape) != 3 or not is_of_length(norm, shape[2]):
-        return None
+    shape, (weight, bias) = x.shape, vectors_of(norm)
     word, eps, weight_offset, y_dtype, _ = options_of(norm, x.dtype, x)
     a_sample = (shape[0], 1, shape[2])
     legal = ((shape[0], shape[2]),) if formula.by_sample else (a_sample, shape, shape[2:])
     fitting = []
     for operand in operands:
-        dtype, of = operand.dtype, operand.shape
-        if of not in legal or (dtype is not y_dtype and torch.promote_types(dtype, y_dtype) is not y_dtype):
+        if operand.shape not in legal or not is_within(operand.dtype, y_dtype):
             return None
-        fitting.append(operand.squeeze(1) if of == a_sample else operand)
+        fitting.append(operand.squeeze(1) if operand.shape == a_sample else operand)
     scale, shift = fitting[formula.scale], fitting[1 - formula.scale]
     if word == "layer":
         return modulated_layer_norm(x, scale, shift, weight=weight, bias=bias, eps=eps)

@@ -60,6 +60,7 @@ class Fused(NamedTuple):
         modulated: the names of the block's own norms that it scales and shifts, and that are computed together with it.
         gradients: the names of the block's own norms whose input is added again, as a residual, and whose backward
             kernel adds the residual's gradient.
+        added: the names of the block's own norms that are computed together with the sum of their result.
     """
 
     path: str
@@ -67,12 +68,14 @@ class Fused(NamedTuple):
     norms: tuple[str, ...]
     modulated: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         phrases = {
             "sums with {}": self.norms,
             "gradients of residuals with those of {}": self.gradients,
             "{} with the modulation": self.modulated,
+            "{} with the sum behind": self.added,
         }
         return "; ".join(phrase.format(", ".join(names)) for phrase, names in phrases.items() if names)
 

@@ -1,9 +1,11 @@
 """Sums in a model's blocks, each computed together with a norm.
 
-A block that `patch` fused adds, and calls its norms, by a `Sums`. Two things are fused:
+A block that `patch` fused adds, and calls its norms, by a `Sums`. Three things are fused:
 
 - a sum, and the norm that the forward calls directly behind the sum: one kernel computes both. No other code runs
   between the two (see `text`), so the result equals that of the norm's own call;
+- a norm, and the sum of its result, which nothing else reads: one kernel computes the sum, of any size, and rounds
+  once. This saves a launch, where the other two save passes over memory and cost the host time;
 - the gradients of a norm's input that is added again later, as a residual: the norm's backward kernel adds the
   residual's gradient. Forward, the norm is computed in its call.
 
@@ -15,15 +17,18 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..errors import NormforgeError
+from ..families import post_add
 from ..families.operands import DEFAULT_EPS, Options
 from ..families.plain_modules import LayerNorm, RMSNorm
 from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
@@ -51,6 +56,13 @@ class _Summand(NamedTuple):
     state: tuple[Any, ...]
 
 
+class _Later(NamedTuple):
+    """The result of a norm, which the sum that reads it computes."""
+
+    norm: Any
+    x: Any
+
+
 class Sums:
     """The sums and norms of one call of a block's forward."""
 
@@ -71,7 +83,14 @@ class Sums:
         """
         if self._summand is not None:
             a, b = self._again(a), self._again(b)
-        self._joined = None if name is None or not self._is_large(a, b) else self._join(name, a, b)
+        self._joined = None
+        if _Later in (a.__class__, b.__class__):
+            total = self._add_later(a, b) if a.__class__ is _Later else self._add_later(b, a)
+            if total is not None:
+                return total
+            a, b = (self.normalise(*each) if each.__class__ is _Later else each for each in (a, b))
+        if name is not None and self._is_large(a, b):
+            self._joined = self._join(name, a, b)
         return a + b if self._joined is None else self._joined.total
 
     def normalise(self, norm: Any, x: Any) -> Any:
@@ -96,6 +115,12 @@ class Sums:
         self._summand = _Summand(x, again, _state(x))
         return y
 
+    def normalise_later(self, norm: Any, x: Any) -> Any:
+        """Return norm(x), or what `add` computes together with the sum of norm(x), which the forward calls next."""
+        # Compiled graphs show the norm and the sum to the passes. A sum that joined this norm computed its result.
+        is_next = self._least is not None and self._joined is None and is_bare(norm)
+        return _Later(norm, x) if is_next else self.normalise(norm, x)
+
     def forget(self) -> None:
         """Forget the norm of the last sum: the forward took a branch, which may run any code."""
         self._joined = None
@@ -119,20 +144,41 @@ class Sums:
 
     def _join(self, name: str, a: torch.Tensor, b: torch.Tensor) -> _Joined | None:
         norm: Any = self._block._modules.get(name)
-        if self._block in _unserved or not is_bare(norm):
+        if not is_bare(norm):
             return None
         dtype = torch.promote_types(a.dtype, b.dtype)
         x, residual = (b, a) if dtype is a.dtype else (a, b)
         if dtype is not residual.dtype or x.shape != residual.shape or not is_of_length(norm, x.shape[-1]):
             return None
         options = options_of(norm, dtype, x)
+        launched: tuple[Any, Any] | None = self._launched(add_ahead, norm, x, residual, options)
+        return None if launched is None else _Joined(*launched, norm, options)
+
+    def _add_later(self, later: _Later, residual: Any) -> torch.Tensor | None:
+        """Return the sum of a norm's result and a residual; None if one kernel cannot compute it."""
+        norm, x = later
+        if not is_taken(norm, x, residual) or x.shape != residual.shape:
+            return None
+        word, eps, weight_offset, dtype, cast = options_of(norm, x.dtype, x)
+        # A norm that rounds rows first would round them to the residual's dtype.
+        if dtype is not residual.dtype and not (rounds_once(norm) and is_within(dtype, residual.dtype)):
+            return None
+        options = (word, eps, weight_offset, None, cast, "post_add", None)
+        total: torch.Tensor | None = self._launched(post_add.normalise, norm, x, residual, options)
+        return total
+
+    def _launched(
+        self, launch: Callable[..., Any], norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor, options: Any
+    ) -> Any:
+        """Compute a sum together with a norm; return None in a block that no kernel serves."""
+        if self._block in _unserved:
+            return None
         try:
-            launched = add_ahead((x, *vectors_of(norm), residual, None), options)
+            return launch((x, *vectors_of(norm), residual, None), options)
         except NormforgeError as error:
             _unserved.add(self._block)
             logger.warning("a residual add and %s are left two kernels: %s", type(norm).__name__, error)
             return None
-        return None if launched is None else _Joined(*launched, norm, options)
 
 
 # Blocks with a sum and a norm that no kernel serves.
@@ -164,6 +210,20 @@ def rounds_once(norm: Any) -> bool:
     """Return True if a norm that `may_follow` knows returns x's dtype, rounded behind the weight."""
     rounds_first = not isinstance(norm, LayerNorm) and norm.cast_before_weight
     return norm.cast == "after_weight" and not rounds_first and not isinstance(norm, T5RMSNorm)
+
+
+def is_taken(norm: Any, x: Any, *operands: Any) -> bool:
+    """Return True if a kernel takes x, with operands beside x, and the vectors of such a norm, which is bare."""
+    return (
+        PLAIN.issuperset([each.__class__ for each in (x, *operands)])
+        and is_served((x, *operands, *vectors_of(norm)))
+        and is_of_length(norm, x.shape[-1])
+    )
+
+
+def is_within(dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Return True if a wide dtype is what torch computes sums of both dtypes in."""
+    return torch.promote_types(dtype, wide) is wide
 
 
 def is_of_length(norm: Any, n: int) -> bool:

@@ -87,8 +87,9 @@ def patch(
     `patch` fuses residual adds with norms. In any block (Hugging Face's decoder layers, timm's, torch's, your own)
     whose forward adds and calls one of its norms directly behind the sum, one kernel computes both. The sums are found
     in the forward's text. The sum has the same bits as before, and the norm reads the sum as it is stored. Where the
-    forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's gradient. A norm
-    with a hook is called as before.
+    forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's gradient. Where the
+    forward adds a norm's result and reads it nowhere else, as Gemma 2 and OLMo 2 do, one kernel computes both and
+    rounds once; see `rms_norm_add`. A norm with a hook is called as before.
 
     `patch` fuses norms with the scale and shift that a module's forward applies to their result, as diffusion
     transformers do (AdaLN): `self.norm(x) * (1 + scale) + shift`, or a function that computes the same, which is

@@ -1,12 +1,12 @@
 """Read the text of a class's forward, and rewrite it to add, normalise and modulate by functions of normforge.
 
-Reading finds the forward's sums, the norms called with them, and where a norm's result is scaled and shifted. The text
-is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can run:
-only assignments of names, and look-ups of names and attributes, are between the two.
+Reading finds the forward's sums, the norms called with them, and where a norm's result is scaled and shifted, or added.
+The text is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can
+run: only assignments of names, and look-ups of names and attributes, are between the two.
 
 A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift,
 scale)` with any function. The norm's result may first be assigned to a name, if the very next statement assigns the
-modulated rows to the same name.
+modulated rows to the same name. A sum `residual + self.norm(x)` is found by the same rules.
 
 Rewriting replaces only `a + b`, calls of norms and modulations of a norm's result. The rest of the forward stays, with
 its decorators, defaults and closure. The text is used only if compiling it gives the code that the class runs.
@@ -61,6 +61,7 @@ class Sum:
         node: the addition.
         behind: the name of the norm that is called directly behind it.
         inputs: the names of the norms called before it with one of its operands.
+        addend: the call of the norm whose result is one of its operands, and is read nowhere else.
         branches: the branches between it and the norm. The norm is directly behind the sum only if the forward takes
             none of them.
     """
@@ -68,7 +69,18 @@ class Sum:
     node: ast.BinOp
     behind: str | None = None
     inputs: set[str] = field(default_factory=set)
+    addend: Any = None
     branches: list[ast.If] = field(default_factory=list)
+
+    @property
+    def added(self) -> str | None:
+        """The name of the norm of `addend`."""
+        return None if self.addend is None else self.addend.func.attr
+
+    @property
+    def norms(self) -> set[str | None]:
+        """The names of all norms that it may be computed together with."""
+        return {self.behind, self.added, *self.inputs}
 
 
 # Nodes that run no code that could change a tensor, once their parts have run. Attribute look-ups are assumed harmless.
@@ -219,7 +231,7 @@ def _named_first(statements: Iterable[Any], first: str) -> Iterator[Modulation]:
 
 
 def _matched(node: ast.expr, source: Callable[[ast.expr], Any]) -> Iterator[Modulation]:
-    """Yield the modulation that an expression is, if any.
+    """Yield the modulation that an expression is, or the sum of a norm's result, which has one argument; if any.
 
     Args:
         node: the expression.
@@ -236,6 +248,8 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], Any]) -> Iterator[Modu
             if call is not None and less is not None and _is_quiet(less[0]) and _is_quiet(shift):
                 yield Modulation(node, call, None, [less[0], shift], spent=(node, less[1]))
                 return
+        if (call := source(product)) is not None and _is_quiet(shift):
+            yield Modulation(node, call, None, [shift])
 
 
 def _terms(node: ast.expr, operator: type[ast.operator]) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -291,9 +305,7 @@ class Forward:
     def sums_with(self, norms: Collection[str], modulated: Iterable[int]) -> list[Sum]:
         """Return the sums that are computed together with norms, and are part of no modulation that is replaced."""
         spent = {addition for which in modulated for addition in self.modulations[which].spent}
-        return [
-            each for each in self.sums if each.node not in spent and not {each.behind, *each.inputs}.isdisjoint(norms)
-        ]
+        return [each for each in self.sums if each.node not in spent and not each.norms.isdisjoint(norms)]
 
 
 @cache
@@ -323,9 +335,13 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
     names = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and node.id == first]
     if first is None or any(not isinstance(name.ctx, ast.Load) for name in names):
         raise LeftAloneError("its forward has no first parameter that stays what it is")
-    sums = tuple(_Run(definition, first).sums.values())
-    modulations = tuple(_modulations_in(ast.Module(definition.body, []), first))
-    return Forward(function, sums, modulations), tree, definition
+    sums, modulations = _Run(definition, first).sums, []
+    for each in _modulations_in(ast.Module(definition.body, []), first):
+        if len(each.args) + len(each.keywords) == 1:
+            sums[each.node].addend = each.call
+        else:
+            modulations.append(each)
+    return Forward(function, tuple(sums.values()), tuple(modulations)), tree, definition
 
 
 def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
@@ -387,8 +403,8 @@ class _Replacing(ast.NodeTransformer):
     ) -> None:
         self._first = definition.args.args[0].arg
         self._sums = {each.node: each.behind for each in sums}
-        called = {name for each in sums for name in (each.behind, *each.inputs)}
-        self._norms = called.intersection(norms)
+        self._norms = {name for each in sums for name in each.norms}.intersection(norms)
+        self._addends = {each.addend for each in sums}
         self._branches = {branch for each in sums for branch in each.branches}
         self._modulations = {each.node: each for each in modulations}
         self._dropped = {each.before for each in modulations}
@@ -412,7 +428,8 @@ class _Replacing(ast.NodeTransformer):
             norm = ast.Constant(behind if behind in self._norms else None)
             return ast.copy_location(_called(SUMS, "add", [norm, node.left, node.right]), node)
         elif (call := _call_of_norm(node, self._first)) is not None and call.func.attr in self._norms:
-            return ast.copy_location(_called(SUMS, "normalise", [call.func, *call.args]), node)
+            method = "normalise_later" if node in self._addends else "normalise"
+            return ast.copy_location(_called(SUMS, method, [call.func, *call.args]), node)
         return node
 
     def _modulated(self, modulation: Modulation) -> ast.Call:

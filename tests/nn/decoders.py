@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .models import WIDTH, LlamaRMSNorm
+from .models import WIDTH, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
 
 VOCABULARY = 17
 
@@ -128,6 +128,37 @@ class GPT2Layer(torch.nn.Module):
         return returned
 
 
+class GemmaLayer(LlamaLayer):
+    """Norms around attention and MLP; the results of those behind are added to the residual."""
+
+    def __init__(self, norm: Callable[[], torch.nn.Module] = GemmaRMSNorm) -> None:
+        super().__init__(norm)
+        self.pre_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm()
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.pre_feedforward_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = self.post_feedforward_layernorm(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states  # noqa: RET504  # as the models write it
+
+
+class Olmo2Layer(LlamaLayer):
+    """Norms behind attention and MLP alone, within the sums."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        x = x + self.input_layernorm(self.self_attn(x, cache, **kwargs)[0])
+        total: torch.Tensor = self.post_attention_layernorm(self.mlp(x)) + x
+        return total
+
+
 class PostNormLayer(torch.nn.Module):
     """The sum is the norm's argument."""
 
@@ -228,6 +259,12 @@ FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[
         ("post_attention_layernorm",),
         ("input_layernorm", "post_attention_layernorm"),
     ),
+    "Gemma2": (
+        lambda: Decoder(GemmaLayer, GemmaRMSNorm),
+        (),
+        ("input_layernorm", "pre_feedforward_layernorm"),
+    ),
+    "Olmo2": (lambda: Decoder(lambda: Olmo2Layer(Olmo2RMSNorm), Olmo2RMSNorm), (), ()),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
     "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
     "parallel": (lambda: Decoder(ParallelLayer, layer_norm), (), ("input_layernorm",)),

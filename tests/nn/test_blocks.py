@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import SettingError
+from normforge.families import post_add
 from normforge.patching import sums
 
 from ..calling import each_device
@@ -126,6 +127,31 @@ def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, jo
         agree(model, patched)
         called = [name for name in inputs if name not in norms and name != "ln_cross"]
         assert joined.counts() == (2 * len(norms), 2 * len(called))
+
+
+@THOROUGH
+@every_family
+def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(
+    family: str, joined: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distance from fp64 is that of the unfused model, give or take."""
+    added = Counted(monkeypatch, post_add, "normalise")
+    exact = made(family, torch.float64)
+    model = made(family, torch.bfloat16)
+    with torch.no_grad():
+        for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
+            wide.copy_(narrow)
+    model, patched = twins(model)
+    for each in (exact, model, patched, patched):
+        each.zero_grad()
+        backward(loss_of(each, tokens()))
+    assert sum((*joined.counts(), *added.counts())) > 0
+    wanted, unfused, fused = (gradients(each) for each in (exact, model, patched))
+    for name, gradient in wanted.items():
+        size = gradient.norm() + 1e-3
+        # The last of patched's two steps; both added up.
+        off = (fused[name].double() - gradient).norm() / size
+        assert off <= 2 * (unfused[name].double() - gradient).norm() / size + 0.02, name
 
 
 @THOROUGH
