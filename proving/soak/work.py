@@ -160,10 +160,12 @@ class Worker:
     def _step(self) -> None:
         kind = self._random.choice(self._kinds.steps)
         with self._on_a_stream():
-            step = draw_step(self._random.choice, kind, self._leading(), self._most)
-            take = step.check if self._is_checked() else step.run
-            take(self._device)
-        self.done["training steps"] += 1
+            made = draw_step(self._random.choice, kind, self._leading(), self._most).made(self._device)
+            outputs = made.forward()
+            found = made.backward(outputs)
+            self.done["training steps"] += 1
+            if self._is_checked():
+                made.check(outputs, found)
 
     def _backward(self) -> None:
         kind = self._random.choice(self._kinds.backward)

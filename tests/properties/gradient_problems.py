@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import compress, product
 from typing import Any
 
 import torch
 
+import normforge
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
-from proving.cases import LAYOUTS, Case, Tensors, axes, cases, check, gradients, operands
 
 from . import oracle
 from .memory import Memory, row_strides
-from .problems import CASTS, FLOATS, ROWS, VECTORS, Choose, Kind, Options
+from .problems import CASTS, FLOATS, LAYOUTS, ROWS, VECTORS, Choose, Kind, Operand, Options
+
+_GRADIENTS = tuple(Operand(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
+_ANY = tuple(operand for operand in _GRADIENTS if operand.rows != "one value")
+_PARAMETERS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, (0, 0, 1)))
+_EPSILONS = (1e-5, 1e-6, 1e-3)
 
 
 def _some(*names: str) -> list[tuple[str, ...]]:
@@ -24,93 +28,199 @@ def _some(*names: str) -> list[tuple[str, ...]]:
     return [tuple(compress(names, taken)) for taken in product((True, True, False), repeat=len(names))]
 
 
-@cache
-def _cases(family: str) -> tuple[Case, ...]:
-    """Return every case of a family, of any shape."""
-    return tuple(cases(family, vary=[axis for axis in axes(family) if axis != "shape"]))
+def _there(k: Kind) -> list[str]:
+    return ["x", *(name for name in ("residual", "weight", "bias") if getattr(k, name))]
 
 
-def _arriving(k: Kind) -> list[tuple[bool, ...]]:
-    """Return for which outputs gradients may arrive: for the sum alone if what is summed is trained."""
-    if "residual" not in k.operands or k.family == "added":
-        return [(True,)]
-    return [(True, True), (True, False), *([(False, True)] if {"x", "residual"} & {*k.trained} else [])]
+def _shapes(k: Kind) -> list[tuple[int, ...]]:
+    """What is normalised: the last dimension, and in some calls the last two."""
+    if k.residual and k.entry == "function":
+        return [(k.n,)]
+    return [(k.n,), (k.n,), *[(a, k.n // a) for a in (1, 2, 3) if k.n % a == 0]]
 
 
-# Training steps: cases of `proving.cases`, operands that are trained, and outputs that gradients arrive for. Of rows
-# shorter than this the rounding of a sum may decide what they are.
-_SHORTEST = 31
+# Training steps: what is called, the operands, which of them are trained, and the outputs that gradients arrive for.
 STEPS: Options = {
-    "n": lambda k: (max(k.n, _SHORTEST),),
-    "family": lambda k: ("plain", "added", "modulated", "gated"),
-    "case": lambda k: [case for case in _cases(k.family) if k.n % (case["group_size"] or 1) == 0],
-    "operands": lambda k: [tuple(row.name for row in k.case.rows)],
-    "trained": lambda k: [names for names in _some(*k.operands) if names],
-    "arriving": _arriving,
-    "gradients": lambda k: ("contiguous", "gapped", "offset", "transposed", "expanded"),
+    "norm": lambda k: ("layer", "rms"),
+    "entry": lambda k: ("function", "module"),
+    "residual": lambda k: (*[None] * len(_ANY), *_ANY),
+    "weight": lambda k: (None, *_PARAMETERS),
+    "bias": lambda k: (None, *_PARAMETERS) if k.norm == "layer" else (None,),
+    "x": lambda k: _ANY,
+    "normalized": _shapes,
+    "trained": lambda k: _some(*_there(k)),
+    "through": lambda k: (
+        (("y",), ("y", "residual_out"), ("residual_out",))
+        if k.residual and {"x", "residual"} & {*k.trained}
+        else (("y",),)
+    ),
+    "dy": lambda k: _GRADIENTS,
+    "dresidual_out": lambda k: _GRADIENTS,
+    # A module with this option has a result of its own type.
+    "cast": lambda k: CASTS if k.entry == "function" else CASTS[:1],
 }
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: a kind, x's shape without N, and the seed of the values."""
+    """A training step: a kind, x's shape without what is normalised, eps, and the seed of the values."""
 
     kind: Kind
     leading: tuple[int, ...]
+    eps: float
     seed: int
 
-    @property
-    def case(self) -> Case:
-        """The case of the step's shape."""
-        case: Case = self.kind.case
-        return case.but(shape=(*(self.leading or (1,)), self.kind.n))
-
-    def operands(self, device: torch.device) -> Tensors:
-        """Return the operands, of which some require gradients."""
-        given = operands(self.case, str(device), self.seed)
-        return {name: tensor.requires_grad_(name in self.kind.trained) for name, tensor in given.items()}
-
-    def arriving(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients that arrive at the outputs, laid out as the kind says."""
-        drawn = [torch.randn_like(output) for output in outputs]
-        laid_out = [LAYOUTS[self.kind.gradients](each) if each.numel() else each for each in drawn]
-        return [each if arrives else None for each, arrives in zip(laid_out, self.kind.arriving, strict=True)]
+    def made(self, device: torch.device) -> MadeStep:
+        """Its tensors, on a device."""
+        return MadeStep(self, device)
 
     def run(self, device: torch.device) -> None:
-        """Take the step, and drop its results."""
-        given = self.operands(device)
-        outputs = self.case.run(given)
-        gradients(outputs, given, self.arriving(outputs))
+        """The step, its results dropped."""
+        made = self.made(device)
+        made.backward(made.forward())
 
-    def check(self, device: torch.device) -> None:
-        """Take the step, and hold it to the formula, and all operands to what they were.
 
-        Raises:
-            AssertionError: something is wrong.
-        """
-        given = self.operands(device)
-        before = {name: tensor.detach().clone() for name, tensor in given.items()}
-        self.hold(given, self.case.run(given))
-        assert all(torch.equal(before[name], tensor) for name, tensor in given.items()), f"{self} wrote an operand"
+def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> Step:
+    """A random step of a kind; of at most so many elements."""
+    leading, n = choose(shapes), math.prod(kind.normalized)
+    if math.prod(leading) * n > most:
+        leading = (most // n,)
+    return Step(kind, leading, choose(_EPSILONS), choose(range(1 << 16)))
 
-    def hold(self, given: Tensors, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Hold outputs, and the gradients that follow, to the formula.
+
+_FUNCTIONS: dict[tuple[str, bool], Callable[..., Any]] = {
+    ("layer", False): normforge.layer_norm,
+    ("layer", True): normforge.add_layer_norm,
+    ("rms", False): normforge.rms_norm,
+    ("rms", True): normforge.add_rms_norm,
+}
+_MODULES: dict[tuple[str, bool], Callable[..., torch.nn.Module]] = {
+    ("layer", False): normforge.LayerNorm,
+    ("layer", True): normforge.AddLayerNorm,
+    ("rms", False): normforge.RMSNorm,
+    ("rms", True): normforge.AddRMSNorm,
+}
+
+
+class MadeStep:
+    """A training step's tensors in memory that is watched."""
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self.step = step
+        kind, self._device = step.kind, device
+        self._generator = torch.Generator(device).manual_seed(step.seed)
+        self._shape = (*step.leading, *kind.normalized)
+        self._m, self._n = math.prod(step.leading), math.prod(kind.normalized)
+        shapes = {"x": self._shape, "residual": self._shape, "weight": kind.normalized, "bias": kind.normalized}
+        operands = {name: getattr(kind, name) for name in shapes}
+        self._memories = {
+            name: operand.memory(shapes[name], device, self._random(shapes[name]))
+            for name, operand in operands.items()
+            if operand is not None
+        }
+        self.tensors = {
+            name: memory.view.detach().requires_grad_(name in kind.trained) for name, memory in self._memories.items()
+        }
+        for name in kind.through:
+            gradient = kind.dy if name == "y" else kind.dresidual_out
+            self._memories[f"d{name}"] = gradient.memory(self._shape, device, self._random(self._shape))
+
+    def _random(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self._generator, device=self._device)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """y, and residual_out where there is a residual."""
+        step, kind, tensors = self.step, self.step.kind, self.tensors
+        adds = kind.residual is not None
+        rows = [tensors["x"], tensors["residual"]] if adds else [tensors["x"]]
+        if kind.entry == "module":
+            module = _MODULES[kind.norm, adds](kind.normalized, step.eps)
+            for name in ("weight", "bias") if kind.norm == "layer" else ("weight",):
+                tensor = tensors.get(name)
+                parameter = None if tensor is None else torch.nn.Parameter(tensor.detach(), name in kind.trained)
+                setattr(module, name, parameter)
+                if parameter is not None:
+                    tensors[name] = parameter
+            got = module(*rows)
+        else:
+            affine = [tensors.get("weight"), tensors.get("bias")] if kind.norm == "layer" else [tensors.get("weight")]
+            shape = [] if adds else [kind.normalized]
+            got = _FUNCTIONS[kind.norm, adds](*rows, *shape, *affine, step.eps, cast=kind.cast)
+        return {"y": got[0], "residual_out": got[1]} if adds else {"y": got}
+
+    def backward(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """The gradients of what is trained."""
+        kind = self.step.kind
+        if not kind.trained:
+            return {}
+        through = [outputs[name] for name in kind.through]
+        arriving = [self._memories[f"d{name}"].view for name in kind.through]
+        wanted = [self.tensors[name] for name in kind.trained]
+        return dict(zip(kind.trained, torch.autograd.grad(through, wanted, arriving, allow_unused=True), strict=True))
+
+    def check(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
+        """Hold outputs and gradients to the oracle, and all memory to what it was.
+
+        Args:
+            outputs: of `forward`.
+            found: the gradients.
 
         Raises:
             AssertionError: something is wrong.
         """
         try:
-            check(self.case, given, self.arriving(outputs), lambda _: outputs)
+            for name, memory in self._memories.items():
+                memory.check(name)
+            self._check_values(outputs, found)
         except AssertionError as error:
-            raise AssertionError(f"{error}\nin {self}") from None
+            raise AssertionError(f"{error}\nin {self.step}") from None
 
+    def _check_values(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
+        kind, m, n, centres = self.step.kind, self._m, self._n, self.step.kind.norm == "layer"
+        y, residual_out = outputs["y"], outputs.get("residual_out")
+        expected = self.tensors["x"].dtype
+        assert (y.shape, y.dtype) == (self._shape, expected), f"y is {tuple(y.shape)} in {y.dtype}, not {expected}"
+        assert y.requires_grad == bool(kind.trained), f"y.requires_grad is {y.requires_grad}"
+        weight, bias = (self._vector(name) for name in ("weight", "bias"))
+        with torch.no_grad():
+            residual = self.tensors.get("residual")
+            s = oracle.total(self.tensors["x"], None, residual).reshape(m, n)
+            stored = None
+            if residual_out is not None and residual is not None:
+                stored = s.to(residual.dtype)
+                assert torch.equal(residual_out.reshape(m, n), stored), "residual_out is not x + residual, rounded once"
+                s = stored.float()
+            if m:
+                rows = oracle.statistics(s, centres, self.step.eps)
+                h = oracle.rounded_first(rows.h, kind.cast, y.dtype, self.tensors["x"].dtype)
+                value, _ = oracle.affine(h, weight, bias, 0.0)
+                oracle.hold("y", y.reshape(m, n), value, rows.determined)
+            rows = oracle.statistics(s, centres, self.step.eps)
+            _, factor = oracle.affine(rows.h, weight, bias, 0.0)
+            # Autograd brings what arrives into the output's own type.
+            arriving = {
+                name: self._memories[f"d{name}"].view.to(outputs[name].dtype).reshape(m, n) for name in kind.through
+            }
+            dy = arriving.get("y", torch.zeros_like(s))
+            # Rows that are read again are of the sum's type; of fp32 alone nothing was rounded.
+            read = self.tensors["x"] if stored is None else stored
+            fp32 = y.dtype is self.tensors["x"].dtype is torch.float32
+            weighted = rows.h if fp32 else oracle.rounded_first(rows.h, kind.cast, y.dtype, read.dtype)
+            want = oracle.gradients(rows, dy, factor, arriving.get("residual_out"), centres, weighted)
+            bounds = {"x": want.dx, "residual": want.dx, "weight": want.dweight, "bias": want.dbias}
+            for name, gradient in found.items():
+                tensor = self.tensors[name]
+                if gradient is None:
+                    assert name in ("weight", "bias"), f"d{name} is None"
+                    assert "y" not in kind.through, f"d{name} is None"
+                    continue
+                assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype), f"d{name}: {gradient.dtype}"
+                flat = gradient.reshape(-1) if name in ("weight", "bias") else gradient.reshape(m, n)
+                oracle.hold(f"d{name}", flat, bounds[name])
 
-def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> Step:
-    """Draw a step of a kind; of at most so many elements."""
-    leading = choose(shapes)
-    if math.prod(leading) * kind.n > most:
-        leading = (most // kind.n,)
-    return Step(kind, leading, choose(range(1 << 16)))
+    def _vector(self, name: str) -> torch.Tensor | None:
+        tensor = self.tensors.get(name)
+        return None if tensor is None else tensor.detach().reshape(-1)
 
 
 _BACKWARD: dict[str, Callable[..., Any]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}

@@ -142,7 +142,7 @@ def compile_ahead(kinds: Pool, device: torch.device) -> None:
     """Run a call of every kind, many at once: what fails is found by what runs it next."""
     problems: list[Call | Step | BackwardCall] = [
         *(Call(kind, leading, 1e-5, 0.0, False, 0) for kind in kinds.calls for leading in _CLASSES),
-        *(Step(kind, leading, 0) for kind in kinds.steps for leading in _CLASSES),
+        *(Step(kind, leading, 1e-5, 0) for kind in kinds.steps for leading in _CLASSES),
         *(BackwardCall(kind, leading, 0.0, 0) for kind in kinds.backward for leading in _CLASSES),
     ]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:

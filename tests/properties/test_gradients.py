@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,10 @@ def test_a_training_step_has_the_gradients_of_its_formula_and_touches_no_operand
 ) -> None:
     choose = chooser(data)
     kind = kind_for(choose, device, "steps")
-    draw_step(choose, kind, profile_of(device).shapes_of(kind.n), MOST_ELEMENTS).check(torch.device(device))
+    step = draw_step(choose, kind, profile_of(device).shapes_of(math.prod(kind.normalized)), MOST_ELEMENTS)
+    made = step.made(torch.device(device))
+    outputs = made.forward()
+    made.check(outputs, made.backward(outputs))
 
 
 @THOROUGH
@@ -47,10 +52,10 @@ def test_two_steps_at_once_keep_what_each_needs_for_its_own_gradients(device: st
     choose = chooser(data)
     kind = kind_for(choose, device, "steps")
     steps = [draw_step(choose, kind, profile_of(device).shapes, MOST_ELEMENTS) for _ in range(2)]
-    given = [step.operands(torch.device(device)) for step in steps]
-    outputs = [step.case.run(each) for step, each in zip(steps, given, strict=True)]
-    for step, each, output in zip(steps, given, outputs, strict=True):
-        step.hold(each, output)
+    made = [step.made(torch.device(device)) for step in steps]
+    outputs = [one.forward() for one in made]
+    for one, output in zip(made, outputs, strict=True):
+        one.check(output, one.backward(output))
 
 
 def test_the_oracle_is_what_torch_differentiates_in_fp64() -> None:
