@@ -4,8 +4,7 @@ A block that `patch` fused adds, and calls its norms, by a `Sums`. Three things 
 
 - a sum, and the norm that the forward calls directly behind the sum: one kernel computes both. No other code runs
   between the two (see `text`), so the result equals that of the norm's own call;
-- a norm, and the sum of its result, which nothing else reads: one kernel computes the sum, of any size, and rounds
-  once. This saves a launch, where the other two save passes over memory and cost the host time;
+- a norm, and the sum of its result, which nothing else reads: one kernel computes the sum, and rounds once;
 - the gradients of a norm's input that is added again later, as a residual: the norm's backward kernel adds the
   residual's gradient. Forward, the norm is computed in its call.
 
@@ -118,7 +117,7 @@ class Sums:
     def normalise_later(self, norm: Any, x: Any) -> Any:
         """Return norm(x), or what `add` computes together with the sum of norm(x), which the forward calls next."""
         # Compiled graphs show the norm and the sum to the passes. A sum that joined this norm computed its result.
-        is_next = self._least is not None and self._joined is None and is_bare(norm)
+        is_next = self._is_large(x) and self._joined is None and is_bare(norm)
         return _Later(norm, x) if is_next else self.normalise(norm, x)
 
     def forget(self) -> None:

@@ -27,13 +27,14 @@ ADDED = {
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Return how many norms were computed together with the sum of their result."""
+    """Return how many norms were computed together with the sum of their result; sums of any size are."""
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
     return Counted(monkeypatch, post_add, "normalise")
 
 
 @pytest.mark.parametrize("family", ADDED)
 @each_device
-def test_sums_of_any_size_are_computed_with_the_norm_before_them(family: str, device: str, added: Counted) -> None:
+def test_sums_are_computed_with_the_norm_before_them(family: str, device: str, added: Counted) -> None:
     model = made(family, device=device)
     patched = copy.deepcopy(model)
     assert [each.added for each in normforge.patch(patched).fused] == 2 * [ADDED[family]]
@@ -74,7 +75,6 @@ PLAINLY = form("Plainly", "h = self.norm(h)", "h = h + x", "return h")
         form("AddedInAFunction", "return self.part(x + self.norm(self.part(h)))"),
         form("WithinABranch", "if flag:", "    h = self.norm(h)", "    h = x + h", "return h"),
         form("WithANormBehind", "h = self.norm(h)", "h = x + h", "return h, self.other(h)"),
-        form("OfASum", "h = h + x", "return x + self.norm(h)"),
     ],
 )
 def test_forms_of_a_sum_behind_a_norm(cls: Any, added: Counted) -> None:
@@ -98,6 +98,8 @@ def test_forms_of_a_sum_behind_a_norm(cls: Any, added: Counted) -> None:
         form("OfAnotherShape", "h = self.norm(h)", "h = h + x[0]", "return h"),
         form("OfANumber", "return self.norm(h) + 1.5"),
         form("OfTwoNorms", "return self.norm(h) + self.other(x)"),
+        # The sum before a norm is computed with the norm already.
+        form("OfASum", "h = h + x", "return x + self.norm(h)"),
     ],
 )
 def test_what_is_no_sum_of_a_norms_result_alone(cls: Any, added: Counted) -> None:
@@ -132,6 +134,18 @@ def test_types_of_a_norm_and_a_residual(
     assert added.counts() == (count,)
 
 
+def test_short_sums_and_batch_invariant_ones_are_added_alone(added: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, patched = twins(PLAINLY())
+    x = torch.randn(2, 3, WIDTH)
+    with normforge.batch_invariant():
+        patched(x)
+    for least in (x.numel() + 1, x.numel()):
+        assert added.counts() == (0,)
+        monkeypatch.setenv("NORMFORGE_FUSE_FROM", str(least))
+        patched(x)
+    assert added.counts() == (1,)
+
+
 def test_gradients_of_a_sum_behind_a_norm(added: Counted) -> None:
     module, patched = twins(PLAINLY(GemmaRMSNorm))
     x = torch.randn(2, 3, WIDTH)
@@ -141,6 +155,7 @@ def test_gradients_of_a_sum_behind_a_norm(added: Counted) -> None:
     assert added.counts() == (1,)
 
 
+@pytest.mark.usefixtures("added")
 def test_a_sum_that_no_kernel_serves_is_added_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     module, patched = twins(PLAINLY())
     x = torch.randn(2, 3, WIDTH)
