@@ -79,6 +79,18 @@ def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
             hold(group(shape, 2, channels_last=channels_last, activation="silu"))
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_memory_around_x_is_never_read(tile: str) -> None:
+    """Six channels of four positions fill tiles of 16 by their positions, and not by their channels."""
+    case = group((1, 12, 2, 2), 2)
+    given = operands(case)
+    around = torch.full((3, given["x"].numel()), math.nan)
+    around[1] = given["x"].detach().flatten()
+    given["x"] = around[1].view(given["x"].shape).requires_grad_()
+    with tiled(GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, False), 24, TILES[tile]):
+        hold(case, given)
+
+
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a part has that registers do not hold at once, and groups that are launched a few at a time."""
     from normforge.kernels import assembly, group_tiles

@@ -33,6 +33,8 @@ WHOLE = st.builds(lambda block: Tile(Pipeline.ONE_PASS, 1, block, 8), st.sampled
 @THOROUGH
 # The second tile of the second run is of a fourth channel, which is the next group's first.
 @example((1, 2, 3, 8), Tile(Pipeline.TWO_PASS, 1, 8, 1, held=2), False, Activation.NONE)
+# The positions fill both tiles, and the channels leave half of the second empty.
+@example((1, 1, 3, 4), Tile(Pipeline.TWO_PASS, 1, 8, 1, held=2), False, Activation.NONE)
 @settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SHAPES, st.one_of(PARTS, PARTS, WHOLE), st.booleans(), st.sampled_from(Activation))
 def test_any_cut(shape: tuple[int, int, int, int], tile: Tile, channels_last: bool, activation: Activation) -> None:

@@ -21,6 +21,8 @@ SHAPES = {
     "unet 16": (2, 1280, 16, 16),
     "unet 8": (2, 1280, 8, 8),
     "unet 8, trained": (32, 1280, 8, 8),
+    # 190 channels a group, which fill no tile of several.
+    "wide 8": (1, 6080, 8, 8),
     "unet, odd": (2, 960, 33, 31),
     "vae 64": (1, 512, 64, 64),
     "vae 256": (1, 256, 256, 256),
