@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
 def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]:
     """Prepare the backward pass of a norm that is neither gated nor modulated.
 
-    The gradients of a fused add are those of the stored sum, which is what the backward kernel reads. That sum holds
-    x_bias already, so that its gradient is dx summed over rows, before dx is rounded, as autograd computes it.
+    The gradients of a fused add are those of the stored sum, which the backward kernel reads. The sum includes x_bias
+    already: an x_bias of zeros makes the kernel sum dx over rows before rounding, as in autograd's calls.
     """
     arguments = inputs(problem, device)
     mode = problem.mode
@@ -54,8 +55,8 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
         operands["mean"] = forward.mean
     if mode.fadd.stores:
         operands["x"] = forward.residual_out
-    elif mode.x_bias:
-        operands["x_bias"] = arguments["x_bias"]
+    if mode.x_bias:
+        operands["x_bias"] = torch.zeros_like(arguments["x_bias"]) if mode.fadd.stores else arguments["x_bias"]
     operands |= gradients_in(problem, device)
     operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.of(mode.norm) if row.kind is Kind.WORD}
     wants = ["dx", "dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if "x_bias" in operands else [])]
@@ -63,18 +64,6 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
         operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
         wants.append("ddropped")
     run = getattr(public, BACKWARD.functions[mode.norm])
-
-    def call() -> NormGradients:
-        if not (mode.fadd.stores and mode.x_bias):
-            result: NormGradients = run(**operands, wants=wants)
-            return result
-        gradients: NormGradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
-        dtype = arguments["x_bias"].dtype
-        wide = {
-            name: rows for name, rows in (("dx", gradients.dx), ("ddropped", gradients.ddropped)) if rows is not None
-        }
-        summed = wide.get("ddropped", wide["dx"]).flatten(0, -2).sum(0)
-        return gradients._replace(**{name: rows.to(dtype) for name, rows in wide.items()}, dx_bias=summed.to(dtype))
 
     oracle = reference.BACKWARD[mode.norm]
 
@@ -84,7 +73,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     taken = check(BACKWARD.functions[mode.norm], operands).mode
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),
-        call=call,
+        call=partial(run, **operands, wants=wants),
         validate=validate,
         operands=tuple(operands.values()),
     )

@@ -96,14 +96,14 @@ RUNS: dict[str, list[tuple[str, ...]]] = {
     "-m=9 -n=48 -heads=3": [
         ("-norm=rms -prec_i=bf16 -save_mv=1", "rms_fwd_bf16_mv_n128", "y rstd"),
         ("-fadd=1 -fquant=1 -xr_stride=200 -y_stride=150", "ln_fwd_fp16_int8_addst_sdq_n128", "y residual_out y_scale"),
-        ("-fadd=1 -xbias=1 -bwd=1", "ln_bwd_fp16_addst_n128", "dx dweight dbias dx_bias"),
+        ("-fadd=1 -xbias=1 -bwd=1", "ln_bwd_fp16_xb_addst_n128", "dx dweight dbias dx_bias"),
     ],
     "-m=5 -n=130 -bwd=1": [
         ("-norm=layer", "ln_bwd_fp16_n256", "dx dweight dbias"),
         ("-norm=rms -prec_i=bf16", "rms_bwd_bf16_n256", "dx dweight"),
         ("-xbias=1 -norm=rms", "rms_bwd_fp16_xb_n256", "dx dweight dx_bias"),
         ("-dropout=0.3 -fadd=1", "ln_bwd_fp16_drop_addst_n256", "dx dweight dbias ddropped"),
-        ("-dropout=0.3 -fadd=1 -xbias=1 -norm=rms", "rms_bwd_fp16_drop_addst_n256", "dx dweight dx_bias ddropped"),
+        ("-dropout=0.3 -fadd=1 -xbias=1 -norm=rms", "rms_bwd_fp16_xb_drop_addst_n256", "dx dweight dx_bias ddropped"),
         ("-x_stride=150 -y_stride=140", "ln_bwd_fp16_n256", "dx dweight dbias"),
     ],
     "-m=27 -n=48 -samples=3 -bwd=1": [
