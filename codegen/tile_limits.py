@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .instance import Bucket, Tile
 from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, copies, most_stages, power_of_two
-from .values import Direction, Pipeline
+from .values import Direction, Pipeline, ScaleGroup
 
 # Programs that share a row exchange its means rounded to fp32. At 1e4 the rounding is off by 5e-4: below any noise that
 # 16 bits can hold there (fp16 steps by 8), but a twentieth of the 1e-2 that fp32 rows must still resolve.
@@ -16,6 +16,8 @@ _LEAST_BLOCKS = {
     (Direction.BACKWARD, Pipeline.ONE_PASS): 2,
     (Direction.BACKWARD, Pipeline.SPREAD): 2,
 }
+# The most columns that share a scale.
+_LONGEST_GROUP = max(size.code for size in ScaleGroup)
 # Triton takes a minute to compile 64 chunks; measured tiles have 16 at most.
 _MOST_CHUNKS = 32
 # Values per thread; a thread addresses 255 registers.
@@ -122,12 +124,23 @@ def may_cut(kind: TileClass) -> bool:
     return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT, Load.DROP)
 
 
+def splits_groups(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:
+    """Return True if two chunks of a tile may hold parts of one group of scales, and each would store its own scale."""
+    longest = min(bucket.last or _LONGEST_GROUP, _LONGEST_GROUP)
+    return kind.load in (Load.SCALED, Load.ADD_SCALED) and tile.block < longest
+
+
 def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     """Return why chunks are too narrow or too many to compile a kernel, or None if they are not."""
     name = tile.pipeline.value
     least = _LEAST_BLOCKS.get((kind.direction, tile.pipeline), 1)
     if tile.block < least:
         return f"block is {tile.block}; {kind.direction.title} {name} takes {least} columns or more"
+    if splits_groups(kind, bucket, tile):
+        return (
+            f"block is {tile.block}; a chunk of {kind.name} holds whole groups of scales, up to {_LONGEST_GROUP} "
+            f"columns each; write block: {_LONGEST_GROUP}"
+        )
     chunks = max(tile.held, 1)
     holds_rows = tile.pipeline in (Pipeline.ROWS, Pipeline.ONE_PASS)
     if holds_rows:

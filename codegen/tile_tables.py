@@ -17,7 +17,7 @@ from .errors import TileTableError
 from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .tile_limits import holds_stages, may_cut, why_not
+from .tile_limits import holds_stages, may_cut, splits_groups, why_not
 from .tiling import EVERY_CLASS, TileClass, class_of, generic_tiles
 from .values import Pipeline
 from .words import unknown
@@ -110,7 +110,7 @@ def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic:
     """Return the measured tiles, with the generic tile where the mode has no kernel for a tile.
 
     Modes with dropout do not spread rows. A tile of another class is also replaced if it splits rows that this mode may
-    not split, or if the mode has too many bytes in flight.
+    not split, or groups of scales, or if the mode has too many bytes in flight.
     """
     kind = class_of(mode)
     may_be_cut = may_cut(kind)
@@ -118,7 +118,8 @@ def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic:
     def fitting(own: Tile, rule: Tile) -> Tile:
         cuts = own.pipeline is Pipeline.ROWS and own.block < (bucket.last or 0)
         runs = own.pipeline in mode.pipelines and holds_stages(kind, bucket, own, arch)
-        return own if runs and (may_be_cut or not cuts) else rule
+        fits = runs and (may_be_cut or not cuts) and not splits_groups(kind, bucket, own)
+        return own if fits else rule
 
     few, some, many = map(fitting, measured.by_rows, generic.by_rows)
     invariant = fitting(invariant_tile(measured, generic), generic.large)

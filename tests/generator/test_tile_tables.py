@@ -147,6 +147,8 @@ IMPOSSIBLE = (
     ("bwd_16bit", "1..1024", tile("two_pass", 1, 1024), "pipeline two_pass takes several rows per program, and"),
     ("bwd_16bit_gate", "1..1024", tile("rows", 2, 512, 1), "pipeline rows takes whole rows of bwd_16bit_gate"),
     ("fwd_16bit_scaled", "1..600", tile("rows", 2, 512, 1), "pipeline rows takes whole rows of fwd_16bit_scale"),
+    ("fwd_16bit_scaled", "1..600", tile("one_pass", 1, 64, 1), "block is 64; a chunk of fwd_16bit_scaled holds whole"),
+    ("fwd_32bit_add_scaled", "99..100", tile("two_pass", 1, 64, 1), "block is 64; a chunk of fwd_32bit_add_scaled hol"),
     ("fwd_16bit", "1..", tile("rows", 2, 512, 1), "pipeline rows holds rows in registers and 1.. has no cap; take two"),
     ("fwd_16bit", "1..", TILE, "pipeline one_pass holds a row in registers and 1.. has no cap; take two_pass"),
     ("fwd_16bit", "1..1024", tile("rows", 8, 16), f"{CHUNKS}a wider block"),
@@ -358,11 +360,16 @@ def test_what_is_scaled_by_less_than_a_row_takes_quants_tiles_where_none_were_me
 def test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be() -> None:
     """A chunk may end within a group of scales."""
     bucket = Bucket("n256", 129, 256)
-    cut, whole = Tile(Pipeline.ROWS, 8, 64, 2), Tile(Pipeline.ROWS, 4, 256, 1)
+    cut, whole = Tile(Pipeline.ROWS, 8, 128, 2), Tile(Pipeline.ROWS, 4, 256, 1)
+    narrow = Tile(Pipeline.ONE_PASS, 1, 64, 1)
     of_rows = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
     of_groups = replace(of_rows, group_size=ScaleGroup.G128)
     generic = generic_tiles(class_of(of_groups), bucket).large
-    for tiles, expected in ((Tiles(whole, whole, ragged=cut), whole), (Tiles(cut, whole), generic)):
+    for tiles, expected in (
+        (Tiles(whole, whole, ragged=cut), whole),
+        (Tiles(cut, whole), generic),
+        (Tiles(narrow, whole), generic),
+    ):
         table = {TileClass(Direction.FORWARD, 2, Load.QUANT): tiles}
         assert measured(of_rows, bucket, table) == tiles
         assert measured(of_groups, bucket, table) == Tiles(expected, whole)
