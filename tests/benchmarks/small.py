@@ -40,11 +40,6 @@ def fails(inputs: Inputs) -> torch.Tensor:
     raise RuntimeError("\nno kernel for this shape\nand a long story")
 
 
-def lost(device: torch.device) -> None:
-    """What becomes of releasing memory on a GPU that is lost."""
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
 def plan(out: Path, *providers: Provider, **options: Any) -> Plan:
     """A plan of one short round on the CPU."""
     return Plan(torch.device("cpu"), {each.name: each for each in providers}, out, 1.0, 1, **options)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cli
 from benchmarks.beside import compare, moved
 from benchmarks.cells import Cell, Norm, Task
 
@@ -64,18 +63,3 @@ def test_a_failure_of_one_run_is_beyond_any_noise_and_of_both_is_none(broken: st
     assert [change.name[-1] for change in moved(one, 1000.0)] == ["normforge"]
     (same,) = compare(tmp_path / broken, tmp_path / broken)
     assert moved(same, 0.0) == []
-
-
-def test_the_status_says_whether_anything_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = _save(tmp_path / "old"), _save(tmp_path / "new", ours=52.0)
-    results("host", (CELLS[0], "normforge", 8.0)).save(old)
-    assert cli.main(["beside", str(old), str(old)]) == 0
-    assert cli.main(["beside", str(old), str(new), "--within", "0.05"]) == 0
-    capsys.readouterr()
-    assert cli.main(["beside", str(old), str(new)]) == cli.SHORT
-    out = capsys.readouterr().out
-    assert f"forward: {CELLS[-1].id}, 256 MiB, normforge" in out
-    assert CELLS[0].id not in out
-    assert "+4.0%" in out
-    assert cli.main(["beside", str(old), str(tmp_path / "nowhere")]) == cli.USAGE
-    assert "have no time in common" in capsys.readouterr().err

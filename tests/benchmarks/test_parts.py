@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cli, parts
-from benchmarks.errors import UsageError
 from benchmarks.parts import BESIDE, NOTHING, WHOLE, Part, measure, nothing, summarised
-from benchmarks.second_tree import load_tree
 
 from ..thorough import THOROUGH
 from .small import records
@@ -35,11 +33,6 @@ def test_another_revision_is_timed_beside_this_one(tmp_path: Path) -> None:
     assert theirs == ours
     families = {"layer_norm", "add_layer_norm, dropout", "modulated_layer_norm", "gated_rms_norm", "group_norm"}
     assert theirs >= {"layernorm2d_fwd", "quantised_rms_norm", *(f"{name}, backward alone" for name in families)}
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has no runtime/__init__\.py; pass the root of a checkout"):
-        load_tree(tmp_path, tmp_path / "scratch")
 
 
 def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import cli, profile
 from benchmarks.cells import Cell, Method, Norm, Suite, Task
@@ -78,35 +76,10 @@ def test_a_call_has_what_it_launched_from_any_thread_and_nothing_else() -> None:
     assert calls_in(trace, MARK) == [[Launch(MAIN, 60.0), Launch(FINALISE, 3.0)]]
 
 
-def test_what_the_profiler_does_not_know_is_left_open() -> None:
-    copy = {
-        **_range(120.0, 44.0, "gpu_memcpy", "Memcpy DtoD (Device -> Device)"),
-        "args": {"device": GPU, "context": 1, "stream": 7, "correlation": 8, "bytes": 1024},
-    }
-    asked = {**_range(110.0, 4.0, "cuda_runtime", "cudaMemcpyAsync"), "args": {"cbid": 41, "correlation": 8}}
-    (*_, ran, _) = odd = _launch(MAIN, 130.0, 200.0, 1.0, 9)
-    ran["args"] |= {"blocks per SM": "inf", "warps per SM": "inf", "est. achieved occupancy %": -99}
-    ((of_driver, of_kernel),) = calls_in(_trace(_range(100.0, 50.0), asked, copy, odd), MARK)
-    assert of_driver == (Kernel("Memcpy DtoD (Device -> Device)", None, None, None, None, None, None), 44.0)
-    assert of_kernel.kernel == Kernel(MAIN.name, (264, 1, 1), 512, 128, 4096, None, None)
-
-
 def test_a_call_that_ran_nothing_is_no_answer() -> None:
     trace = _trace(_range(400.0, 300.0), _launch(MAIN, 420.0, 425.0, 60.0, 2), _range(800.0, 300.0))
     with pytest.raises(TraceError, match=r"something run in 1 of 2 calls; .* another profiler may be attached"):
         calls_in(trace, MARK)
-
-
-def test_torchs_own_trace_holds_the_marked_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
-    with warnings.catch_warnings():
-        # Without a GPU torch says that it sees none.
-        warnings.simplefilter("ignore")
-        trace = profile.record(lambda: order.append("call"), lambda: order.append("clear"))
-    assert order == ["call"] * 3 + ["wait"] + ["clear", "wait", "call", "wait"] * 5
-    with pytest.raises(TraceError, match="something run in 0 of 5 calls"):
-        calls_in(trace, profile.MARK)
 
 
 def test_rows_are_medians_and_their_sum_is_the_calls() -> None:

@@ -8,26 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import startup
-from benchmarks.errors import UsageError
-from benchmarks.startup import WAYS, start
 
 from ..thorough import THOROUGH
-
-BY_NAME = {way.name: way for way in WAYS}
-
-
-@THOROUGH
-@pytest.mark.parametrize("name", ["torch", "cold"])
-def test_a_process_runs_to_its_first_result(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sample = start(BY_NAME[name], {"TRITON_CACHE_DIR": str(tmp_path)}, device="cpu")
-    assert 0 < sample.norm_s < sample.total_s
-
-
-@THOROUGH
-def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(UsageError, match=r"benchmarks.first_result .* failed:\n(.|\n)*RuntimeError"):
-        start(BY_NAME["torch"], {}, device="nowhere")
 
 
 @THOROUGH

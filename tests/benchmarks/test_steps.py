@@ -18,7 +18,6 @@ from benchmarks.providers.steps import FORWARD as FORWARD_STEPS
 from benchmarks.providers.steps import PROVIDERS
 from benchmarks.runner import prepare
 from benchmarks.steps import backward, forward
-from benchmarks.suites.steps import SUITE
 
 from ..stand_in_driver import driving
 
@@ -59,15 +58,6 @@ def test_forward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: 
 def test_backward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
     inputs = make_inputs(Cell(Task.BACKWARD, Norm.LAYER, 7, n, dtype, group="steps, backward"), torch.device("cpu"))
     prepare(provider, [inputs], expect(inputs))
-
-
-def test_steps_are_timed_on_their_own_cells_alone() -> None:
-    plain = Cell(Task.FORWARD, Norm.LAYER, 32768, 4096, group="256 MiB")
-    assert not any(provider.builder(plain) for provider in PROVIDERS)
-    for cell in SUITE.cells:
-        assert [p.name for p in PROVIDERS if p.builder(cell)] == [
-            p.name for p in (FORWARD if cell.task is Task.FORWARD else BACKWARD)
-        ]
 
 
 @pytest.mark.compile

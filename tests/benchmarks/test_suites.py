@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+import normforge
 from benchmarks.cells import (
     DTYPES,
     Cell,
@@ -16,12 +19,13 @@ from benchmarks.cells import (
     Task,
     at_most,
 )
-from benchmarks.chosen import matching
 from benchmarks.inputs import make_inputs
+from benchmarks.oracle import expect
 from benchmarks.providers import every_provider
 from benchmarks.results import make_row
+from benchmarks.runner import prepare
 from benchmarks.suites import SUITES
-from benchmarks.suites.batch_invariant import PROVIDER
+from benchmarks.suites.batch_invariant import GROUPS, PROVIDER
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -69,19 +73,6 @@ def test_the_ceiling_is_credited_with_its_own_bytes() -> None:
     assert make_row(cell, "eager", "ok").bytes == cell.bytes_moved
 
 
-def test_cells_are_chosen_by_part_or_pattern() -> None:
-    ids = ["forward/ln_bf16/8x64", "forward/rms_bf16/8x64", "forward/rms_bf16/8x128"]
-    assert matching(ids, []) == ids
-    assert matching(ids, ["rms"]) == ids[1:]
-    assert matching(ids, ["*/ln*", "8x128"]) == [ids[0], ids[2]]
-
-
-def test_capped_cells_are_each_there_once() -> None:
-    cells = at_most(SUITES["forward"].cells, 2)
-    assert max(cell.m for cell in cells) == 2
-    assert len({cell.id for cell in cells}) == len(cells)
-
-
 def test_inputs_are_random_the_same_each_time_and_of_the_cells_types() -> None:
     cell = Cell(Task.ADD_QUANT, Norm.RMS, 4, 64, "fp16", "int8", smooth=True)
     first, again, other = (make_inputs(cell, torch.device("cpu"), copy) for copy in (0, 0, 1))
@@ -106,7 +97,9 @@ def test_halves_of_a_projection_and_modulations_are_no_copies() -> None:
     assert {cell.leading for cell in at_most(SUITES["modulated"].cells, rows=8)} == {(8, 1)}
 
 
-def test_every_cell_of_batch_invariance_is_offered_and_no_other() -> None:
-    provider = every_provider()[PROVIDER]
-    assert all(provider.builder(cell) for name in ("", "-many") for cell in SUITES[f"batch-invariant{name}"].cells)
-    assert not provider.builder(Cell(Task.FORWARD, Norm.LAYER, 257, 64, group="elsewhere"))
+def test_batch_invariant_calls_are_invariant_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = Mock(wraps=normforge.batch_invariant)
+    monkeypatch.setattr(normforge, "batch_invariant", entered)
+    inputs = make_inputs(Cell(Task.ADD_QUANT, Norm.LAYER, 2, 96, out_dtype="fp8", group=GROUPS[0]), torch.device("cpu"))
+    prepare(every_provider()[PROVIDER], [inputs], expect(inputs))
+    entered.assert_called()

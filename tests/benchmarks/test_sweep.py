@@ -8,7 +8,6 @@ from hashlib import sha256
 
 import pytest
 
-from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.suites import SUITES, sweep
 from benchmarks.suites.sweep import GROUPS, lengths
@@ -60,9 +59,3 @@ DIGEST = "0a583690ef39f0080ac8023fa989f15b790f15c9bc78168f8d86075485af205e"
 def _computed(cell: Cell) -> tuple[Task, Norm]:
     assert cell.out_dtype == ("fp8" if cell.task is Task.ADD_QUANT else "")
     return cell.task, cell.norm
-
-
-def test_a_seed_is_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "--suite", "sweep", "--seed", "9"]) == 0
-    listed = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert [line for line in listed if "/" in line and "(" not in line] == [cell.id for cell in draw(9)]

@@ -33,20 +33,6 @@ def test_a_wrong_model_is_told_and_not_timed(
     assert rows["torch"].ok
 
 
-def test_a_right_model_is_timed_and_its_loss_stands_beside_torchs(toy: Spec, tmp_path: Path) -> None:
-    assert work(job_of(tmp_path, variants=("torch", "patch"), rounds=2)) == 0
-    rows = rows_of(tmp_path)
-    for row in rows.values():
-        assert row.ok
-        assert row.ms is not None
-        assert row.ms > 0
-        assert row.runs == 2
-        assert row.torch_loss == rows["torch"].loss
-        assert row.memory_gib is None
-    assert rows["torch"].off == 0
-    assert 0 <= (rows["patch"].off or 0) <= 1
-
-
 def test_a_nudge_moves_each_weight_to_a_neighbour_and_back() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         model = make(TOY, TOY.tiny, CPU, dtype)

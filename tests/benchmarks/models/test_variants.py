@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from benchmarks.models import steps
-from benchmarks.models.names import AUTOCAST, BF16, COMPILE, EAGER, FAILS, NOTHING
+from benchmarks.models.names import AUTOCAST, BF16, COMPILE, EAGER, NOTHING
 from benchmarks.models.specs import SPECS, Spec, make
 from benchmarks.models.variants import VARIANTS, vary
 from benchmarks.models.worker import work
 from normforge.compiled import switch
-from normforge.families import plain_calls
 
 from ...thorough import THOROUGH
 from .toy import CPU, INSTALL, TOY, add_variant, job_of, loaded, rows_of
@@ -63,17 +62,6 @@ def test_each_compiled_variant_has_a_graph_of_its_own(
     work(job_of(tmp_path, runs=(COMPILE,), variants=("torch", "patch", "patch-passes")))
     assert all(row.ok and not row.note for row in rows_of(tmp_path).values())
     assert ["normforge" in code for code in graphs] == [False, True, True]
-
-
-@THOROUGH
-def test_a_variant_that_runs_anothers_graph_is_told(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_with_code_of_its_own", lambda model: model)
-    # To ask a rule is to ask whether passes are on, and then TorchDynamo tells the two apart.
-    monkeypatch.setattr(plain_calls, "is_left_to_inductor", lambda *_, **__: False)
-    work(job_of(tmp_path, runs=(COMPILE,), variants=("torch", "patch", "patch-passes")))
-    statuses = {name: row.status for name, row in rows_of(tmp_path).items()}
-    assert statuses.pop("patch-passes").startswith(f"{FAILS}: RuntimeError: TorchDynamo compiled nothing for it")
-    assert set(statuses.values()) == {"ok"}
 
 
 def test_passes_are_on_for_their_variant_alone(toy: Spec, tmp_path: Path) -> None:
