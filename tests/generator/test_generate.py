@@ -361,13 +361,13 @@ def test_the_generator_imports_neither_torch_nor_triton(repository: Path) -> Non
     assert run("-c", call, cwd=repository).returncode == 0
 
 
-@pytest.mark.parametrize("verb", ["--list", "--count"])
-def test_a_reader_that_leaves_early_is_no_error(repository: Path, verb: str) -> None:
+@pytest.mark.parametrize("command", ["generate.py --list", "generate.py --count", "-m normforge list"])
+def test_a_reader_that_leaves_early_is_no_error(repository: Path, command: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         ran = subprocess.run(
-            [sys.executable, "generate.py", verb],
+            [sys.executable, *command.split()],
             cwd=repository,
             stdout=writer,
             stderr=subprocess.PIPE,

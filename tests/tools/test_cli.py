@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,19 +37,6 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_and_the_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("-h") == 0
-    assert capsys.readouterr().out.startswith("usage: normforge")
-    assert status("--version") == 0
-    assert capsys.readouterr().out == f"{normforge.__version__}\n"
-
-
-def test_list_prints_every_instance(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("list") == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if " " in line}
-    assert {entry.name for entry in normforge.instances()} <= listed
-
-
 def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     every = normforge.instances()
     first, *_, last = every
@@ -60,31 +45,6 @@ def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines[2:4]] == [first.name, last.name]
     assert f"{first.first}..{first.last}" in lines[2]
     assert lines[-1] == f"2 of {len(every)} instances"
-
-
-@pytest.mark.parametrize("arch", ["foo", "sm90", "h200", "", "sm_90\n"])
-def test_list_takes_no_architecture_that_is_none(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = normforge.instances()[0].name
-    assert status("list", "--arch", arch, name) == 2
-    assert "is no architecture; write one like sm_90 or gfx942, or leave --arch out" in capsys.readouterr().err
-    for known in ("sm_90", "sm_80", "gfx942", "any"):
-        assert status("list", "--arch", known, name) == 0
-
-
-TWICE = {
-    "out": ["generate", "--out", "a", "--out", "b"],
-    "arch": ["list", "--arch", "sm_90", "--arch", "sm_80"],
-    "m": ["run", "-m", "3328", "-m=3"],
-    # The first is the default, and none the less given.
-    "v": ["run", "-v=1", "-v", "0"],
-}
-
-
-@pytest.mark.parametrize(("name", "argv"), TWICE.items(), ids=TWICE)
-def test_an_option_given_twice_is_refused(name: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(*argv) == 2
-    dashes = "-" if argv[0] == "run" else "--"
-    assert capsys.readouterr().err.endswith(f"error: argument {dashes}{name}: it is given twice; keep one of the two\n")
 
 
 def interrupt(*_: object, **__: object) -> int:
@@ -100,44 +60,6 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr().err == "normforge generate: interrupted\n"
 
 
-@THOROUGH
-def test_ctrl_c_waits_for_no_compilation(tmp_path: Path) -> None:
-    """Each takes seconds; here a stand-in for a compilation takes a minute."""
-    code = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # Whatever started the tests may ignore it.
-sys.argv = ["normforge", "aot", "--arch", "gfx942", "--n", "64", "--jobs", "2", "--out", "kernels", "ln_fwd_bf16"]
-from normforge.ahead_of_time import build
-def slow(*_):
-    sys.stdout.write("compiling\\n")  # In one piece: print() writes the end of a line by itself, and threads mix.
-    sys.stdout.flush()
-    time.sleep(60)
-build._compile = slow
-from normforge.tools.cli import main
-sys.exit(main())
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["compiling\n"] * 2
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, complaint = process.communicate()
-        assert time.monotonic() - start < 5
-    assert process.returncode == 130
-    assert complaint.endswith("normforge aot: interrupted\n")
-    assert "Traceback" not in complaint
-    assert [path.name for path in (tmp_path / "kernels").iterdir()] == ["index.json"]
-    assert json.loads((tmp_path / "kernels" / "index.json").read_text())["kernels"] == []
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
 def test_a_list_onto_a_full_disk_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
@@ -146,18 +68,6 @@ def test_a_list_onto_a_full_disk_is_an_error() -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "normforge list: error: [Errno 28] No space left on device; mend that and run again\n"
-
-
-def test_list_into_a_reader_that_stops_early_is_no_error() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "normforge", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        complaint = process.stderr.read()
-    assert (process.returncode, complaint) == (0, b"")
 
 
 @THOROUGH
@@ -279,17 +189,3 @@ def test_bash_completes(line: str, expected: set[str], tmp_path: Path, capsys: p
     assert expected <= set(done.stdout.split()), done.stderr
     if words[-1]:
         assert set(done.stdout.split()) == expected
-
-
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_other_shells_have_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("completion", shell) == 0
-    printed = capsys.readouterr().out
-    assert all(verb in printed for verb in VERBS)
-
-
-def test_what_is_near_no_name_has_no_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("list", "nonsense*") == 2
-    assert capsys.readouterr().err.endswith(
-        "no instance matches 'nonsense*'; normforge list without a glob prints every name\n"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -182,38 +183,45 @@ def test_truncation_is_not_rounding() -> None:
     assert refused(perfect(nearest), nearest, Rounding.TRUNCATE) == {"y"}
 
 
-def test_values_must_fit_the_scale_that_was_stored() -> None:
-    expected = oracle(torch.int8)
+def more(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: value * factor
+
+
+def next_up(value: torch.Tensor) -> torch.Tensor:
+    return torch.nextafter(value, torch.full_like(value, 9))
+
+
+# The type of y, what else is asked for, the output whose value is off and by how much, and what is found.
+OFF: list[tuple[torch.dtype, dict[str, Any], str, Callable[[torch.Tensor], torch.Tensor], set[str]]] = [
+    *(
+        (torch.int8, {"scale_dtype": dtype}, "y_scale", more(1 + 4 * torch.finfo(dtype).eps), {"y", "y_scale"})
+        for dtype in (torch.float16, torch.bfloat16)
+    ),
+    (torch.int8, {}, "y_scale", more(1 + 4e-5), {"y_scale"}),
+    # Values must fit the scale that was stored.
+    (torch.int8, {}, "y_scale", more(1.01), {"y", "y_scale"}),
+    *(
+        (torch.float32, {"residual": torch.ones(M, N, dtype=dtype)}, "residual_out", next_up, {"residual_out"})
+        for dtype in FLOATS
+    ),
+    *((torch.float32, {}, name, lambda value: value + 1e-4, {name}) for name in ("mean", "rstd")),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options", "name", "change", "wrong"), OFF)
+def test_one_scale_sum_or_statistic_off(
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    wrong: set[str],
+) -> None:
+    expected = oracle(dtype, **options)
     actual = perfect(expected)
-    assert actual.y_scale is not None
-    actual.y_scale[1] *= 1.01
-    assert refused(actual, expected) == {"y", "y_scale"}
-
-
-@pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
-def test_one_scale_off(scale_dtype: torch.dtype) -> None:
-    expected = oracle(torch.int8, scale_dtype=scale_dtype)
-    actual = perfect(expected)
-    assert actual.y_scale is not None
-    actual.y_scale[3] *= 1 + 4 * max(torch.finfo(scale_dtype).eps, 1e-5)
-    assert "y_scale" in refused(actual, expected)
-
-
-@each_float
-def test_one_stored_sum_off_by_one_bit(dtype: torch.dtype) -> None:
-    expected = oracle(residual=torch.randn(M, N).to(dtype))
-    actual = perfect(expected)
-    assert actual.residual_out is not None
-    actual.residual_out[MIDDLE] = torch.nextafter(actual.residual_out[MIDDLE], torch.tensor(9.0, dtype=dtype))
-    assert refused(actual, expected) == {"residual_out"}
-
-
-@pytest.mark.parametrize("name", ["mean", "rstd"])
-def test_one_statistic_off(name: str) -> None:
-    expected = oracle()
-    actual = perfect(expected)
-    getattr(actual, name)[2] += 1e-4
-    assert refused(actual, expected) == {name}
+    tensor = getattr(actual, name)
+    place = MIDDLE if tensor.dim() == 2 else 1
+    tensor[place] = change(tensor[place])
+    assert refused(actual, expected) == wrong
 
 
 @pytest.mark.parametrize("name", ["residual_out", "y_scale", "mean", "rstd"])

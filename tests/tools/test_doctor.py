@@ -37,13 +37,6 @@ def test_a_sound_installation_has_no_problems(empty_cache: Path, capsys: pytest.
     assert not list(empty_cache.glob("*")) if empty_cache.exists() else True
 
 
-def test_the_report_is_a_line_a_fact(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "no problems"
-    assert any(line.split() == ["normforge", normforge.__version__] for line in lines)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from normforge.calls.check import check as check_call
 from normforge.calls.plan import Plan
@@ -80,20 +79,6 @@ def test_a_repository_is_laid_out_as_kernel_builder_takes_it(folder: Path) -> No
         for path, digest in metadata["digest"]["files"].items():
             assert base64.b64decode(digest) == hashlib.sha256((variant / path).read_bytes()).digest()
         assert {Path(path) for path in metadata["digest"]["files"]} == built
-
-
-def test_the_card_names_the_repository_and_its_layers(folder: Path, package: Any) -> None:
-    """After kernel-builder/src/{card,upload}.rs there: a card lies beside the variants, and is uploaded with them."""
-    card = (folder / "CARD.md").read_text()
-    assert (folder / "build" / "CARD.md").read_text() == card
-    header = yaml.safe_load(card.split("---\n")[1])
-    assert header == {"library_name": "kernels", "license": "mit"}
-    assert 'LayerRepository("someone/normforge-norms"' in card
-    # Nothing for kernel-builder to fill in.
-    assert not re.search(r"\{\{|\{%", card)
-    named = re.findall(r"^- `(\w+)`: .", card, re.MULTILINE)
-    assert named == ["LayerNorm", "TorchRMSNorm", "RMSNorm", "GemmaRMSNorm"]
-    assert all(hasattr(package.layers, name) for name in named)
 
 
 def test_its_own_tests_pass(folder: Path, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,11 @@ from normforge.codegen.values import Direction, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune
-from normforge.tools.budget import Budget
 from normforge.tools.cli import main
 from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
 from normforge.tools.measured_run import Run
-from normforge.tools.tile_compiler import Compiler
-from normforge.tools.tile_trials import Case, Outcome, Size, Sizes, Trial, Winner
+from normforge.tools.tile_trials import Case, Outcome, Size, Sizes, Winner
 from normforge.tools.tune_options import parse
 
 from ..thorough import THOROUGH
@@ -232,18 +230,6 @@ def out_of_registers() -> tuple[Any, ...]:
 
 
 @THOROUGH
-def test_trials_are_compiled_in_processes_of_their_own() -> None:
-    """In the interpreter they run there; one that fails stops nothing."""
-    case = Case(PLAIN, N128, Size.SMALL)
-    fine, failing = Trial(case, case.tiles(CARD.device)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
-    done: list[int] = []
-    with Compiler(CARD.device, jobs=1) as compiler:
-        for _ in range(2):
-            compiler.compile([failing, fine], Budget(None), lambda: done.append(1))
-    assert len(done) == 4
-
-
-@THOROUGH
 def test_what_is_written_is_what_the_generator_takes(
     clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,15 +251,6 @@ def test_a_table_is_called_after_this_gpu(clock: Callable[..., None], tmp_path: 
     clock(lambda tile, _: 1.0)
     with pytest.raises(TileTableError, match=r"this GPU's is sm_90; write --out .*sm_90\.yaml"):
         run("--out", str(tmp_path / "mine.yaml"))
-
-
-def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune"]) == 2
-    assert capsys.readouterr().err == (
-        "normforge tune: error: no GPU was found, and times are compared on one; run it on a machine with a GPU\n"
-        if not torch.cuda.is_available()
-        else "normforge tune: error: Triton's CPU interpreter has no times to compare; unset TRITON_INTERPRET\n"
-    )
 
 
 # Two for each of the 16 processes that compile ahead: a case is compiled in a few seconds.

@@ -120,30 +120,23 @@ def report(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
 
 
-def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
-    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_run_that_ends_early_has_its_finished_rows_and_goes_on_behind_them(
+    interrupted: bool, bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench.seconds = 60
-    # A row takes five minutes, and the second is begun.
-    assert run("--out", out, *THREE, "--minutes", "6") == 1
+    if interrupted:
+        bench.ends_at = 5
+        with pytest.raises(KeyboardInterrupt):
+            run("--out", out, *THREE)
+        assert "\nwrote " in capsys.readouterr().out
+    else:
+        bench.seconds = 60
+        # A row takes five minutes, and the second is begun.
+        assert run("--out", out, *THREE, "--minutes", "6") == 1
+        assert len(bench.cases) == 6
+        said = capsys.readouterr().out
+        assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
     assert lengths(out) == ["1..128"]
-    assert len(bench.cases) == 6
-    said = capsys.readouterr().out
-    assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
-
-    assert bench.measured("--out", out, *THREE, "--minutes", "11", "--resume") == SHORT[1:]
-    assert lengths(out) == ["1..128", "129..256", "257..512"]
-    assert "for lack of time" not in capsys.readouterr().out
-
-
-def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
-    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.ends_at = 5
-    with pytest.raises(KeyboardInterrupt):
-        run("--out", out, *THREE)
-    assert lengths(out) == ["1..128"]
-    assert "\nwrote " in capsys.readouterr().out
 
     bench.ends_at = None
     assert bench.measured("--out", out, *THREE, "--resume") == SHORT[1:]
