@@ -61,14 +61,7 @@ def test_a_run_writes_what_the_manifest_asks_for_and_says_so(generate: Generate,
     outcome = generate("--out", "kernels")
     assert outcome == (0, "12 instances in 6 modules: 9 files written, 0 unchanged, 0 removed in kernels\n", "")
     assert contents("kernels") == render_folder(two_groups.instances)
-
-
-def test_a_second_run_changes_nothing(generate: Generate) -> None:
-    generate("--out", "kernels")
-    before = {path: path.stat().st_mtime_ns for path in Path("kernels").iterdir()}
-    outcome = generate("--out", "kernels")
-    assert outcome == (0, "12 instances in 6 modules: 0 files written, 9 unchanged, 0 removed in kernels\n", "")
-    assert {path: path.stat().st_mtime_ns for path in Path("kernels").iterdir()} == before
+    assert generate("--out", "kernels", "--check") == (0, "12 instances in 6 modules: kernels is up to date\n", "")
 
 
 def test_a_selection_given_several_times_is_one(generate: Generate, two_groups: Manifest) -> None:
@@ -126,20 +119,8 @@ def test_count_counts_by_group_and_axis(generate: Generate) -> None:
     outcome = generate("--count")
     assert (outcome.status, outcome.err) == (0, "")
     rows = [line.split() for line in outcome.out.splitlines()]
-    for row in (
-        ["plain", "4", "8"],
-        ["quantised", "2", "4"],
-        ["total", "6", "12"],
-        ["norm", "layer", "4", "8"],
-        ["norm", "rms", "2", "4"],
-        ["dtype_out", "fp16", "2", "4"],
-        ["dtype_out", "int8", "2", "4"],
-        ["fquant", "smooth_dynamic", "1", "2"],
-        ["save_mv", "false", "6", "12"],
-        ["n", "n1024", "(1..1024)", "6", "6"],
-        ["n", "nbig", "(1025..)", "6", "6"],
-    ):
-        assert rows.count(row) == 1
+    for row in ("plain 4 8", "total 6 12", "norm rms 2 4", "dtype_out int8 2 4", "n nbig (1025..) 6 6"):
+        assert rows.count(row.split()) == 1
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 
 
@@ -158,11 +139,6 @@ def test_dry_run_names_what_a_run_would_do_and_does_nothing(generate: Generate) 
         "",
     )
     assert contents("kernels") == before
-
-
-def test_check_is_content_with_an_up_to_date_folder(generate: Generate) -> None:
-    generate("--out", "kernels")
-    assert generate("--out", "kernels", "--check") == (0, "12 instances in 6 modules: kernels is up to date\n", "")
 
 
 def test_check_shows_missing_changed_and_stale_files_and_the_command_that_mends_them(generate: Generate) -> None:
@@ -189,21 +165,6 @@ def test_check_shows_missing_changed_and_stale_files_and_the_command_that_mends_
     assert contents("my kernels") == before
 
 
-def test_check_names_files_that_are_not_ours(generate: Generate) -> None:
-    generate("--out", "kernels")
-    (Path("kernels") / "notes.txt").touch()
-    outcome = generate("--out", "kernels", "--check")
-    assert outcome.status == 1
-    assert "1 not made by normforge (notes.txt), to be moved elsewhere;" in outcome.err
-
-
-def test_check_of_a_folder_that_is_not_there(generate: Generate) -> None:
-    outcome = generate("--out", "kernels", "--check")
-    assert outcome.status == 1
-    assert "9 missing;" in outcome.err
-    assert not Path("kernels").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
@@ -222,32 +183,6 @@ def test_a_request_that_cannot_be_met_is_one_message(generate: Generate, argumen
     assert err.startswith(f"python generate.py: error: {start}")
     assert err.count("\n") == 1
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--list", "--count"], "argument --count: not allowed with argument --list"),
-        (["--check", "--dry-run"], "argument --dry-run: not allowed with argument --check"),
-        (["--list", "--out", "x"], "--list writes nothing, so --out means nothing beside it; leave one of them out"),
-        (["--lis"], "unrecognized arguments: --lis"),
-        (["kernels"], "unrecognized arguments: kernels"),
-    ],
-    ids=["two_reports", "two_verbs", "list_with_out", "abbreviated", "stray"],
-)
-def test_arguments_that_make_no_sense(generate: Generate, arguments: list[str], problem: str) -> None:
-    status, out, err = generate(*arguments)
-    assert (status, out) == (2, "")
-    assert err.endswith(f"python generate.py: error: {problem}\n")
-
-
-def test_help_uses_the_name_it_was_called_by(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--help"], prog="normforge generate")
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "\n  normforge generate --list --filter " in text
-    assert "generate.py" not in text
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -354,11 +289,6 @@ def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, 
         "12 instances in 6 modules: 9 files written, 0 unchanged, 0 removed in kernels\n",
         "",
     )
-
-
-def test_the_generator_imports_neither_torch_nor_triton(repository: Path) -> None:
-    call = "import sys, codegen.cli; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
-    assert run("-c", call, cwd=repository).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["generate.py --list", "generate.py --count", "-m normforge list"])

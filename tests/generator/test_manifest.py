@@ -32,24 +32,49 @@ def test_every_instance_remembers_its_group_and_line(two_groups: Manifest) -> No
     assert all(isinstance(mode, Mode) and mode.fquant.quantises == (group == "quantised") for mode, group in modes)
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ("4096", ["n4096"]),
-        ("1", ["n128"]),
-        ("[128, 129, 200]", ["n128", "n256"]),
-        ("129..256", ["n256"]),
-        ("100..300", ["n128", "n256", "n512"]),
-        ("60000..", ["n65536", "n131072", "nbig"]),
-        ("[nbig, 1000000, 100..120]", ["n128", "nbig"]),
-        ("900000000", ["nbig"]),
-    ],
+# Of lengths, the buckets that hold them.
+LENGTHS = {
+    "4096": "n4096",
+    "1": "n128",
+    "[128, 129, 200]": "n128 n256",
+    "129..256": "n256",
+    "100..300": "n128 n256 n512",
+    "60000..": "n65536 n131072 nbig",
+    "[nbig, 1000000, 100..120]": "n128 nbig",
+    "900000000": "nbig",
+}
+ALL_AXES = (
+    "norm: layer, dtype_in: bf16, dtype_out: int8, n: n128, fadd: pre_add_store, fquant: dynamic, save_mv: true, "
+    "x_bias: true, scale_dtype: fp16, rounding: truncate"
 )
-def test_lengths_are_served_by_the_buckets_that_hold_them(
-    asked: str, found: list[str], expand: Callable[[str], Manifest]
+DEFAULTS = "defaults: {norm: rms, dtype_in: [fp16, bf16], n: n128, save_mv: true}"
+# The text of a manifest, and its instances.
+EXPANDED = {
+    **{
+        f"groups: {{a: {{norm: layer, dtype_in: fp16, n: {asked}}}}}": " ".join(
+            f"ln_fwd_fp16_{bucket}" for bucket in found.split()
+        )
+        for asked, found in LENGTHS.items()
+    },
+    f"groups: {{a: {{{ALL_AXES}}}}}": "ln_fwd_bf16_int8_xb_addst_dq_trunc_sfp16_mv_n128",
+    f"{DEFAULTS}\ngroups: {{a: {{}}, b: {{dtype_in: fp32, save_mv: false}}}}": (
+        "rms_fwd_fp16_mv_n128 rms_fwd_bf16_mv_n128 rms_fwd_fp32_n128"
+    ),
+    "groups: {a: {norm: rms, dtype_in: [fp16, fp32], dtype_out: same, n: n128}}": "rms_fwd_fp16_n128 rms_fwd_fp32_n128",
+    "groups: {a: {norm: rms, dtype_in: fp16, save_mv: [no, Yes], n: n128}}": "rms_fwd_fp16_n128 rms_fwd_fp16_mv_n128",
+    "groups: {a: {norm: rms, dtype_in: &b [fp16], n: n128}, b: {norm: layer, dtype_in: *b, n: n128}}": (
+        "rms_fwd_fp16_n128 ln_fwd_fp16_n128"
+    ),
+    # A byte order mark is no part of it.
+    "\ufeffgroups: {a: {norm: rms, dtype_in: fp16, n: n128}}": "rms_fwd_fp16_n128",
+}
+
+
+@pytest.mark.parametrize(("text", "found"), EXPANDED.items())
+def test_a_manifest_makes_the_instances_that_it_asks_for(
+    text: str, found: str, expand: Callable[[str], Manifest]
 ) -> None:
-    manifest = expand(f"groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n    n: {asked}\n")
-    assert names(manifest) == [f"ln_fwd_fp16_{bucket}" for bucket in found]
+    assert names(expand(f"{text}\n")) == found.split()
 
 
 def test_axes_left_out_have_their_defaults(expand: Callable[[str], Manifest]) -> None:
@@ -58,50 +83,12 @@ def test_axes_left_out_have_their_defaults(expand: Callable[[str], Manifest]) ->
     assert tuple(instance.bucket for instance in manifest.instances) == standard_ladder() == manifest.buckets
 
 
-def test_every_axis_reaches_the_mode(expand: Callable[[str], Manifest]) -> None:
-    manifest = expand(
-        "groups:\n  a: {norm: layer, dtype_in: bf16, dtype_out: int8, n: n128, fadd: pre_add_store, fquant: dynamic, "
-        "save_mv: true, x_bias: true, scale_dtype: fp16, rounding: truncate}\n"
-    )
-    assert names(manifest) == ["ln_fwd_bf16_int8_xb_addst_dq_trunc_sfp16_mv_n128"]
-
-
-def test_defaults_hold_for_every_group_until_a_group_says_otherwise(expand: Callable[[str], Manifest]) -> None:
-    manifest = expand(
-        "defaults: {norm: rms, dtype_in: [fp16, bf16], n: n128, save_mv: true}\n"
-        "groups:\n  a: {}\n  b: {dtype_in: fp32, save_mv: false}\n"
-    )
-    assert names(manifest) == ["rms_fwd_fp16_mv_n128", "rms_fwd_bf16_mv_n128", "rms_fwd_fp32_n128"]
-
-
-def test_dtype_out_same_follows_dtype_in(expand: Callable[[str], Manifest]) -> None:
-    manifest = expand("groups:\n  a: {norm: rms, dtype_in: [fp16, fp32], dtype_out: same, n: n128}\n")
-    assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp32_n128"]
-
-
-def test_yaml_spellings_of_booleans_are_booleans(expand: Callable[[str], Manifest]) -> None:
-    manifest = expand("groups:\n  a: {norm: rms, dtype_in: fp16, save_mv: [no, Yes], n: n128}\n")
-    assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_mv_n128"]
-
-
 def test_buckets_ascend_whatever_order_n_and_groups_name_them_in(expand: Callable[[str], Manifest]) -> None:
     manifest = expand(
         "groups:\n  a: {norm: rms, dtype_in: fp16, n: [nbig, n512]}\n  b: {norm: rms, dtype_in: fp16, n: n128}\n"
     )
     assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_n512", "rms_fwd_fp16_nbig"]
     assert [entry.group for entry in manifest.entries] == ["b", "a", "a"]
-
-
-def test_an_anchor_may_share_a_list(expand: Callable[[str], Manifest]) -> None:
-    manifest = expand(
-        "groups:\n  a: {norm: rms, dtype_in: &both [fp16, bf16], n: n128}\n"
-        "  b: {norm: layer, dtype_in: *both, n: n128}\n"
-    )
-    assert len(manifest.instances) == 4
-
-
-def test_a_byte_order_mark_is_no_part_of_the_manifest(expand: Callable[[str], Manifest]) -> None:
-    assert names(expand("\ufeffgroups:\n  a: {norm: rms, dtype_in: fp16, n: n128}\n")) == ["rms_fwd_fp16_n128"]
 
 
 def test_the_default_set_is_the_cross_product_of_each_groups_lists(repository: Path) -> None:

@@ -33,19 +33,13 @@ IN_A_GROUP = {
     "fadd: [none, pre-add]": f"unknown fadd 'pre-add'; did you mean pre_add? Use {FADD}",
     "n: n4095": f"unknown n 'n4095'; did you mean n4096? Use one of {N}",
     "fadd: no": f"fadd takes {FADD}, not the boolean false (YAML reads no so); did you mean none?",
-    "fadd: true": f"fadd takes {FADD}, not the boolean true",
     "on: fp16": "a key takes a word, not the boolean true (YAML reads on so)",
     "save_mv: maybe": "save_mv takes true or false, unquoted, not the word 'maybe'",
-    "x_bias: 'true'": "x_bias takes true or false, unquoted, not the word 'true'",
-    "save_mv: [[true]]": "save_mv takes true or false, unquoted, not a list",
     "fadd: 1": f"fadd takes {FADD}, not the whole number 1",
-    "fadd: 1.5": f"fadd takes {FADD}, not the number 1.5",
     "fadd: 2020-01-01": f"fadd takes {FADD}, not the date 2020-01-01",
     "fadd:": f"fadd takes {FADD}, not an empty value; did you mean none?",
     "fadd: {a: b}": f"fadd takes {FADD}, not a mapping",
-    "fadd: [[none]]": f"fadd takes {FADD}, not a list",
     "fadd: !mine none": f"fadd takes {FADD}, not !mine none; did you mean none?",
-    "fadd: !!set [none]": f"fadd takes {FADD}, not a list tagged tag:yaml.org,2002:set",
     f"fadd: {'x' * 1000}": f"unknown fadd '{'x' * 80}...'; use {FADD}",
     "<<: {}": (
         "YAML's merge key << is not supported; write the lines out, or put what all groups share under defaults:"
@@ -55,7 +49,6 @@ IN_A_GROUP = {
     "save_mv: [true, yes]": f"save_mv lists true twice, {TWICE}",
     "n: [64, 64]": f"n lists 64 twice, {TWICE}",
     "n: [n128, all]": "n lists all beside other buckets, and all is every bucket; keep one or the other",
-    "n: [64, all]": "n lists all beside other buckets, and all is every bucket; keep one or the other",
     "n: 0": "n takes row lengths from 1 up, not 0",
     "n: -4": "n takes a row length, from 1 up, not the whole number -4",
     "n: 4..2": "n (4..2) ends before it starts; write first..last",
@@ -82,14 +75,10 @@ ILLEGAL = {
 
 WHOLE = {
     "": "1: the manifest is empty; it needs groups, each with a norm and a dtype_in",
-    "# later\n": "1: the manifest is empty; it needs groups, each with a norm and a dtype_in",
     "[]": "1: expected the sections buckets, defaults, groups, not a list",
     "defaults: {norm: rms}": "1: there are no groups, so no instances; add groups, each with a norm and a dtype_in",
     "\ngroups: {}": "2: groups is empty; add a group with a norm and a dtype_in",
-    "groups:": "1: expected groups, by name, not an empty value",
     "group: {a: {}}": "1: unknown section 'group'; did you mean groups? Use one of buckets, defaults, groups",
-    "groups: {off: {norm: rms}}": "1: a key takes a word, not the boolean false (YAML reads off so)",
-    "groups: {a: }": "1: group a: expected axes, as axis: value or axis: [value, value], not an empty value",
     "defaults:\ngroups: {a: {}}": (
         "1: defaults: expected axes, as axis: value or axis: [value, value], not an empty value"
     ),
@@ -98,14 +87,8 @@ WHOLE = {
         "1: group a\\nb\\x1b[31m: dtype_in is missing; add dtype_in: [fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2] or one "
         "of them"
     ),
-    "groups: {a: {norm: LAYER}}": (
-        "1: group a: unknown norm 'LAYER'; did you mean layer? Use one of layer, rms, l2, group"
-    ),
     f"{GROUP}defaults: {{norm: rmss}}": (
         "5: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, l2, group"
-    ),
-    "groups: {a: {norm: rms, dtype_in: int8}}": (
-        "1: group a: unknown dtype_in 'int8'; use one of fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2"
     ),
     "groups: {a: !!python/object:os.system {norm: layer, dtype_in: fp16}}": (
         "1: group a: expected axes, as axis: value or axis: [value, value], not a mapping tagged "
@@ -117,9 +100,7 @@ WHOLE = {
     ),
     f"{GROUP}    fadd:\n    - none\n    - none": f"7: group a: fadd lists none twice, {TWICE}",
     f"{GROUP}  a: {{}}": "5: a is given twice, first on line 2; keep one of the two",
-    f"{GROUP}groups: {{}}": "5: groups is given twice, first on line 1; keep one of the two",
     f"{GROUP}defaults:\n  n: all\n  n: all": "7: defaults: n is given twice, first on line 6; keep one of the two",
-    f"{GROUP}buckets:\n  n4: 1..4\n  n4: 5..": "7: buckets: n4 is given twice, first on line 6; keep one of the two",
     f"{GROUP}  b: {{norm: [rms, layer], dtype_in: fp16, n: [n256, n128]}}": (
         "5: group b: ln_fwd_fp16_n128 is made here and by group a on line 2; let only one of the two groups make it"
     ),
@@ -159,7 +140,6 @@ BUCKETS = {
         "3: buckets: small (1..4) must be called n4: names of instances end in it; rename it"
     ),
     "\n  n4: 1..4\n  n9: 5..": ("4: buckets: n9 (5..) must be called nbig: names of instances end in it; rename it"),
-    "\n  n4: 1-4": "3: buckets: n4 takes a range, first..last or first.., from 1 up, not '1-4'",
     "\n  n4: 0..4": "3: buckets: n4 takes a range, first..last or first.., from 1 up, not '0..4'",
     "\n  n4: 4": "3: buckets: n4 takes a range, first..last or first.., not the whole number 4",
     "\n  n1: 4..1": "3: buckets: n1 (4..1) ends before it starts; write first..last",

@@ -63,17 +63,3 @@ def test_no_pipeline_names_a_feature(name: str) -> None:
 @pytest.mark.parametrize("name", ["quantised.j2", "scaled.j2", "scaled_groups.j2"])
 def test_what_quantises_names_its_scales_alone(name: str) -> None:
     assert named((emit.TEMPLATES / name).read_text()) == ["scale"]
-
-
-def test_a_feature_that_a_pipeline_names_is_seen() -> None:
-    text = (emit.TEMPLATES / "rows.py.j2").read_text()
-    for line, found in (
-        ("{{ kernel.load_dropout(m) }}", ["dropout"]),
-        ("{{ kernel.load_x_scale(m) }}", ["scale"]),
-        ("{{ backward.load_dresidual(m) }}", ["residual"]),
-        ("y *= load_chunk(smooth_scale_ptr, cols, mask)", ["scale", "scale_ptr", "smooth", "smooth_scale_ptr"]),
-        ("{% if m.fadd.adds %}{% endif %}", ["m.fadd"]),
-        ("# Where there is a residual, it was added.", []),
-        ("{# Of the gate. #}", []),
-    ):
-        assert named(f"{text}{line}\n") == found

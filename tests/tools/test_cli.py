@@ -107,6 +107,10 @@ REFUSED = [
     ["aot", "--n", "64", "--arch", "sm_90"],
     ["aot", "--n", "64", "--arch", "sm_90", "--out", "kernels", "--weight", "fp61"],
     ["list", "nonsense"],
+    ["generate", "--list", "--count"],
+    ["generate", "--check", "--dry-run"],
+    ["generate", "--list", "--out", "x"],
+    ["generate", "kernels"],
     ["hub", "file"],
     ["backendbench", "file"],
 ]
