@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 import normforge
-from normforge.ahead_of_time import build as building
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
@@ -101,13 +97,6 @@ def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypa
         row = rows[key.key.portable]
         assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
-
-
-@pytest.mark.compile
-def test_a_folder_without_room_for_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(AotError, match=r"out cannot be written \(No space left\); name another folder: --out DIR$"):
-        made(tmp_path / "out", wanted())
 
 
 @pytest.mark.compile
@@ -236,14 +225,6 @@ def test_a_folder_that_does_not_fit_is_refused(
         assert str(raised.value).startswith(message)
 
 
-def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / INDEX)
-    with pytest.raises(AotError, match="it is no regular file"):
-        normforge.load_aot(tmp_path)
-    with pytest.raises(AotError, match="is no path"):
-        normforge.load_aot(3)  # type: ignore[arg-type]  # what the test is about
-
-
 @pytest.mark.compile
 def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: Path) -> None:
     normforge.load_aot(folder)
@@ -338,9 +319,3 @@ def test_the_command_compiles_for_every_architecture(
     metadata = json.loads((out / f"{row['file']}.json").read_text())
     assert str(metadata["target"]["arch"]) == arch.removeprefix("sm_")
     assert (out / f"{row['file']}.{binary}").read_bytes().startswith(b"\x7fELF")
-
-
-def test_the_interpreter_compiles_nothing_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["aot", "--n", "64", "--arch", "sm_90", "--out", str(tmp_path / "out")]) == 2
-    assert "TRITON_INTERPRET=1 has kernels interpreted" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -23,7 +23,6 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
-from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
@@ -138,14 +137,6 @@ def test_without_modes_it_is_every_mode_that_serves_a_length(fresh_table: None, 
     ]
 
 
-def test_modes_are_names_globs_and_modes() -> None:
-    def modes(*asked: str | Mode) -> set[str]:
-        return {name.rpartition("_")[0] for key in compile_keys([64], asked, arch="sm_90") for name in key.instances}
-
-    assert modes("ln_fwd_bf16") == {"ln_fwd_bf16"}
-    assert modes("?*_fwd_bf16", RMS) == {"ln_fwd_bf16", "l2_fwd_bf16", "rms_fwd_bf16", "rms_fwd_fp32"}
-
-
 def test_an_instance_that_the_table_lacks_is_generated_or_refused(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,27 +177,6 @@ def test_an_architecture_decides_tiles_types_and_options() -> None:
     assert not one("ln_bwd_bf16", 16384, arch="sm_90", multiprocessors=1).symbol.endswith("_spread")
 
 
-def test_targets_that_are_named() -> None:
-    assert named_target("sm_90") == Target("sm_90", 32, 132)
-    assert named_target("sm_90", 114).multiprocessors == 114
-    assert named_target("gfx90a").warp_size == 64
-    assert named_target("gfx1100", 48).warp_size == 32
-    assert named_target("sm_86", 84) == Target("sm_86", 32, 84)
-
-
-@pytest.mark.parametrize("arch", ["sm90", "sm_90a", "sm_70", "h200", "", "gfx", "cpu"])
-def test_what_is_no_architecture(arch: str) -> None:
-    with pytest.raises(TargetError, match=f"arch '{arch}' is no architecture that .* write one like sm_80, sm_89"):
-        compile_keys([64], ["ln_fwd_bf16"], arch=arch)
-
-
-def test_an_architecture_of_which_too_little_is_known() -> None:
-    with pytest.raises(TargetError, match="how many multiprocessors GPUs of sm_86 have is not known"):
-        named_target("sm_86")
-    with pytest.raises(TargetError, match="multiprocessors=0 will not do"):
-        named_target("sm_90", 0)
-
-
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no length": ({"n": []}, ConflictError, "n is empty"),
     "length": ({"n": [0]}, ShapeError, "n has 0, which is no row length"),
@@ -239,15 +209,48 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "both": ({"device": 0}, ConflictError, "arch 'sm_90' and device 0 were both passed"),
     "count": ({"arch": None, "multiprocessors": 3}, ConflictError, "multiprocessors=3 was passed without arch"),
+    **{
+        f"arch {arch}": (
+            {"arch": arch},
+            TargetError,
+            f"arch '{arch}' is no architecture that .* write one like sm_80, sm_89",
+        )
+        for arch in ("sm90", "sm_90a", "sm_70", "", "cpu")
+    },
+    "unknown count": ({"arch": "sm_86"}, TargetError, "how many multiprocessors GPUs of sm_86 have is not known"),
+    "no multiprocessor": ({"multiprocessors": 0}, TargetError, "multiprocessors=0 will not do"),
 }
+# What is refused of GroupNorm's shapes.
+BAD_SHAPES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing": ({"shapes": []}, ConflictError, "n is empty, which leaves no call to compile for; pass row lengths, or"),
+    "no shapes": ({"shapes": [], "n": [64]}, ConflictError, r"depend on channels and .*shapes=\['2x320x64x64/32'\]"),
+    "lengths": ({"n": [64]}, ConflictError, "n has row lengths, and modes has none of those"),
+    "modes": ({"modes": ["ln_fwd_bf16"]}, ConflictError, "modes has 'ln_fwd_bf16', of rows, and n no length"),
+    "shapes": ({"n": [64], "modes": ["ln_fwd_bf16"]}, ConflictError, "shapes has those of GroupNorm, and modes has no"),
+    "no mode": ({"modes": None}, MissingInstanceError, "GroupNorm's of groups of 128 elements, as 2x64x64/32 has"),
+    "text": ({"shapes": ["2x64x64"]}, ShapeError, r"shapes has '2x64x64'; it takes x's shape and how many groups"),
+    "tuple": ({"shapes": [(2, 64, 64)]}, ShapeError, r"shapes has \(2, 64, 64\); it takes x's shape"),
+    "zero": ({"shapes": ["2x64x0/32"]}, ShapeError, "shapes has '2x64x0/32'; it takes x's shape"),
+    "groups": ({"shapes": ["2x64x64/48"]}, ShapeError, "48 groups do not divide 64 channels"),
+    "flat": ({"shapes": ["2x64/32"]}, ConflictError, "'2x64/32', and modes has gn_fwd_bf16; .* of channels_last have"),
+    "no space": (
+        {"shapes": ["2x64x1x1/32"], "modes": ["gn_fwd_bf16_cl"]},
+        ConflictError,
+        "such an x lies as modes without channels_last have it",
+    ),
+    "rows": ({"rows": ["many"]}, ConflictError, "groups in all samples are few .* and rows has many alone; add 'few'"),
+    "y": ({"y_dtypes": [None]}, ConflictError, "y_dtypes has None"),
+}
+REFUSED = [
+    *(({"n": [64], "modes": ["ln_fwd_bf16"]} | given, *said) for given, *said in BAD.values()),
+    *(({"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"]} | given, *said) for given, *said in BAD_SHAPES.values()),
+]
 
 
-@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_what_is_refused(case: tuple[dict[str, Any], type[Exception], str]) -> None:
-    changed, kind, message = case
-    given: dict[str, Any] = {"n": [64], "modes": ["ln_fwd_bf16"], "arch": "sm_90"} | changed
+@pytest.mark.parametrize(("given", "kind", "message"), REFUSED, ids=[*BAD, *BAD_SHAPES])
+def test_what_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        compile_keys(given.pop("n"), given.pop("modes"), **given)
+        compile_keys(**{"arch": "sm_90"} | given)
 
 
 # A row length for each way to walk a row, odd, as in tests/conformance/test_edges.py, and one with aligned rows.

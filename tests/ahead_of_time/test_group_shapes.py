@@ -10,7 +10,7 @@ import pytest
 import normforge
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.codegen.tiling import SMALL_M, SOME_M
-from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
+from normforge.errors import FrozenError
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import obtain
 from normforge.tools import cli
@@ -38,36 +38,6 @@ def test_rows_and_shapes_are_listed_together() -> None:
     assert [(key.instances, key.n) for key in found] == [(("ln_fwd_bf16_n128",), 64), (("gn_fwd_bf16_silu_n128",), 128)]
 
 
-BAD: dict[str, tuple[dict[str, Any], type[NormforgeError], str]] = {
-    "nothing": ({"shapes": []}, ConflictError, "n is empty, which leaves no call to compile for; pass row lengths, or"),
-    "no shapes": ({"shapes": [], "n": [64]}, ConflictError, r"depend on channels and .*shapes=\['2x320x64x64/32'\]"),
-    "lengths": ({"n": [64]}, ConflictError, "n has row lengths, and modes has none of those"),
-    "modes": ({"modes": ["ln_fwd_bf16"]}, ConflictError, "modes has 'ln_fwd_bf16', of rows, and n no length"),
-    "shapes": ({"n": [64], "modes": ["ln_fwd_bf16"]}, ConflictError, "shapes has those of GroupNorm, and modes has no"),
-    "no mode": ({"modes": None}, MissingInstanceError, "GroupNorm's of groups of 128 elements, as 2x64x64/32 has"),
-    "name": ({"modes": ["gn_fwd_bf61"]}, MissingInstanceError, "modes has 'gn_fwd_bf61'.* nearest are gn_fwd_bf16,"),
-    "text": ({"shapes": ["2x64x64"]}, ShapeError, r"shapes has '2x64x64'; it takes x's shape and how many groups"),
-    "tuple": ({"shapes": [(2, 64, 64)]}, ShapeError, r"shapes has \(2, 64, 64\); it takes x's shape"),
-    "zero": ({"shapes": ["2x64x0/32"]}, ShapeError, "shapes has '2x64x0/32'; it takes x's shape"),
-    "groups": ({"shapes": ["2x64x64/48"]}, ShapeError, "48 groups do not divide 64 channels"),
-    "flat": ({"shapes": ["2x64/32"]}, ConflictError, "'2x64/32', and modes has gn_fwd_bf16; .* of channels_last have"),
-    "no space": (
-        {"shapes": ["2x64x1x1/32"], "modes": ["gn_fwd_bf16_cl"]},
-        ConflictError,
-        "such an x lies as modes without channels_last have it",
-    ),
-    "rows": ({"rows": ["many"]}, ConflictError, "groups in all samples are few .* and rows has many alone; add 'few'"),
-    "y": ({"y_dtypes": [None]}, ConflictError, "y_dtypes has None"),
-}
-
-
-@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_what_is_refused(case: tuple[dict[str, Any], type[NormforgeError], str]) -> None:
-    changed, kind, message = case
-    with pytest.raises(kind, match=message):
-        compile_keys(**{"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"], "arch": "sm_90"} | changed)
-
-
 MANIFEST = """
 buckets: {n64: 1..64, nbig: 65..}
 groups:
@@ -90,12 +60,8 @@ def test_the_command_takes_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
         "ln_fwd_bf16_n128",
         *(f"gn_{way}_bf16{lies}_n128" for way in ("fwd", "bwd") for lies in ("", "_cl")),
     }
-    assert cli.main([*of_manifest, "--shape", "2x64/32"]) == 2
-    assert f"no instance of {manifest} is GroupNorm's of groups of 2 elements" in capsys.readouterr().err
     assert cli.main([*of_manifest, "--n", "4096"]) == 2
     assert f"no instance of {manifest} serves N = 4096" in capsys.readouterr().err
-    assert cli.main([*listing, "--shape", "64", "gn_fwd_bf16"]) == 2
-    assert "shapes has '64'; it takes x's shape" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fresh_table")
@@ -108,16 +74,6 @@ def test_without_modes_it_is_the_tables_that_serve_a_shape(tmp_path: Path) -> No
     assert {name for key in found for name in key.instances} == {
         f"gn_{way}_bf16{lies}_nbig" for way in ("fwd", "bwd") for lies in ("", "_cl")
     }
-
-
-def test_jax_has_no_such_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("normforge.tools.arguments.interpreting", lambda: False)
-    out = str(tmp_path / "kernels")
-    argv = ["aot", "--for", "jax", "--arch", "sm_90", "--shape", "2x64x8x8/32", "--out", out, "gn_fwd_bf16"]
-    assert cli.main(argv) == 2
-    assert "gn_fwd_bf16 is GroupNorm's, which normforge.jax has not" in capsys.readouterr().err
 
 
 @pytest.mark.compile

@@ -204,27 +204,6 @@ def test_a_file_that_tells_no_calls_is_refused(
     assert str(raised.value) in capsys.readouterr().err
 
 
-def test_there_is_no_such_recording(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"no\.yaml cannot be read \(No such file or directory\); record a program"):
-        normforge.recorded_keys(tmp_path / "no.yaml", arch="sm_90")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--n", "64"], "--n is given beside --recorded, and recordings say what calls bring; leave one out"),
-        (["--weight", "fp32"], "--weight is given beside --recorded"),
-        (["--manifest", "m.yaml"], "--manifest is given beside --recorded"),
-        (["ln_fwd_bf16"], "modes are given beside --recorded"),
-    ],
-)
-def test_recordings_say_what_calls_bring(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["warmup", "--list", "--arch", "sm_90", "--recorded", "r.yaml", *argv])
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_warmup_takes_recordings_alone() -> None:
     with pytest.raises(ConflictError, match="n was passed beside recorded, and recordings say what calls bring"):
         normforge.warmup([64], recorded="needed.yaml")

@@ -76,18 +76,6 @@ def test_warmup_builds_what_is_in_c_though_frozen(module: ModuleType, monkeypatc
     assert asked == [True]
 
 
-def test_without_progress_nothing_is_shown(
-    obtained: list[tuple[KernelKey, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    normforge.warmup([64], ["ln_fwd_bf16"], progress=False)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_jobs_are_at_least_one(obtained: list[tuple[KernelKey, int]]) -> None:
-    with pytest.raises(ConflictError, match="jobs=0 will not do"):
-        normforge.warmup([64], ["ln_fwd_bf16"], jobs=0, progress=False)
-
-
 def test_a_kernel_that_is_refused_is_named_and_the_rest_left() -> None:
     found = compile_keys([64, 128, 256, 512], ["ln_fwd_bf16"], arch="sm_90")
     begun: list[CompileKey] = []
@@ -103,17 +91,6 @@ def test_a_kernel_that_is_refused_is_named_and_the_rest_left() -> None:
     assert len(begun) < len(found)
 
 
-def test_the_command_lists_what_it_would_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["warmup", "--list", "--arch", "sm_90", "--n", "512,4096", "--weight", "fp32,none", "ln_fwd_bf16"]
-    assert cli.main(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:4] == ["instance", "N", "rows", "kernel"]
-    assert lines[-1] == "12 compilations"
-    assert len(lines) == 2 + 12 + 2
-    assert [line.split()[:2] for line in lines[2:4]] == [["ln_fwd_bf16_n512", "512"]] * 2
-    assert "x bf16, weight fp32, bias fp32, y bf16" in lines[2]
-
-
 def test_the_command_takes_strides_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["warmup", "--list", "--arch", "sm_90", "--n", "128", "--rows", "many", "rms_fwd_bf16", "--row-stride"]
     assert cli.main([*argv, "6144x32x128,x=6144x32x128+out=6144x32x128,x=4096x2x128x16x256"]) == 0
@@ -124,25 +101,3 @@ def test_the_command_takes_strides_of_heads(capsys: pytest.CaptureFixture[str]) 
         "x bf16 on 2 strides, weight bf16, y bf16 on 2 strides",
         "x bf16 on 3 strides, weight bf16, y bf16",
     ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--n", "64,x"], "'64,x' is no list of whole numbers from 1"),
-        (["--n", "64", "--weight", "int8"], "'int8' is none of same, fp16, bf16, fp32, none"),
-        (["--n", "64", "--residual", "none"], "'none' is none of same, fp16, bf16, fp32"),
-        (["--n", "64", "--rows", "all"], "'all' is none of few, some, many, most"),
-        (["--n", "64", "--row-stride", "6144x"], "'6144x' is no stride, or strides with the rows between them"),
-        (["--n", "64", "--row-stride", "x=y"], "'y' is no stride, or strides with the rows between them"),
-        (["--n", "64", "--jobs", "0"], "'0' is no number of threads"),
-        (["--n", "64", "--arch", "sm_90"], "--arch sm_90 goes with --list"),
-        (["--list", "--arch", "sm_90", "--n", "64", "--manifest", "m", "ln_fwd_bf16"], "leave one of them out"),
-        (["ln_fwd_bf16"], "there are no sizes; pass row lengths, --n 4096 say, or --shape"),
-    ],
-)
-def test_commands_that_are_none(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["warmup", *argv])
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`normforge run` and `demo`: what they take, print and write, what they find wrong, and what they refuse."""
+"""`normforge run` and `demo`: what they take, print and find wrong, and what they and other verbs refuse."""
 
 from __future__ import annotations
 
@@ -177,9 +177,33 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         ("generate --out a --out b", "argument --out: it is given twice; keep one of the two"),
         ("list --arch sm90", "is no architecture; write one like sm_90 or gfx942, or leave --arch out"),
         ("list nonsense*", "no instance matches 'nonsense*'; normforge list without a glob prints every name"),
+        ("tune --only fwd_8bit", "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_rms, fwd_"),
+        ("tune --n 4k", "--n '4k' is no row length; write whole numbers from 1"),
+        ("tune --sizes huge", "--sizes 'huge' is no size of M; they are large, small, invariant, some"),
+        ("tune --sizes some", "--sizes keeps a table's other tiles; name one that is there with --out FILE"),
+        ("tune --minutes nan", "--minutes nan is no time; write a number above 0, 30 or 0.5, say"),
+        ("tune --resume", "--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE"),
+        ("warmup ln_fwd_bf16", "there are no sizes; pass row lengths, --n 4096 say, or --shape"),
+        ("warmup --n 64,x", "'64,x' is no list of whole numbers from 1"),
         ("list ln_fwd_fp61_*", "'ln_fwd_fp61_*'", "nearest", "ln_fwd_fp16_"),
         ("bench", "no verb 'bench'", ", ".join(VERBS)),
         ("", "a verb is needed", ", ".join(VERBS)),
+    ],
+    "warmup --n 64": [
+        ("--weight int8", "'int8' is none of same, fp16, bf16, fp32, none"),
+        ("--residual none", "'none' is none of same, fp16, bf16, fp32"),
+        ("--rows all", "'all' is none of few, some, many, most"),
+        ("--row-stride 6144x", "'6144x' is no stride, or strides with the rows between them"),
+        ("--row-stride x=y", "'y' is no stride, or strides with the rows between them"),
+        ("--jobs 0", "'0' is no number of threads"),
+        ("--arch sm_90", "--arch sm_90 goes with --list"),
+        ("--list --arch sm_90 --manifest m ln_fwd_bf16", "leave one of them out"),
+    ],
+    "warmup --list --arch sm_90 --recorded r.yaml": [
+        ("--n 64", "--n is given beside --recorded, and recordings say what calls bring; leave one out"),
+        ("--weight fp32", "--weight is given beside --recorded"),
+        ("--manifest m.yaml", "--manifest is given beside --recorded"),
+        ("ln_fwd_bf16", "modes are given beside --recorded"),
     ],
     "run -m=6 -n=48": [
         ("-samples 4", "-m 6 rows are no whole number of rows a sample with -samples 4"),

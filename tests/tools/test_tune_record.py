@@ -333,21 +333,3 @@ def test_a_link_to_a_table_is_kept_and_its_target_is_written(out: Path, tmp_path
     Record(out, None, HERE | {"revision": "abc1234"}).add(row, [outcome_of(case) for case in row.cases])
     assert out.is_symlink()
     assert len(tile_tables.read_table(target).rows[row.kind]) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_rms, fwd_"),
-        (["--n", "4k"], "--n '4k' is no row length; write whole numbers from 1"),
-        (["--sizes", "huge"], "--sizes 'huge' is no size of M; they are large, small, invariant, some"),
-        (["--sizes", "some"], "--sizes keeps a table's other tiles; name one that is there with --out FILE"),
-        (["--minutes", "0"], "--minutes 0.0 is no time; write a number above 0, 30 or 0.5, say"),
-        (["--minutes", "nan"], "--minutes nan is no time"),
-        (["--resume"], "--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE"),
-    ],
-)
-def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(argv, "normforge tune")
-    assert message in capsys.readouterr().err
