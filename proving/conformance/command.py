@@ -15,7 +15,8 @@ from ..evidence import conclude, parser_of
 from . import report
 from .case import Case
 from .run import run_in_processes
-from .table import SUITES, cases, interpreted
+from .suites import SUITES, cases
+from .table import interpreted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from ..evidence import Table, markdown
 from .case import Mode
 from .judge import Finding
 from .run import Outcome
-from .table import SUITES
+from .suites import SUITES
 
 _COLUMNS = (
     *("suite", *(field.name for field in fields(Mode))),

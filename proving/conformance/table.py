@@ -1,36 +1,19 @@
-"""The one table: every case of every suite, and the few of them that the interpreter has time for."""
+"""The few of all cases that the interpreter has time for, and cases by the kernels that they share."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from . import extra, suites
 from .case import Case
-
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {
-    "ck_tile": suites.ck_tile,
-    "vllm": suites.vllm,
-    "quack": suites.quack,
-    "flash_attention": suites.flash_attention,
-    "liger": suites.liger,
-    "flashinfer": suites.flashinfer,
-    "triton": suites.triton,
-    "normforge": extra.normforge,
-}
+from .suites import cases
 
 # The interpreter runs a program at a time: lengths that cost it a fraction of a second, and a few longer ones.
 _SHORT, _LONGEST = 2100, 20000
 # Elements of an interpreted case that has more than two rows, and rows of any.
 _FEW_ELEMENTS, _FEW_ROWS = 256, 19
-
-
-@cache
-def cases() -> tuple[Case, ...]:
-    """Every case, suite by suite."""
-    return tuple(case for suite in SUITES.values() for case in suite())
 
 
 @cache

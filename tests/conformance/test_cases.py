@@ -10,7 +10,8 @@ import torch
 
 from proving.conformance.case import Case, Mode
 from proving.conformance.run import run_group
-from proving.conformance.table import SUITES, cases, interpreted
+from proving.conformance.suites import SUITES, cases
+from proving.conformance.table import interpreted
 
 from ..thorough import first_of_each
 

@@ -15,7 +15,7 @@ from proving.conformance.case import FP32, Mode
 from proving.conformance.command import main
 from proving.conformance.judge import Finding
 from proving.conformance.run import Outcome, run_in_processes
-from proving.conformance.table import cases
+from proving.conformance.suites import cases
 from proving.evidence import EVIDENCE, load, record
 
 from ..thorough import THOROUGH
