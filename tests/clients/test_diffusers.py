@@ -10,7 +10,7 @@ from .alike import agree
 
 pytest.importorskip("diffusers", reason="an extra of its own: make test-clients installs it")
 
-from .diffusion import DIFFUSION, tiny
+from .diffusion import DIFFUSION, inputs, tiny
 
 # `make test` runs one with GroupNorm and one with modulated norms.
 _QUICK = {"UNet2DModel", "DiTTransformer2DModel"}
@@ -18,5 +18,5 @@ _QUICK = {"UNet2DModel", "DiTTransformer2DModel"}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[THOROUGH] * (name not in _QUICK)) for name in DIFFUSION])
 def test_a_model_is_as_before(name: str) -> None:
-    inputs = DIFFUSION[name].inputs()
-    agree(tiny(name), lambda model: model(**inputs, return_dict=False))
+    given = inputs(name)
+    agree(tiny(name), lambda model: model(**given, return_dict=False))
