@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter
@@ -10,6 +11,7 @@ from .public import FunctionalFunctions
 from .values import Norm
 
 _NORMS = (Norm.LAYER, Norm.RMS)
+_NORMS_ALONE = (*_NORMS, Norm.L2)
 _FLOATS = "float16, bfloat16 or float32"
 _FORMULAS = {
     Norm.LAYER: (
@@ -20,13 +22,14 @@ _FORMULAS = {
         "y = x / sqrt(mean(x**2) + eps) * (weight + weight_offset) (Zhang and Sennrich, 2019), in fp32 with one "
         "rounding at the end."
     ),
+    Norm.L2: "y = x / sqrt(sum(x**2) + eps) * weight, in fp32 with one rounding at the end.",
 }
 
 
 def _as(name: str, meaning: str, default: str | None = None, *, positional: bool = True) -> Parameter:
     """Return a row of the forward functions with another meaning, and one default for every norm if given."""
     row = FORWARD[name]
-    defaults = row.default if default is None else dict.fromkeys(_NORMS, default)
+    defaults = row.default if default is None else dict.fromkeys(Norm, default)
     return replace(row, default=defaults, meaning={Norm.LAYER: meaning}, positional=positional)
 
 
@@ -35,11 +38,13 @@ _RESIDUAL = f"x's shape, {_FLOATS}"
 _VECTORS = (_as("weight", f"(N,), {_FLOATS}, or None for 1."), _as("bias", f"(N,), {_FLOATS}, or None for 0."))
 _EPS = replace(
     FORWARD["eps"],
-    meaning={norm: f"added to the {norm.row.added_to}; a number, and no array that is traced." for norm in _NORMS},
+    meaning={norm: f"added to the {norm.row.added_to}; a number, and no array that is traced." for norm in Norm},
     positional=True,
 )
 _OFFSET = replace(
-    FORWARD["weight_offset"], meaning={Norm.RMS: "added to every weight, in fp32; 1.0 for Gemma's norms."}
+    FORWARD["weight_offset"],
+    default={Norm.RMS: "0.0"},
+    meaning={Norm.RMS: "added to every weight, in fp32; 1.0 for Gemma's norms."},
 )
 
 
@@ -47,10 +52,10 @@ def _dtype(name: str, default: str, meaning: str) -> Parameter:
     return Parameter(name, Kind.DTYPE, default=dict.fromkeys(_NORMS, default), meaning={Norm.LAYER: meaning})
 
 
-def _functions(name: str, *parameters: Parameter) -> Family:
+def _functions(name: str, *parameters: Parameter, norms: Sequence[Norm] = _NORMS) -> Family:
     return Family(
         direction=FORWARD.direction,
-        functions={norm: name.format(function=norm.row.function) for norm in _NORMS},
+        functions={norm: name.format(function=norm.row.function) for norm in norms},
         parameters=parameters,
         results=(),
     )
@@ -73,11 +78,12 @@ _RAISES = (
 )
 
 _PLAIN = FunctionalFunctions(
-    _functions("{function}", _X, *_VECTORS, _EPS, _OFFSET),
+    _functions("{function}", _X, *_VECTORS, _EPS, _OFFSET, norms=_NORMS_ALONE),
     rows=FORWARD,
     output="jax.Array",
     call="normalised",
-    summary={norm: f"Compute {norm.row.title} over x's last dimension." for norm in _NORMS},
+    summary={norm: f"Compute {norm.row.title} over x's last dimension." for norm in _NORMS}
+    | {Norm.L2: "Divide each row of x by its L2 norm, over x's last dimension."},
     details={norm: (f"{formula} {_RUNS}",) for norm, formula in _FORMULAS.items()},
     returns=(_Y,),
     raises=_RAISES,
@@ -94,6 +100,23 @@ _ADD = FunctionalFunctions(
         for norm in _NORMS
     },
     returns=(_Y, "residual_out: x + residual, in residual's dtype."),
+    raises=_RAISES,
+)
+
+_ADDED = FunctionalFunctions(
+    _functions("{function}_add", *_ADD.family.parameters),
+    rows=FORWARD,
+    output="jax.Array",
+    call="added",
+    summary={norm: f"Compute {norm.row.title} of x and add it to a residual." for norm in _NORMS},
+    details={
+        norm: (
+            f"y = residual + {norm.row.function}(x), in fp32 with one rounding at the end: the norm behind a block, as "
+            f"in Gemma 2 and OLMo 2. The gradient of residual is that of y. {_RUNS}",
+        )
+        for norm in _NORMS
+    },
+    returns=("y: x's shape, in residual's dtype.",),
     raises=_RAISES,
 )
 
@@ -134,4 +157,4 @@ _QUANTISED = FunctionalFunctions(
     ),
 )
 
-JAX = (_PLAIN, _ADD, _QUANTISED)
+JAX = (_PLAIN, _ADD, _ADDED, _QUANTISED)

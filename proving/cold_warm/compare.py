@@ -65,7 +65,8 @@ def subjects(family: str) -> list[Subject]:
 
 
 FAMILIES = (
-    *("functional", "forward", "backward", "modulated", "gated", "quantised", "group", "operators", "parallel"),
+    *("functional", "forward", "backward", "added", "l2", "modulated", "gated", "quantised", "group", "operators"),
+    "parallel",
     "modules",
 )
 

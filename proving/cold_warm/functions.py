@@ -276,6 +276,7 @@ def _both(pattern: str) -> list[str]:
 
 _PATTERNS = {
     "functional": ("NORM", "add_NORM"),
+    "added": ("NORM_add",),
     "forward": ("NORM2d_fwd",),
     "backward": ("NORM2d_bwd",),
     "modulated": ("modulated_NORM", "modulated_NORM2d_fwd"),
@@ -296,6 +297,7 @@ def families() -> dict[str, list[Function]]:
         for family, patterns in _PATTERNS.items()
     }
     found["group"] = [_public("group_norm")]
+    found["l2"] = [_public(name) for name in ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd")]
     found["operators"] = [_operator(name) for name in _OPERATORS]
     found["parallel"] = [_public(f"split_{norm}", parallel) for norm in ("layer_norm", "rms_norm")]
     return found

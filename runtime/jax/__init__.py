@@ -9,7 +9,17 @@ from ..upstream.jaxlib_triton import RANGE
 
 try:
     from .calls import Quantised
-    from .functions import add_layer_norm, add_rms_norm, layer_norm, quantised_layer_norm, quantised_rms_norm, rms_norm
+    from .functions import (
+        add_layer_norm,
+        add_rms_norm,
+        l2_norm,
+        layer_norm,
+        layer_norm_add,
+        quantised_layer_norm,
+        quantised_rms_norm,
+        rms_norm,
+        rms_norm_add,
+    )
 except ImportError as error:
     if isinstance(error, JaxError):
         raise
@@ -29,12 +39,15 @@ __all__ = [
     "Quantised",
     "add_layer_norm",
     "add_rms_norm",
+    "l2_norm",
     "layer_norm",
+    "layer_norm_add",
     "load_aot",
     "lower_for",
     "quantised_layer_norm",
     "quantised_rms_norm",
     "rms_norm",
+    "rms_norm_add",
 ]
 
 

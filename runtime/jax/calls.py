@@ -41,14 +41,19 @@ class Quantised(NamedTuple):
     residual_out: jax.Array | None
 
 
-def normalised(norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
-    """Return y, and residual_out too if a residual is given; differentiable."""
+def normalised(
+    norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0, adds: FusedAdd = FusedAdd.PRE_ADD_STORE
+) -> Any:
+    """Return y, and residual_out too if a residual is added before the norm; differentiable."""
     operands = _checked(args, weight_offset, ("x", "residual"))
-    own = DTYPES[operands["x"].dtype.name]
-    fadd = FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE
-    op, arrays = _operation(Mode(norm, own, own, fadd), operands, eps, weight_offset)
+    fadd = adds if "residual" in operands else FusedAdd.NONE
+    own, out = (DTYPES[operands[name].dtype.name] for name in ("x", "residual" if fadd.is_after else "x"))
+    op, arrays = _operation(Mode(norm, own, out, fadd), operands, eps, weight_offset)
     outputs = _differentiable(op, *arrays)
     return outputs if fadd.stores else outputs[0]
+
+
+added = partial(normalised, adds=FusedAdd.POST_ADD)
 
 
 def quantised(
@@ -146,7 +151,10 @@ def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[j
     gradient = gradient_of(op)
     tensors = {**kept, **{f"d{name}": each for name, each in op.named(cotangents).items()}}
     grads = gradient.named(apply(*[tensors[name] for name, _ in gradient.operands], op=gradient))
-    return tuple(grads[row.gradient].astype(dtype) for row, (_, dtype) in zip(op.inputs, op.operands, strict=True))
+    names = {row.name: row.gradient for row in op.inputs}
+    if op.mode.fadd.is_after:
+        names["residual"], grads["dy"] = "dy", tensors["dy"]
+    return tuple(grads[names[name]].astype(dtype) for name, dtype in op.operands)
 
 
 _differentiable.defvjp(_saving, _gradients)

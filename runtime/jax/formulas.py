@@ -6,6 +6,7 @@ Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +34,27 @@ def _as_stored(total: jax.Array, dtype: str) -> jax.Array:
     return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
 
 
+def _along(op: Operation) -> Any:
+    return jnp.mean if op.mode.norm.row.averages else jnp.sum
+
+
 def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     total = args["x"]
-    if "residual" in args:
+    if op.mode.fadd.is_before:
         total = _as_stored(total + args["residual"], dict(op.operands)["residual"])
     outputs = {"residual_out": total}
     centred = total
     if op.mode.norm.centres:
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
-    outputs["rstd"] = rstd = 1 / jnp.sqrt(jnp.mean(centred * centred, axis=-1) + op.eps)
+    outputs["rstd"] = rstd = 1 / jnp.sqrt(_along(op)(centred * centred, axis=-1) + op.eps)
     y = centred * rstd[..., None]
     if "weight" in args:
         y = y * (args["weight"] + op.weight_offset)
     if "bias" in args:
         y = y + args["bias"]
+    if op.mode.fadd.is_after:
+        y = y + args["residual"]
     if op.mode.fquant.quantises:
         y, outputs["y_scale"] = _quantised(op, y * args["smooth_scale"] if "smooth_scale" in args else y)
     return {**outputs, "y": y}
@@ -58,7 +65,7 @@ def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Ar
     h = args["x"] - args["mean"][..., None] if op.mode.norm.centres else args["x"]
     h = h * rstd
     g = dy * (args["weight"] + op.weight_offset) if "weight" in args else dy
-    dx = g - h * jnp.mean(g * h, axis=-1, keepdims=True)
+    dx = g - h * _along(op)(g * h, axis=-1, keepdims=True)
     if op.mode.norm.centres:
         dx = dx - jnp.mean(g, axis=-1, keepdims=True)
     dx = dx * rstd

@@ -10,7 +10,7 @@ from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
-from ..codegen.values import Direction, DType
+from ..codegen.values import Direction, DType, FusedAdd
 from ..kernels.assembly import SUMS
 
 # numpy's names of types, by the manifest's words.
@@ -106,7 +106,9 @@ def gradient_of(forward: Operation) -> Operation:
     args, outputs = dict(forward.operands), dict(forward.results)
     # A sum is normalised as it is stored.
     rows = outputs.get("residual_out", args["x"])
-    mode = Mode(forward.mode.norm, DTYPES[rows], DTYPES[rows], forward.mode.fadd, direction=Direction.BACKWARD)
+    # Nothing but dy arrives where the residual is added behind the norm.
+    fadd = FusedAdd.NONE if forward.mode.fadd.is_after else forward.mode.fadd
+    mode = Mode(forward.mode.norm, DTYPES[rows], DTYPES[rows], fadd, direction=Direction.BACKWARD)
     family = family_of(mode)
     dtypes = {"dy": outputs["y"], "x": rows, "dresidual_out": rows, "mean": "float32", "rstd": "float32"}
     dtypes |= {name: dtype for name, dtype in args.items() if name == "weight"}

@@ -24,7 +24,7 @@ jnp = jax.numpy
 
 FLOATS = ("float32", "bfloat16", "float16")
 # Of a rounding to the type, and of fp32 sums.
-_FIRST = (("layer", True, "bfloat16"), ("rms", False, "float32"))
+_FIRST = (("layer", "before", "bfloat16"), ("rms", "", "float32"), ("rms", "behind", "bfloat16"), ("l2", "", "float32"))
 ATOL = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 
 
@@ -40,28 +40,32 @@ def normalised(norm: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     shape = x.shape[-1:]
     if norm == "layer":
         return torch.nn.functional.layer_norm(x, shape, weight, bias, 1e-5)
+    if norm == "l2":
+        return x / (x.square().sum(-1, keepdim=True) + 1e-5).sqrt() * weight
     return torch.nn.functional.rms_norm(x, shape, weight + 1, 1e-5)
 
 
-def called(norm: str, adds: bool, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    """The norm and the sum, x itself without a residual."""
-    if norm == "layer":
-        if adds:
-            return norms.add_layer_norm(x, residual, weight, bias, 1e-5)
-        return norms.layer_norm(x, weight, bias, 1e-5), x
-    if adds:
-        return norms.add_rms_norm(x, residual, weight, 1e-5, weight_offset=1.0)
-    return norms.rms_norm(x, weight, 1e-5, weight_offset=1.0), x
+# The names of functions by where a residual is added.
+NAMES = {"": "{}_norm", "before": "add_{}_norm", "behind": "{}_norm_add"}
+
+
+def called(norm: str, adds: str, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """The norm and the sum, x itself where none is stored."""
+    operands = {"x": x, "weight": weight} | ({"bias": bias} if norm == "layer" else {})
+    more = {"residual": residual} if adds else {}
+    offset = {"weight_offset": 1.0} if norm == "rms" else {}
+    made = getattr(norms, NAMES[adds].format(norm))(**operands, **more, **offset, eps=1e-5)
+    return made if isinstance(made, tuple) else (made, x)
 
 
 CASES = [
     pytest.param(norm, adds, dtype, marks=[] if (norm, adds, dtype) in _FIRST else [THOROUGH])
-    for norm, adds, dtype in product(("layer", "rms"), (False, True), FLOATS)
+    for (norm, adds), dtype in product([*product(("layer", "rms"), NAMES), ("l2", "")], FLOATS)
 ]
 
 
 def check_gradients(
-    norm: str, adds: bool, dtype: str, shape: tuple[int, ...], atol: float, rtol: float, scale: float = 4
+    norm: str, adds: str, dtype: str, shape: tuple[int, ...], atol: float, rtol: float, scale: float = 4
 ) -> str:
     """Hold results and gradients of a program against torch's in fp64, and return the program.
 
@@ -83,8 +87,8 @@ def check_gradients(
     assert [gradient.dtype for gradient in found] == [operand.dtype for operand in operands]
 
     leaves = [double(operand).requires_grad_() for operand in operands]
-    s = leaves[0] + leaves[1] if adds else leaves[0]
-    expected = normalised(norm, s, leaves[2], leaves[3])
+    s = leaves[0] + leaves[1] if adds == "before" else leaves[0]
+    expected = normalised(norm, s, leaves[2], leaves[3]) + (leaves[1] if adds == "behind" else 0)
     close(y, expected, atol, rtol)
     close(total, s, atol, rtol)
     torch.autograd.backward((expected * double(dy)).sum() + (s * double(dsum)).sum())
@@ -95,7 +99,7 @@ def check_gradients(
 
 
 @pytest.mark.parametrize(("norm", "adds", "dtype"), CASES)
-def test_values_and_gradients(norm: str, adds: bool, dtype: str) -> None:
+def test_values_and_gradients(norm: str, adds: str, dtype: str) -> None:
     check_gradients(norm, adds, dtype, (3, 4, 48), ATOL[dtype], ATOL[dtype])
 
 
@@ -109,6 +113,7 @@ def test_types_of_each_operand() -> None:
         x, residual, weight
     )
     assert [gradient.dtype.name for gradient in found] == ["bfloat16", "float32", "float16"]
+    assert norms.rms_norm_add(x, residual, weight).dtype.name == "float32"
 
 
 def check_quantised(norm: str, out_dtype: str, shape: tuple[int, int]) -> None:

@@ -33,17 +33,19 @@ def _here() -> None:
 @pytest.mark.parametrize(
     ("norm", "adds", "shape", "dtype"),
     [
-        *(("layer", False, shape, "float32") for shape in CASES),
-        ("rms", False, (128, 2048), "float32"),
-        ("layer", False, (3, 100, 4096), "bfloat16"),
-        ("rms", False, (300, 1000), "float16"),
+        *(("layer", "", shape, "float32") for shape in CASES),
+        ("rms", "", (128, 2048), "float32"),
+        ("layer", "", (3, 100, 4096), "bfloat16"),
+        ("rms", "", (300, 1000), "float16"),
         # Where nothing starts at a multiple of 16 bytes; where programs of torch's launches wait for one another.
-        ("rms", False, (300, 5137), "bfloat16"),
-        ("layer", False, (300, 20000), "bfloat16"),
-        ("rms", True, (300, 1024), "bfloat16"),
+        ("rms", "", (300, 5137), "bfloat16"),
+        ("layer", "", (300, 20000), "bfloat16"),
+        ("rms", "before", (300, 1024), "bfloat16"),
+        ("rms", "behind", (300, 1024), "bfloat16"),
+        ("l2", "", (300, 128), "bfloat16"),
     ],
 )
-def test_values_and_gradients(norm: str, adds: bool, shape: tuple[int, ...], dtype: str) -> None:
+def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], dtype: str) -> None:
     """Of 16 bits a gradient is one rounding off, or two of a sum, and a sum over rows an fp32 one."""
     exact = dtype == "float32"
     atol = 1e-4 if exact else 0.1 if adds else 4e-2

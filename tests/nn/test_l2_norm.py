@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
 from normforge import reference
+from normforge.codegen import values as words
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import class_of
 from normforge.codegen.values import Direction, DType, Norm
@@ -165,21 +166,10 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_nothing_stands_beside_it(said: str, axes: dict[str, Any]) -> None:
     types = Mode.__annotations__
     values: dict[str, Any] = {"dtype_out": DType.BF16}
-    values |= {name: word if word is True else _value(types[name], word) for name, word in axes.items()}
+    values |= {name: word if word is True else getattr(words, types[name])(word) for name, word in axes.items()}
     Mode(Norm.RMS, DType.BF16, **values)
     with pytest.raises(IllegalCombinationError, match=f"norm l2 has no {said}; leave .* out, or use another norm"):
         Mode(Norm.L2, DType.BF16, **values)
-
-
-def _value(kind: str, word: str) -> Any:
-    import normforge.codegen.values as values
-
-    return getattr(values, kind)(word)
-
-
-def test_nothing_is_added() -> None:
-    with pytest.raises(TypeError, match="residual"):
-        normforge.l2norm2d_fwd(torch.randn(3, 8), residual=torch.randn(3, 8))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("direction", Direction)
