@@ -234,6 +234,16 @@ def test_what_no_kernel_takes_is_torchs(package: Any, name: str, monkeypatch: py
     assert launched == []
 
 
+def test_a_weight_may_be_a_part_of_one_flat_buffer(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of short rows read two values of a weight at once, which fault at an address between two pairs."""
+    launch, found = package.layers.norms.launch, []
+    monkeypatch.setattr(launch, "_launch", lambda *given: found.append(given[-1]["weight_ptr"].data_ptr() % 16))
+    monkeypatch.setattr(launch, "_add_up", lambda *_: None)
+    weight = torch.ones(41, dtype=torch.bfloat16)[1:].requires_grad_()
+    package.layers.norms.rms_norm(torch.randn(3, 40, dtype=torch.bfloat16), weight, EPS, 40).sum().backward()
+    assert found == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_torch_compile_breaks_no_graph(package: Any, name: str) -> None:
     module = Module(package, name, (40,), torch.float32)
