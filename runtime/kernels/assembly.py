@@ -329,8 +329,8 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "partials_ptr": _PARTIAL,
                 "exchange_ptr": _EXCHANGE,
                 **facts.numbers,
-                # The type of positions holds any offset within a group.
-                "units": integer_type(facts.n),
+                # The type of positions holds any offset within a group, and those of tiles beyond the group's end.
+                "units": row_count_type(facts.n),
                 **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
             },
             strides={},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import normforge
 from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
 from normforge.families.public import rmsnorm2d_bwd
@@ -22,6 +23,12 @@ def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
     assert MOST_ROWS_IN_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
     assert row_count_type(MOST_ROWS_IN_I32) == "i32"
     assert row_count_type(MOST_ROWS_IN_I32 + 1) == "i64"
+
+
+@pytest.mark.parametrize(("positions", "word"), [(2**31 - 2**21, "i32"), (2**31 - 1, "i64"), (2**31, "i64")])
+def test_no_position_of_the_last_tiles_of_a_group_leaves_32_bits(positions: int, word: str) -> None:
+    keys = normforge.compile_keys(shapes=[f"1x1x{positions}/1"], modes=["gn_fwd_bf16"], arch="sm_90")
+    assert {dict(key.key.arguments)["units"] for key in keys} == {word}
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import normforge
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
-from proving.cases import Case, doubled, formula, operands
+from proving.cases import LAYOUTS, Case, doubled, formula, operands
 
 from ..thorough import THOROUGH
 from .groups import close, group, hold, innermost, tiled
@@ -89,6 +89,24 @@ def test_memory_around_x_is_never_read(tile: str) -> None:
     given["x"] = around[1].view(given["x"].shape).requires_grad_()
     with tiled(GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, False), 24, TILES[tile]):
         hold(case, given)
+
+
+def test_saved_tensors_may_come_back_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for aligned addresses read several statistics at once, which a GPU refuses at other addresses."""
+    from normforge.families.group import row
+
+    planned: list[set[str]] = []
+    slots_of = row.slots_of
+
+    def seen(*given: Any) -> set[str]:
+        planned.append(slots_of(*given))
+        return planned[-1]
+
+    monkeypatch.setattr(row, "slots_of", seen)
+    case = group((2, 12, 3, 4), 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, LAYOUTS["offset"]):
+        hold(case)
+    assert planned[-1] == {"x_ptr", "weight_ptr", "mean_ptr", "rstd_ptr"}
 
 
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def launched_backward(
         zeros = {name: torch.zeros_like(vector) for name, vector in summed.items()}
         dx = torch.empty_like(x) if "dx" in wants else None
         return GroupNormGradients(dx, zeros.get("dweight"), zeros.get("dbias"))
-    tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
+    # A hook of saved tensors may bring the statistics back at any address.
+    tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias, "mean": statistics}
     dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
     # Kernels write dx whether a call wants dx or not.
     order = itemgetter(0 if "dx" in wants else 3, 1, 2)
