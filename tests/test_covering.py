@@ -11,22 +11,6 @@ from normforge.codegen.axes import ROW_AXES
 from normforge.codegen.model import Mode
 
 from .covering import axes_of, covering, every_mode, uncovered
-from .thorough import THOROUGH
-
-
-@THOROUGH
-@pytest.mark.parametrize("strength", [2, 3])
-def test_every_legal_combination_of_axes_is_in_a_few_modes(strength: int) -> None:
-    array = covering(every_mode(), axes_of, strength)
-    assert uncovered(every_mode(), axes_of, array, strength) == []
-    assert len(array) < len(every_mode()) / 20
-
-
-@THOROUGH
-def test_what_is_uncovered_is_found() -> None:
-    array = covering(every_mode(), axes_of, 2)
-    assert uncovered(every_mode(), axes_of, array[:-1], 2)
-    assert uncovered(every_mode(), axes_of, every_mode()[:1], 2)
 
 
 def test_each_axis_is_a_column() -> None:

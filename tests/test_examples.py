@@ -73,16 +73,6 @@ def test_the_notebook_is_that_of_the_scripts(repository: Path) -> None:
         assert not is_code or ast.parse("".join(cell["source"]))
 
 
-def test_a_notebook_that_scripts_have_left_behind_is_found_out(repository: Path, tmp_path: Path) -> None:
-    notebook = example(repository, "notebook")
-    notebook.NOTEBOOK = tmp_path / "examples.ipynb"
-    assert notebook.main(["--check"]) == 1
-    assert notebook.main([]) == 0
-    assert notebook.main(["--check"]) == 0
-    notebook.NOTEBOOK.write_text(notebook.NOTEBOOK.read_text().replace("torch.randn", "torch.rand"))
-    assert notebook.main(["--check"]) == 1
-
-
 @THOROUGH
 def test_without_a_gpu_both_curves_are_equal_and_drawn(repository: Path, tmp_path: Path) -> None:
     """In a process whose environment does not turn Triton's interpreter on."""

@@ -63,18 +63,6 @@ def test_workflows_run_what_every_change_must_pass(repository: Path) -> None:
     assert {f"make {target}" for line in every for target in line.split()} - ran == {"make test-all"}
 
 
-def test_a_release_is_published_without_a_password_by_its_own_job(repository: Path) -> None:
-    read = workflow(repository, "release")
-    # YAML 1.1 reads the key `on` as True.
-    assert read[True] == {"push": {"tags": ["v*"]}}
-    build, publish = read["jobs"]["build"], read["jobs"]["publish"]
-    assert "permissions" not in build
-    assert publish["needs"] == "build"
-    assert publish["permissions"] == {"id-token": "write"}
-    assert publish["steps"][-1] == {"uses": "pypa/gh-action-pypi-publish@release/v1"}
-    assert "make dist" in commands(read)
-
-
 @pytest.mark.parametrize(("tag", "status"), [(f"v{normforge.__version__}", 0), ("v0.0.1", 1), ("nightly", 1)])
 def test_only_the_tag_of_the_version_is_released(repository: Path, tag: str, status: int) -> None:
     (compare,) = (command for command in commands(workflow(repository, "release")) if "GITHUB_REF_NAME" in command)

@@ -56,19 +56,6 @@ def lengths() -> str:
     return ",".join(map(str, LENGTHS))
 
 
-def test_after_warmup_a_frozen_run_compiles_nothing(tmp_path: Path) -> None:
-    code = f"""
-import os
-{CALLS}
-keys = normforge.warmup({LENGTHS}, {MODES}, progress=False)
-os.environ["NORMFORGE_FROZEN"] = "1"
-{LISTENER}
-run()
-print("done")
-"""
-    assert printed(code, TRITON_CACHE_DIR=str(tmp_path)) == "done"
-
-
 def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> None:
     cache = str(tmp_path)
     assert "kernels are compiled" in printed(command("warmup", "--n", lengths(), *MODES), TRITON_CACHE_DIR=cache)
@@ -132,18 +119,6 @@ def run():
                 torch.testing.assert_close(our.float(), their.float(), rtol=2e-2, atol=2e-2 * float(their.abs().max()))
     torch.cuda.synchronize()
 """
-
-
-def test_groups_of_shapes_that_were_named_run_without_the_compiler(tmp_path: Path) -> None:
-    out, shapes = str(tmp_path / "kernels"), "*x64x5x7/32,2x64x96x96/32"
-    argv = ("aot", "--arch", architecture(torch.device("cuda", 0)), "--shape", shapes, "--out", out)
-    printed(command(*argv, "gn_?wd_bf16_silu*"), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path / "triton"))
-    environment = {"NORMFORGE_AOT": out, "NORMFORGE_FROZEN": "1", "TRITON_CACHE_DIR": str(tmp_path / "other")}
-    assert printed(f"{GROUP_CALLS}{NO_COMPILER}{LISTENER}run()\nprint('done')", **environment) == "done"
-    other = python(f"{GROUP_CALLS}normforge.group_norm(torch.ones(1, 32, 9, device='cuda'), 4)", **environment)
-    assert other.returncode != 0
-    assert "FrozenError: NORMFORGE_FROZEN=1 forbids compiling" in other.stderr
-    assert "normforge aot --shape" in other.stderr
 
 
 def test_what_was_recorded_runs_without_the_compiler(tmp_path: Path) -> None:

@@ -98,6 +98,15 @@ WHOLE = {
         "1: group a: cast before_weight rounds to 16 bits first, and neither dtype_in fp32 nor dtype_out fp32 has 16 "
         "bits; leave cast out, or use fp16 or bf16 for one of them"
     ),
+    "groups: {a: {norm: group, dtype_in: bf16, fquant: dynamic, dtype_out: int8}}": (
+        "1: group a: norm group has no dtype_out int8; leave dtype_out out, or use another norm"
+    ),
+    "groups: {a: {norm: group, dtype_in: bf16, save_mv: true}}": (
+        "1: group a: norm group has no save_mv true; leave save_mv out, or use another norm"
+    ),
+    "groups: {a: {norm: rms, dtype_in: bf16, channels_last: true}}": (
+        "1: group a: norm rms has no channels_last true; leave channels_last out, or use another norm"
+    ),
     f"{GROUP}    fadd:\n    - none\n    - none": f"7: group a: fadd lists none twice, {TWICE}",
     f"{GROUP}  a: {{}}": "5: a is given twice, first on line 2; keep one of the two",
     f"{GROUP}defaults:\n  n: all\n  n: all": "7: defaults: n is given twice, first on line 6; keep one of the two",

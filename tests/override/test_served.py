@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -75,34 +73,6 @@ def check(run: Callable[[], Results], ran: list[str], norm: str, tolerance: floa
         actual = run()
     assert ran == SERVED[norm]
     alike(actual, expected, tolerance)
-
-
-SHAPES = {
-    "rows": ((3, 40), 1),
-    "one row": ((40,), 1),
-    "four dimensions": ((2, 1, 3, 40), 1),
-    "several normalised": ((3, 4, 10), 2),
-    "all normalised": ((4, 10), 2),
-}
-
-
-CALLS = [
-    pytest.param(*call, marks=[] if call[2] or not place else [THOROUGH], id="-".join(map(str, call)))
-    for place, call in enumerate(product(SHAPES, TOLERANCE, (True, False)))
-]
-
-
-@each_device
-@each_norm
-@pytest.mark.parametrize(("name", "dtype", "affine"), CALLS)
-def test_results_and_gradients(
-    name: str, dtype: torch.dtype, affine: bool, norm: str, device: str, ran: list[str]
-) -> None:
-    size, dimensions = SHAPES[name]
-    shape = size[-dimensions:]
-    x = torch.randn(size, device=device).to(dtype).requires_grad_()
-    parameters = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(2 if affine else 0)]
-    check(lambda: with_gradients(norm, x, shape, *parameters), ran, norm, TOLERANCE[dtype], device)
 
 
 def test_parameters_of_fp32_beside_16_bits_on_a_cpu(ran: list[str]) -> None:
@@ -356,35 +326,6 @@ def test_what_surrounds_a_call(surround: Transform, norm: str, device: str) -> N
     expected = leaves(surround(call, x, t))
     with override(device):
         alike(leaves(surround(call, x, t)), expected, 1e-4)
-
-
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "norms": lambda: torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.RMSNorm(16)),
-    "LayerNorm without a bias": lambda: torch.nn.LayerNorm(16, bias=False),
-    "TransformerEncoder": lambda: torch.nn.TransformerEncoder(
-        torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2
-    ),
-}
-
-
-@each_device
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_model_beside_fp64(make: Callable[[], torch.nn.Module], device: str, ran: list[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = make().to(device)
-    twin = copy.deepcopy(model).double()
-    x = torch.randn(2, 4, 16, device=device, requires_grad=True)
-    exact = x.detach().double().requires_grad_()
-    t = torch.randn(2, 4, 16, device=device)
-    with override(device):
-        y = model(x)
-        actual = [y, *torch.autograd.grad(y, (x, *model.parameters()), t)]
-    assert {"fwd", "bwd"} == {name[-3:] for name in ran}
-    wanted = twin(exact)
-    expected = [wanted, *torch.autograd.grad(wanted, (exact, *twin.parameters()), t.double())]
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
 @each_device

@@ -57,21 +57,3 @@ def test_a_recording_makes_the_kernels_that_were_asked_for(tmp_path: Path) -> No
     assert main(["generate", "--manifest", str(needed), "--out", str(folder)]) == 0
     normforge.load_instances(folder)
     assert [entry.name for entry in normforge.instances()] == ["gn_fwd_fp32_silu_n128"]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("norm: group, fquant: dynamic, dtype_out: int8", "norm group has no dtype_out int8; leave dtype_out out, or"),
-        ("norm: group, save_mv: true", "norm group has no save_mv true; leave save_mv out, or use another norm"),
-        ("norm: group, dtype_out: fp32", "norm group has no dtype_out fp32"),
-        ("norm: rms, channels_last: true", "norm rms has no channels_last true; leave channels_last out, or use anoth"),
-    ],
-)
-def test_axes_of_other_norms_are_refused(
-    words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = tmp_path / "mine.yaml"
-    manifest.write_text(f"groups: {{a: {{dtype_in: bf16, {words}}}}}\n")
-    assert main(["generate", "--manifest", str(manifest), "--out", str(tmp_path / "kernels")]) == 2
-    assert says in capsys.readouterr().err

@@ -100,14 +100,6 @@ def test_back_to_the_table_that_normforge_came_with(
     check("rms", torch.randn(3, 100))
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "~nobody-of-that-name/x", "loop"])
-def test_what_can_be_no_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(TableError):
-        normforge.load_instances(folder)
-
-
 def no_folder(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -172,10 +164,8 @@ def test_a_bad_folder_changes_nothing(spoil: Callable[[Path], object], message: 
     [
         lambda folder: (folder / "ln_fwd_fp32.py").unlink(),
         edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pas("),
-        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pass(("),
-        lambda folder: (folder / "primitives.py").unlink(),
     ],
-    ids=["no_module", "no_kernel", "cut_module", "no_primitives"],
+    ids=["no_module", "no_kernel"],
 )
 def test_a_listed_kernel_that_cannot_be_loaded(spoil: Callable[[Path], object], tmp_path: Path) -> None:
     folder = write(tmp_path / "bad", [instance(PLAIN, 64)])
@@ -205,8 +195,3 @@ def test_the_variable_names_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("NORMFORGE_INSTANCES", str(tmp_path / "nowhere"))
     with pytest.raises(TableError, match=f"{tmp_path / 'nowhere'} holds no generated kernels"):
         normforge.instances()
-
-
-def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_INSTANCES", "")
-    assert dispatch.find(PLAIN, 64).package == "normforge.generated"

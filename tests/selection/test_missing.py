@@ -87,77 +87,50 @@ def test_following_the_message_makes_what_was_missing(
     assert normforge.which(x, **keywords) == name
 
 
-def test_the_lines_leave_out_what_goes_without_saying() -> None:
-    assert manifest_lines(miss(X16, x_bias=N)) == (
-        "  ln_fwd_fp16_xb:\n"
-        "    norm: layer\n"
-        "    dtype_in: fp16\n"
-        "    x_bias: true\n"
-        "    n: n128\n"
-    )  # fmt: skip
-
-
-def test_the_call_itself_says_the_same() -> None:
-    x, weight = torch.randn(2, 64), torch.randn(64)
-    with pytest.raises(MissingInstanceError) as raised:
-        normforge.layernorm2d_fwd(x, weight, x_bias=weight)
-    assert str(raised.value) == miss(x, weight=weight, x_bias=weight)
-    assert isinstance(raised.value, LookupError)
-
-
 def nearest(message: str) -> str:
     """The line that names the nearest instance."""
     (line,) = [line for line in message.splitlines() if line.startswith("The nearest instance")]
     return line
 
 
-def test_the_nearest_instance_and_the_axes_that_differ(tmp_path: Path) -> None:
-    fp16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
-    int8 = Mode(Norm.RMS, DType.BF16, DType.INT8, fquant=FusedQuant.DYNAMIC)
-    modes = (RMS, fp16, int8, PLAIN)
-    normforge.load_instances(write(tmp_path / "mine", [instance(mode, n) for mode in modes for n in (64, 200)]))
-    assert nearest(miss(X16, x_bias=N)) == (
-        "The nearest instance it holds is ln_fwd_fp16_n128; it differs in x_bias (it has false, asked true)."
-    )
-    assert nearest(miss(XB, fquant=2, out_dtype=torch.float8_e5m2, norm="rms")) == (
-        "The nearest instance it holds is rms_fwd_bf16_int8_dq_n128; "
-        "it differs in dtype_out (it has int8, asked fp8_e5m2)."
-    )
-    wide = torch.empty(2, 200, dtype=torch.float16)
-    assert nearest(miss(wide, out_dtype=torch.float32, save_mv=True)) == (
-        "The nearest instance it holds is ln_fwd_fp16_n256; "
-        "it differs in dtype_out (it has fp16, asked fp32), save_mv (it has false, asked true)."
-    )
+INT8 = Mode(Norm.RMS, DType.BF16, DType.INT8, fquant=FusedQuant.DYNAMIC)
+LINE = "The nearest instance it holds is {}; it differs in {}."
+E5M2 = {"fquant": 2, "out_dtype": torch.float8_e5m2, "norm": "rms"}
+WIDE = torch.empty(2, 200, dtype=torch.float16)
+SEVERAL = [(mode, n) for mode in (RMS, Mode(Norm.LAYER, DType.FP16, DType.FP16), INT8, PLAIN) for n in (64, 200)]
+# A filtered build holds the mode, but not every length.
+FILTERED = [(PLAIN, n) for n in (64, 400, 1500)]
+ALL_ELSE = (
+    "norm (it has rms, asked layer), dtype_in (it has fp32, asked fp16), dtype_out (it has fp32, asked fp16), "
+    "n (it serves 1..128, asked 5000)"
+)
+BOTH = "dtype_out (it has fp16, asked fp32), save_mv (it has false, asked true)"
+# What a table holds, a call that it lacks, and the instance that is said to be nearest, with what differs.
+NEAREST: list[tuple[list[tuple[Mode, int]], torch.Tensor, dict[str, Any], str, str]] = [
+    (SEVERAL, X16, {"x_bias": N}, "ln_fwd_fp16_n128", "x_bias (it has false, asked true)"),
+    (SEVERAL, XB, E5M2, "rms_fwd_bf16_int8_dq_n128", "dtype_out (it has int8, asked fp8_e5m2)"),
+    (SEVERAL, WIDE, {"out_dtype": torch.float32, "save_mv": True}, "ln_fwd_fp16_n256", BOTH),
+    (FILTERED, torch.empty(2, 700), {}, "ln_fwd_fp32_n512", "n (it serves 257..512, asked 700)"),
+    (FILTERED, torch.empty(2, 9000), {}, "ln_fwd_fp32_n1536", "n (it serves 1025..1536, asked 9000)"),
+    # Of those with the fewest differences.
+    ([(RMS, 64)], torch.empty(2, 5000, dtype=torch.float16), {}, "rms_fwd_fp32_n128", ALL_ELSE),
+]
 
 
-def test_the_nearest_by_row_length(tmp_path: Path) -> None:
-    """A filtered build holds the mode, but not this length."""
-    folder = write(tmp_path / "mine", [instance(PLAIN, n) for n in (64, 400, 1500)])
+@pytest.mark.parametrize(("held", "x", "keywords", "name", "differs"), NEAREST)
+def test_the_nearest_instance_and_what_differs(
+    held: list[tuple[Mode, int]], x: torch.Tensor, keywords: dict[str, Any], name: str, differs: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "mine", [instance(*each) for each in held])
     normforge.load_instances(folder)
-    message = miss(torch.empty(2, 700))
-    assert message.startswith(f"no instance of {folder} serves ln_fwd_fp32 with N = 700")
-    assert nearest(message) == (
-        "The nearest instance it holds is ln_fwd_fp32_n512; it differs in n (it serves 257..512, asked 700)."
-    )
-    assert "n: n768" in manifest_lines(message)
-    assert "(it serves 1025..1536, asked 9000)" in nearest(miss(torch.empty(2, 9000)))
-    # One axis away at the right length is as near as the right mode at another.
-    assert "rms" not in nearest(miss(torch.empty(2, 50000)))
+    message = miss(x, **keywords)
+    assert message.startswith(f"no instance of {folder} serves ")
+    assert nearest(message) == LINE.format(name, differs)
 
 
-def test_the_nearest_is_the_one_with_fewest_differences(tmp_path: Path) -> None:
-    normforge.load_instances(write(tmp_path / "mine", [instance(RMS, 64)]))
-    assert nearest(miss(torch.empty(2, 5000, dtype=torch.float16))) == (
-        "The nearest instance it holds is rms_fwd_fp32_n128; it differs in norm (it has rms, asked layer), "
-        "dtype_in (it has fp32, asked fp16), dtype_out (it has fp32, asked fp16), n (it serves 1..128, asked 5000)."
-    )
-
-
-def test_a_table_that_holds_nothing(tmp_path: Path) -> None:
+def test_a_table_that_holds_nothing_names_no_instance(tmp_path: Path) -> None:
     normforge.load_instances(write(tmp_path / "mine", []))
-    message = miss(X32)
-    assert "That table holds no instance at all." in message
-    assert "n: n128" in manifest_lines(message)
+    assert "That table holds no instance at all." in miss(X32)
 
 
 BUCKETS = "buckets:\n  n100: 1..100\n  nbig: 101..\n"

@@ -268,20 +268,6 @@ def tile_of(words: dict[str, Any]) -> Tile:
     return Tile(**(words | {"pipeline": Pipeline(words["pipeline"])}))
 
 
-def test_a_report_says_why_no_tile_runs_and_the_table_lacks_the_row(bench: Bench, out: Path) -> None:
-    bench.runs = False
-    assert run("--out", out, "--only", "fwd_16bit", "--n", "128") == 1
-    assert not out.exists()
-    (line,) = report(out)
-    assert line["tiles"] is None
-    assert line["cases"][0]["best"] is None
-    assert line["cases"][0]["candidates"][0]["problem"] == "it does not fit"
-    bench.cases.clear()
-    bench.runs = True
-    assert run("--out", out, "--only", "fwd_16bit", "--n", "128", "--resume") == 0
-    assert bench.rows() == SHORT[:1]
-
-
 @pytest.mark.parametrize("text", ["not JSON\n", "[1]\n", '{"format": 2}\n', "{}\n", "\n"])
 def test_a_file_that_is_no_report_is_left_alone(text: str, bench: Bench, out: Path) -> None:
     path = out.with_suffix(".jsonl")
@@ -293,13 +279,6 @@ def test_a_file_that_is_no_report_is_left_alone(text: str, bench: Bench, out: Pa
         run("--out", out, *THREE)
     assert bench.cases == []
     assert path.read_text() == text
-
-
-def test_where_nothing_can_be_written_nothing_is_measured(bench: Bench, tmp_path: Path) -> None:
-    (tmp_path / "a_file").write_text("")
-    with pytest.raises(TileTableError, match=r"sm_90\.yaml cannot be written: .* name another file"):
-        run("--out", tmp_path / "a_file" / "sm_90.yaml", *THREE)
-    assert bench.cases == []
 
 
 def test_several_write_one_table_at_once(out: Path) -> None:
@@ -323,13 +302,3 @@ def test_several_write_one_table_at_once(out: Path) -> None:
     assert said.count("Measured by") == 1
     assert said.endswith(": fwd_16bit 1..3072, fwd_16bit_rms 1..3072")
     assert sorted(path.name for path in out.parent.iterdir()) == ["sm_90.jsonl", "sm_90.yaml"]
-
-
-def test_a_link_to_a_table_is_kept_and_its_target_is_written(out: Path, tmp_path: Path) -> None:
-    target = tmp_path / "sm_90.yaml"
-    out.parent.mkdir()
-    out.symlink_to(target)
-    row = Row(CLASSES[0], standard_ladder()[0])
-    Record(out, None, HERE | {"revision": "abc1234"}).add(row, [outcome_of(case) for case in row.cases])
-    assert out.is_symlink()
-    assert len(tile_tables.read_table(target).rows[row.kind]) == 1

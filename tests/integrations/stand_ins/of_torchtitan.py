@@ -48,34 +48,20 @@ class Configurable:
             config._owner = cls
 
 
-class RMSNorm(torch.nn.RMSNorm, Configurable):
-    """torch's."""
+def _configurable(norm: Any) -> Any:
+    """Return torch's class, built of a `Config` with the fields of both norms."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        """Its fields."""
+    class Norm(norm, Configurable):  # type: ignore[misc]  # one of torch's two classes
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            normalized_shape: int
+            eps: float = 1e-5
+            elementwise_affine: bool = True
 
-        normalized_shape: int
-        eps: float = 1e-5
-        elementwise_affine: bool = True
+        def __init__(self, config: Any) -> None:
+            super().__init__(config.normalized_shape, eps=config.eps, elementwise_affine=config.elementwise_affine)
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.normalized_shape, eps=config.eps, elementwise_affine=config.elementwise_affine)
-
-
-class LayerNorm(torch.nn.LayerNorm, Configurable):
-    """torch's."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        """Its fields."""
-
-        normalized_shape: int
-        eps: float = 1e-5
-        elementwise_affine: bool = True
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.normalized_shape, eps=config.eps, elementwise_affine=config.elementwise_affine)
+    return Norm
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,7 +118,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool = False) -> dict[st
         monkeypatch,
         {
             "torchtitan.config": config,
-            "torchtitan.models.common.nn_modules": {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm},
+            "torchtitan.models.common.nn_modules": {
+                name: _configurable(getattr(torch.nn, name)) for name in ("RMSNorm", "LayerNorm")
+            },
         },
     )
     return registry
