@@ -18,10 +18,8 @@ from normforge.kernels.launcher import Launcher
 from normforge.upstream import triton_launcher
 
 
-@contextmanager
-def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
-    """Have calls on the CPU choose kernels of a GPU, of which none is compiled or launched; gives their keys."""
-    met: set[KernelKey] = set()
+def noting(met: set[KernelKey]) -> type[Launcher]:
+    """Return a class of launchers that add the keys of their kernels to a set; stand-ins for calls have no device."""
 
     class Noting(Launcher):
         def __init__(self, *given: Any) -> None:
@@ -29,13 +27,20 @@ def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
             if given[-1] is not None:
                 met.add(self.key)
 
+    return Noting
+
+
+@contextmanager
+def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
+    """Have calls on the CPU choose kernels of a GPU, of which none is compiled or launched; gives their keys."""
+    met: set[KernelKey] = set()
     with ExitStack() as patches:
 
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
         put(plan, "target_of", target)
-        patches.enter_context(mock.patch.object(plan, "Launcher", Noting))
+        patches.enter_context(mock.patch.object(plan, "Launcher", noting(met)))
         for module in (first, group, road):
             put(module, "require_device", None)
         put(backend, "_interpreting", True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from normforge.calls import plan
 from normforge.kernels.key import KernelKey
-from normforge.kernels.launcher import Launcher
+
+from ..launching import noting
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +17,7 @@ def _nothing_known(nothing_known: None) -> None:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
-    """The keys of the kernels that calls launch; stand-ins for calls have no device."""
+    """The keys of the kernels that calls launch."""
     met: set[KernelKey] = set()
-
-    class Noting(Launcher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            if given[-1] is not None:
-                met.add(self.key)
-
-    monkeypatch.setattr(plan, "Launcher", Noting)
+    monkeypatch.setattr(plan, "Launcher", noting(met))
     return met

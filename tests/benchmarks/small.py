@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,3 @@ def loaded(folder: Path, suite: str = "forward") -> Results:
     found = load(folder, suite)
     assert found is not None
     return found
-
-
-def records(folder: Path, suite: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The lines of a table's header, and its rows."""
-    lines = (folder / f"{suite}.csv").read_text().splitlines()
-    header = [line for line in lines if line.startswith("# ")]
-    return header, list(csv.DictReader(lines[len(header) :]))

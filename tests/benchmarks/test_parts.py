@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import cli, parts
-from benchmarks.parts import BESIDE, NOTHING, WHOLE, Part, measure, nothing, summarised
-
-from ..thorough import THOROUGH
-from .small import records
+from benchmarks import parts
+from benchmarks.parts import NOTHING, WHOLE, Part, measure, nothing, summarised
 
 M, N = 2, 64
-
-
-@THOROUGH
-def test_another_revision_is_timed_beside_this_one(tmp_path: Path) -> None:
-    tree = Path(__file__).resolve().parents[2]
-    given = ["--seconds", "0", "--beside", str(tree), "--beside-revision", "another", "--out", str(tmp_path)]
-    assert cli.main(["parts", *given]) == 0
-    header, rows = records(tmp_path, "parts")
-    assert header[0] == "# device: Triton's CPU interpreter"
-    assert {"# beside: another", f"# shape: {M}×{N}"} <= set(header)
-    assert {record["passes"] for record in rows} == {"2"}
-    ours, theirs = (
-        {record["part"] for record in rows if record["group"] == group and not record["part"].startswith("F.")}
-        for group in (WHOLE, BESIDE)
-    )
-    assert theirs == ours
-    families = {"layer_norm", "add_layer_norm, dropout", "modulated_layer_norm", "gated_rms_norm", "group_norm"}
-    assert theirs >= {"layernorm2d_fwd", "quantised_rms_norm", *(f"{name}, backward alone" for name in families)}
 
 
 def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:

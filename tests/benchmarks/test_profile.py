@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.profile import kernel_rows
 from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
-
-from .small import records
 
 MARK = "a call"
 GPU, HOST, AUTOGRAD = 0, 4242, 4243
@@ -111,7 +110,8 @@ def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.M
     cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
     monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0
-    (row,) = records(tmp_path, "profile")[1]
+    lines = (tmp_path / "profile.csv").read_text().splitlines()
+    (row,) = csv.DictReader(line for line in lines if not line.startswith("# "))
     ((key, _),) = obtaining.obtained()
     assert (row["status"], row["kernel"], row["launches"]) == ("ok", key.symbol, "1")
     assert int(row["threads"]) == 32 * dict(key.options)["num_warps"]
