@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import Any
 
 import torch
 
@@ -14,13 +13,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.tile_limits import may_cut
 from normforge.codegen.tiling import class_of
 from normforge.codegen.values import (
-    Cast,
     Direction,
     DType,
-    FusedAdd,
-    FusedQuant,
-    GateActivation,
-    Gating,
     Part,
     Pipeline,
 )
@@ -30,74 +24,12 @@ from normforge.selection import on_demand
 from tests.norms import FULL
 
 from .groups import GroupCase, Layout, group_cases
+from .listed import modes_of, tiles_of
 
-FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
-INT8, FP8 = DType.INT8, DType.FP8_E4M3FN
-
-# (dtype of x, dtype of y).
-_FORWARD_DTYPES = ((FP16, FP16), (BF16, BF16), (FP32, FP32), (FP16, FP32), (BF16, FP32))
-_QUANTISED = ((FP16, FP8), (BF16, INT8), (FP32, INT8))
-_BACKWARD_DTYPES = (FP16, BF16, FP32)
-# What is rounded before the weight: Llama's rows to x's type, of a weight in that or in fp32; T5's fp32 rows to their
-# weight's, which is y's.
-_CAST_DTYPES = ((FP16, FP16), (BF16, BF16), (BF16, FP32), (FP32, BF16))
-_CAST_QUANTISED = ((FP16, FP8), (BF16, INT8))
-
-MODES = {
-    Direction.FORWARD: tuple(
-        mode
-        for norm in FULL
-        for mode in (
-            *(Mode(norm, dtype, out, save_mv=True) for dtype, out in _FORWARD_DTYPES),
-            *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, save_mv=True) for dtype in (FP16, BF16)),
-            *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC) for dtype, out in _QUANTISED),
-        )
-    ),
-    Direction.BACKWARD: tuple(
-        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, _BACKWARD_DTYPES)
-    ),
-}
-
-# What follows is measured with the tiles of each pipeline alone: it changes none of them.
-_CAST = Cast.BEFORE_WEIGHT
-CAST_MODES = {
-    Direction.FORWARD: tuple(
-        mode
-        for norm in FULL
-        for mode in (
-            *(Mode(norm, dtype, out, save_mv=True, cast=_CAST) for dtype, out in _CAST_DTYPES),
-            Mode(norm, BF16, BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=_CAST),
-            *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC, cast=_CAST) for dtype, out in _CAST_QUANTISED),
-        )
-    ),
-    Direction.BACKWARD: tuple(
-        Mode(norm, dtype, dtype, direction=Direction.BACKWARD, cast=_CAST)
-        for norm, dtype in product(FULL, (FP16, BF16))
-    ),
-}
-_GATINGS = (Gating.AFTER_NORM, Gating.BEFORE_NORM)
-_BACKWARD_AXES: tuple[dict[str, Any], ...] = ({"dropout": True}, *({"gating": gating} for gating in _GATINGS))
-# Dropout before an add, and rows with a gate behind the norm or before it.
-BESIDE_MODES = {
-    Direction.FORWARD: tuple(
-        mode
-        for norm in FULL
-        for mode in (
-            *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, dropout=True, save_mv=True) for dtype in (BF16, FP32)),
-            *(
-                Mode(norm, dtype, dtype, gating=gating, save_mv=True)
-                for gating, dtype in product(_GATINGS, (FP16, BF16, FP32))
-            ),
-            Mode(norm, BF16, FP32, gating=Gating.AFTER_NORM, gate_activation=GateActivation.SIGMOID, save_mv=True),
-            Mode(norm, BF16, INT8, gating=Gating.AFTER_NORM, fquant=FusedQuant.DYNAMIC),
-        )
-    ),
-    Direction.BACKWARD: tuple(
-        Mode(norm, dtype, dtype, direction=Direction.BACKWARD, **axes)
-        for norm, dtype in product(FULL, (BF16, FP32))
-        for axes in _BACKWARD_AXES
-    ),
-}
+_NORMS = [norm.prefix for norm in FULL]
+MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
+    modes_of(kind, _NORMS, Mode.from_name) for kind in ("plain", "rounded_first", "beside", "heads")
+)
 _HEAD_LAYOUTS = {
     Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
     Direction.BACKWARD: (Layout.HEADS,),
@@ -159,53 +91,6 @@ class Case:
 AnyCase = Case | GroupCase
 
 
-ROWS, ONE_PASS, TWO_PASS, SPREAD = Pipeline
-
-# Tiles, and the row lengths that each is measured at.
-Variants = Mapping[Direction, tuple[tuple[Tile, tuple[int, ...]], ...]]
-
-# Rows of several chunks and of two, whose pivot is their first values' mean; rows that no vector starts (odd lengths,
-# which `window` takes); many chunks and few; a team of one program, which is all that the interpreter can run.
-INTERPRETED: Variants = {
-    Direction.FORWARD: (
-        (Tile(ROWS, 4, 128, 1), (100,)),
-        (Tile(ROWS, 8, 32, 1), (100,)),
-        (Tile(ONE_PASS, 1, 256, 2), (1001, 1016)),
-        (Tile(ONE_PASS, 1, 512, 2), (1000,)),
-        (Tile(ONE_PASS, 1, 8192, 32), (16384,)),
-        (Tile(TWO_PASS, 1, 1024, 4), (8192,)),
-        (Tile(TWO_PASS, 1, 2048, 8, held=1), (4096,)),
-        (Tile(SPREAD, 1, 512, 2, held=8), (4000,)),
-    ),
-    Direction.BACKWARD: (
-        (Tile(ROWS, 2, 128, 1), (100,)),
-        (Tile(ROWS, 8, 32, 1), (100,)),
-        (Tile(ONE_PASS, 1, 256, 2), (1000,)),
-        (Tile(TWO_PASS, 2, 256, 2), (1000,)),
-        (Tile(SPREAD, 2, 1024, 4), (1000,)),
-    ),
-}
-# On a GPU, beside what the table says: each pipeline for each dtype, also where no table takes it.
-COMPILED: Variants = {
-    Direction.FORWARD: (
-        (Tile(ROWS, 4, 128, 1), (100,)),
-        (Tile(ROWS, 8, 32, 1), (100,)),
-        (Tile(ROWS, 2, 512, 4), (2304,)),
-        (Tile(ONE_PASS, 1, 1024, 4), (4096, 4099)),
-        (Tile(ONE_PASS, 1, 4096, 16), (8192,)),
-        (Tile(ONE_PASS, 1, 8192, 32), (16384,)),
-        (Tile(TWO_PASS, 1, 1024, 4), (8192,)),
-        (Tile(TWO_PASS, 1, 8192, 32), (65536,)),
-        (Tile(SPREAD, 1, 512, 2, resident=4, held=8, stages=3), (70000,)),
-    ),
-    Direction.BACKWARD: (
-        (Tile(ROWS, 2, 128, 1), (100,)),
-        (Tile(ROWS, 8, 32, 1, resident=12), (100,)),
-        (Tile(ONE_PASS, 1, 1024, 4), (4096,)),
-        (Tile(TWO_PASS, 2, 2048, 8, resident=2), (4096, 65536)),
-        (Tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),
-    ),
-}
 # What the table's own tiles are measured at, few rows', some rows' and many rows'.
 LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 
@@ -213,12 +98,12 @@ LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 def cases(device: torch.device) -> list[AnyCase]:
     """Every case that a device runs."""
     compiles = device.type == "cuda"
-    rows = _compiled(device) if compiles else forced(INTERPRETED)
+    rows = _compiled(device) if compiles else forced("interpreted")
     return list(dict.fromkeys((*rows, *group_cases(compiles))))
 
 
 def _compiled(device: torch.device) -> Iterator[Case]:
-    yield from forced(COMPILED)
+    yield from forced("compiled")
     target = target_of(device)
     for mode, n in product(chain(*MODES.values()), LENGTHS):
         entry = on_demand.plan(mode, n)
@@ -230,27 +115,23 @@ def _compiled(device: torch.device) -> Iterator[Case]:
             yield Case(mode, n, generic if is_left else tile)
 
 
-def forced(variants: Variants) -> Iterator[Case]:
-    """Every mode and layout with every tile that there is a kernel for."""
-    for direction, some in variants.items():
+def forced(where: str) -> Iterator[Case]:
+    """Every mode and layout with every tile, "interpreted" or "compiled", that there is a kernel for."""
+    for direction in Direction:
         adjoining = product((*MODES[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
-        plain = [
-            Mode(norm, dtype, dtype, save_mv=direction is Direction.FORWARD, direction=direction)
-            for norm, dtype in product(FULL, (BF16, FP32))
-        ]
-        heads = product(plain, _HEAD_LAYOUTS[direction])
-        for (mode, layout), (tile, lengths) in product((*adjoining, *heads), some):
+        heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
+        for (mode, layout), (tile, lengths) in product((*adjoining, *heads), tiles_of(where, direction.value)):
             yield from (Case(mode, n, tile, layout) for n in lengths if runs(mode, tile, n))
 
 
 def runs(mode: Mode, tile: Tile, n: int) -> bool:
     """Return True if a mode has a kernel for a tile and rows of n."""
-    if tile.pipeline is ROWS and tile.block < n and not may_cut(class_of(mode)):
+    if tile.pipeline is Pipeline.ROWS and tile.block < n and not may_cut(class_of(mode)):
         return False
-    if tile.held and tile.pipeline is TWO_PASS and not mode.streams:
+    if tile.held and tile.pipeline is Pipeline.TWO_PASS and not mode.streams:
         return False
-    is_short = mode.dtype_in.itemsize <= FP16.itemsize
-    return tile.pipeline in mode.pipelines and (tile.pipeline is not SPREAD or mode.is_backward or is_short)
+    is_short = mode.dtype_in.itemsize <= DType.FP16.itemsize
+    return tile.pipeline in mode.pipelines and (tile.pipeline is not Pipeline.SPREAD or mode.is_backward or is_short)
 
 
 def matching(some: Iterable[AnyCase], words: Iterable[str]) -> list[AnyCase]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch.nn import functional
 
 from normforge.codegen import prose
-from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.groups import GroupMode, group_modes
 from normforge.codegen.instance import Tile
-from normforge.codegen.values import Direction, DType, Part, Pipeline
+from normforge.codegen.values import Part, Pipeline
 from normforge.families.group import row as group
 from normforge.families.operands import GroupArrived, GroupNormGradients, GroupOptions
 from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose, cut
 from normforge.reference.grouped import group_norm_bwd
 
+from .listed import modes_of, tiles_of
 from .peer import EPS
 from .units import Exact, median, statistics
 
@@ -130,38 +131,14 @@ def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torc
         yield name, our.dtype, want, our, their.to(x.dtype)
 
 
-_BF16, _FP32, _FP16 = DType.BF16, DType.FP32, DType.FP16
-MODES = tuple(
-    GroupMode(dtype, direction, activation, last)
-    for direction in Direction
-    for dtype, activation, last in (
-        (_FP16, Activation.NONE, False),
-        (_BF16, Activation.NONE, False),
-        (_FP32, Activation.NONE, False),
-        (_FP32, Activation.NONE, True),
-        (_BF16, Activation.SILU, True),
-        (_FP32, Activation.SILU, False),
-    )
-)
-_ONE_PASS, _TWO_PASS = Pipeline.ONE_PASS, Pipeline.TWO_PASS
-# Groups of one program and in parts, whose last is ragged; by whether kernels are compiled.
-VARIANTS: dict[bool, tuple[tuple[Tile, tuple[int, ...]], ...]] = {
-    False: (
-        (Tile(_ONE_PASS, 1, 512, 4), (104, 1000)),
-        (Tile(_TWO_PASS, 1, 256, 4, held=1), (1000, 4104)),
-    ),
-    True: (
-        (Tile(_ONE_PASS, 1, 2048, 8), (104, 1000, 8192)),
-        (Tile(_TWO_PASS, 1, 2048, 8, held=2), (1000, 40960, 262144)),
-        (Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4, 2), (40960,)),
-    ),
-}
+MODES = modes_of("groups", ("gn",), {mode.name: mode for mode in group_modes()}.__getitem__)
 
 
 def group_cases(compiles: bool) -> Iterator[GroupCase]:
     """Every mode with every tile that there is a kernel for and that its groups fit."""
     target = named_target("sm_90")
-    for mode, (tile, lengths) in product(MODES, VARIANTS[compiles]):
+    some = tiles_of("compiled" if compiles else "interpreted", "groups")
+    for mode, (tile, lengths) in product(chain(*MODES.values()), some):
         if tile.pipeline not in mode.pipelines or (tile.pipeline is Pipeline.SPREAD and mode.dtype_in.itemsize > 2):
             continue
         for n in lengths:
