@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import normforge
 
@@ -77,37 +79,7 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(values, device=device).copy_(values).requires_grad_()
 
 
-# Few rows, some and many, that start vectors and do not, of each pipeline.
-_ROWS: tuple[tuple[int, ...], ...] = (
-    (3, 100),
-    (300, 100),
-    (2100, 100),
-    (3, 1000),
-    (300, 1001),
-    (3, 2051),
-    (3, 4099),
-    (300, 4104),
-    (5, 9001),
-    (3, 40001),
-)
-# Of samples with several rows.
-_SAMPLES: tuple[tuple[int, ...], ...] = (
-    (2, 3, 100),
-    (2, 1050, 129),
-    (3, 2, 4099),
-    (2, 150, 1000),
-    (2, 8, 9001),
-    (1, 3, 40001),
-)
-# x's shape and groups: several groups a program and one, ragged positions and channels, in parts; few and many.
-_GROUPS: tuple[tuple[tuple[int, ...], int], ...] = (
-    ((2, 32, 5, 7), 8),
-    ((40, 32, 5, 7), 8),
-    ((1, 6, 33), 6),
-    ((2, 64, 64, 65), 4),
-    ((1, 8, 20001), 1),
-    ((70, 24, 1031), 4),
-)
+TABLE = yaml.safe_load(Path(__file__).with_name("cells.yaml").read_text())
 _AFFINE = ("weight", "bias")
 
 
@@ -116,21 +88,24 @@ def beside() -> Iterator[Beside]:
     bf16, fp32 = ({"dtype": dtype, "vectors": dtype, "residual": dtype} for dtype in (torch.bfloat16, torch.float32))
     gate = ("norm", "norm_before_gate")
 
+    def shapes(name: str) -> list[tuple[int, ...]]:
+        return [tuple(shape) for shape in TABLE[name]]
+
     def several(step: str, vary: tuple[str, ...], **at: Any) -> Iterator[Beside]:
         family = {"dropped": "plain", "grouped": "group"}.get(step, step.partition("_")[0])
         yield from (Beside(step, case) for case in cases(family, vary=vary, **at))
 
-    for shape, dtypes in (*((shape, bf16) for shape in _ROWS), ((5, 1001), fp32)):
+    for shape, dtypes in (*((shape, bf16) for shape in shapes("rows")), ((5, 1001), fp32)):
         yield from several("dropped", ("norm",), shape=shape, without=("x_bias",), **dtypes)
         yield from several("gated", (*gate, "activation"), shape=shape, **dtypes)
         yield from several("gated_quantised", ("norm",), shape=shape, **dtypes)
-    for shape, dtypes in (*((shape, bf16) for shape in _SAMPLES), ((2, 3, 1001), fp32)):
+    for shape, dtypes in (*((shape, bf16) for shape in shapes("samples")), ((2, 3, 1001), fp32)):
         yield from several("modulated", ("norm",), shape=shape, without=("gate", "residual", *_AFFINE), **dtypes)
         yield from several("modulated", ("norm",), shape=shape, without=_AFFINE, **dtypes)
         yield from several("modulated_quantised", ("norm",), shape=shape, without=_AFFINE, **dtypes)
     for dtypes in (bf16, fp32):
         yield from several("gated", gate, shape=(5, 96), group_size=24, **dtypes)
-        for shape, groups in _GROUPS:
+        for shape, groups in TABLE["groups"]:
             for layout in ("contiguous", "channels last"):
-                at = {"shape": shape, "num_groups": groups, "layout": layout}
+                at = {"shape": tuple(shape), "num_groups": groups, "layout": layout}
                 yield from several("grouped", ("activation",), **at, **dtypes)

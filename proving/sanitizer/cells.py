@@ -12,7 +12,7 @@ from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
 
-from .beside import Beside, beside
+from .beside import TABLE, Beside, beside
 
 # Whose tiles are sanitised.
 ARCH = "sm_90"
@@ -153,51 +153,13 @@ _LAYER_FP32 = Mode(Norm.LAYER, DType.FP32, DType.FP32)
 _LAYER_BWD = replace(_LAYER, direction=Direction.BACKWARD)
 _RMS_BWD_FP32 = Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD)
 
-# (m, n, stride, offset): rows that start anywhere, on so many programs that some take a second one; one row, one
-# column; rows that do not adjoin, from the first element and from a later one, up to the last of their memory.
-_EDGES = (
-    (1, 1, None, 0),
-    (5, 1, None, 0),
-    (3, 100, None, 0),
-    (1, 100, None, 0),
-    (300, 4099, None, 0),
-    (2305, 4099, None, 0),
-    (9, 4097, None, 0),
-    (1, 4104, None, 0),
-    (8, 5137, None, 0),
-    (3, 100, 101, 0),
-    (3, 100, 104, 8),
-    (300, 129, 130, 1),
-    (7, 1001, None, 3),
-    (300, 1024, 1032, 8),
-    (5, 4099, 4102, 1),
-    (3, 12289, 12292, 4),
-    (1, 70001, None, 0),
-    (3, 70000, 70002, 2),
-)
-
-# (m, n, stride from token to token, offset, heads): of a packed qkv and of what a head fills alone, of even lengths and
-# of those that start no vector, on so many programs that some take several rows.
-_HEADS = (
-    (12, 64, 512, 0, 4),
-    (12, 128, 768, 256, 2),
-    (2307, 129, 520, 1, 3),
-    (6, 1001, 3003, 1001, 2),
-    (600, 1024, 3072, 1024, 3),
-    (6, 4099, 8198, 0, 2),
-    (6, 12289, 40000, 1, 3),
-    (258, 8194, 16400, 0, 2),
-    (4, 70001, 140002, 0, 2),
-    (4, 70000, 140008, 8, 2),
-)
-
 
 def edges() -> Iterator[Cell]:
     """Shapes and strides at which reads of whole vectors may leave what is x's, and writes what is y's."""
     for mode in (_LAYER, _RMS_MV, _LAYER_FP32, _LAYER_BWD, _RMS_BWD_FP32):
-        for m, n, stride, offset in _EDGES:
+        for m, n, stride, offset in TABLE["edges"]:
             yield Cell(mode, m, n, stride, offset)
-        for m, n, stride, offset, heads in _HEADS:
+        for m, n, stride, offset, heads in TABLE["heads"]:
             for in_place in (False,) if mode.is_backward else (False, True):
                 yield Cell(mode, m, n, stride, offset, heads, in_place)
 

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print("no GPU was found, and the tools watch nothing else", file=sys.stderr)
         return 2
     # Compiled now, without a tool, kernels are found in Triton's cache on disk.
@@ -126,7 +126,7 @@ def _all(name: str, command: tuple[str, ...], options: argparse.Namespace) -> tu
 
 
 def _one(name: str, command: tuple[str, ...], options: argparse.Namespace, part: int) -> Log:
-    worker = (*_WORKER, "--share", f"{part}/{options.jobs}", "--device", options.device)
+    worker = (*_WORKER, "--share", f"{part}/{options.jobs}")
     # Without a cache each tensor is an allocation of its own, exactly as long, and never written before.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
@@ -211,5 +211,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=8, help="processes, which share the GPU (default 8)")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
     parts.add_options(parser)
-    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     return parser

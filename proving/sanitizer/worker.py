@@ -95,16 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the calls of one share of the cells, or the named calls; report each call that fails."""
     parser = argparse.ArgumentParser(prog="python -m proving.sanitizer.worker", description=__doc__)
     parser.add_argument("--share", default="1/1", metavar="I/K", help="the I-th of K parts of the cells")
-    parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.share.split("/"))
-    device, made = torch.device(options.device), 0
+    device, made = torch.device("cuda"), 0
     for cell in share(every(), part, parts):
         print(STARTS, cell.name, flush=True)
         try:
             call(cell, device)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
         except Exception as problem:
             lines = str(problem).splitlines()
             print(BROKEN, f"{type(problem).__name__}: {lines[0] if lines else 'no message'}", flush=True)

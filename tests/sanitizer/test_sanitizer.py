@@ -1,20 +1,15 @@
-"""The runner, on a compute-sanitizer that prints what the real one does, and on none."""
+"""What the runner makes of a compute-sanitizer's output, and that one is needed."""
 
 from __future__ import annotations
 
-import os
-import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import section
-from proving.evidence import EVIDENCE, load
 from proving.sanitizer.cells import every
-from proving.sanitizer.command import main, summary
+from proving.sanitizer.command import Outcome, main, summary, table
 from proving.sanitizer.log import read
-
-from ..thorough import THOROUGH
 
 OUT_OF_BOUNDS = """\
 ========= Invalid __global__ read of size 4 bytes
@@ -76,13 +71,10 @@ def test_reports_of_our_kernels_count(reports: str, ours: int, others: int) -> N
     assert log.cells == ["one", "two"]
     assert log.complete
     assert all(report.cell == "one" for report in log.reports)
-
-
-def test_a_report_names_the_call_the_kernel_and_the_line() -> None:
-    (report,) = read(printed(OUT_OF_BOUNDS)).errors
-    assert report.cell == "one"
-    assert report.what == "Invalid __global__ read of size 4 bytes"
-    assert report.where == "at ln_fwd_bf16_window+0x5c0 in primitives.py:564"
+    if reports == OUT_OF_BOUNDS:
+        (report,) = log.errors
+        assert report.what == "Invalid __global__ read of size 4 bytes"
+        assert report.where == "at ln_fwd_bf16_window+0x5c0 in primitives.py:564"
 
 
 def test_a_process_that_ends_early_or_a_call_that_fails_is_told() -> None:
@@ -91,65 +83,32 @@ def test_a_process_that_ends_early_or_a_call_that_fails_is_told() -> None:
     assert read(printed("sanitizer broken: CUDA error\n")).broken == ["one: CUDA error"]
 
 
-FAKE = """\
-#!/bin/sh
-if [ "$1" = --version ]; then echo "NVIDIA (R) Compute Sanitizer"; echo "Version 2025.3.1"; exit 0; fi
-tool=$2
-echo "========= COMPUTE-SANITIZER"
-cat "$FAKE_FOLDER/calls"
-if [ "$tool" = "$FAKE_FINDS" ]; then cat "$FAKE_FOLDER/report"; fi
-echo "sanitizer done: 1"
-echo "========= ERROR SUMMARY: 0 errors"
-"""
+NAMES = [cell.name for cell in every()]
 
 
-@pytest.fixture
-def fake(checkout: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
-    """A sanitizer on PATH that watches nothing, and a python whose calls are only named."""
-    import proving.sanitizer.command as runner
-
-    sanitizer = checkout / "compute-sanitizer"
-    sanitizer.write_text(FAKE)
-    sanitizer.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{checkout}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_FOLDER", str(checkout))
-    (checkout / "report").write_text(OUT_OF_BOUNDS)
-    (checkout / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in every()))
-    # Without a tool the calls are made for Triton's cache alone, and take minutes in the interpreter.
-    stand_in = (str(sanitizer), "--tool", "none", "-m", "proving.sanitizer.worker")
-    monkeypatch.setattr(runner, "_WORKER", stand_in)
-    monkeypatch.chdir(repository)
-    return checkout
+def outcome(reports: str, cells: Sequence[str] = NAMES) -> Outcome:
+    """What a tool came to whose process made calls, and then printed reports."""
+    calls = "".join(f"sanitizer cell: {cell}\n" for cell in cells)
+    tail = f"{reports}sanitizer done: 1\n========= ERROR SUMMARY: 0 errors\n"
+    return Outcome("memcheck", (read(calls + tail),), 1.0)
 
 
-@THOROUGH
-@pytest.mark.parametrize("finds", ["memcheck", "nothing"])
-def test_the_document_and_the_output_tell_what_a_tool_found(
-    finds: str, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FAKE_FINDS", finds)
-    errors = int(finds == "memcheck")
-    options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--tool", "racecheck", "--revision", "abc"]
-    assert main([*options, "--record", str(fake), "--log", str(fake / "log")]) == errors
-    told, table, written = capsys.readouterr().out, load(fake, "sanitizer"), section(fake / EVIDENCE, "sanitizer")
-    assert written == summary(table)
-    assert "revision abc, compute-sanitizer 2025.3.1" in written
-    for tool, found in (("memcheck", errors), ("racecheck", 0)):
-        line = rf"^\| {tool} \|.*\| {len(every())} \| {found} \| 0 \| \d+ \| {'not clean' if found else 'clean'} \|$"
-        assert re.search(line, written, re.MULTILINE)
-        assert (f"- {tool}: `{every()[-1].name}`, 1 errors" in written) == bool(found)
-        assert (f"{tool}: {every()[-1].name}" in told) == bool(found)
-    assert ("ln_fwd_bf16_window+0x5c0 in primitives.py:564" in told) == bool(errors)
-    assert [row["call"] for row in table.rows] == [cell.name for cell in every()]
-    assert sum(int(row["memcheck"]) for row in table.rows) == errors
-    assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log", "racecheck_1.log"}
+def test_an_error_and_calls_that_were_not_made_are_not_clean() -> None:
+    assert outcome("").clean
+    assert not outcome(OUT_OF_BOUNDS).clean
+    assert not outcome("", cells=()).clean
+    assert "ln_fwd_bf16_window+0x5c0 in primitives.py:564" in outcome(OUT_OF_BOUNDS).found[0]
 
 
-@THOROUGH
-def test_calls_that_were_not_made_are_an_error(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (fake / "calls").write_text("")
-    assert main(["--device", "cpu", "--jobs", "1", "--tool", "memcheck"]) == 1
-    assert "not clean" in capsys.readouterr().out
+@pytest.mark.parametrize(("reports", "errors"), [("", 0), (OUT_OF_BOUNDS, 1)], ids=["clean", "bounds"])
+def test_the_table_and_its_summary_count_what_a_tool_found(reports: str, errors: int) -> None:
+    found = table([outcome(reports)], {"device": "a GPU"})
+    text = summary(found)
+    verdict = "not clean" if errors else "clean"
+    assert f"| {len(NAMES)} | {errors} | 0 | 1 | {verdict} |" in text
+    assert (f"- memcheck: `{NAMES[-1]}`, 1 errors" in text) == bool(errors)
+    assert [row["call"] for row in found.rows] == NAMES
+    assert sum(int(row["memcheck"]) for row in found.rows) == errors
 
 
 def test_without_a_sanitizer_it_is_2_and_one_sentence(
