@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def in_child(function: Callable[[], bool], seconds: float = 2.0) -> bool | None:
+def in_child(function: Callable[[], bool], seconds: float = 20.0) -> bool | None:
     """Return what a function returns in a forked child; None, and end the child, if it is still busy after a while."""
     child = os.fork()
     if child == 0:

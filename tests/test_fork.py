@@ -150,6 +150,14 @@ def test_a_property_that_another_thread_computes_is_free_in_a_child() -> None:
     assert Slow.value.__doc__ == "Docstring."
 
 
+def has_opened(process: int, path: Path) -> bool:
+    try:
+        return any(link.readlink() == path for link in Path(f"/proc/{process}/fd").iterdir())
+    except FileNotFoundError:
+        # It closed another file meanwhile.
+        return False
+
+
 @THOROUGH
 def test_a_file_that_was_locked_at_a_fork_is_free_when_the_parent_is_done(tmp_path: Path) -> None:
     """A child has the parent's open files, and with them a share of the parent's lock."""
@@ -160,16 +168,13 @@ def test_a_file_that_was_locked_at_a_fork_is_free_when_the_parent_is_done(tmp_pa
     with locked(path):
         child = os.fork()
         if child == 0:
-            time.sleep(30)
+            time.sleep(300)
             os._exit(0)
         waiting = subprocess.Popen([sys.executable, "-c", waits], env=os.environ | {"PYTHONPATH": str(ROOT)})
-        # Until it has opened the file and waits for it.
-        while not any(
-            link.readlink() == path for link in Path(f"/proc/{waiting.pid}/fd").iterdir() if link.is_symlink()
-        ):
+        while not has_opened(waiting.pid, path):
             time.sleep(0.01)
     try:
-        assert waiting.wait(timeout=10) == 0
+        assert waiting.wait(timeout=60) == 0
     finally:
         waiting.kill()
         os.kill(child, 9)
