@@ -2,14 +2,13 @@
 
 Pytest looks for its configuration beside what follows an option without `=`, so the equals sign is part of the form.
 
-The file's first line names the sources, versions and device that its results hold for; each further line is a test that
-passed. A part with other sources, versions or device is refused, so one file is the evidence for one revision.
+The file is one of `proving.parts`, of the tests that passed: it begins with the sources, versions and device that its
+results hold for. A part with other sources, versions or device is refused: one file is the evidence for one revision.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks.errors import UsageError
+from proving import parts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,26 +55,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def passed(file: Path, here: dict[str, str]) -> frozenset[str]:
-    """Return the tests that a file says passed; a missing file has none.
-
-    Raises:
-        pytest.UsageError: the file holds for other sources, versions or another device.
-    """
-    if not file.exists():
-        return frozenset()
-    first, *lines = file.read_text().splitlines() or ["{}"]
-    theirs = json.loads(first)
-    if theirs != here:
-        differ = ", ".join(
-            f"{key} {theirs.get(key)} there, {here[key]} here" for key in here if theirs.get(key) != here[key]
-        )
-        raise pytest.UsageError(
-            f"--resume={file} holds results of another run ({differ}); name a new file, or remove it"
-        )
-    return frozenset(lines)
-
-
 class Parts:
     """The plugin of one process of a run."""
 
@@ -83,15 +65,13 @@ class Parts:
         if self._controls and config.option.minutes is not None:
             os.environ[_DEADLINE] = str(time.monotonic() + 60 * config.option.minutes)
         self._deadline = float(os.environ.get(_DEADLINE, "inf")) if config.option.minutes is not None else float("inf")
-        self._passed: frozenset[str] = frozenset()
+        self._here = {} if self._file is None else environment()
+        try:
+            self._passed = frozenset[str](parts._read(self._file, self._here)[0])
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from error
         # Passed so far, of the phases of one test: a failed teardown is a failure too.
         self._is_passing: dict[str, bool] = {}
-        if self._file is not None:
-            here = environment()
-            self._passed = passed(self._file, here)
-            if self._controls and not self._file.exists():
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.write_text(json.dumps(here) + "\n")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,8 +91,7 @@ class Parts:
             return
         self._is_passing[report.nodeid] = self._is_passing.get(report.nodeid, True) and not report.failed
         if report.when == "teardown" and self._file is not None and self._is_passing[report.nodeid]:
-            with self._file.open("a") as file:
-                file.write(report.nodeid + "\n")
+            parts._append(self._file, self._here, (report.nodeid, None, 0.0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a part that ran out of time; pass one that found nothing left to run."""

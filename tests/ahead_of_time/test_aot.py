@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import normforge
+from normforge.ahead_of_time import build as building
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
@@ -97,6 +101,13 @@ def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypa
         row = rows[key.key.portable]
         assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
+
+
+@pytest.mark.compile
+def test_a_folder_without_room_for_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(AotError, match=r"out cannot be written \(No space left\); name another folder: --out DIR$"):
+        made(tmp_path / "out", wanted())
 
 
 @pytest.mark.compile
@@ -223,6 +234,14 @@ def test_a_folder_that_does_not_fit_is_refused(
         with pytest.raises(AotError) as raised, driving():
             obtain(key.key, key.function, TARGET, 0) if by == "environment" else normforge.load_aot(folder)
         assert str(raised.value).startswith(message)
+
+
+def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(AotError, match="it is no regular file"):
+        normforge.load_aot(tmp_path)
+    with pytest.raises(AotError, match="is no path"):
+        normforge.load_aot(3)  # type: ignore[arg-type]  # what the test is about
 
 
 @pytest.mark.compile

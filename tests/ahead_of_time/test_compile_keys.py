@@ -23,6 +23,7 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
+from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
@@ -175,6 +176,14 @@ def test_an_architecture_decides_tiles_types_and_options() -> None:
     assert dict(spread.options)["launch_cooperative_grid"] is True
     # A GPU that cannot hold all programs that wait for one another takes another pipeline.
     assert not one("ln_bwd_bf16", 16384, arch="sm_90", multiprocessors=1).symbol.endswith("_spread")
+
+
+def test_targets_that_are_named() -> None:
+    assert named_target("sm_90") == Target("sm_90", 32, 132)
+    assert named_target("sm_90", 114).multiprocessors == 114
+    assert named_target("gfx90a").warp_size == 64
+    assert named_target("gfx1100", 48).warp_size == 32
+    assert named_target("sm_86", 84) == Target("sm_86", 32, 84)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -76,6 +76,16 @@ def test_without_modes_it_is_the_tables_that_serve_a_shape(tmp_path: Path) -> No
     }
 
 
+def test_jax_has_no_such_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normforge.tools.arguments.interpreting", lambda: False)
+    out = str(tmp_path / "kernels")
+    argv = ["aot", "--for", "jax", "--arch", "sm_90", "--shape", "2x64x8x8/32", "--out", out, "gn_fwd_bf16"]
+    assert cli.main(argv) == 2
+    assert "gn_fwd_bf16 is GroupNorm's, which normforge.jax has not" in capsys.readouterr().err
+
+
 @pytest.mark.compile
 @pytest.mark.usefixtures("nothing_compiled")
 def test_a_frozen_call_says_how_to_compile_for_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

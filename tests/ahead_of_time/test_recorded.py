@@ -20,21 +20,6 @@ from normforge.tools import cli
 
 from .calls import BF16, N, ones, rows
 
-
-def leaf(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return rows(*sizes, dtype=dtype, requires_grad=True)
-
-
-def trained(*outputs: torch.Tensor) -> None:
-    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
-
-
-def the_first_program() -> None:
-    x, residual = rows(2, 8), rows(2, 8)
-    options: dict[str, Any] = {"fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn}
-    normforge.rmsnorm2d_fwd(x, torch.ones(N), residual=residual, **options)
-
-
 STRIDES: dict[str, tuple[RowStride, ...]] = {
     "adjoining": (4096,),
     "even": (4098, 5002),
@@ -91,26 +76,6 @@ def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.
         normforge.rmsnorm2d_fwd(rows())
     monkeypatch.undo()
     assert len(normforge.recorded_keys(path, arch="sm_90")) == 1
-
-
-def test_another_architecture_gets_its_own_tiles(tmp_path: Path) -> None:
-    """And types: what one encodes itself another is handed as it is."""
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        the_first_program()
-        trained(normforge.layer_norm(leaf(), (N,), ones(requires_grad=True)))
-    listed = {arch: normforge.recorded_keys(path, arch=arch) for arch in ("sm_80", "sm_90", "gfx942")}
-    assert {len(keys) for keys in listed.values()} == {4}
-    kinds = {arch: dict(keys[-1].key.arguments)["y_ptr"] for arch, keys in listed.items()}
-    assert kinds == {"sm_80": "*u8:16", "sm_90": "*fp8e4nv:16", "gfx942": "*u8:16"}
-    modes = ["rms_fwd_bf16_fp8_e4m3fn_addst_dq"]
-    by_hand = {
-        arch: normforge.compile_keys([N], modes, arch=arch, weight_dtypes=[torch.float32], rows=["few"])
-        for arch in listed
-    }
-    assert {arch: keys[-1].key for arch, keys in listed.items()} == {
-        arch: keys[0].key for arch, keys in by_hand.items()
-    }
 
 
 def test_classes_of_rows_that_were_not_met(tmp_path: Path) -> None:

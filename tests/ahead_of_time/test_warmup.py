@@ -76,6 +76,12 @@ def test_warmup_builds_what_is_in_c_though_frozen(module: ModuleType, monkeypatc
     assert asked == [True]
 
 
+@pytest.mark.usefixtures("obtained")
+def test_jobs_are_at_least_one() -> None:
+    with pytest.raises(ConflictError, match="jobs=0 will not do"):
+        normforge.warmup([64], ["ln_fwd_bf16"], jobs=0, progress=False)
+
+
 def test_a_kernel_that_is_refused_is_named_and_the_rest_left() -> None:
     found = compile_keys([64, 128, 256, 512], ["ln_fwd_bf16"], arch="sm_90")
     begun: list[CompileKey] = []

@@ -46,17 +46,10 @@ def named(provider: Provider) -> str:
 # A row of one chunk, one whose stride only 8 divides, and one of two chunks of which the last is masked.
 @pytest.mark.parametrize("n", [96, 1000, 1032])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("provider", FORWARD, ids=named)
-def test_forward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
-    inputs = make_inputs(Cell(Task.FORWARD, Norm.LAYER, 3, n, dtype, group="steps, forward"), torch.device("cpu"))
-    prepare(provider, [inputs], expect(inputs))
-
-
-@pytest.mark.parametrize("n", [96, 1032])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("provider", BACKWARD, ids=named)
-def test_backward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
-    inputs = make_inputs(Cell(Task.BACKWARD, Norm.LAYER, 7, n, dtype, group="steps, backward"), torch.device("cpu"))
+@pytest.mark.parametrize("provider", [*FORWARD, *BACKWARD], ids=named)
+def test_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
+    task, m, group = (Task.FORWARD, 3, "forward") if provider in FORWARD else (Task.BACKWARD, 7, "backward")
+    inputs = make_inputs(Cell(task, Norm.LAYER, m, n, dtype, group=f"steps, {group}"), torch.device("cpu"))
     prepare(provider, [inputs], expect(inputs))
 
 

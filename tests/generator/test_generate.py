@@ -283,12 +283,7 @@ def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, 
         "",
         "normforge generate: error: an installed normforge has no generated/ of its own; name a folder: --out DIR",
     )
-    assert installed("--manifest", "mine.yaml", "--count")[0] == 0
-    assert installed("--manifest", "mine.yaml", "--out", "kernels") == (
-        0,
-        "12 instances in 6 modules: 9 files written, 0 unchanged, 0 removed in kernels\n",
-        "",
-    )
+    assert installed("--manifest", "mine.yaml", "--out", "kernels")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["generate.py --list", "generate.py --count", "-m normforge list"])
