@@ -85,5 +85,6 @@ def test_a_mean_is_geometric() -> None:
 def test_a_cell_without_a_figure_is_missed() -> None:
     figures = [(cell, name, us) for cell in _covered(MEAN) for name, us in (("normforge", 1.0), ("quack", 2.0))]
     assert check(MEAN, results("sweep", *figures)).met
+    assert not check(MEAN, None).met
     assert not check(MEAN, results("sweep", *figures[:-2], (*figures[-2][:2], 0.0), figures[-1])).met
     assert not check(MEAN, results("sweep", *figures[:-1])).met

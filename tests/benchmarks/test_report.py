@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cells import Cell, Norm, Task
-from benchmarks.reach import Rule, check, describe
 from benchmarks.report import tables_of
 from benchmarks.results import Results
 
 from .small import results
 
 LARGE, LONG = (Cell(Task.FORWARD, Norm.LAYER, 32768 * 4096 // n, n, group="256 MiB") for n in (4096, 8192))
-RULE = Rule("forward", "forward", copy=0.9, peer=1.0)
 
 
 @pytest.fixture
@@ -30,22 +28,6 @@ def forward() -> Results:
         (LONG, "quack", 0.0),
         (LONG, "normforge", 125.0),
     )
-
-
-def test_a_goal_is_held_against_the_copy_and_the_fastest_peer(forward: Results) -> None:
-    large, long = check(RULE, forward).findings
-    assert (large.to_copy, large.to_peer, large.best_peer) == pytest.approx((100 / 104, 110 / 104, "quack"))
-    assert large.met
-    assert (long.to_copy, long.to_peer, long.best_peer) == pytest.approx((0.8, 1.04, "eager"))
-    assert not long.met
-
-
-def test_nothing_measured_and_a_failure_of_our_own_are_short() -> None:
-    failed = results("forward", (LARGE, "copy", 1.0), (LARGE, "eager", 1.0), (LARGE, "normforge", 0.0))
-    for found, said in ((None, "not measured"), (failed, "no such kernel")):
-        checked = check(RULE, found)
-        assert not checked.met
-        assert said in describe([checked], every=False)
 
 
 def test_a_table_has_a_line_a_cell_and_names_failures(forward: Results, tmp_path: Path) -> None:
