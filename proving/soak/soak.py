@@ -59,9 +59,7 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
     """
     size = SIZES[device.type]
     gate = Gate(size.threads)
-    kinds = make_pool(
-        random.Random(seed).choice, size.lengths, calls=size.calls, steps=size.steps, backward=size.backward
-    )
+    kinds = make_pool(random.Random(seed).choice, size.lengths, size.kinds)
     before = held(device, 0)
     if device.type == "cuda":
         compile_ahead(kinds, device)
@@ -83,7 +81,7 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
         thread.join()
     done = sum((worker.done for worker in workers), Counter[str]())
     failures = [failure for worker in workers for failure in worker.failures]
-    count = len(kinds.calls) + len(kinds.steps) + len(kinds.backward)
+    count = sum(size.kinds.values())
     return Result(done, failures, growths(before, samples), time.monotonic() - started, count)
 
 

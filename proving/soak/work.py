@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
 from normforge.errors import NormforgeError
-from tests.properties.gradient_problems import draw_backward, draw_step
 from tests.properties.illegal import spoilt
-from tests.properties.problems import MadeCall, draw_call
-from tests.properties.profile import Pool
+from tests.properties.profile import PROBLEMS, Pool
 
 # Of calls that can be checked, the share that is: a check takes as long as dozens of calls.
 _CHECKED = 0.25
@@ -32,9 +33,7 @@ class Size:
 
     lengths: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    calls: int
-    steps: int
-    backward: int
+    kinds: Mapping[str, int]
     threads: int
     most: int
 
@@ -43,13 +42,17 @@ SIZES = {
     "cuda": Size(
         lengths=(64, 100, 257, 768, 1024, 1536, 2048, 4096, 4099, 5120, 8192, 16384, 40000),
         shapes=((300,), (1,), (), (2, 150), (4, 1, 3), (0,)),
-        calls=40,
-        steps=10,
-        backward=6,
+        kinds={"calls": 40, "steps": 10, "backward": 6},
         threads=4,
         most=1 << 22,
     ),
-    "cpu": Size(lengths=(24, 130), shapes=((2,), (1, 3), ()), calls=6, steps=2, backward=2, threads=3, most=1 << 12),
+    "cpu": Size(
+        lengths=(24, 130),
+        shapes=((2,), (1, 3), ()),
+        kinds={"calls": 6, "steps": 2, "backward": 2},
+        threads=3,
+        most=1 << 12,
+    ),
 }
 
 
@@ -98,33 +101,33 @@ class Worker:
         self._shapes, self._most = size.shapes, size.most
         self._is_gpu = device.type == "cuda"
         self._streams = [_stream(device) for _ in range(3)] if self._is_gpu else []
-        self._actions: tuple[tuple[Callable[[], None], int], ...] = (
-            (self._call, 12),
-            (self._step, 5),
-            (self._backward, 3),
-            (self._mistake, 1),
-            (self._graph, 1 if self._is_gpu else 0),
+        self._actions: tuple[tuple[Callable[[], None], str, int], ...] = (
+            (partial(self._run, "calls", "forward calls"), "call", 12),
+            (partial(self._run, "steps", "training steps"), "step", 5),
+            (partial(self._run, "backward", "backward calls"), "backward", 3),
+            (self._mistake, "mistake", 1),
+            (self._graph, "graph", 1 if self._is_gpu else 0),
         )
 
     def act(self) -> None:
         """Do one thing, and record failures."""
-        actions, weights = zip(*self._actions, strict=True)
-        action = self._random.choices(actions, weights)[0]
+        ((action, name, _),) = self._random.choices(self._actions, [weight for *_, weight in self._actions])
         try:
             # A capture waits for all others, and so takes the gate itself.
-            with nullcontext() if action == self._graph else self._gate.shared():
+            with nullcontext() if name == "graph" else self._gate.shared():
                 action()
         except Exception as error:  # Whatever it is, it is what the soak is for.
-            self.failures.append(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
 
     def warm_up(self) -> None:
         """Call every kind with every shape, so that nothing is met later for the first time."""
-        for shape in self._shapes:
-            for kind in self._kinds.calls:
-                for coded in (False, True):
-                    replace(draw_call(self._random.choice, kind, (shape,)), coded=coded).run(self._device)
-            for step in self._kinds.steps:
-                draw_step(self._random.choice, step, (shape,), self._most).run(self._device)
+        for what, shape in product(self._kinds, self._shapes):
+            for kind in self._kinds[what]:
+                problem = PROBLEMS[what].draw(self._random.choice, kind, (shape,), self._most)
+                # Words and ck_tile's integers are kinds of calls of their own.
+                ways = [replace(problem, coded=coded) for coded in (False, True)] if what == "calls" else [problem]
+                for each in ways:
+                    each.made(self._device).run()
 
     @property
     def calls(self) -> int:
@@ -139,40 +142,21 @@ class Worker:
     def _on_a_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._random.choice(self._streams)) if self._is_gpu else nullcontext()
 
-    def _made(self) -> MadeCall:
-        kind = self._random.choice(self._kinds.calls)
-        call = draw_call(self._random.choice, kind, self._leading())
-        return replace(call, poisoned=self._random.random() < 0.1).made(self._device)
+    def _made(self, what: str = "calls") -> Any:
+        kind = self._random.choice(self._kinds[what])
+        problem = PROBLEMS[what].draw(self._random.choice, kind, self._leading(), self._most)
+        if what == "calls":
+            problem = replace(problem, poisoned=self._random.random() < 0.1)
+        return problem.made(self._device)
 
-    def _is_checked(self) -> bool:
-        checked = self._random.random() < _CHECKED
-        self.done["checks"] += checked
-        return checked
-
-    def _call(self) -> None:
+    def _run(self, what: str, counted: str) -> None:
         with self._on_a_stream():
-            made = self._made()
+            made = self._made(what)
             output = made.run()
-            self.done["forward calls"] += 1
-            if self._is_checked():
+            self.done[counted] += 1
+            if self._random.random() < _CHECKED:
+                self.done["checks"] += 1
                 made.check(output)
-
-    def _step(self) -> None:
-        kind = self._random.choice(self._kinds.steps)
-        with self._on_a_stream():
-            made = draw_step(self._random.choice, kind, self._leading(), self._most).made(self._device)
-            outputs = made.forward()
-            found = made.backward(outputs)
-            self.done["training steps"] += 1
-            if self._is_checked():
-                made.check(outputs, found)
-
-    def _backward(self) -> None:
-        kind = self._random.choice(self._kinds.backward)
-        with self._on_a_stream():
-            draw_backward(self._random.choice, kind, self._leading(), self._most).run(self._device)
-        self.done["backward calls"] += 1
-        self.done["checks"] += 1
 
     def _mistake(self) -> None:
         with self._on_a_stream():

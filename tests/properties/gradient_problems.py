@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress, product
@@ -11,11 +10,25 @@ from typing import Any
 import torch
 
 import normforge
-from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.outputs import NormGradients
 
+from ..calls.shared import BACKWARD
 from . import oracle
 from .memory import Memory, row_strides
-from .problems import CASTS, FLOATS, LAYOUTS, ROWS, VECTORS, Choose, Kind, Operand, Options
+from .problems import (
+    CASTS,
+    FLOATS,
+    LAYOUTS,
+    MOST_ELEMENTS,
+    ROWS,
+    VECTORS,
+    Choose,
+    Kind,
+    Made,
+    Operand,
+    Options,
+    draw_leading,
+)
 
 _GRADIENTS = tuple(Operand(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
 _ANY = tuple(operand for operand in _GRADIENTS if operand.rows != "one value")
@@ -74,18 +87,10 @@ class Step:
         """Its tensors, on a device."""
         return MadeStep(self, device)
 
-    def run(self, device: torch.device) -> None:
-        """The step, its results dropped."""
-        made = self.made(device)
-        made.backward(made.forward())
 
-
-def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> Step:
+def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int = MOST_ELEMENTS) -> Step:
     """A random step of a kind; of at most so many elements."""
-    leading, n = choose(shapes), math.prod(kind.normalized)
-    if math.prod(leading) * n > most:
-        leading = (most // n,)
-    return Step(kind, leading, choose(_EPSILONS), choose(range(1 << 16)))
+    return Step(kind, draw_leading(choose, kind, shapes, most), choose(_EPSILONS), choose(range(1 << 16)))
 
 
 _FUNCTIONS: dict[tuple[str, bool], Callable[..., Any]] = {
@@ -102,15 +107,17 @@ _MODULES: dict[tuple[str, bool], Callable[..., torch.nn.Module]] = {
 }
 
 
-class MadeStep:
+Results = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]
+
+
+class MadeStep(Made):
     """A training step's tensors in memory that is watched."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self.step = step
-        kind, self._device = step.kind, device
+        super().__init__(step, device)
+        self.step, kind = step, step.kind
         self._generator = torch.Generator(device).manual_seed(step.seed)
         self._shape = (*step.leading, *kind.normalized)
-        self._m, self._n = math.prod(step.leading), math.prod(kind.normalized)
         shapes = {"x": self._shape, "residual": self._shape, "weight": kind.normalized, "bias": kind.normalized}
         operands = {name: getattr(kind, name) for name in shapes}
         self._memories = {
@@ -158,24 +165,13 @@ class MadeStep:
         wanted = [self.tensors[name] for name in kind.trained]
         return dict(zip(kind.trained, torch.autograd.grad(through, wanted, arriving, allow_unused=True), strict=True))
 
-    def check(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
-        """Hold outputs and gradients to the oracle, and all memory to what it was.
+    def run(self) -> Results:
+        """The outputs, and the gradients of what is trained."""
+        outputs = self.forward()
+        return outputs, self.backward(outputs)
 
-        Args:
-            outputs: of `forward`.
-            found: the gradients.
-
-        Raises:
-            AssertionError: something is wrong.
-        """
-        try:
-            for name, memory in self._memories.items():
-                memory.check(name)
-            self._check_values(outputs, found)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\nin {self.step}") from None
-
-    def _check_values(self, outputs: dict[str, torch.Tensor], found: dict[str, torch.Tensor | None]) -> None:
+    def _check(self, output: Results) -> None:
+        outputs, found = output
         kind, m, n, centres = self.step.kind, self._m, self._n, self.step.kind.norm == "layer"
         y, residual_out = outputs["y"], outputs.get("residual_out")
         expected = self.tensors["x"].dtype
@@ -223,16 +219,13 @@ class MadeStep:
         return None if tensor is None else tensor.detach().reshape(-1)
 
 
-_BACKWARD: dict[str, Callable[..., Any]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
-
-
 def _wants(k: Kind) -> list[tuple[str, ...]]:
     possible = {"dx": True, "dweight": k.weight, "dbias": k.norm == "layer", "dx_bias": k.x_bias}
     return [wants or ("dx",) for wants in _some(*(name for name, there in possible.items() if there))]
 
 
 # Calls of the backward functions.
-BACKWARD: Options = {
+BACKWARD_CALLS: Options = {
     "norm": lambda k: ("layer", "rms"),
     "weight": lambda k: (None, *VECTORS),
     "x_bias": lambda k: (*[None] * 10, *VECTORS),
@@ -255,39 +248,44 @@ class BackwardCall:
     weight_offset: float
     seed: int
 
-    def run(self, device: torch.device) -> None:
-        """Run it, and hold the gradients to the oracle and all memory to what it was.
+    def made(self, device: torch.device) -> MadeBackward:
+        """Its tensors, on a device."""
+        return MadeBackward(self, device)
 
-        Raises:
-            AssertionError: something is wrong.
-        """
-        try:
-            self._check(device)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\nin {self}") from None
 
-    def _check(self, device: torch.device) -> None:
-        kind, n, m, centres = self.kind, self.kind.n, math.prod(self.leading), self.kind.norm == "layer"
-        generator = torch.Generator(device).manual_seed(self.seed)
-        shape = (*self.leading, n)
-        memories = {}
+class MadeBackward(Made):
+    """The tensors of a call of a backward function in memory that is watched."""
+
+    def __init__(self, call: BackwardCall, device: torch.device) -> None:
+        super().__init__(call, device)
+        self.call, kind, n = call, call.kind, call.kind.n
+        self._centres = kind.norm == "layer"
+        generator = torch.Generator(device).manual_seed(call.seed)
         for name in ("x", "dy", "dresidual_out", "weight", "x_bias"):
             operand = getattr(kind, name)
             if operand is not None:
-                size = (n,) if name in ("weight", "x_bias") else shape
+                size = (n,) if name in ("weight", "x_bias") else (*call.leading, n)
                 values = torch.randn(size, generator=generator, device=device)
-                memories[name] = operand.memory(size, device, values)
-        tensors = {name: memory.view for name, memory in memories.items()}
-        s = oracle.total(tensors["x"], tensors.get("x_bias"), None).reshape(m, n)
-        saved = oracle.statistics(s, centres, 1e-5)
-        mean, rstd = (bounded.value.flatten().float() for bounded in (saved.mean, saved.rstd))
-        for name, statistic in (("mean", mean), ("rstd", rstd)):
-            strides = row_strides(self.leading, 1)
-            memories[name] = Memory(self.leading, strides, torch.float32, device, 0, statistic.reshape(self.leading))
-        given = {name: memories[name].view for name in ("rstd", *(("mean",) if centres else ()))}
+                self._memories[name] = operand.memory(size, device, values)
+        self._tensors = {name: memory.view for name, memory in self._memories.items()}
+        self._s = oracle.total(self._tensors["x"], self._tensors.get("x_bias"), None).reshape(self._m, n)
+        saved = oracle.statistics(self._s, self._centres, 1e-5)
+        self._saved = {
+            name: bounded.value.flatten().float() for name, bounded in (("mean", saved.mean), ("rstd", saved.rstd))
+        }
+        for name, statistic in self._saved.items():
+            values, strides = statistic.reshape(call.leading), row_strides(call.leading, 1)
+            self._memories[name] = Memory(call.leading, strides, torch.float32, device, 0, values)
+
+    def run(self) -> NormGradients:
+        """The call."""
+        kind, tensors = self.call.kind, self._tensors
+        given: dict[str, Any] = {
+            name: self._memories[name].view for name in ("rstd", *(("mean",) if self._centres else ()))
+        }
         given |= {name: tensors[name] for name in ("x_bias", "dresidual_out") if name in tensors}
-        given |= {"bias_dtype": kind.bias_dtype} if centres else {"weight_offset": self.weight_offset}
-        got = _BACKWARD[kind.norm](
+        given |= {"bias_dtype": kind.bias_dtype} if self._centres else {"weight_offset": self.call.weight_offset}
+        return BACKWARD[kind.norm](
             tensors.get("dy"),
             tensors["x"],
             tensors.get("weight"),
@@ -296,10 +294,11 @@ class BackwardCall:
             wants=kind.wants,
             **given,
         )
-        for name, memory in memories.items():
-            memory.check(name)
-        rows = _given_statistics(s, mean, rstd)
-        _, factor = oracle.affine(rows.h, tensors.get("weight"), None, self.weight_offset)
+
+    def _check(self, output: NormGradients) -> None:
+        kind, tensors, m, n, centres, s = self.call.kind, self._tensors, self._m, self._n, self._centres, self._s
+        rows = _given_statistics(s, self._saved["mean"], self._saved["rstd"])
+        _, factor = oracle.affine(rows.h, tensors.get("weight"), None, self.call.weight_offset)
         dy, dresidual_out = (
             tensors[name].reshape(m, n) if name in tensors else None for name in ("dy", "dresidual_out")
         )
@@ -309,7 +308,8 @@ class BackwardCall:
         bias_dtype = kind.bias_dtype or (kind.weight or kind.x).dtype
         dtypes = {"dx": kind.dx_dtype or kind.x.dtype, "dbias": bias_dtype}
         dtypes |= {f"d{name}": operand.dtype for name in ("weight", "x_bias") if (operand := getattr(kind, name))}
-        for name, gradient in got._asdict().items():
+        shape = (*self.call.leading, n)
+        for name, gradient in output._asdict().items():
             assert (gradient is not None) == (name in kind.wants), f"{name} is {gradient}; wanted were {kind.wants}"
             if gradient is not None:
                 size = shape if name == "dx" else (n,)
@@ -328,10 +328,10 @@ def _given_statistics(s: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -
     )
 
 
-def draw_backward(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int) -> BackwardCall:
+def draw_backward(
+    choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int = MOST_ELEMENTS
+) -> BackwardCall:
     """A random call of a kind; of at most so many elements."""
-    leading = choose(shapes)
-    if math.prod(leading) * kind.n > most:
-        leading = (most // kind.n,)
+    leading = draw_leading(choose, kind, shapes, most)
     offsets = (0.0, 1.0, -0.5) if kind.norm == "rms" and kind.weight else (0.0,)
     return BackwardCall(kind, leading, choose(offsets), choose(range(1 << 16)))

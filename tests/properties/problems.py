@@ -198,16 +198,18 @@ class Call:
         """Its tensors, on a device."""
         return MadeCall(self, device)
 
-    def run(self, device: torch.device) -> None:
-        """The call, its outputs dropped."""
-        self.made(device).run()
 
-
-def draw_call(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> Call:
-    """A random call of a kind."""
+def draw_leading(
+    choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int = MOST_ELEMENTS
+) -> tuple[int, ...]:
+    """A random shape of what is before rows; of at most so many elements."""
     leading = choose(shapes)
-    if math.prod(leading) * kind.n > MOST_ELEMENTS:
-        leading = (MOST_ELEMENTS // kind.n,)
+    return leading if math.prod(leading) * kind.n <= most else (most // kind.n,)
+
+
+def draw_call(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int = MOST_ELEMENTS) -> Call:
+    """A random call of a kind."""
+    leading = draw_leading(choose, kind, shapes, most)
     offsets = _WEIGHT_OFFSETS if kind.norm == "rms" and kind.weight is not None else (0.0,)
     return Call(kind, leading, choose(_EPSILONS), choose(offsets), choose((False, True)), choose(range(1 << 16)))
 
@@ -216,7 +218,45 @@ _ROW_OPERANDS = ("x", "residual")
 _VECTOR_OPERANDS = ("weight", "bias", "x_bias", "smooth_scale")
 
 
-class MadeCall:
+class Made:
+    """The tensors of a problem in memory that is watched."""
+
+    def __init__(self, problem: Any, device: torch.device) -> None:
+        self._problem, self._device = problem, device
+        self._m, self._n = math.prod(problem.leading), problem.kind.n
+        self._memories: dict[str, Memory] = {}
+
+    def run(self) -> Any:
+        """Make the calls of the problem."""
+        raise NotImplementedError
+
+    def check_untouched(self, *, refused: bool = False) -> None:
+        """Look at all memory that the call may not write: inputs, guards, gaps, and outputs too if it was refused.
+
+        Raises:
+            AssertionError: it did.
+        """
+        for name, memory in self._memories.items():
+            memory.check(name, refused=refused)
+
+    def check(self, output: Any) -> None:
+        """Hold everything that came back, and all memory, to what the call is to do.
+
+        Raises:
+            AssertionError: something is wrong.
+        """
+        try:
+            self.check_untouched()
+            self._check(output)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nin {self._problem}") from None
+
+    def _check(self, output: Any) -> None:
+        """Hold what came back to what the call is to do."""
+        raise NotImplementedError
+
+
+class MadeCall(Made):
     """A call's tensors in memory that is watched, and its arguments.
 
     Attributes:
@@ -226,11 +266,9 @@ class MadeCall:
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
+        super().__init__(call, device)
         self.call = call
         kind, n = call.kind, call.kind.n
-        self._device = device
-        self._memories: dict[str, Memory] = {}
-        self._m = math.prod(call.leading)
         shape = (*call.leading, n)
         values = self._values(call.seed)
         for name, tensor in values.items():
@@ -273,11 +311,6 @@ class MadeCall:
         self.keywords = {name: value for name, value in keywords.items() if not (call.coded and name in left_out)}
 
     @property
-    def norm(self) -> str:
-        """Which norm."""
-        return str(self.call.kind.norm)
-
-    @property
     def function(self) -> Callable[..., LayerNormOutput]:
         """Which function is called."""
         return FORWARD[self.call.kind.norm]
@@ -286,28 +319,10 @@ class MadeCall:
         """The call."""
         return self.function(*self.positional, **self.keywords)
 
-    def check_untouched(self, *, refused: bool = False) -> None:
-        """Look at all memory that the call may not write: inputs, guards, gaps, and outputs too if it was refused.
-
-        Raises:
-            AssertionError: it did.
-        """
-        for name, memory in self._memories.items():
-            memory.check(name, refused=refused)
-
-    def check(self, output: LayerNormOutput) -> None:
-        """Hold everything that came back, and all memory, to what the call is to do.
-
-        Raises:
-            AssertionError: something is wrong.
-        """
-        try:
-            self.check_untouched()
-            self._check_form(output)
-            if self._m:
-                self._check_values(output)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\nin {self.call}") from None
+    def _check(self, output: LayerNormOutput) -> None:
+        self._check_form(output)
+        if self._m:
+            self._check_values(output)
 
     def _check_form(self, output: LayerNormOutput) -> None:
         kind = self.call.kind

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from . import seed
-from .gradient_problems import BACKWARD, STEPS, BackwardCall, Step
-from .problems import CALLS, Call, Choose, Kind, T, draw_kind
+from .gradient_problems import BACKWARD_CALLS, STEPS, draw_backward, draw_step
+from .problems import CALLS, Choose, Kind, Options, T, draw_call, draw_kind
 
 
 @dataclass(frozen=True)
@@ -98,40 +99,35 @@ def chooser(data: st.DataObject) -> Choose:
     return choose
 
 
-TABLES = {"calls": CALLS, "steps": STEPS, "backward": BACKWARD}
+class Problems(NamedTuple):
+    """Problems of one form: the options of kinds, and what draws a problem of a kind."""
+
+    options: Options
+    draw: Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Pool:
-    """The kinds of problems of a run whose kernels are compiled: each takes a second or so of a core.
-
-    Attributes:
-        calls: of the forward functions.
-        steps: of training.
-        backward: of the backward functions.
-    """
-
-    calls: tuple[Kind, ...]
-    steps: tuple[Kind, ...]
-    backward: tuple[Kind, ...]
+PROBLEMS = {
+    "calls": Problems(CALLS, draw_call),
+    "steps": Problems(STEPS, draw_step),
+    "backward": Problems(BACKWARD_CALLS, draw_backward),
+}
+# The kinds of problems of a run whose kernels are compiled, by form: each takes a second or so of a core.
+Pool = Mapping[str, tuple[Kind, ...]]
 
 
-def make_pool(choose: Choose, lengths: Sequence[int], *, calls: int, steps: int, backward: int) -> Pool:
-    """A random pool of so many kinds."""
-    counts = {"calls": calls, "steps": steps, "backward": backward}
-    return Pool(
-        **{
-            what: tuple(draw_kind(choose, TABLES[what], lengths) for _ in range(count))
-            for what, count in counts.items()
-        }
-    )
+def make_pool(choose: Choose, lengths: Sequence[int], counts: Mapping[str, int]) -> Pool:
+    """A random pool of so many kinds of each form."""
+    return {
+        what: tuple(draw_kind(choose, PROBLEMS[what].options, lengths) for _ in range(count))
+        for what, count in counts.items()
+    }
 
 
 @cache
 def pool() -> Pool:
     """The kinds of this run on a GPU, settled by its seed."""
     choose = random.Random(f"kinds of {seed.settled()}").choice
-    return make_pool(choose, _GPU.lengths, calls=32, steps=10, backward=8)
+    return make_pool(choose, _GPU.lengths, {"calls": 32, "steps": 10, "backward": 8})
 
 
 # A number of rows of each class that has kernels of its own.
@@ -139,19 +135,27 @@ _CLASSES = ((3,), (300,))
 
 
 def compile_ahead(kinds: Pool, device: torch.device) -> None:
-    """Run a call of every kind, many at once: what fails is found by what runs it next."""
-    problems: list[Call | Step | BackwardCall] = [
-        *(Call(kind, leading, 1e-5, 0.0, False, 0) for kind in kinds.calls for leading in _CLASSES),
-        *(Step(kind, leading, 1e-5, 0) for kind in kinds.steps for leading in _CLASSES),
-        *(BackwardCall(kind, leading, 0.0, 0) for kind in kinds.backward for leading in _CLASSES),
+    """Run a problem of every kind, many at once: what fails is found by what runs it next."""
+    choose = random.Random(0).choice
+    problems = [
+        PROBLEMS[what].draw(choose, kind, (leading,)) for what in kinds for kind in kinds[what] for leading in _CLASSES
     ]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        wait([threads.submit(problem.run, device) for problem in problems])
+        wait([threads.submit(_run, problem, device) for problem in problems])
+
+
+def _run(problem: Any, device: torch.device) -> None:
+    problem.made(device).run()
 
 
 def kind_for(choose: Choose, device: str, what: str = "calls") -> Kind:
-    """A kind of call, or of what else is in `TABLES`: any, or on a GPU one of the pool's."""
+    """A kind of problems of a form: any, or on a GPU one of the pool's."""
     if device == "cuda":
-        kinds: tuple[Kind, ...] = getattr(pool(), what)
-        return choose(kinds)
-    return draw_kind(choose, TABLES[what], profile_of(device).lengths)
+        return choose(pool()[what])
+    return draw_kind(choose, PROBLEMS[what].options, profile_of(device).lengths)
+
+
+def problem_for(choose: Choose, device: str, what: str = "calls", kind: Kind | None = None) -> Any:
+    """A problem of a form, of any kind or of a given one."""
+    kind = kind or kind_for(choose, device, what)
+    return PROBLEMS[what].draw(choose, kind, profile_of(device).shapes_of(kind.n))

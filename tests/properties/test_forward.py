@@ -10,18 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ..thorough import LONG, THOROUGH
-from .problems import Call, draw_call
-from .profile import chooser, each_device, examples, kind_for, profile_of
+from .profile import chooser, each_device, examples, problem_for
 
 
 def _bits(rows: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _any_call(data: st.DataObject, device: str) -> Call:
-    choose = chooser(data)
-    kind = kind_for(choose, device)
-    return draw_call(choose, kind, profile_of(device).shapes_of(kind.n))
 
 
 @LONG
@@ -29,7 +22,7 @@ def _any_call(data: st.DataObject, device: str) -> Call:
 @examples(100)
 @given(data=st.data())
 def test_a_legal_call_computes_what_it_says_and_touches_nothing_else(device: str, data: st.DataObject) -> None:
-    made = _any_call(data, device).made(torch.device(device))
+    made = problem_for(chooser(data), device).made(torch.device(device))
     made.check(made.run())
 
 
@@ -40,8 +33,8 @@ def test_a_legal_call_computes_what_it_says_and_touches_nothing_else(device: str
 def test_a_second_call_of_a_kind_answers_for_its_own_tensors_and_leaves_the_first_alone(
     device: str, data: st.DataObject
 ) -> None:
-    first = _any_call(data, device)
-    second = draw_call(chooser(data), first.kind, profile_of(device).shapes_of(first.kind.n))
+    first = problem_for(chooser(data), device)
+    second = problem_for(chooser(data), device, kind=first.kind)
     of_first, of_second = first.made(torch.device(device)), second.made(torch.device(device))
     output = of_first.run()
     of_second.check(of_second.run())
@@ -53,7 +46,7 @@ def test_a_second_call_of_a_kind_answers_for_its_own_tensors_and_leaves_the_firs
 @examples(40)
 @given(data=st.data())
 def test_rows_with_nan_and_infinity_reach_no_other_row(device: str, data: st.DataObject) -> None:
-    clean = _any_call(data, device)
+    clean = problem_for(chooser(data), device)
     made = replace(clean, poisoned=True).made(torch.device(device))
     output = made.run()
     made.check(output)
@@ -73,7 +66,7 @@ def test_rows_with_nan_and_infinity_reach_no_other_row(device: str, data: st.Dat
 @given(data=st.data())
 def test_a_scale_by_a_power_of_two_is_exact(device: str, data: st.DataObject) -> None:
     """y(c s, c^2 eps) is y(s, eps) to the bit, and rstd a cth: fp32 scales by a power of two without rounding."""
-    call = _any_call(data, device)
+    call = problem_for(chooser(data), device)
     # A stored fp16 sum below 2**-14 is rounded to a multiple of 2**-24, whatever it was scaled by.
     residual = call.kind.residual
     assume(call.kind.fadd != "pre_add_store" or residual is None or residual.dtype is not torch.float16)
@@ -96,7 +89,7 @@ def test_a_scale_by_a_power_of_two_is_exact(device: str, data: st.DataObject) ->
 @given(data=st.data())
 def test_a_shift_of_x_leaves_layernorm_as_it_is(device: str, data: st.DataObject) -> None:
     """Sums with c are exact here, so that what is expected of both is made from the values without it."""
-    call = _any_call(data, device)
+    call = problem_for(chooser(data), device)
     for shift in (0.0, 8.0):
         made = replace(call, shift=shift).made(torch.device(device))
         made.check(made.run())

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ..thorough import THOROUGH
 from . import oracle
-from .gradient_problems import draw_backward, draw_step
-from .problems import MOST_ELEMENTS
-from .profile import chooser, each_device, examples, kind_for, profile_of
+from .profile import chooser, each_device, examples, kind_for, problem_for
 
 
 @THOROUGH
 @each_device
-@examples(70)
+@pytest.mark.parametrize("what", ["steps", "backward"])
+@examples(65)
 @given(data=st.data())
-def test_a_training_step_has_the_gradients_of_its_formula_and_touches_no_operand(
-    device: str, data: st.DataObject
+def test_gradients_are_those_of_the_formula_and_no_operand_is_touched(
+    what: str, device: str, data: st.DataObject
 ) -> None:
-    choose = chooser(data)
-    kind = kind_for(choose, device, "steps")
-    step = draw_step(choose, kind, profile_of(device).shapes_of(math.prod(kind.normalized)), MOST_ELEMENTS)
-    made = step.made(torch.device(device))
-    outputs = made.forward()
-    made.check(outputs, made.backward(outputs))
-
-
-@THOROUGH
-@each_device
-@examples(60)
-@given(data=st.data())
-def test_a_backward_call_has_the_gradients_of_its_formula_and_touches_no_operand(
-    device: str, data: st.DataObject
-) -> None:
-    choose = chooser(data)
-    kind = kind_for(choose, device, "backward")
-    call = draw_backward(choose, kind, profile_of(device).shapes_of(kind.n), MOST_ELEMENTS)
-    call.run(torch.device(device))
+    made = problem_for(chooser(data), device, what).made(torch.device(device))
+    made.check(made.run())
 
 
 @THOROUGH
@@ -51,11 +32,10 @@ def test_two_steps_at_once_keep_what_each_needs_for_its_own_gradients(device: st
     """Forward, forward, backward, backward, of one kind."""
     choose = chooser(data)
     kind = kind_for(choose, device, "steps")
-    steps = [draw_step(choose, kind, profile_of(device).shapes, MOST_ELEMENTS) for _ in range(2)]
-    made = [step.made(torch.device(device)) for step in steps]
+    made = [problem_for(choose, device, "steps", kind).made(torch.device(device)) for _ in range(2)]
     outputs = [one.forward() for one in made]
     for one, output in zip(made, outputs, strict=True):
-        one.check(output, one.backward(output))
+        one.check((output, one.backward(output)))
 
 
 def test_the_oracle_is_what_torch_differentiates_in_fp64() -> None:

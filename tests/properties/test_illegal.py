@@ -11,8 +11,7 @@ from normforge.errors import NormforgeError
 
 from ..thorough import THOROUGH
 from .illegal import spoilt
-from .problems import draw_call
-from .profile import chooser, each_device, examples, kind_for, profile_of
+from .profile import chooser, each_device, examples, problem_for
 
 
 @each_device
@@ -20,7 +19,7 @@ from .profile import chooser, each_device, examples, kind_for, profile_of
 @given(data=st.data())
 def test_an_illegal_call_is_a_typed_error_and_writes_nothing(device: str, data: st.DataObject) -> None:
     choose = chooser(data)
-    made = draw_call(choose, kind_for(choose, device), profile_of(device).shapes).made(torch.device(device))
+    made = problem_for(choose, device).made(torch.device(device))
     wrong = spoilt(choose, made)
     assume(wrong is not None)
     assert wrong is not None
@@ -37,7 +36,7 @@ def test_an_illegal_call_like_one_known_is_an_error_too_and_leaves_the_known_one
     device: str, data: st.DataObject
 ) -> None:
     choose = chooser(data)
-    call = draw_call(choose, kind_for(choose, device), profile_of(device).shapes)
+    call = problem_for(choose, device)
     for _ in range(2):
         legal, other = call.made(torch.device(device)), call.made(torch.device(device))
         legal.check(legal.run())

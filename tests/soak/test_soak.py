@@ -46,7 +46,7 @@ def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(MadeCall, "check", refuse)
     # Kernels of each kind are generated first, for seconds.
-    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], calls=1, steps=1, backward=1))
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], kinds={"calls": 1, "steps": 1, "backward": 1}))
     result = soak(0.05, 1, torch.device("cpu"), progress=False)
     assert not result.ok
     assert "AssertionError: wrong in Call(kind=" in result.failures[0]
