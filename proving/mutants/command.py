@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
 
 from .. import parts
 from ..evidence import conclude, parser_of
@@ -17,11 +14,6 @@ from .report import header, summary, table
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
-
-T = TypeVar("T")
-
-# The runner of each thread.
-_here = threading.local()
 
 
 def main(argv: list[str]) -> int:
@@ -46,36 +38,23 @@ def main(argv: list[str]) -> int:
             print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
         return 0
     stated = header(arguments.revision)
-    with _runners(arguments.jobs) as threads:
+    files = present_files()
+    # Copies are of the tree as it is now, whatever is done to the tree meanwhile.
+    with copied(ROOT, files) as snapshot, ThreadPoolExecutor(arguments.jobs) as threads:
+        runner = Runner(snapshot, files)
         cases = {mutant.name: mutant for mutant in chosen}
-        found = parts.run(cases, lambda due: _tried(due, threads), arguments, stated)
+        found = parts.run(cases, lambda due: _tried(due, threads, runner), arguments, stated)
         outcomes = [*found.results.values()]
         if not found.left:
-            outcomes = _judged(outcomes, threads, arguments.jobs)
+            outcomes = _judged(outcomes, threads, runner, arguments.jobs)
     conclude(arguments, "mutants", table(outcomes, stated, found.seconds), summary, left=found.left)
     return 1 if found.left or not all(each.caught for each in outcomes) else 0
 
 
-@contextmanager
-def _runners(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield threads with a runner each, for copies of the tree as it is now, whatever is done to the tree meanwhile."""
-    files = present_files()
-    with ExitStack() as stack:
-        snapshot = stack.enter_context(copied(ROOT, files))
-
-        def begin() -> None:
-            _here.runner = stack.enter_context(Runner(snapshot, files))
-
-        yield stack.enter_context(ThreadPoolExecutor(jobs, initializer=begin))
-
-
-def _asked(method: Callable[..., T], *given: Any) -> T:
-    """Call a method of the thread's runner."""
-    return method(_here.runner, *given)
-
-
-def _tried(due: Sequence[Mutant], threads: ThreadPoolExecutor) -> Generator[tuple[str, Outcome], None, None]:
-    trials = [threads.submit(_asked, Runner.outcome, mutant) for mutant in due]
+def _tried(
+    due: Sequence[Mutant], threads: ThreadPoolExecutor, runner: Runner
+) -> Generator[tuple[str, Outcome], None, None]:
+    trials = [threads.submit(runner.outcome, mutant) for mutant in due]
     try:
         for trial in trials:
             found = trial.result()
@@ -86,13 +65,13 @@ def _tried(due: Sequence[Mutant], threads: ThreadPoolExecutor) -> Generator[tupl
             trial.cancel()
 
 
-def _judged(outcomes: Sequence[Outcome], threads: ThreadPoolExecutor, jobs: int) -> list[Outcome]:
+def _judged(outcomes: Sequence[Outcome], threads: ThreadPoolExecutor, runner: Runner, jobs: int) -> list[Outcome]:
     """Return outcomes, unfit where the test that caught a mutant fails in a copy of the tree without an edit, too."""
     unmutated = []
     for suite in Suite:
         tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
         for part in _parts(tests, jobs):
-            unmutated.append(threads.submit(_asked, Runner.failing_unmutated, suite, part))
+            unmutated.append(threads.submit(runner.failing_unmutated, suite, part))
     unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")

@@ -57,13 +57,11 @@ def copied(source: Path, files: Iterable[str]) -> Iterator[Path]:
         yield tree
 
 
-def environment(tree: Path | None) -> dict[str, str]:
+def environment(tree: Path) -> dict[str, str]:
     """Return the variables of a process that takes normforge from a copy: one core, and no setting from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NORMFORGE_", "TRITON_"))}
-    kept["OMP_NUM_THREADS"] = "1"
-    if tree is not None:
-        kept |= {"PYTHONPATH": str(tree / _LINKS), "NORMFORGE_CACHE": str(tree / ".generated-on-demand")}
-    return kept
+    kept |= {"PYTHONPATH": str(tree / _LINKS), "NORMFORGE_CACHE": str(tree / ".generated-on-demand")}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def edit(tree: Path, mutant: Mutant) -> None:

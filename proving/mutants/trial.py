@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 
-from . import prefork
 from .mutant import EditError, Mutant, Suite
 from .tree import GenerateError, copied, edit, environment
 from .witness import REPORT
@@ -70,27 +71,21 @@ class _TooLongError(Exception):
     """A run of tests that was ended."""
 
 
+@dataclass(frozen=True)
 class Runner:
-    """Runs tests of both suites, one choice at a time; several runners work at once."""
+    """Runs tests of both suites in copies of a tree, in a process each.
 
-    def __init__(self, snapshot: Path, files: Sequence[str]) -> None:
-        """Take a copy of the tree, and the files that it has."""
-        self._snapshot, self._files = snapshot, files
-        self._servers: dict[Suite, subprocess.Popen[str]] = {}
+    Attributes:
+        snapshot: the tree.
+        files: the files that are copied, from its root.
+    """
 
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for server in self._servers.values():
-            server.kill()
-            server.wait()
+    snapshot: Path
+    files: Sequence[str]
 
     def failing_unmutated(self, suite: Suite, tests: Sequence[str]) -> tuple[str, ...]:
         """Return those of the tests that caught mutants that fail in a copy without an edit."""
-        with copied(self._snapshot, self._files) as tree:
+        with copied(self.snapshot, self.files) as tree:
             run = self._run(tree, suite, tests, stop=False, patience=10 * _PATIENCE)
         return (*run.failed, *run.broken)
 
@@ -102,7 +97,7 @@ class Runner:
             return Outcome(mutant, verdict, said, time.monotonic() - started)
 
         try:
-            with copied(self._snapshot, self._files) as tree:
+            with copied(self.snapshot, self.files) as tree:
                 edit(tree, mutant)
                 run = self._run(tree, mutant.suite, mutant.tests, stop=True, patience=_PATIENCE)
         except (EditError, GenerateError, _RunError) as error:
@@ -120,14 +115,9 @@ class Runner:
         options = ["-q", "-p", "proving.mutants.witness", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         options += ["-x"] if stop else []
         options += ["-m", "compile"] if suite is Suite.COMPILE else []
-        request = {
-            "tree": str(tree),
-            "output": str(output),
-            "environment": environment(tree) | {REPORT: str(report)},
-            "arguments": [*options, *tests],
-            "patience": patience,
-        }
-        status = self._asked(suite, request)
+        variables = environment(tree) | {REPORT: str(report)}
+        variables |= {"TRITON_INTERPRET": "1"} if suite is Suite.INTERPRETER else {}
+        status = _pytest(tree, [*options, *tests], variables, output, patience)
         if status is None:
             raise _TooLongError(f"the tests took more than {patience:.0f} s")
         said = output.read_text(errors="replace").strip()[-2000:]
@@ -147,23 +137,27 @@ class Runner:
             raise _RunError(f"pytest ended with status {status}: {said}")
         return run
 
-    def _asked(self, suite: Suite, request: dict[str, object]) -> int | None:
-        server = self._servers.get(suite)
-        if server is None:
-            server = subprocess.Popen(
-                [sys.executable, str(prefork.__file__)],
-                env=environment(None) | ({"TRITON_INTERPRET": "1"} if suite is Suite.INTERPRETER else {}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._servers[suite] = server
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        if not answer:
-            raise _RunError(f"the process that runs tests ended with status {server.wait()}")
-        status: int | None = json.loads(answer)
-        return status
+
+def _pytest(
+    tree: Path, arguments: Sequence[str], variables: Mapping[str, str], output: Path, patience: float
+) -> int | None:
+    """Run pytest in a tree and return its exit status; None if it took too long."""
+    with output.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=tree,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # Processes that the tests started end with them.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

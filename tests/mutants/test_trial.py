@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from proving.mutants.mutant import Mutant, Suite
@@ -24,9 +22,8 @@ def mutant(new: str, *tests: str, file: str = "runtime/kernels/strides.py", old:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(ROOT, present_files()) as made:
-        yield made
+def runner() -> Runner:
+    return Runner(ROOT, present_files())
 
 
 @THOROUGH
