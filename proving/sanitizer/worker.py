@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from normforge.codegen.model import Mode
-from normforge.codegen.parameters import BACKWARD, FORWARD
-from normforge.dtypes import TORCH_DTYPES
+from normforge.codegen.families import Kind, Parameter
+from normforge.codegen.parameters import family_of
+from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
 
 from .beside import Beside
@@ -31,50 +32,19 @@ def call(cell: Cell | Beside, device: torch.device) -> None:
 
 def call_of(cell: Cell, device: torch.device) -> tuple[str, dict[str, Any]]:
     """Return the function of a cell's call, and the call's arguments."""
-    mode = cell.mode
-    family = BACKWARD if mode.is_backward else FORWARD
-    arguments: dict[str, Any] = {"x": _rows(cell, device), "weight": _vector(cell, device)}
-    if mode.cast.comes_first:
-        arguments["cast"] = mode.cast
-    if mode.x_bias:
-        arguments["x_bias"] = _vector(cell, device)
-    arguments |= (_gradients if mode.is_backward else _outputs)(cell, device)
+    mode, family = cell.mode, family_of(cell.mode)
+    arguments = arguments_of(mode, partial(_operand, cell, device))
+    if mode.is_backward:
+        arguments["wants"] = [row.name for row in family.results if row.is_wanted(mode)]
     if cell.in_place:
         arguments["out"] = arguments["x"]
     return family.functions[mode.norm], arguments
 
 
-def _outputs(cell: Cell, device: torch.device) -> dict[str, Any]:
-    mode = cell.mode
-    found: dict[str, Any] = {
-        "fquant": mode.fquant,
-        "save_mv": mode.save_mv,
-        "scale_dtype": TORCH_DTYPES[mode.scale_dtype],
-        "out_dtype": TORCH_DTYPES[mode.dtype_out],
-        "rounding": mode.rounding,
-    }
-    if mode.fadd.adds:
-        found |= {"fadd": mode.fadd, "residual": _rows(cell, device)}
-    if mode.fquant.smooths:
-        found["smooth_scale"] = _vector(cell, device)
-    if mode.norm.centres:
-        found["bias"] = _vector(cell, device)
-    return found
-
-
-def _gradients(cell: Cell, device: torch.device) -> dict[str, Any]:
-    mode, leading = cell.mode, cell.shape[:-1]
-    found: dict[str, Any] = {"dy": _rows(cell, device), "rstd": torch.ones(leading, device=device)}
-    if mode.norm.centres:
-        found["mean"] = torch.zeros(leading, device=device)
-    if mode.fadd.stores:
-        found["dresidual_out"] = _rows(cell, device)
-    return found | {"wants": wanted(mode)}
-
-
-def wanted(mode: Mode) -> tuple[str, ...]:
-    """Every gradient that a mode has."""
-    return ("dx", "dweight", *(("dbias",) if mode.norm.centres else ()), *(("dx_bias",) if mode.x_bias else ()))
+def _operand(cell: Cell, device: torch.device, parameter: Parameter) -> torch.Tensor:
+    if parameter.kind is Kind.ROWS:
+        return _rows(cell, device)
+    return torch.ones(cell.shape[:-1], device=device) if parameter.kind is Kind.PER_ROW else _vector(cell, device)
 
 
 def _rows(cell: Cell, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,6 @@ from proving.accuracy.command import main
 from proving.accuracy.groups import GroupCase, Layout
 from proving.accuracy.measure import Cell, measure
 from proving.accuracy.report import summary
-from proving.accuracy.rows import KINDS
 from proving.accuracy.run import attempt, outcome_of, run
 from proving.evidence import EVIDENCE, load
 from tests.norms import FULL
@@ -224,14 +223,6 @@ def test_a_case_that_cannot_run_is_told() -> None:
     assert isinstance(attempt(impossible, CPU, SEED), str)
 
 
-def test_the_same_seed_draws_the_same_rows() -> None:
-    for kind in KINDS.values():
-        drawn = [kind.rows(2, 40, torch.float32, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
-        assert torch.equal(drawn[0], drawn[1])
-        assert not torch.equal(drawn[0], drawn[2])
-        assert drawn[0].isfinite().all()
-
-
 @THOROUGH
 @interpreted
 def test_the_command_prints_the_table_and_writes_the_document(
@@ -239,17 +230,10 @@ def test_the_command_prints_the_table_and_writes_the_document(
 ) -> None:
     words = ["rms_bwd_fp32", "N=100 "]
     assert main([*words, "--jobs", "2", "--record", str(checkout), "--revision", "abc"]) == 0
-    assert "times torch's error" in capsys.readouterr().out
-    written = section(checkout / EVIDENCE, "accuracy")
-    assert "revision abc, seed 0" in written
-    assert "| Backward | dx |" in written
     table = load(checkout, "accuracy")
-    assert written == summary(table)
+    assert section(checkout / EVIDENCE, "accuracy") == summary(table)
     assert sum(int(row["cells"]) for row in table.rows) >= 48
     assert {(row["direction"], row["norm"]) for row in table.rows} == {("Backward", "RMSNorm")}
     assert all(row["random"] and row["random torch"] for row in table.rows)
-
-
-def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nonsense"]) == 2
     assert "'nonsense'" in capsys.readouterr().err

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.pages import section
 from proving.conformance import report
-from proving.conformance.case import FP32, Mode
-from proving.conformance.command import main
+from proving.conformance.case import Mode
 from proving.conformance.judge import Finding
-from proving.conformance.run import Outcome, run_in_processes
-from proving.conformance.suites import cases
+from proving.conformance.run import Outcome
 from proving.evidence import EVIDENCE, load, record
-
-from ..thorough import THOROUGH
 
 MODE = Mode("LayerNorm", "forward", "fp16 → fp16", "-", "-")
 HEADER = {"device": "a GPU", "seed": "0"}
@@ -50,18 +44,3 @@ def test_a_row_counts_cases_and_keeps_the_largest_error(
     assert f"**{row[0]} of {len(outcomes)} cases pass.**" in text
     assert "- failed: 1 of ck_tile, LayerNorm, forward, fp16 → fp16, -, -" in text
     assert f"| ck_tile | {row[0]} | 1 | {row[2]} | {row[4]} |" in text
-
-
-def test_words_that_name_no_case_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--only", "no such case"])
-    assert "leave no case" in capsys.readouterr().err
-
-
-@THOROUGH
-def test_processes_answer_for_every_case() -> None:
-    few = [case for case in cases() if case.suite == "liger" and case.n == 41 and case.x is FP32]
-    chosen = [replace(case, shape=(1, 2, case.n)) for case in few]
-    outcomes = dict(run_in_processes(chosen, torch.device("cpu"), 0, 2))
-    assert outcomes.keys() == {case.id for case in chosen}
-    assert [str(outcome) for outcome in outcomes.values() if not outcome.ok] == []

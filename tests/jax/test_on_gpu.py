@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -71,51 +69,3 @@ def test_the_gpu_is_what_kernels_are_chosen_for() -> None:
     assert found.arch == f"sm_{properties.major}{properties.minor}"
     assert found.multiprocessors == properties.multi_processor_count
     assert found.plainly
-
-
-def test_a_flax_model_trains_as_with_flaxs_own_norms() -> None:
-    """The losses of 20 steps: of an MLP with a residual, LayerNorm and a fused add."""
-    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
-
-    class Block(linen.Module):  # type: ignore[misc, name-defined]  # a module that may be missing
-        fused: bool
-
-        @linen.compact  # type: ignore[untyped-decorator]  # likewise
-        def __call__(self, x: Any) -> Any:
-            scales = [self.param(f"scale{at}", linen.initializers.ones, (256,)) for at in range(2)]
-            biases = [self.param(f"bias{at}", linen.initializers.zeros, (256,)) for at in range(2)]
-            h = linen.Dense(256)(self._norm(x, scales[0], biases[0]))
-            if self.fused:
-                y, total = norms.add_layer_norm(linen.gelu(h), x, scales[1], biases[1])
-            else:
-                total = linen.gelu(h) + x
-                y = self._norm(total, scales[1], biases[1])
-            return linen.Dense(256)(y) + total
-
-        def _norm(self, x: Any, scale: Any, bias: Any) -> Any:
-            if self.fused:
-                return norms.layer_norm(x, scale, bias)
-            centred = x - x.mean(-1, keepdims=True)
-            return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + bias
-
-    x, wanted = arrays(1, (64, 256), n=2)
-
-    def losses(fused: bool) -> list[float]:
-        model = Block(fused)
-        parameters = Block(False).init(jax.random.key(0), x)
-
-        @jax.jit  # type: ignore[untyped-decorator]  # types of JAX are not read
-        def step(parameters: Any) -> Any:
-            loss, slope = jax.value_and_grad(lambda p: jnp.mean((model.apply(p, x) - wanted) ** 2))(parameters)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, slope), loss
-
-        found = []
-        with jax.default_matmul_precision("highest"):
-            for _ in range(20):
-                parameters, loss = step(parameters)
-                found.append(float(loss))
-        return found
-
-    ours, theirs = losses(True), losses(False)
-    assert ours[-1] < 0.9 * ours[0]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)

@@ -214,27 +214,19 @@ def _named(run: Callable[[dict[str, Any]], Any], names: Sequence[str], *tensors:
 
 
 @CASES.case
-def gated_norms_are_of_each_ranks_rows() -> None:
+def quantised_rows_with_a_gate_are_of_each_ranks() -> None:
     """With no communication; groups are within rows, whose gate lies as they do."""
-    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
-    for group_size in (None, N // 2):
-        options: dict[str, Any] = {"group_size": group_size, "norm_before_gate": group_size is None}
-        call = partial(normforge.gated_layer_norm, **options)
-        for rows in ROWS:
-            lies = [rows if each.dim() > 1 else Replicate() for each in whole]
-            agrees(lambda *operands, call=call: [call(*operands)], whole, lies, rows)
-        x, gate, *vectors = [each.detach() for each in whole]
-        if group_size is not None:
-            x, gate = (each.view(*each.shape[:-1], -1, group_size) for each in (x, gate))
-            vectors = [each.view(-1, group_size) for each in vectors]
-        tensors = {"x": x, "gate": gate, "weight": vectors[0], "bias": vectors[1]}
+    for groups in ((), (2,)):
+        rows, vector = (*SHAPE[:-1], *groups, N // 2), (*groups, N // 2)
+        tensors = {name: torch.randn(rows) for name in ("x", "gate")}
+        tensors |= {name: torch.randn(vector) for name in ("weight", "bias")}
         sharded = {
-            name: placed(each, Shard(0) if each.shape == x.shape else Replicate()) for name, each in tensors.items()
+            name: placed(each, Shard(0) if each.shape == rows else Replicate()) for name, each in tensors.items()
         }
-        options = {"fquant": "dynamic", "out_dtype": torch.int8}
+        options: dict[str, Any] = {"fquant": "dynamic", "out_dtype": torch.int8}
         with communicates():
-            found_all = operated("gated_layer_norm", sharded | options)
-        for one, other in zip(found_all, operated("gated_layer_norm", tensors | options), strict=True):
+            found = operated("gated_layer_norm", sharded | options)
+        for one, other in zip(found, operated("gated_layer_norm", tensors | options), strict=True):
             same(one, other, Shard(0))
 
 
