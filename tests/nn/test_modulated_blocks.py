@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.patching import blocks, modulating
@@ -340,40 +339,6 @@ def test_a_function_of_what_may_change_unseen_is_called() -> None:
     assert None not in map(formula_of, (modulate, modulate_scale_first))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool, counted: Counted) -> None:
-    model, patched = twins(ByFunction())
-    wanted = run(model, given())
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, child in patched.named_children():
-                self.add_module(name, child)
-
-        def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-            return checkpoint(patched, x, c, use_reentrant=reentrant)
-
-    assert_near(run(Checkpointed(), given()), wanted, 2e-5, 1.0)
-    assert counted.counts() == (2,)
-
-
-def test_per_sample_gradients(counted: Counted) -> None:
-    model, patched = twins(ByFunction())
-    x, c = given()
-
-    def gradients(each: torch.nn.Module) -> Any:
-        def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.func.functional_call(each, parameters, (row[None], said[None]))
-            return y.square().sum()
-
-        parameters = {name: parameter.detach() for name, parameter in each.named_parameters()}
-        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x.detach(), c.detach())
-
-    for name, wanted in gradients(model).items():
-        torch.testing.assert_close(gradients(patched)[name], wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_compiled_it_is_one_graph_of_torchs_operators(counted: Counted) -> None:
     model, patched = twins(ByFunction())
     wanted = run(model, given())
@@ -442,34 +407,6 @@ def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monke
         agree(model, patched, given())
     assert counted.counts() == (3,)
     assert "sum -> second, norm -> its modulation" in repr(patched)
-
-
-class Passing(torch.nn.Module):
-    """Blocks that return sums to one another; the first norm of each is modulated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(ByReturnedSum() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x, c)
-        return x
-
-
-ByReturnedSum = form(
-    "ByReturnedSum", "return x + self.last(modulate(self.norm(x), shift, scale))", said="scale = shift = x.mean(1)"
-)
-
-
-def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
-    model = Passing()
-    patched = copy.deepcopy(model)
-    assert [each.modulated for each in normforge.patch(patched).fused] == [("norm",), ("norm",)]
-    for _ in range(3):
-        agree(model, patched, given())
-    assert counted.counts() == (6,)
 
 
 def test_what_patch_says_of_it() -> None:
