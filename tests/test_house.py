@@ -37,11 +37,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_234,
-    "C": 799,
+    "all by hand": 13_199,
+    "C": 779,
     "emitted": 990,
-    "ahead_of_time": 669,
-    "calls": 2_383,
+    "ahead_of_time": 667,
+    "calls": 2_370,
     "families": 2_008,
     "compiled": 537,
     "integrations": 372,

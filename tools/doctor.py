@@ -16,7 +16,6 @@ import torch
 
 from .. import settings
 from .._version import __version__
-from ..calls import native
 from ..codegen.command import DIFFERS, DONE
 from ..errors import NormforgeError
 from ..kernels import binaries
@@ -115,7 +114,7 @@ class _Report:
         if not settings.native_launcher():
             return "switched off by NORMFORGE_NATIVE_LAUNCHER=0"
         try:
-            launcher = triton_launcher.load(native.SOURCE, native.NAME, not settings.frozen())
+            launcher = triton_launcher.load(build=not settings.frozen())
         except NormforgeError:
             raise
         except Exception as error:

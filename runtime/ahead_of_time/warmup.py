@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..calls import native
 from ..codegen.groups import AnyMode
 from ..errors import CompileError, ConflictError, NormforgeError
 from ..kernels.gpu import Target, on_device, target_of
@@ -107,7 +106,7 @@ def for_each(
     Args:
         keys: what to work on.
         work: called in a thread.
-        target: the GPU that the keys are for; normforge's libraries for the GPU are compiled first.
+        target: the GPU that the keys are for; normforge's library in C is compiled first, for a GPU of NVIDIA's.
         doing: what the progress bar says.
         jobs: threads; None is one per core, up to 8.
         progress: whether to show a bar on standard error.
@@ -124,9 +123,8 @@ def for_each(
     from tqdm import tqdm
 
     if target.is_nvidia:
-        # These libraries are no kernels: frozen processes take them from Triton's cache, and this puts them there.
+        # This library is no kernel: frozen processes take it from Triton's cache, and this puts it there.
         triton_launcher.library(build=True)
-        native.library(build=True)
 
     def compiled(key: CompileKey) -> T:
         try:

@@ -1,7 +1,7 @@
 """The road that every call takes: looked up, checked, planned, launched, recorded or traced.
 
 1. A public function hands its arguments to a look-up of `native`, which walks a table of rows: `lookup` in Python, or
-   `upstream/known.c`. `known` compares tensors with those of calls that were checked before.
+   `upstream/native.c`. `known` compares tensors with those of calls that were checked before.
 2. `first` takes an unknown call of a 2d function, and `road` one of the functional API, whose rows `row_layout` has
    copied where no kernel can walk them. A copy is looked up again.
 3. `check` checks the arguments by the rows in `functions`, and each of them by `argument_checks`, `overlap` and

@@ -1,4 +1,4 @@
-"""Allocates what a call returns, and launches its kernels: in Python, what `upstream/known.c` does in C."""
+"""Allocates what a call returns, and launches its kernels: in Python, what `upstream/native.c` does in C."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Find and launch known calls of every family, by a table of the family's rows.
 
-`Lookup` is the loop in Python. `upstream/known.c` walks the same table, where it can be had: see `native`.
+`Lookup` is the loop in Python. `upstream/native.c` walks the same table, where it can be had: see `native`.
 """
 
 from __future__ import annotations

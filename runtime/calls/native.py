@@ -1,14 +1,12 @@
-"""Look-ups of known calls, one for each function and each family: in C where that can be had, by `upstream/known.c`.
+"""Look-ups of known calls, one for each function and each family: in C where that can be had, by `upstream/native.c`.
 
 C is optional, as the launcher in C is, and switched off with it: `Lookup` of `lookup` does the same in Python.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -42,11 +40,6 @@ from .lookup import Lookup
 from .outputs import LayerNormOutput, NormGradients
 from .overlap import may_write
 from .randomness import settled
-
-logger = logging.getLogger("normforge")
-
-NAME = "normforge_known"
-SOURCE = Path(triton_launcher.__file__).with_name("known.c")
 
 # Records a call: from its operands, its options and what was launched to what the call returns. By look-ups' names.
 Records = Mapping[str, Callable[..., Any]]
@@ -143,22 +136,6 @@ def start() -> None:
 
 
 def makes(*, build: bool) -> Callable[..., Any]:
-    """Return what makes look-ups of tables, in C if that can be had; see `library`."""
-    module = library(build=build)
+    """Return what makes look-ups of tables, in C if that can be had; see `triton_launcher.library`."""
+    module = triton_launcher.library(build=build)
     return Lookup if module is None else partial(_in_c, module.Lookup)
-
-
-def library(*, build: bool) -> Any:
-    """Return `SOURCE` compiled, from Triton's cache or else compiled into it; None where it cannot be had.
-
-    Args:
-        build: whether it may be compiled.
-    """
-    if not settings.native_launcher():
-        return None
-    try:
-        return triton_launcher.load(SOURCE, NAME, build)
-    except Exception as error:
-        # C saves a microsecond or two, and nothing may fail for that.
-        logger.info("known calls are found in Python, and not in C (%s: %s)", type(error).__name__, error)
-        return None

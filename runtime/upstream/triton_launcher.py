@@ -5,9 +5,9 @@ to the same for every launch of a prepared call. Triton's own launcher is called
 private to Triton and changes between releases, so it is used here alone, recognised by its signature, and not used if
 the signature is unknown.
 
-Beside it stands a launcher in C, which takes a launch's values unchanged and prepares the rest once. `launcher.c` is
-compiled once per machine, as Triton compiles its own launcher and into the same cache. The launcher is optional: if it
-cannot be compiled, or does not know a kernel, launches go through Triton's launcher.
+Beside it stands a launcher in C, which takes a launch's values unchanged and prepares the rest once. `native.c`, which
+also finds known calls, is compiled once per machine, as Triton compiles its own launcher and into the same cache. The
+library is optional: if it cannot be compiled, or does not know a kernel, launches go through Triton's launcher.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ _UNKNOWN = (
     "which takes some 15 us longer each time"
 )
 _NOT_NATIVE = "kernels are launched by Triton's launcher, and not by the faster one of normforge (%s)"
+_NOT_BUILT = "known calls are found in Python, and not in C, and kernels are launched by Triton's launcher (%s)"
 
 
 @functools.cache
@@ -164,8 +165,7 @@ def _say_once(level: int, text: str, why: str) -> None:
     logger.log(level, text, why)
 
 
-NAME = "normforge_launcher"
-SOURCE = Path(__file__).with_name("launcher.c")
+NAME = "normforge_native"
 # Triton finds and loads the library before there is a kernel to launch.
 LIBRARY = "libcuda.so.1"
 
@@ -174,7 +174,7 @@ _RELEASES = ("3.6.", "3.7.")
 _KINDS = {"i32": "i", "i64": "l", "fp32": "f"}
 
 _lock = fork_safe(threading.Lock())
-# The compiled `launcher.c`; False if it cannot be had.
+# The compiled `native.c`; False if it cannot be had.
 _module: Any = None
 
 
@@ -218,7 +218,7 @@ def prepare(compiled: Any, arguments: Arguments, observed: Launch) -> Launch | N
 
 
 def _driver() -> tuple[int | None, ...]:
-    """Return the addresses of the driver's functions, in the order of `Driver` of launcher.c."""
+    """Return the addresses of the driver's functions, in the order of `Driver` of native.c."""
     names = "LaunchKernelEx", "GetErrorString", "CtxGetCurrent", "DeviceGet", "DevicePrimaryCtxRetain", "CtxSetCurrent"
     # ctypes opens the library once, and closes it never.
     return tuple([ctypes.cast(getattr(ctypes.CDLL(LIBRARY), f"cu{name}"), ctypes.c_void_p).value for name in names])
@@ -262,7 +262,7 @@ def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def library(*, build: bool) -> Any:
-    """Return the compiled `launcher.c`, from Triton's cache or else compiled into it; None if it cannot be had.
+    """Return the compiled `native.c`, from Triton's cache or else compiled into it; None if it cannot be had.
 
     Args:
         build: whether it may be compiled.
@@ -273,43 +273,38 @@ def library(*, build: bool) -> Any:
     with _lock:
         if _module is None:
             try:
-                _module = load(SOURCE, NAME, build)
+                _module = load(build=build)
             except Exception as error:
-                # Without a compiler, for example, each further kernel would fail too.
+                # C saves a microsecond or two, which no failure is worth. Each further try would fail too.
                 _module = False
-                _say_once(logging.INFO, _NOT_NATIVE, f"{type(error).__name__}: {error}")
+                _say_once(logging.INFO, _NOT_BUILT, f"{type(error).__name__}: {error}")
         return _module or None
 
 
-def load(path: Path, name: str, build: bool) -> Any:
-    """Return an extension module in C, from Triton's cache or compiled into it; None if compiling is not allowed.
-
-    Args:
-        path: its source, whose text Triton's cache knows it by.
-        name: the module's.
-        build: whether it may be compiled.
-    """
+def load(*, build: bool) -> Any:
+    """Return the compiled `native.c`; None if it is not in Triton's cache and compiling is not allowed."""
     from triton.backends.nvidia import driver
     from triton.runtime.build import compile_module_from_src
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _NotServedError("it takes Python's lock")
-    source = path.read_text()
-    kept = _kept(source, name)
+    # Triton's cache knows the library by its source.
+    source = Path(__file__).with_name("native.c").read_text()
+    kept = _kept(source)
     if kept is None and not build:
         return None
     # Triton loads any file in its cache, whoever wrote the file.
     why = None if kept is None else settings.why_open(kept, owned=3)
     if why is not None:
         raise _NotServedError(f"{why}, and Triton's cache has machine code there")
-    return compile_module_from_src(source, name, include_dirs=[str(Path(driver.__file__).parent / "include")])
+    return compile_module_from_src(source, NAME, include_dirs=[str(Path(driver.__file__).parent / "include")])
 
 
-def _kept(source: str, name: str) -> Path | None:
+def _kept(source: str) -> Path | None:
     """Return the file of Triton's cache under the key that Triton gives the source; None if there is no such file."""
     from triton.runtime.build import platform_key
     from triton.runtime.cache import get_cache_manager
 
     key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-    path = get_cache_manager(key).get_file(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    path = get_cache_manager(key).get_file(f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}")
     return None if path is None else Path(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
-from normforge.calls import native
 from normforge.errors import CompileError, ConflictError, DeviceError
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
@@ -67,10 +64,9 @@ def test_warmup_obtains_every_key_once(
 
 
 @pytest.mark.usefixtures("obtained")
-@pytest.mark.parametrize("module", [triton_launcher, native], ids=["the launcher", "known calls"])
-def test_warmup_builds_what_is_in_c_though_frozen(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_builds_what_is_in_c_though_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(module, "library", lambda *, build: asked.append(build))
+    monkeypatch.setattr(triton_launcher, "library", lambda *, build: asked.append(build))
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     normforge.warmup([64], ["ln_fwd_bf16"], progress=False)
     assert asked == [True]

@@ -70,7 +70,7 @@ def test_without_a_compiler_the_report_asks_for_one(
     from normforge.tools import doctor
     from normforge.upstream import triton_launcher
 
-    def load(*_: Any) -> None:
+    def load(**_: Any) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(triton_launcher, "load", load)

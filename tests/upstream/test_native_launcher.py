@@ -411,7 +411,7 @@ def test_a_frozen_process_takes_what_is_kept_and_compiles_nothing(
     assert not caplog.records
     # As warm-up does, whatever is frozen.
     assert triton_launcher.library(build=True) is not None
-    assert list(tmp_path.rglob("normforge_launcher*.so"))
+    assert list(tmp_path.rglob("normforge_native*.so"))
     monkeypatch.setattr(triton_launcher, "_module", None)
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert prepare() is not None
@@ -425,7 +425,7 @@ def test_what_everybody_could_have_compiled_is_not_loaded(
     cache = tmp_path / "cache"
     monkeypatch.setattr(triton.knobs.cache, "dir", str(cache))
     assert triton_launcher.library(build=True) is not None
-    (built,) = cache.rglob("normforge_launcher*.so")
+    (built,) = cache.rglob("normforge_native*.so")
     for path in (built, *built.parents[:2]):
         mode = path.stat().st_mode
         path.chmod(0o777)
