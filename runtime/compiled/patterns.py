@@ -1,8 +1,9 @@
 """The table of patterns: what stands beside an operator of ours, and how the operator computes it too.
 
-Forward, a norm adds the residual or the bias that is added before it, and casts y. An addition joins where both
-operands lie in memory anyway. A tensor that Inductor computes in the addition's own kernel, dropout's or an
-activation's say, would have to be written first, and read again: that moves as many bytes as is saved, or more.
+Forward, a norm adds the residual or the bias that is added before it, or the residual behind it, and casts y. An
+addition joins where its operands lie in memory anyway. A tensor that Inductor computes in the addition's own kernel,
+dropout's or an activation's say, would have to be written first, and read again: that moves as many bytes as is saved,
+or more.
 Backward, a norm reads dy in 16 bits, adds a residual's gradient to dx, and sums dx over rows.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -93,13 +95,13 @@ def _sum(norm: Operator) -> Iterator[Match]:
     dtype, mode = value(total).dtype, norm.call.mode
     is_near = is_walkable(value(total), contiguous=True) and all(map(is_light, between(total, norm.node)))
     # A reshape of the results would lose the groups of scales.
-    if dtype not in FLOATS or mode.x_bias or mode.fadd.adds or (chain and mode.serves) or not is_near:
+    if dtype not in FLOATS or mode.x_bias or (chain and mode.serves) or not is_near:
         return
     stores = not has_one_user([total, *chain])
     # A family without the word always returns the sum.
     words = {"fadd": "pre_add_store" if stores else "pre_add"} if "fadd" in norm.args else {}
     options = [] if stores else [*_biased(total)]
-    for each, other in row_addends(total):
+    for each, other in [] if mode.fadd.adds else row_addends(total):
         x, residual = widened_from(each), other if stores else widened_from(other)
         # The sum is returned in the residual's dtype.
         if not stores or value(other).dtype is dtype:
@@ -131,55 +133,68 @@ def _narrow_dy(norm: Operator) -> Iterator[Match]:
         yield Match(norm, {"dy": narrow}, norm.node)
 
 
-def _gradient(total: Node) -> Iterator[Match]:
-    """Match the addition of another gradient to dx."""
-    rows = [(norm, dx, other) for dx, other in row_addends(total) if (norm := _that_computes(dx)) is not None]
-    # The later of two that could: what it adds is the earlier one's dx.
-    for last, dx, other in sorted(rows, key=lambda row: row[0].node, reverse=True):
+def _addition(result: str, total: Node) -> Iterator[Match]:
+    """Match the addition of a residual to y, or of another gradient to dx; `result` is the name of y or dx.
+
+    The operator rounds the sum alone. Of two sums beside a norm, the sum behind the norm is joined. The norm then moves
+    three tensors: x, the residual and the sum. Joined with the sum before, the norm moves three or four, and the sum
+    behind two or three. A norm behind the sum reads one tensor in place of two, so no order moves less.
+    """
+    pairs = [(widened_from(each), widened_from(other)) for each, other in row_addends(total)]
+    rows = [(norm, each, other) for each, other in pairs if (norm := _that_computes(result, each)) is not None]
+    # The later of two that could: what it adds is the result of the earlier one.
+    for last, each, other in sorted(rows, key=lambda row: row[0].node, reverse=True):
         first = _first_of(last)
-        if first is None or is_written(last.results["dx"], other, total):
+        if first is None or is_written(last.results[result], other, total):
             continue
         dtype, x = value(total).dtype, first.args["x"]
-        dtypes = {value(other).dtype, first.call.dtype_of("dx"), last.call.dtype_of("dx")}
+        dtypes = {value(other).dtype, first.call.dtype_of(result), last.call.dtype_of(result)}
         # A chain of operators must round each intermediate dx to the dtype of the sum.
-        if not {dtype, value(other).dtype} <= set(FLOATS) or (first.node is not last.node and dtypes != {dtype}):
+        if not {dtype, *dtypes} <= set(FLOATS) or (first.node is not last.node and dtypes != {dtype}):
             continue
         of_one_shape = all_equal(value(other).shape, value(x).shape)
         waits = other > first.node
-        readers = [user for result in first.results.values() for user in result.users]
-        may_wait = min(readers) >= total and all(map(is_light, between(first.node, total)))
+        # A reshape or a widening of the result reads the result before the sum does.
+        readers = [user for node in first.results.values() for user in node.users]
+        may_wait = first.node is last.node and min(readers) >= total and all(map(is_light, between(first.node, total)))
         if (
             not is_walkable(value(other), contiguous=not of_one_shape)
-            or (waits and not (first.node is last.node and of_one_shape and may_wait))
+            or (waits and not may_wait)
             or any(map(writes, between(first.node, total)))
+            or (result == "y" and not is_in_memory(other, total))
         ):
             continue
         if not of_one_shape:
             other = reshape(first.node, other, sizes_of(first.node, x), value(x))
-        args = {"dresidual_out": other, "dx_dtype": dtype}
-        yield Match(first, args, total if waits else first.node, [(total, dx)])
+        args = {"residual": other, "fadd": "post_add", "out_dtype": dtype}
+        if result == "dx":
+            args = {"dresidual_out": other, "dx_dtype": dtype}
+        yield Match(first, args, total if waits else first.node, [(total, each)])
 
 
-def _that_computes(node: Node) -> Operator | None:
-    """Return the backward operator whose dx, possibly reshaped, a node is, if dx is read once."""
-    dx, chain = without_reshapes(node)
-    return _of_dx(dx) if has_one_user([dx, *chain]) else None
+def _that_computes(result: str, node: Node) -> Operator | None:
+    """Return the operator whose result, y or dx, a node is, possibly reshaped, if the result is read once."""
+    node, chain = without_reshapes(node)
+    return _of(result, node) if has_one_user([node, *chain]) else None
 
 
-def _of_dx(node: Node) -> Operator | None:
-    """Return the backward operator whose dx a node is, if no other result is computed from dx."""
+# With these operands, another result would change with the sum, or the operator has added a residual already.
+_IN_THE_WAY = {"y": ("residual",), "dx": ("x_bias", "dropout_rng", "gate")}
+
+
+def _of(result: str, node: Node) -> Operator | None:
+    """Return the operator whose result a node is, if no operand is in the way of a sum."""
     norm = read(node.args[0]) if node.target is operator.getitem else None
-    if norm is None or norm.results.get("dx") is not node:
+    if norm is None or norm.results.get(result) is not node:
         return None
-    # dx_bias would be the sum of what is added to dx, too, and ddropped and dgated would have it.
-    return None if any(getattr(norm.call.mode, axis) for axis in ("x_bias", "dropout", "x_gate")) else norm
+    return None if any(norm.args.get(name) is not None for name in _IN_THE_WAY[result]) else norm
 
 
 def _first_of(last: Operator) -> Operator | None:
     """Return the first of a chain of operators that each add the previous dx, if the first adds nothing."""
     first: Operator | None = last
     while first is not None and first.args.get("dresidual_out") is not None:
-        first = _that_computes(first.args["dresidual_out"])
+        first = _that_computes("dx", first.args["dresidual_out"])
     return first
 
 
@@ -193,7 +208,7 @@ def _column_sum(node: Node) -> Iterator[Match]:
     if rank < 2 or sorted(dim % rank for dim in args[1] or ()) != [*range(rank - 1)]:
         return
     dx, passed = without_reshapes(args[0], CONVERT)
-    norm = _of_dx(dx)
+    norm = _of("dx", dx)
     if norm is None or not isinstance(norm.call.n, int) or not all_equal(value(args[0]).shape[-1:], [norm.call.n]):
         return
     if not is_written(dx) and {value(each).dtype for each in (node, *passed)} <= set(FLOATS):
@@ -227,9 +242,10 @@ class Pattern(NamedTuple):
 # In the order in which graphs are searched for them.
 PATTERNS = (
     Pattern("join_cast", Direction.FORWARD, _casts),
+    Pattern("join_post_add", ADD, partial(_addition, "y")),
     Pattern("join_sum", Direction.FORWARD, _sum),
     Pattern("join_widening", Direction.BACKWARD, _narrow_dy),
-    Pattern("join_gradient", ADD, _gradient),
+    Pattern("join_gradient", ADD, partial(_addition, "dx")),
     Pattern("join_column_sum", SUM, _column_sum),
 )
 

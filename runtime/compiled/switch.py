@@ -19,8 +19,9 @@ _said = False
 class compile_passes:
     """Have torch.compile join normforge's operators with what stands beside them in a graph, or not.
 
-    A residual's addition before a norm becomes part of its kernel, whose sum replaces the addition's for all readers;
-    backward the residual's gradient is added where dx is computed; a cast of y, and a bias on x, join as well.
+    A residual's addition before a norm becomes part of its kernel, whose sum replaces the addition's for all readers,
+    and so does an addition to y, which is then not rounded by itself; backward the residual's gradient is added where
+    dx is computed; a cast of y, and a bias on x, join as well.
 
     Called, it holds for the whole process from then on. In a `with` it holds until that ends. It decides about graphs
     that are compiled from then on, with the backend "inductor"; what was compiled before stays what it was. Passes

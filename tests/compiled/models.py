@@ -30,6 +30,16 @@ class Stack(torch.nn.Sequential):
         super().__init__(Block(), Block(), normforge.LayerNorm(WIDTH))
 
 
+class PostNorm(Block):
+    """A block that normalises what its branch returns too, as Gemma 2's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, behind = self.norms
+        for branch in self.branches:
+            x = x + behind(branch(before(x)))
+        return x
+
+
 def gradients(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     """The gradients of a loss that no norm leaves constant, by x and the parameters."""
     weight = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)

@@ -192,6 +192,54 @@ CASTS = {
 }
 
 
+def behind(p: Parameters, x: Any, residual: Any) -> Any:
+    return residual + norm(x, p.weight)
+
+
+def with_statistics(p: Parameters, x: Any, residual: Any) -> Any:
+    out = normforge.layernorm2d_fwd(x, p.weight, p.bias, save_mv=True)
+    return out.y.view(residual.shape) + residual, out.mean, out.rstd
+
+
+def written_behind(p: Parameters, x: Any, residual: Any) -> Any:
+    total = norm(x) + residual
+    residual.mul_(2)
+    return total
+
+
+# A residual added behind a norm.
+BEHIND = {
+    "residual + y": Case(behind, alike(2)),
+    "x again": Case(lambda p, x: norm(x) + x, alike(1)),
+    "a residual of fp32": Case(behind, [half(), rows()]),
+    "a residual of 16 bits": Case(behind, [rows(), half()]),
+    "y that is widened first": Case(lambda p, x, r: norm(x).float() + r, [half(), rows()]),
+    "two that are widened first": Case(lambda p, x, r: norm(x).float() + r.float(), [half(), half()]),
+    "rounded before the weight": Case(lambda p, x, r: norm(x, p.weight, cast="before_weight") + r, [half(), half()]),
+    "beside statistics": Case(with_statistics, [rows(4, N), rows(4, N)]),
+    "in another shape": Case(with_statistics, [rows(4, N), rows(2, 2, N)]),
+    "rows that lie apart": Case(lambda p, x, r: norm(x) + r[:, :N], [rows(), rows(M, 3 * N)]),
+    "of a bias of x": Case(lambda p, x, r: norm(x, x_bias=p.bias) + r, alike(2)),
+    "of two norms": Case(lambda p, x, r: norm(x) + norm(r, p.weight), alike(2)),
+    "a residual that another kernel reads": Case(lambda p, x, r: norm(h := torch.relu(r) @ x) + h, [rows(N, N)] * 2),
+    # The sum behind a norm goes first.
+    "a norm of the sum": Case(lambda p, x, r: (s := behind(p, x, r), norm(s, p.bias)), alike(2)),
+    "a sum before the norm": Case(lambda p, x, r, other: (s := x + r, behind(p, s, other)), alike(3), 1, 1),
+    "y that is returned": Case(lambda p, x, r: ((y := norm(x)) + r, y), alike(2), 0),
+    "a residual of the sum's own kernel": Case(lambda p, x, r: norm(x) + torch.relu(r), alike(2), 0),
+    "a residual that is written to": Case(written_behind, alike(2), 0),
+    "another rounding before the weight": Case(
+        lambda p, x, r: norm(x, p.weight, cast="before_weight", out_dtype=torch.float16) + r, [half(), rows()], 0
+    ),
+    "what is quantised": Case(lambda p, x, r: quantised(x, p)[0] + r, alike(2), 0),
+    "what is added to a residual already": Case(
+        lambda p, x, r, other: norm(x, residual=r, fadd="pre_add") + other, alike(3), 0
+    ),
+    "an L2 norm": Case(lambda p, x, r: normforge.l2norm2d_fwd(x).y + r, alike(2), 0),
+    "a modulated norm": Case(lambda p, x, r: modulated(p, x) + r, alike(2), 0),
+}
+
+
 def gradients(p: Parameters, dy: Any, x: Any, *wants: str, **options: Any) -> list[Any]:
     """The gradients of an RMSNorm that are asked for."""
     found = normforge.rmsnorm2d_bwd(dy, x, p.weight, rstd=p.rstd, wants=wants, **options)
@@ -354,6 +402,7 @@ WIDENINGS = {
 RULES: dict[str, tuple[dict[str, Case], float, float]] = {
     "join_sum": (SUMS, 1e-5, 1e-5),
     "join_cast": (CASTS, 0, 0),
+    "join_post_add": (BEHIND, 1e-5, 1e-2),
     "join_gradient": (GRADIENTS, 1e-5, 1e-2),
     "join_column_sum": (OVER_ROWS, 1e-5, 1e-2),
     "join_widening": (WIDENINGS, 0, 0),
@@ -383,3 +432,28 @@ def test_what_a_rule_joins(rule: str, name: str) -> None:
     # One row of zeros for all.
     assert function.count("aten.full") == bool(sums)
     assert not (sums and function.count("aten.sum"))
+
+
+def test_a_bias_before_a_norm_and_a_residual_behind_join() -> None:
+    operands = [rows(), rows(N), rows()]
+
+    def call(x: Any, bias: Any, residual: Any) -> Any:
+        return residual + norm(x + bias)
+
+    function = Traced(call, *operands)
+    torch.testing.assert_close(function(*operands), call(*operands), rtol=1e-5, atol=1e-5)
+    assert (function.applied["join_post_add"], function.applied["join_sum"], function.count(ADD)) == (1, 1, 0)
+
+
+def test_a_sum_behind_a_norm_is_rounded_once() -> None:
+    """To the nearest of 16 bits, where a norm that is rounded, and then a sum, are off in some places."""
+    x = torch.linspace(-1, 2, M * N, dtype=HALF).view(M, N)
+    residual = x.flip(1) * 0.7
+
+    def call(x: Any, residual: Any) -> Any:
+        return residual + norm(x, eps=0.0)
+
+    wide = x.double()
+    exact = (residual + wide / wide.square().mean(-1, keepdim=True).sqrt()).to(HALF)
+    assert torch.equal(Traced(call, x, residual)(x, residual), exact)
+    assert not torch.equal(call(x, residual), exact)

@@ -15,7 +15,7 @@ from normforge.compiled import rules
 from ..calling import each_device
 from ..thorough import THOROUGH
 from .graphs import ADD, Compiled
-from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, Stack, T5LayerNorm, gradients
+from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, PostNorm, Stack, T5LayerNorm, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -110,6 +110,8 @@ MODELS: list[tuple[Callable[[], torch.nn.Module], dict[str, Any], tuple[int, ...
         [{"join_sum": 1}, {"join_sum": 1}, {"join_gradient": 2}, {"join_gradient": 2}],
     ),
     (BehindASum, {}, (2,), [{"join_sum": 2}, {"join_gradient": 2}]),
+    # No sum is left for the norms behind.
+    (PostNorm, {"dynamic": True}, (2, 5), [{"join_post_add": 2}, {"join_gradient": 2}]),
 ]
 
 

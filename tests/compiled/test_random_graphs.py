@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -98,13 +99,13 @@ def _cast_of_a_norm(choose: Choose, pool: Pool) -> None:
     pool.append(choose((y, y.view(1, M, N))).to(choose(DTYPES)).view(M, N))
 
 
-def _sum_of_gradients(choose: Choose, pool: Pool) -> None:
-    _backward(choose, pool)
-    gradient = pool.pop()
+def _sum_with(compute: Step, choose: Choose, pool: Pool) -> None:
+    compute(choose, pool)
+    result = pool.pop()
     if choose((True, False, False)):
         STEPS[choose(list(STEPS))](choose, pool)
-    other = choose([each for each in pool if each.numel() == gradient.numel()])
-    pool.append(choose((gradient, gradient.view(other.shape))) + other)
+    other = choose([each for each in pool if each.numel() == result.numel()])
+    pool.append(result.view(other.shape) + other)
 
 
 def _over_rows(choose: Choose, pool: Pool) -> None:
@@ -139,7 +140,8 @@ STEPS: dict[str, Step] = {
 JOINED: dict[str, Step] = {
     "norm of a sum": _norm_of_a_sum,
     "cast of a norm": _cast_of_a_norm,
-    "sum of gradients": _sum_of_gradients,
+    "sum of gradients": partial(_sum_with, _backward),
+    "sum behind a norm": partial(_sum_with, _norm),
     "over rows": _over_rows,
 }
 STEPS |= JOINED
