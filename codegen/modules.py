@@ -149,10 +149,27 @@ def _adding(norm: Norm) -> Module:
     return replace(
         _plain(norm, ("self._drop(dropout_p)",), _DROPOUT_P),
         name=f"Add{title}",
-        bases=f"PlainNorm, torch.nn.{title}",
         summary=f"A residual add and {title} in one kernel: `add_{norm.row.function}` with parameters as `{title}`'s.",
         raises=(f"{_RAISES}; or dropout_p is outside [0, 1).",),
         forward="adding",
+    )
+
+
+def _added(norm: Norm) -> Module:
+    title, plain = norm.row.title, _plain(norm, ())
+    return replace(
+        plain,
+        name=f"{title}Add",
+        summary=f"{title} and its addition to a residual in one kernel: `{norm.row.function}_add` with parameters as "
+        f"`{title}`'s.",
+        details=f"{plain.details} The sum is rounded once, to the dtype of the residual. x and the residual are fp16, "
+        "bf16, fp32 or fp64, alike or not.",
+        raises=(
+            *plain.raises,
+            "ShapeError: in a call, x does not end in normalized_shape, or the residual has another shape than x.",
+            "DTypeError: in a call, x or the residual is no tensor of these dtypes.",
+        ),
+        forward="added",
     )
 
 
@@ -167,6 +184,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native
 from ..codegen.values import Cast
+from . import post_add
 from .plain_bases import PlainNorm
 from .plain_calls import normalise_cast_before_weight, normalise_first
 from .replaced import own
@@ -176,6 +194,8 @@ from .replaced import own
         _plain(Norm.RMS, ("self.cast_before_weight = cast_before_weight",), _CAST_BEFORE_WEIGHT),
         _adding(Norm.LAYER),
         _adding(Norm.RMS),
+        _added(Norm.LAYER),
+        _added(Norm.RMS),
     ),
 )
 

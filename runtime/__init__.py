@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     from .families.plain_modules import AddLayerNorm as AddLayerNorm
     from .families.plain_modules import AddRMSNorm as AddRMSNorm
     from .families.plain_modules import LayerNorm as LayerNorm
+    from .families.plain_modules import LayerNormAdd as LayerNormAdd
     from .families.plain_modules import RMSNorm as RMSNorm
+    from .families.plain_modules import RMSNormAdd as RMSNormAdd
     from .families.public import gated_layernorm2d_fwd as gated_layernorm2d_fwd
     from .families.public import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
     from .families.public import l2norm2d_bwd as l2norm2d_bwd

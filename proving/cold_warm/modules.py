@@ -68,6 +68,8 @@ MODULES: Mapping[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "RMSNorm": (lambda: normforge.RMSNorm(WIDTH), 1),
     "AddLayerNorm": (lambda: normforge.AddLayerNorm(WIDTH), 2),
     "AddRMSNorm": (lambda: normforge.AddRMSNorm(WIDTH), 2),
+    "LayerNormAdd": (lambda: normforge.LayerNormAdd(WIDTH), 2),
+    "RMSNormAdd": (lambda: normforge.RMSNormAdd(WIDTH), 2),
     "GatedLayerNorm": (lambda: normforge.GatedLayerNorm(WIDTH), 2),
     "GatedRMSNorm": (lambda: normforge.GatedRMSNorm(WIDTH), 2),
     "GroupNorm": (lambda: normforge.GroupNorm(2, 8), 1),

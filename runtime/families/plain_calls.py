@@ -244,13 +244,14 @@ def by_parts(
     return frame.whole(Kind.ROWS, result)
 
 
-def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
+def normalise_family(calls: FamilyCalls, operands: Any, options: Any, shape: Sequence[int] | None = None) -> Any:
     """Check and run a call of one of the other families that no look-up knows, and return its outputs.
 
     Args:
         calls: the family's row.
         operands: the tensors.
         options: the norm's word and the other arguments, numbers as they were passed.
+        shape: x's last dimensions, normalised together by calls that return y alone; None is the last one.
     """
     x = operands[0]
     check_tensor("x", x)
@@ -258,7 +259,11 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any) -> Any:
     left = left_to_torch(operands)
     with unrecorded():
         args = road.named(calls, operands, options)
-        check_normalised(calls.functions[options[0]], args, x.shape[-1:], kernel=kernel and not left)
+        shape = x.shape[-1:] if shape is None else shape
+        shape = check_normalised(calls.functions[options[0]], args, shape, kernel=kernel and not left)
+    if len(shape) > 1:
+        rows = tuple([None if each is None else each.flatten(-len(shape)) for each in operands])
+        return normalise_family(calls, rows, options).view(x.shape)
     numbers = ("eps", "weight_offset")
     pairs = zip(calls.options, options[1:], strict=True)
     floats = (options[0], *[float(value) if name in numbers else value for name, value in pairs])

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native
 from ..codegen.values import Cast
+from . import post_add
 from .plain_bases import PlainNorm
 from .plain_calls import normalise_cast_before_weight, normalise_first
 from .replaced import own
@@ -241,6 +242,118 @@ class AddRMSNorm(PlainNorm, torch.nn.RMSNorm):
             operands = (x, own(self, "weight"), None, residual, x_bias)
         options = ("rms", self.eps, self.weight_offset, None, self.cast)
         return self._add(operands, options)
+
+
+class LayerNormAdd(PlainNorm, torch.nn.LayerNorm):
+    """LayerNorm and its addition to a residual in one kernel: `layer_norm_add` with parameters as `LayerNorm`'s.
+
+    The constructor, parameters and state_dict are torch's, but for options that are off by default. The sum is rounded
+    once, to the dtype of the residual. x and the residual are fp16, bf16, fp32 or fp64, alike or not.
+
+    Args:
+        normalized_shape: the input's last dimensions, or the last one.
+        eps: added to the variance.
+        elementwise_affine: True adds a weight.
+        bias: True adds a bias, if there is a weight.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32; the weight starts as 1 - weight_offset.
+        x_bias: True adds a parameter x_bias of shape normalized_shape, zeros at first, which is added to the input
+            before anything else: the bias of the preceding linear layer, if that layer has no bias.
+
+    Raises:
+        ConflictError: cast is no such word, or there is a weight_offset and no weight.
+        ShapeError: in a call, x does not end in normalized_shape, or the residual has another shape than x.
+        DTypeError: in a call, x or the residual is no tensor of these dtypes.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._take(cast, weight_offset, x_bias, device, dtype)
+
+    # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Return residual + the norm of x, in residual's dtype; all three are (..., *normalized_shape)."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (x, self.weight, self.bias, residual, x_bias)
+        else:
+            operands = (x, own(self, "weight"), own(self, "bias"), residual, x_bias)
+        options = ("layer", self.eps, self.weight_offset, None, self.cast, "post_add", None)
+        total: torch.Tensor = post_add.normalise(operands, options, self.normalized_shape)
+        return total
+
+
+class RMSNormAdd(PlainNorm, torch.nn.RMSNorm):
+    """RMSNorm and its addition to a residual in one kernel: `rms_norm_add` with parameters as `RMSNorm`'s.
+
+    The constructor, parameters and state_dict are torch's, but for options that are off by default. The sum is rounded
+    once, to the dtype of the residual. x and the residual are fp16, bf16, fp32 or fp64, alike or not.
+
+    Args:
+        normalized_shape: the input's last dimensions, or the last one.
+        eps: added to the mean square; None is torch.finfo(torch.float32).eps.
+        elementwise_affine: True adds a weight.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        weight_offset: added to every weight, in fp32 and in the kernel; the weight starts as 1 - weight_offset.
+        x_bias: True adds a parameter x_bias of shape normalized_shape, zeros at first, which is added to the input
+            before anything else: the bias of the preceding linear layer, if that layer has no bias.
+
+    Raises:
+        ConflictError: cast is no such word, or there is a weight_offset and no weight.
+        ShapeError: in a call, x does not end in normalized_shape, or the residual has another shape than x.
+        DTypeError: in a call, x or the residual is no tensor of these dtypes.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._take(cast, weight_offset, x_bias, device, dtype)
+
+    # It is a torch.nn.RMSNorm so that what goes by that type (initialisation, weight decay) finds it.
+    def forward(  # type: ignore[override]  # takes a residual, unlike torch's forward
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """Return residual + the norm of x, in residual's dtype; all three are (..., *normalized_shape)."""
+        x_bias = self.x_bias if self._has_x_bias else None
+        if is_dynamo_compiling():
+            operands = (x, self.weight, None, residual, x_bias)
+        else:
+            operands = (x, own(self, "weight"), None, residual, x_bias)
+        options = ("rms", self.eps, self.weight_offset, None, self.cast, "post_add", None)
+        total: torch.Tensor = post_add.normalise(operands, options, self.normalized_shape)
+        return total
 
 
 class UpcastLayerNorm(LayerNorm):

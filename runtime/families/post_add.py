@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from ..calls import native, road
 from ..calls.argument_checks import check_tensor
@@ -60,18 +61,20 @@ CALLS = calls_of(
 )
 
 
-def normalise(operands: Operands, options: Any) -> Any:
-    """Run a call of a public function, and return y in residual's dtype."""
+def normalise(operands: Operands, options: Any, *shape: Sequence[int]) -> Any:
+    """Run a call of a public function, or of a module with its normalized_shape; return y in residual's dtype."""
     norm, eps, weight_offset, _, cast, fadd, saves = options
     residual = operands[3]
     eps = DEFAULT_EPS if eps is None else eps
-    options = (norm, eps, weight_offset, getattr(residual, "dtype", None), cast, fadd, saves)
-    result = None if is_dynamo_compiling() else native.calls.added.normalise(operands, options)
+    given = (norm, eps, weight_offset, getattr(residual, "dtype", None), cast, fadd, saves)
+    result = None if is_dynamo_compiling() else native.calls.added.normalise(operands, given, *shape)
     if result is not None:
         return result
     if is_handed_on(operands):
-        return handed_on(f"{norm}_norm_add", operands, road.named(CALLS, operands, options), positional=2)
+        if shape:
+            return handle_torch_function(normalise, operands, operands, options, *shape)
+        return handed_on(f"{norm}_norm_add", operands, road.named(CALLS, operands, given), positional=2)
     check_tensor("residual", residual)
     if norm == "layer" and weight_offset != 0.0:
-        return normalise(*with_offset(operands, options))
-    return normalise_family(CALLS, operands, options)
+        return normalise(*with_offset(operands, given), *shape)
+    return normalise_family(CALLS, operands, given, *shape)

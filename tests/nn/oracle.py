@@ -26,10 +26,11 @@ each_function = pytest.mark.parametrize("norm", FUNCTIONS)
 
 
 def plain(norm: str, *, x_bias: bool = False, **at: Any) -> Case:
-    """Return the case of a function of FUNCTIONS; a residual has x's dtype unless `at` has another."""
-    without = (*(() if norm.startswith("add") else ("residual",)), *(() if x_bias else ("x_bias",)))
+    """Return the case of a function; a residual has x's dtype unless `at` has another."""
+    without = (*(() if "add" in norm else ("residual",)), *(() if x_bias else ("x_bias",)))
     at = {"residual": at.get("dtype", torch.float32), **at}
-    (case,) = cases("plain", vary=(), norm=norm.removeprefix("add_"), without=without, **at)
+    family = "added" if norm.endswith("_add") else "plain"
+    (case,) = cases(family, vary=(), norm=norm.replace("add_", "").removesuffix("_add"), without=without, **at)
     return case
 
 

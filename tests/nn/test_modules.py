@@ -28,8 +28,15 @@ ADDING: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.RMSNorm: normforge.AddRMSNorm,
 }
 
+ADDED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LayerNorm: normforge.LayerNormAdd,
+    torch.nn.RMSNorm: normforge.RMSNormAdd,
+}
+
 each_pair = pytest.mark.parametrize(("theirs", "ours"), PAIRS.items(), ids=["LayerNorm", "RMSNorm"])
-every_pair = pytest.mark.parametrize(("theirs", "ours"), [*PAIRS.items(), *ADDING.items()], ids=lambda c: c.__name__)
+every_pair = pytest.mark.parametrize(
+    ("theirs", "ours"), [*PAIRS.items(), *ADDING.items(), *ADDED.items()], ids=lambda c: c.__name__
+)
 
 FLAGS: list[dict[str, Any]] = [
     {},

@@ -42,8 +42,8 @@ def tensors(norm: str, dtype: torch.dtype, device: str = "cpu", shape: tuple[int
 
 
 def call(norm: str, given: Tensors, **options: Any) -> tuple[torch.Tensor, ...]:
-    rest = {} if norm.startswith("add") else {"normalized_shape": (N,)}
-    return pieces(FUNCTIONS[norm](**given, **rest, eps=EPS, **options))
+    rest = {} if "add" in norm else {"normalized_shape": (N,)}
+    return pieces(case_of(norm).function(**given, **rest, eps=EPS, **options))
 
 
 def exact(norm: str, given: Tensors, weight_offset: float) -> tuple[Tensors, tuple[torch.Tensor, ...]]:
@@ -132,7 +132,12 @@ MODULES: dict[str, type[torch.nn.Module]] = {
     "rms": normforge.RMSNorm,
     "add_layer": normforge.AddLayerNorm,
     "add_rms": normforge.AddRMSNorm,
+    "layer_add": normforge.LayerNormAdd,
+    "rms_add": normforge.RMSNormAdd,
 }
+each_module = pytest.mark.parametrize(
+    "norm", [pytest.param(name, marks=THOROUGH if name in ("rms", "add_layer") else []) for name in MODULES]
+)
 
 
 def module_of(norm: str, **options: Any) -> Any:
@@ -143,7 +148,7 @@ def module_call(module: Any, given: Tensors) -> tuple[torch.Tensor, ...]:
     return pieces(module(*(given[name] for name in ("x", "residual") if name in given)))
 
 
-@each_function
+@each_module
 def test_a_module_is_its_function_with_parameters_of_its_own(norm: str) -> None:
     module = module_of(norm, weight_offset=1.0, x_bias=True, dtype=torch.float32)
     given = {name: tensor for name, tensor in tensors(norm, torch.float32).items() if name in ("x", "residual")}
@@ -170,7 +175,7 @@ def test_a_module_is_its_function_with_parameters_of_its_own(norm: str) -> None:
     assert all(map(torch.equal, module_call(module, given), plain))
 
 
-@each_function
+@each_module
 def test_options_are_shown_and_may_be_changed(norm: str) -> None:
     shown = str(module_of(norm, cast="before_weight", weight_offset=1.0, x_bias=True))
     assert ", cast=before_weight, weight_offset=1.0, x_bias=True" in shown

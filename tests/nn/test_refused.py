@@ -16,7 +16,7 @@ from normforge.selection import dispatch
 
 from .oracle import FUNCTIONS
 
-MODULES = (normforge.LayerNorm, normforge.RMSNorm)
+MODULES = (normforge.LayerNorm, normforge.RMSNorm, normforge.LayerNormAdd, normforge.RMSNormAdd)
 ADDING = (normforge.AddLayerNorm, normforge.AddRMSNorm)
 X, IMAGES, VECTOR = torch.randn(3, 40), torch.randn(2, 8, 3, 3), torch.randn(40)
 ROWS, SAMPLES = torch.randn(2, 3, 8), dict.fromkeys(("scale", "shift", "gate"), torch.randn(8))
@@ -36,6 +36,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "group module": (normforge.GroupNorm, {"num_groups": 2, "num_channels": 8}),
     "module's call": (normforge.RMSNorm(40), {"x": X}),
     "adding module's call": (normforge.AddRMSNorm(40), {"x": X, "residual": X}),
+    "added module's call": (
+        normforge.RMSNormAdd((4, 10), elementwise_affine=False),
+        dict.fromkeys(("x", "residual"), X.view(3, 4, 10)),
+    ),
     **{f"{cls.__name__} module": (cls, {"normalized_shape": 40}) for cls in (*MODULES, *ADDING)},
 }
 for norm, function in FUNCTIONS.items():
@@ -86,6 +90,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("group module", {"activation": "relu"}, ConflictError, "activation='relu'"),
     ("module's call", {"x": X[:, :32]}, ShapeError, r"normalized_shape is \(40,\) and x has shape \(3, 32\)"),
     ("adding module's call", {"residual": X[:1]}, ShapeError, r"residual has shape \(1, 40\)"),
+    # Rows of 40 elements were normalised before, as rows of four times ten.
+    ("added module's call", {"x": X, "residual": X + 1}, ShapeError, r"is \(4, 10\) and x has shape \(3, 40\)"),
+    ("added module's call", {"residual": X}, ShapeError, r"residual has shape \(3, 40\)"),
+    ("added module's call", {"residual": None}, DTypeError, "residual is a NoneType"),
     *(
         (f"{cls.__name__} module", bad, ConflictError, says)
         for cls in (*MODULES, *ADDING)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
-from normforge.families import plain_calls
+from normforge.families import plain_calls, post_add
 from proving.cases import operands
 
 from ..calling import each_device, python, same_bits
@@ -231,6 +231,7 @@ def test_a_model_is_scripted_once_it_is_unpatched() -> None:
         (normforge.RMSNorm, normforge.rms_norm),
         (normforge.AddLayerNorm, plain_calls.normalise),
         (normforge.AddRMSNorm, plain_calls.normalise),
+        (normforge.LayerNormAdd, post_add.normalise),
         (partial(normforge.RMSNorm, cast_before_weight=True), plain_calls.normalise_cast_before_weight),
     ],
 )
