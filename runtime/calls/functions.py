@@ -150,6 +150,11 @@ UNCHECKED = _functions((*IN_PARTS, GROUP, GROUP_BWD))
 OPERATORS = FUNCTIONS | _functions((GROUP, GROUP_BWD))
 
 
+# Objects of their own: for one object that is both a constant and an entry of `FUNCTIONS`, TorchDynamo would guard that
+# the two are the same, and guards cannot read the constant.
+_CONSTANTS = {name: function._replace() for name, function in FUNCTIONS.items()}
+
+
 @constant_in_traces
 def function_named(name: str) -> Function:
     """Return a function of `FUNCTIONS`, for the functional API, which compiled models call.
@@ -158,7 +163,7 @@ def function_named(name: str) -> Function:
     guards that `patch` added to GPT-2. The code may read what this returns, but not use it as a key
     or call its methods.
     """
-    return FUNCTIONS[name]
+    return _CONSTANTS[name]
 
 
 def completed(function: str, args: Mapping[str, Any]) -> dict[str, Any]:

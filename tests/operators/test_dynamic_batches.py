@@ -84,3 +84,14 @@ def test_compiled(call: str) -> None:
     for size in SIZES:
         check(compiled, model, torch.randn(size, N))
     torch._dynamo.reset()
+
+
+def test_a_2d_function_behind_the_function_of_its_norm() -> None:
+    """One graph reads the table of functions in both ways: by constants and by guards."""
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return normforge.rms_norm(x, (N,)), normforge.rmsnorm2d_fwd(x, None).y
+
+    x = torch.randn(3, N)
+    for found, expected in zip(torch.compile(both, backend="aot_eager", fullgraph=True)(x), both(x), strict=True):
+        torch.testing.assert_close(found, expected)
