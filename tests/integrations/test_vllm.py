@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from normforge.integrations import serving
@@ -204,24 +203,3 @@ def test_vllms_own_norms_are_served(own: Any, ran: list[str]) -> None:
     ):
         alike((norm(x), *norm(x, residual), layer.forward_cuda(x)), (due[0], *due[1], due[2]))
     assert ran == ["rmsnorm2d_fwd", "rmsnorm2d_fwd", "layernorm2d_fwd"]
-
-
-def test_vllms_own_pass_lowers_to_one_operator(own: Any) -> None:
-    ir = importlib.import_module("vllm.ir")
-    lowering = importlib.import_module("vllm.compilation.passes.ir.lowering_pass")
-    config = importlib.import_module("vllm.config")
-
-    def both(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        return ir.ops.rms_norm(x, weight, EPS), ir.ops.fused_add_rms_norm(x, x, weight, EPS)
-
-    graph = make_fx(both, tracing_mode="fake")(rows(), torch.randn(N).bfloat16()).graph
-    mode = next(node.meta["val"].fake_mode for node in graph.nodes if node.op == "placeholder")
-    with (
-        ir.ops.rms_norm.set_priority(["normforge", "native"]),
-        ir.ops.fused_add_rms_norm.set_priority(["normforge", "native"]),
-        mode,
-        V.set_fake_mode(mode),
-    ):
-        lowering.VllmIRLoweringPass(config.get_current_vllm_config())(graph)
-    called = [str(node.target) for node in graph.nodes if node.op == "call_function" and "getitem" not in str(node)]
-    assert called == ["normforge.rmsnorm2d_fwd.default"] * 2
