@@ -37,11 +37,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_216,
+    "all by hand": 13_209,
     "C": 779,
     "emitted": 1_044,
     "ahead_of_time": 667,
-    "calls": 2_371,
+    "calls": 2_366,
     "families": 2_015,
     "compiled": 544,
     "integrations": 372,
@@ -53,7 +53,7 @@ MOST_CODE_LINES = {
     "parallel": 201,
     "patching": 1_430,
     "reference": 594,
-    "selection": 729,
+    "selection": 727,
     "upstream": 682,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

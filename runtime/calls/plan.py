@@ -18,8 +18,9 @@ import torch
 
 from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software
+from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble
 from ..kernels.gpu import Target, target_of
+from ..kernels.key import pointer_type
 from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
@@ -29,6 +30,8 @@ from .check import Call
 from .outputs import aligned_length, packing, y_shape
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
 from .row_layout import group_stride, row_stride, sample_stride
+
+_BYTES = pointer_type("uint8", aligned=False)
 
 # How many shapes, and M, a plan keeps the launches of.
 _LAYOUTS = 64
@@ -40,14 +43,10 @@ class Prepared(NamedTuple):
     Attributes:
         assembly: their recipes.
         launchers: of each recipe, in order.
-        launches: how each is launched.
-        by_address: whether launches take addresses, and not tensors.
     """
 
     assembly: Assembly
     launchers: tuple[Launcher, ...]
-    launches: tuple[Launch, ...]
-    by_address: bool
 
 
 # How to make a tensor: size, strides and dtype; None for a tensor that is not asked for.
@@ -166,21 +165,17 @@ class Plan:
         inputs, results = _dtypes(call)
         self.dtypes = tuple(results.values())
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
-        fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
-        self.as_bytes = [name for name, dtype in fp8.items() if in_software(dtype, self._target)]
-
         dtypes = {row.name: dtype for row, dtype in inputs.items()}
         dtypes |= {row.name: dtype for row, dtype in results.items()}
         self._dtypes, self.saves_mean = dtypes, dtypes.get("mean") is not None
-        if dtypes.get("y_scale") is not None and mode.scale_format.stores_bytes:
-            self.as_bytes.append("y_scale")
         strides, further = _row_strides(call), _scale_strides(family, call)
         self.is_invariant = is_invariant = self.entry.is_invariant
-        self._facts = Facts(
+        self._facts = facts = Facts(
             *(family, mode, n, self._target, dtypes, strides, further, misaligned),
             invariant=is_invariant,
             sizes=self.sizes,
         )
+        self.as_bytes = [row.name for row in family.tensors if str(facts.types.get(row.slot)).startswith(_BYTES)]
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.outs else Extents()
 
     def sized_by(self, at: Callable[[torch.Size], Any]) -> Plan:
@@ -207,11 +202,7 @@ class Plan:
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
         recipes = (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ()))
         launchers = tuple([Launcher(self.entry.load(each.part), each, self._target, on) for each in recipes])
-        launches = [launcher.launch for launcher in launchers if launcher.launch is not None]
-        by_address = len(launches) == len(launchers)
-        if not by_address:
-            launches = [launcher.launch_tensors for launcher in launchers]
-        self._prepared[size] = prepared = Prepared(assembly, launchers, tuple(launches), by_address)
+        self._prepared[size] = prepared = Prepared(assembly, launchers)
         return prepared
 
     def _at(self, shape: torch.Size) -> Sized:
@@ -235,7 +226,9 @@ class Plan:
         if m == 0:
             # For no rows nothing is to be compiled.
             return Layout()
-        assembly, _, launches, by_address = self.prepared(m)
+        assembly, launchers = self.prepared(m)
+        by_address = all(launcher.launch is not None for launcher in launchers)
+        launches: list[Any] = [each.launch if by_address else each.launch_tensors for each in launchers]
         each = assembly.programs(m, parts)
         programs = parts * each
         columns = self.sizes.get("channels", self.n)

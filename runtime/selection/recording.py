@@ -219,11 +219,11 @@ class _Recording:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked = Recorded()
+        # Everything that was asked for, and the part of it that was written.
+        self._asked = self._saved = Recorded()
         # The file's text when this process last read the file, and the text's parsed contents.
         self._text = b""
         self._found = Recorded()
-        self._is_saved = True
         self._lock = fork_safe(threading.Lock())
         with self._writing():
             self._look()
@@ -233,9 +233,8 @@ class _Recording:
     def add(self, recorded: Recorded) -> Recorded:
         """Add to what was asked for, write the file if anything is new, and return the file's whole contents."""
         with self._lock:
-            asked = self._asked | recorded
-            if asked != self._asked or not self._is_saved:
-                self._asked, self._is_saved = asked, False
+            self._asked |= recorded
+            if self._asked != self._saved:
                 self._save()
             return self._found
 
@@ -246,7 +245,7 @@ class _Recording:
             error: the exception that ends the recording, if any; a RecordError is then not raised.
         """
         with self._lock:
-            if not self._is_saved:
+            if self._asked != self._saved:
                 try:
                     self._save()
                 except RecordError:
@@ -263,7 +262,7 @@ class _Recording:
             text = manifest_of(asked.instances, asked.calls).encode()
             if text != self._text:
                 replace_file(self._path, text)
-            self._text, self._found, self._is_saved = text, asked, True
+            self._text, self._found, self._saved = text, asked, self._asked
 
     def _look(self) -> None:
         """Read and parse the file, if the file has changed."""
