@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -218,7 +219,7 @@ _ROW_OPERANDS = ("x", "residual")
 _VECTOR_OPERANDS = ("weight", "bias", "x_bias", "smooth_scale")
 
 
-class Made:
+class Made(ABC):
     """The tensors of a problem in memory that is watched."""
 
     def __init__(self, problem: Any, device: torch.device) -> None:
@@ -226,9 +227,9 @@ class Made:
         self._m, self._n = math.prod(problem.leading), problem.kind.n
         self._memories: dict[str, Memory] = {}
 
+    @abstractmethod
     def run(self) -> Any:
         """Make the calls of the problem."""
-        raise NotImplementedError
 
     def check_untouched(self, *, refused: bool = False) -> None:
         """Look at all memory that the call may not write: inputs, guards, gaps, and outputs too if it was refused.
@@ -251,9 +252,9 @@ class Made:
         except AssertionError as error:
             raise AssertionError(f"{error}\nin {self._problem}") from None
 
+    @abstractmethod
     def _check(self, output: Any) -> None:
         """Hold what came back to what the call is to do."""
-        raise NotImplementedError
 
 
 class MadeCall(Made):
@@ -327,13 +328,12 @@ class MadeCall(Made):
     def _check_form(self, output: LayerNormOutput) -> None:
         kind = self.call.kind
         shape, rows = (*self.call.leading, kind.n), self.call.leading
-        saves = kind.save_mv
         expected = {
             "y": (shape, kind.out_dtype),
             "residual_out": (shape, kind.residual.dtype) if kind.fadd == "pre_add_store" and kind.residual else None,
             "y_scale": (rows, kind.scale_dtype) if kind.fquant != "none" else None,
-            "mean": (rows, torch.float32) if saves and kind.norm == "layer" else None,
-            "rstd": (rows, torch.float32) if saves else None,
+            "mean": (rows, torch.float32) if kind.save_mv and kind.norm == "layer" else None,
+            "rstd": (rows, torch.float32) if kind.save_mv else None,
         }
         for name, tensor in output._asdict().items():
             found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
