@@ -17,7 +17,7 @@ from ..selection import dispatch, invariance
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .check import Call, check, refuse_gradient
-from .known import MISALIGNED, PLAIN, Key, PlannedCall, Tensors, remember
+from .known import MISALIGNED, Key, PlannedCall, Tensors, remember
 from .launch import of_no_rows, run, run_backward
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
@@ -148,9 +148,7 @@ def prepared(call: Call, key: Key | None, args: Args) -> PlannedCall:
     addresses = tuple([address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, tensors, strict=True)])
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
     passed: Tensors = tuple([args.get(row.name) for row in rows])
-    there = [tensor for tensor in passed if tensor is not None]
-    # A copy has not the layout that the key is of.
-    if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):
+    if call.m:
         vectors = tuple([at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors])
         remember(plans, key, passed, _free(rows, passed, call.x), vectors, plan)
     inputs = len(family.inputs)

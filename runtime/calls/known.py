@@ -55,9 +55,10 @@ class Known:
         patterns: their sizes and strides, as far as they are settled.
         trains: whether one of them requires a gradient, be gradients enabled or not.
         plan: what calls come to whose addresses are all aligned, or None.
+        misaligned: what other calls come to, by which of their addresses are aligned.
     """
 
-    __slots__ = ("_misaligned", "fits", "patterns", "plan", "present", "trains")
+    __slots__ = ("fits", "misaligned", "patterns", "plan", "present", "trains")
 
     def __init__(self, tensors: Tensors, patterns: Patterns) -> None:
         """See what some tensors are like.
@@ -72,43 +73,35 @@ class Known:
         self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
         self.plan: Any = None
-        self._misaligned: dict[tuple[bool, ...], Any] = {}
+        self.misaligned: dict[tuple[bool, ...], Any] = {}
 
     def plan_at(self, *addresses: int) -> Any:
         """Return the plan of calls with some misaligned address; None if there is no plan, or no memory."""
-        return None if NOWHERE in addresses else self._misaligned.get(_alignment(addresses))
+        return None if NOWHERE in addresses else self.misaligned.get(_alignment(addresses))
 
     def learn(self, addresses: Sequence[int], plan: object) -> None:
         """Have `plan` or `plan_at` give a plan."""
         if any(at & MISALIGNED for at in addresses):
-            self._misaligned[_alignment(addresses)] = plan
+            self.misaligned[_alignment(addresses)] = plan
         else:
             self.plan = plan
 
-    @property
-    def plans(self) -> list[Any]:
-        """All its plans."""
-        return [plan for plan in (self.plan, *self._misaligned.values()) if plan is not None]
-
-
-def all_plans() -> list[Any]:
-    """Return the plans of all known kinds of call, each kind in the order in which the kinds came."""
-    return [plan for kinds in dispatch.plans.values() for kind in reversed(kinds) for plan in kind.plans]
-
 
 def remember(
-    among: dispatch.Plans, key: Key, tensors: Tensors, free: Sequence[int], addresses: Sequence[int], plan: object
+    among: dispatch.Plans, key: Key | None, tensors: Tensors, free: Sequence[int], addresses: Sequence[int], plan: object
 ) -> None:
-    """Make calls known that are like one that was checked.
+    """Make calls known that are like one that was checked, if a guard can tell them from others.
 
     Args:
         among: the `dispatch.plans` that were in use when the call set out.
-        key: what the call was looked up by.
+        key: what the call was looked up by; None for a call that cannot be known.
         tensors: all that it could bring, None for those that are not there.
         free: of each, how many of its leading sizes may be any.
         addresses: of each that is read in vectors, 0 for those that are not there.
         plan: what it came to.
     """
+    if key is None or not all(each is None or (each.__class__ in PLAIN and not each.is_neg()) for each in tensors):
+        return
     kinds: tuple[Known, ...] = among.get(key, ())
     patterns = [_pattern(tensor, any_) for tensor, any_ in zip(tensors, free, strict=True) if tensor is not None]
     # A single row fits a kind of many. Its stride means nothing, so that its plan is none for them.

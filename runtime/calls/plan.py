@@ -184,11 +184,6 @@ class Plan:
         plan.at = at
         return plan
 
-    @property
-    def plans(self) -> list[Plan]:
-        """The plan itself, as the one plan of the calls that `plan_of` finds it for."""
-        return [self]
-
     def prepared(self, m: int) -> Prepared:
         """Return the kernels for m rows; the first call of each class of M compiles them."""
         size = bisect_left(self._most_rows, m)

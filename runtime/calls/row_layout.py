@@ -75,11 +75,6 @@ def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return collapsed
 
 
-def as_rows(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """Return a tensor as (..., N) that kernels can walk, its last `dimensions` as N; copied once if need be."""
-    return walkable(tensor.flatten(-dimensions))
-
-
 def walkable(rows: torch.Tensor) -> torch.Tensor:
     """Rows that kernels can walk: the very tensor, or a contiguous copy of one with other strides."""
     try:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ..calls.argument_checks import LARGEST_FP32
 from ..calls.attempt import attempted
 from ..calls.known import PLAIN
-from ..calls.row_layout import as_rows
+from ..calls.row_layout import walkable
 from ..dtypes import FLOATS
 from ..errors import InvarianceError
 from ..families.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
@@ -167,7 +167,7 @@ def _rms_gradients(
 
 
 def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
-    return x if dimensions == 1 and x.is_contiguous() else as_rows(x, dimensions)
+    return x if dimensions == 1 and x.is_contiguous() else walkable(x.flatten(-dimensions))
 
 
 def _vector(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from normforge import reference
+from normforge.calls.known import Known
 from normforge.calls.outputs import NormGradients
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.selection import dispatch
 from normforge.tools.compare import compare_gradients
 
 BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
@@ -18,6 +20,13 @@ BACKWARD_ORACLE: dict[str, Callable[..., reference.ReferenceGradients]] = {
     "layer": reference.layernorm2d_bwd,
     "rms": reference.rmsnorm2d_bwd,
 }
+
+
+def all_plans() -> list[Any]:
+    """Return the plans of all known kinds of call, and those that kinds share, in the order in which the kinds came."""
+    kinds = [kind for kinds in dispatch.plans.values() for kind in reversed(kinds)]
+    found = [(kind.plan, *kind.misaligned.values()) if isinstance(kind, Known) else (kind,) for kind in kinds]
+    return [plan for plans in found for plan in plans if plan is not None]
 
 
 def there(tensor: torch.Tensor | None) -> torch.Tensor:

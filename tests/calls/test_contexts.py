@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import known
 from normforge.selection import dispatch, invariance
 
 from ..thorough import THOROUGH
+from .shared import all_plans
 
 WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
@@ -41,7 +41,7 @@ each_call = pytest.mark.parametrize("call", [plain, two_dimensional, grouped, ga
 
 def plans() -> list[bool]:
     """Whether the plans of the calls that this context knows are invariant."""
-    found = [getattr(plan, "plan", plan) for plan in known.all_plans()]
+    found = [getattr(plan, "plan", plan) for plan in all_plans()]
     return [plan.entry.is_invariant if hasattr(plan, "entry") else plan.is_invariant for plan in found]
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import known, road
+from normforge.calls import road
 from normforge.calls.plan import Plan
 from normforge.errors import ConflictError, ShapeError
 from normforge.families.gated import row as gated
 from proving.cases import Case, Tensors, cases, close, doubled, formula, operands
 
 from ..calling import each_device, same_bits
+from .shared import all_plans
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -81,7 +82,7 @@ def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
     given = operands(case, device)
     outputs = case.run(given)
     torch.autograd.grad(torch.stack(outputs).sum(), list(given.values()))
-    plans = [plan for plan in known.all_plans() if isinstance(plan, Plan)]
+    plans = [plan for plan in all_plans() if isinstance(plan, Plan)]
     assert [plan.mode.is_backward for plan in plans] == [False, True]
     group = case["group_size"] or N
     rows = given["x"].numel() // group

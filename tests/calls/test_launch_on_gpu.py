@@ -12,7 +12,6 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls.known import all_plans
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
@@ -20,7 +19,7 @@ from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
-from .shared import there
+from .shared import all_plans, there
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 

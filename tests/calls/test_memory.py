@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.known import all_plans
 from normforge.selection import dispatch
 from proving.cases import operands
 
@@ -18,7 +17,7 @@ from ..calling import each_device, each_float
 from ..nn import models
 from ..nn.models import WIDTH
 from ..nn.oracle import backward, each_function, each_norm, plain
-from .shared import there
+from .shared import all_plans, there
 
 M, N = 6, 640
 

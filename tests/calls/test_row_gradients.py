@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import profiler
 
 import normforge
-from normforge.calls import known
 from normforge.calls.plan import Plan
 from normforge.kernels.pipelines import programs_a_part
 
 from ..calling import each_device
+from .shared import all_plans
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -64,7 +64,7 @@ def modulated(device: str, dtype: torch.dtype, **affine: Any) -> list[Any]:
 
 def backward_plans() -> list[Plan]:
     """The plans that hold kernels of backward passes."""
-    return [plan for plan in known.all_plans() if isinstance(plan, Plan) and plan.mode.is_backward]
+    return [plan for plan in all_plans() if isinstance(plan, Plan) and plan.mode.is_backward]
 
 
 def names_of(call: Any) -> set[str]:

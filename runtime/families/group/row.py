@@ -13,7 +13,7 @@ import torch
 from ...call_kinds import GROUP_SIZES
 from ...calls import native
 from ...calls.check import Call
-from ...calls.known import PLAIN, Key, PlannedCall, addresses_of, remember
+from ...calls.known import Key, PlannedCall, addresses_of, remember
 from ...calls.launch import Ready, Recorded, recorded_of, run, run_recorded
 from ...calls.plan import Plan, Sized, make_of, plan_of
 from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, record, record_at_once, records
@@ -172,8 +172,7 @@ def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: 
     dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
     shared = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
     plan = shared.sized_by(_sized_by(shared, x))
-    if key is not None and all(each is None or each.__class__ in PLAIN for each in operands):
-        remember(plans, key, operands, (1, 0, 0), addresses, plan)
+    remember(plans, key, operands, (1, 0, 0), addresses, plan)
     return plan, addresses, operands, x.shape, x.shape[0] * options.num_groups, (options.eps,)
 
 
@@ -215,8 +214,8 @@ def launched_backward(
     assert outputs is not None
     if learnt is not None:
         key, own = learnt
-        # Kernels read no copies, and all that a guard can hold.
-        if addresses == addresses_of(own) and all(each is None or each.__class__ in PLAIN for each in own):
+        # No call is known whose kernels read copies.
+        if addresses == addresses_of(own):
             remember(plans, key, own, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
     return GroupNormGradients(*outputs)
 
