@@ -282,10 +282,9 @@ def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key 
     return planned(lies, key if lies is call else None, {**args, "dropout_rng": None})
 
 
-def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
-    """Return all outputs of a call that autograd does not see, known or not."""
+def launched(calls: FamilyCalls, operands: Operands, options: Options, outs: Outs = (None, None, None)) -> Any:
+    """Return all outputs of a call that autograd does not see, known or not; `outs` are as `launched_2d` takes them."""
     key, planned = calls.find(operands, options)
-    outs = tuple([None] * len(calls.output._fields))
     return calls.launch(planned or prepared(calls, operands, options, key), options, outs)
 
 
@@ -325,9 +324,7 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: 
                 results[at] = out.copy_(results[at] if at < 2 else results[at].view(out.shape))
         return calls.output(*results)
     if planned is None:
-        rows = tuple(map(resolved, operands))
-        key, planned = calls.find(rows, options)
-        planned = planned or prepared(calls, rows, options, key)
+        return launched(calls, tuple(map(resolved, operands)), options, outs)
     return calls.launch(planned, options, outs)
 
 

@@ -99,15 +99,9 @@ def normalise_known(
 
     Nothing is drawn for a call that is not known, because it may be refused.
     """
-    x, _, _, residual, _ = operands
+    x, *_ = operands
     p, rng = asked
-    is_plain = x.__class__ in PLAIN and residual.__class__ in PLAIN
-    if (
-        not is_plain
-        or p.__class__ is not float
-        or p == 0.0
-        or (isinstance(rng, torch.Tensor) and type(rng) not in PLAIN)
-    ):
+    if p.__class__ is not float or p == 0.0 or (isinstance(rng, torch.Tensor) and rng.__class__ not in PLAIN):
         return None
     full = full_options(operands, options, p)
     _, is_recorded, planned = native.calls.dropped.find(operands, full)
