@@ -57,12 +57,8 @@ def _is_fp8(dtype: torch.dtype) -> bool:
     return dtype in FP8_INPUTS
 
 
-# The types that an operand may have, but for those of `FLOATS`.
-_DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
-    Kind.SCALE: (torch.float32,),
-    Kind.VALUE: (torch.float32,),
-    Kind.PER_ROW: (torch.float32,),
-}
+# The operands that are fp32; all others may have any type of `FLOATS`.
+_IN_FP32 = (Kind.SCALE, Kind.VALUE, Kind.PER_ROW)
 
 # How an error about a shape ends, to be formatted with the shapes that `_shapes` returns.
 _TAKES: Mapping[Kind, str] = {
@@ -86,7 +82,7 @@ def check_operand(
         raise DTypeError(f"{name} is {got}; it takes the torch.float32 tensor that the forward call saved")
     check_tensor(name, tensor)
     check_shape(kind, name, tensor, x)
-    check_dtype(name, tensor, dtypes or _DTYPES.get(kind, FLOATS))
+    check_dtype(name, tensor, dtypes or ((torch.float32,) if kind in _IN_FP32 else FLOATS))
     check_device(name, tensor, x)
     if kind in (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS):
         row_stride(name, tensor)

@@ -88,7 +88,12 @@ class Known:
 
 
 def remember(
-    among: dispatch.Plans, key: Key | None, tensors: Tensors, free: Sequence[int], addresses: Sequence[int], plan: object
+    among: dispatch.Plans,
+    key: Key | None,
+    tensors: Tensors,
+    free: Sequence[int],
+    addresses: Sequence[int],
+    plan: object,
 ) -> None:
     """Make calls known that are like one that was checked, if a guard can tell them from others.
 

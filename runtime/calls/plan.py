@@ -29,7 +29,7 @@ from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length, packing, y_shape
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
-from .row_layout import group_stride, row_stride, sample_stride
+from .row_layout import stride_of
 
 _BYTES = pointer_type("uint8", aligned=False)
 
@@ -323,11 +323,7 @@ def _row_strides(call: Call) -> dict[str, RowStride]:
     for slot, name, absent in slots:
         if slot is not None:
             tensor: torch.Tensor | None = getattr(call, name, None)
-            strides[slot] = absent if tensor is None else row_stride(name, tensor)
-            if tensor is not None and kinds.get(name) is Kind.SAMPLES:
-                strides[slot] = sample_stride(name, tensor, call.x)
-            elif tensor is not None and kinds.get(name) is Kind.GROUPS:
-                strides[slot] = group_stride(name, tensor)
+            strides[slot] = absent if tensor is None else stride_of(kinds.get(name), name, tensor, call.x)
     return strides
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ..codegen.families import Kind
 from ..errors import LayoutError
 from ..kernels.strides import RowStride, RowWalk
 
@@ -41,25 +42,22 @@ def row_stride(name: str, tensor: torch.Tensor) -> RowStride:
     return RowWalk(tuple([stride for _, stride in leading]), tuple([size for size, _ in leading[1:]]))
 
 
-def sample_stride(name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride:
-    """Return the row stride of a tensor that has a row per row of x, per sample of x, or one for all.
+def stride_of(kind: Kind | None, name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride:
+    """Return the row stride of a tensor that has a row per row of x; per sample, or per group, if its kind says so.
 
-    Of samples always on two strides, so that the kernel of one sample is that of several.
+    Of samples always on two strides, so that the kernel of one sample is that of several. Rows of x cycle through
+    groups. One row for all has stride 0.
     """
     stride = row_stride(name, tensor)
-    if tensor.shape == x.shape:
+    if kind is Kind.GROUPS:
+        groups = tensor.shape[0] if tensor.dim() > 1 else 1
+        return RowWalk((0, tensor.stride(0)), (groups,)) if groups > 1 else 0
+    if kind is not Kind.SAMPLES or tensor.shape == x.shape:
         return stride
     if tensor.dim() == 1:
         return 0
     rows = math.prod(x.shape[1:-1])
     return RowWalk((tensor.stride(0), 0), (rows,)) if rows > 1 else tensor.stride(0)
-
-
-def group_stride(name: str, tensor: torch.Tensor) -> RowStride:
-    """Return the row stride of a tensor that has a row per group, which x's rows cycle through, or one for all."""
-    row_stride(name, tensor)
-    groups = tensor.shape[0] if tensor.dim() > 1 else 1
-    return RowWalk((0, tensor.stride(0)), (groups,)) if groups > 1 else 0
 
 
 def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -48,7 +48,7 @@ def with_words(options: Options) -> Any:
     return norm, GATING[norm_before_gate], activation, eps, weight_offset, fquant, out_dtype, saves
 
 
-def divides(group_size: object, n: int) -> bool:
+def divides(group_size: object, n: int) -> TypeGuard[int]:
     """Return True if group_size divides n."""
     return (
         isinstance(group_size, int) and not isinstance(group_size, bool) and 0 < group_size <= n and n % group_size == 0
@@ -65,7 +65,7 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
     check_tensor("x", x)
     with unrecorded():
         n = x.shape[-1] if x.dim() else 0
-        if not isinstance(group_size, int) or not divides(group_size, n):
+        if not divides(group_size, n):
             raise ShapeError(
                 f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}"
             )
