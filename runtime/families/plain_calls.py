@@ -156,10 +156,9 @@ def _first(
             return normalise(operands, normalized_shape, options)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
-    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
     if asked is None and kernel and not left and is_sharded(*operands):
-        call = partial(normalise, normalized_shape=shape, options=options)
-        return by_parts(f"{norm}_norm", CALLS.rows, operands, call, len(shape))
+        return _by_parts(operands, normalized_shape, options)
+    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
     options = _as_floats(options)
     drops = None
     if asked is not None:
@@ -277,6 +276,18 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any, shape: Seq
     traced = becomes_operator(*operands)
     # The key of a known call holds the arguments as passed, and the surrounding state.
     return (road.normalise_traced if traced else road.normalise)(calls, operands, floats)
+
+
+def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """Run `normalise` on DTensors: each rank normalises its rows, in a call of plain tensors."""
+    x, _, _, residual, _ = operands
+    if residual is not None and residual.shape != x.shape:
+        # Parts may fit on one rank and not on another: the first would wait for the second.
+        args = road.named(CALLS, operands, options)
+        check_normalised(CALLS.functions[options[0]], args, normalized_shape, kernel=True)
+    rows, dimensions = [FORWARD[name] for name in CALLS.inputs], len(normalized_shape or ())
+    call = partial(normalise, normalized_shape=normalized_shape, options=options)
+    return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
 
 
 def with_offset(operands: Any, options: Any) -> tuple[Any, Any]:
