@@ -139,26 +139,11 @@ def group_scales(
         return make(tiled_shape(m, columns), dtype=dtype)
     if layout is ScaleLayout.ROW_MAJOR:
         return make((*leading, columns), dtype=dtype)
-    padded = make((columns, _padded(m, dtype)), dtype=dtype)
-    # The padding of rows is no part of the view. A slice would have a traced call guard on how long the padding is.
-    return padded.as_strided((m, columns), (1, _padded(m, dtype))).view(*leading, columns)
-
-
-def group_strides(
-    leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
-) -> tuple[int, ...]:
-    """Return the strides of what `group_scales` returns of scales that are in no tiles."""
-    innermost, outermost = (columns, 1) if layout is ScaleLayout.ROW_MAJOR else (1, _padded(m, dtype))
-    strides = [innermost]
-    for size in reversed(leading[1:]):
-        strides.append(strides[-1] * size)
-    return (*reversed(strides[: len(leading)]), outermost)
-
-
-def _padded(m: int, dtype: torch.dtype) -> int:
-    """From one group's scales to the next one's in column-major order."""
     step = _TMA // dtype.itemsize
-    return -(-m // step) * step
+    padded = -(-m // step) * step
+    scales = make((columns, padded), dtype=dtype)
+    # The padding of rows is no part of the view. A slice would have a traced call guard on how long the padding is.
+    return scales.as_strided((m, columns), (1, padded)).view(*leading, columns)
 
 
 def y_shape(shape: Sequence[int], mode: Mode) -> tuple[int, ...]:

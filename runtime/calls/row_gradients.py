@@ -7,7 +7,7 @@ own, which a last kernel adds up in a fixed order. The rows of `codegen.paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -87,7 +87,9 @@ class Backward(NamedTuple):
 
     def takes(self, kept: Any, *arrived: torch.Tensor | None) -> bool:
         """Return True if kernels can compute the gradients of a call: all tensors are in memory, and not empty."""
-        return in_memory((*kept, *arrived)) and kept[0].numel() > 0 and self.serves(kept)
+        there = [tensor for tensor in (*kept, *arrived) if tensor is not None]
+        in_memory = arrived_in_memory(there) and all(each.dtype in FLOATS and not each.is_neg() for each in there)
+        return in_memory and kept[0].numel() > 0 and self.serves(kept)
 
     def recorded(
         self,
@@ -256,9 +258,3 @@ def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
 def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     """Return the gradient of an operand that each part has a row of, or all parts share, from the sums of parts."""
     return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
-
-
-def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Return True if kernels can read everything about some tensors, none of which has a forward-mode tangent."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    return arrived_in_memory(there) and all(tensor.dtype in FLOATS and not tensor.is_neg() for tensor in there)

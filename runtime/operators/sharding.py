@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..calls.functions import OPERATORS, Function
-from ..calls.outputs import group_strides
+from ..calls.outputs import group_scales
 from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
 from ..calls.sharded import Frame
@@ -128,9 +128,9 @@ def _scales(frame: Frame, part: torch.Tensor, operands: Mapping[str, Any]) -> to
         return assembled(part, x, part.shape, frame.of_vectors)
     if not columns:
         return frame.whole(Kind.PER_ROW, part)
-    shape = torch.Size((*x.shape[:-1], *columns))
-    strides = group_strides(x.shape[:-1], x.numel() // x.shape[-1], columns[0], part.dtype, layout)
-    return assembled(part, x, shape, frame.of_rows, strides)
+    m, on_meta = x.numel() // x.shape[-1], partial(torch.empty, device="meta")
+    whole = group_scales(on_meta, x.shape[:-1], m, columns[0], part.dtype, layout)
+    return assembled(part, x, whole.shape, frame.of_rows, whole.stride())
 
 
 def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
