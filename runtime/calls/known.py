@@ -55,10 +55,9 @@ class Known:
         patterns: their sizes and strides, as far as they are settled.
         trains: whether one of them requires a gradient, be gradients enabled or not.
         plan: what calls come to whose addresses are all aligned, or None.
-        misaligned: what other calls come to, by which of their addresses are aligned.
     """
 
-    __slots__ = ("fits", "misaligned", "patterns", "plan", "present", "trains")
+    __slots__ = ("_misaligned", "fits", "patterns", "plan", "present", "trains")
 
     def __init__(self, tensors: Tensors, patterns: Patterns) -> None:
         """See what some tensors are like.
@@ -73,16 +72,16 @@ class Known:
         self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
         self.plan: Any = None
-        self.misaligned: dict[tuple[bool, ...], Any] = {}
+        self._misaligned: dict[tuple[bool, ...], Any] = {}
 
     def plan_at(self, *addresses: int) -> Any:
         """Return the plan of calls with some misaligned address; None if there is no plan, or no memory."""
-        return None if NOWHERE in addresses else self.misaligned.get(_alignment(addresses))
+        return None if NOWHERE in addresses else self._misaligned.get(_alignment(addresses))
 
     def learn(self, addresses: Sequence[int], plan: object) -> None:
         """Have `plan` or `plan_at` give a plan."""
         if any(at & MISALIGNED for at in addresses):
-            self.misaligned[_alignment(addresses)] = plan
+            self._misaligned[_alignment(addresses)] = plan
         else:
             self.plan = plan
 
