@@ -37,12 +37,12 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 13_209,
+    "all by hand": 13_177,
     "C": 779,
     "emitted": 1_044,
     "ahead_of_time": 667,
-    "calls": 2_366,
-    "families": 2_015,
+    "calls": 2_341,
+    "families": 2_008,
     "compiled": 544,
     "integrations": 372,
     "jax": 565,
