@@ -17,7 +17,6 @@ from normforge.calls import native
 from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
-from normforge.upstream import torch_internals
 
 # torch's stubs lack some of what is there.
 _C: Any = torch._C
@@ -26,9 +25,6 @@ _C: Any = torch._C
 _PACKAGES = ("calls", "families", "patching", "operators", "parallel", "compiled", "override", "jax")
 _FORGETFUL = tuple(f"normforge.{name}." for name in _PACKAGES)
 _KEPT = ("normforge.calls.native",)
-
-# Dictionaries that calls fill, where they are.
-DICTIONARIES: tuple[tuple[ModuleType, str], ...] = ((torch_internals, "_ends"),)
 
 
 @functools.lru_cache(1)
@@ -49,21 +45,15 @@ def _functions(modules_there: int) -> list[tuple[ModuleType, str, Any]]:
 def forgotten() -> Iterator[None]:
     """Have calls within find no cache filled, as in a new process; afterwards all caches are as they were."""
     plans = dispatch._kinds
-    kept = [(found, dict(found)) for found in (getattr(*place) for place in DICTIONARIES)]
     functions = _functions(len(sys.modules))
     fresh = {id(old): functools.lru_cache(old.cache_parameters()["maxsize"])(old.__wrapped__) for *_, old in functions}
     dispatch._take(({}, {}))
-    for found, _ in kept:
-        found.clear()
     for module, name, old in functions:
         setattr(module, name, fresh[id(old)])
     try:
         yield
     finally:
         dispatch._take(plans)
-        for found, before in kept:
-            found.clear()
-            found.update(before)
         for module, name, old in functions:
             setattr(module, name, old)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -128,24 +129,20 @@ def saved_tensors_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-# By sets of dispatch keys, as numbers: True if autograd's kernel is the last before a kernel that reads memory.
-_ends: dict[int, bool] = {}
-
-
 def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
     """Return True if only autograd sees an operator before the kernel of its tensors' device.
 
     Modes, fake tensors and other classes that see operators have keys of their own, as have functionalised tensors and
     tensors that represent the negatives of their memory.
     """
-    number: int = keys.raw_repr()
-    ends = _ends.get(number)
-    if ends is None:
-        below = keys & torch._C._after_ADInplaceOrView_keyset
-        devices = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-        ends = any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
-        _ends[number] = ends
-    return ends
+    return _end_with_autograd(keys.raw_repr())
+
+
+@cache
+def _end_with_autograd(keys: int) -> bool:
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    devices = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    return any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
 
 
 Apply = Callable[..., Any]
