@@ -172,8 +172,7 @@ def load_folder(folder: Path) -> Table:
     Raises:
         TableError: the folder does not exist, or holds no table that this version reads.
     """
-    package = import_folder(folder)
-    return table_of(package, str(folder))
+    return table_of(import_folder(folder), str(folder))
 
 
 class _Source(SourceFileLoader):
