@@ -8,11 +8,10 @@ from typing import Any
 
 from ..locks import fork_safe
 from ..upstream import torch_inductor
+from ..upstream.imports import when_imported
 
 _lock = fork_safe(threading.RLock())
 _enabled = False
-# True if switched on before Inductor was imported: see `settle`.
-_waits = False
 _said = False
 
 
@@ -51,23 +50,19 @@ def is_enabled() -> bool:
 
 
 def _switch(enabled: bool) -> None:
-    global _enabled, _waits
+    global _enabled
     with _lock:
-        # Whoever compiles nothing does not wait for Inductor's import.
-        loaded = torch_inductor.is_loaded()
-        _enabled, _waits = enabled, enabled and not loaded
-        if loaded:
+        _enabled = enabled
+        # Whoever compiles nothing does not wait for Inductor's import: see `_settle`.
+        if torch_inductor.is_loaded():
             (_install if enabled else _uninstall)()
 
 
-def settle() -> None:
-    """Do what had to wait until something is traced, which is before Inductor looks for its passes."""
-    global _waits
-    if _waits and torch_inductor.is_tracing_possible():
-        with _lock:
-            if _waits:
-                _waits = False
-                _install()
+def _settle() -> None:
+    """Install the pass if it was switched on before Inductor was imported."""
+    with _lock:
+        if _enabled:
+            _install()
 
 
 def _install() -> None:
@@ -98,3 +93,7 @@ def _uninstall() -> None:
 def _ours(custom_pass: Any) -> bool:
     # Asked by name, because importing its module imports Inductor.
     return type(custom_pass).__module__ == f"{__package__}.graph_pass"
+
+
+# This module looks for passes, after all other code that may set one.
+when_imported("torch._inductor.compile_fx", _settle)

@@ -103,9 +103,6 @@ def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[tor
 
 @eager_only
 def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
-    from ..compiled.switch import settle
-
-    settle()
     args = _named(function, arguments)
     if OPERATORS[function].family_name == GROUP:
         from . import grouped

@@ -45,11 +45,6 @@ def is_loaded() -> bool:
     return _CONFIG in sys.modules
 
 
-def is_tracing_possible() -> bool:
-    """Return True if TorchDynamo was imported, without which torch.compile compiles nothing."""
-    return "torch._dynamo" in sys.modules
-
-
 def _settings() -> Any:
     """Import Inductor's settings and return the module, for which torch declares no types."""
     from torch._inductor import config

@@ -169,7 +169,7 @@ normforge.compile_passes()
 before = "torch._inductor" in sys.modules
 import torch, normforge.compiled.rules
 normforge.compiled.rules.LEAST_ELEMENTS = 0
-torch.compile(normforge.RMSNorm(8), backend="eager")(torch.randn(2, 8))
+torch.compile(normforge.RMSNorm(8))(torch.randn(2, 8))
 import torch._inductor.config as inductor
 print(before, type(inductor.post_grad_custom_pre_pass).__name__)
 """
