@@ -119,10 +119,10 @@ def start() -> None:
     import_module("torch")
     from . import operators as operators
 
-    if settings.recording() is not None:
+    if (path := settings.recording()) is not None:
         from .selection.recording import record_process
 
-        record_process()
+        record_process(path)
 
 
 def _is_command() -> bool:

@@ -30,10 +30,10 @@ except ImportError as error:
 
 from .launches import load_aot, lower_for
 
-if settings.recording() is not None:
+if (_path := settings.recording()) is not None:
     from ..selection.recording import record_process
 
-    record_process()
+    record_process(_path)
 
 __all__ = [
     "Quantised",

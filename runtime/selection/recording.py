@@ -189,17 +189,15 @@ def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
 
 # A process with both PyTorch and JAX calls this function twice.
 @cache
-def record_process() -> None:
-    """Record from now until the process ends, if NORMFORGE_RECORD names a file.
+def record_process(path: Path) -> None:
+    """Record into the file that NORMFORGE_RECORD names from now until the process ends.
 
     Raises:
         RecordError: see `record`.
     """
-    path = settings.recording()
-    if path is not None:
-        whole = ExitStack()
-        whole.enter_context(record(path))
-        atexit.register(_end, whole)
+    whole = ExitStack()
+    whole.enter_context(record(path))
+    atexit.register(_end, whole)
 
 
 def _end(recording: ExitStack) -> None:
