@@ -52,9 +52,9 @@ E = TypeVar("E", bound=Enum)
 
 # Members by accepted argument: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
 _ENUMS: list[Any] = [each for each in (*vars(values).values(), groups.Activation) if isinstance(each, type(Enum))]
-_WORDS: dict[type[Enum], dict[str, Enum]] = {kind: {member.value: member for member in kind} for kind in _ENUMS}
-_CODES: dict[type[Enum], dict[int, Enum]] = {
-    kind: {member.code: member for member in kind} for kind in _ENUMS if hasattr(kind, "code")
+_MEMBERS: dict[type[Enum], dict[Any, Enum]] = {
+    kind: {key: member for member in kind for key in (member.value, getattr(member, "code", member.value))}
+    for kind in _ENUMS
 }
 
 
@@ -66,22 +66,18 @@ def word(kind: type[E], argument: str, value: object) -> E:
     """
     if isinstance(value, kind):
         return value
-    words, codes = _WORDS[kind], _CODES.get(kind, {})
-    member: Enum | None = None
-    if isinstance(value, str):
-        member = words.get(value)
-    elif type(value) is int:
-        # No bool, although True == 1.
-        member = codes.get(value)
+    members = _MEMBERS[kind]
+    # No bool, although True == 1.
+    member = members.get(value) if isinstance(value, str) or type(value) is int else None
     if member is None:
-        raise ConflictError(f"{argument}={value!r} is no mode; it takes {_listed(words, codes)}")
+        known = ", ".join(map(_shown, dict.fromkeys(members.values())))
+        raise ConflictError(f"{argument}={value!r} is no mode; it takes {known}")
     assert isinstance(member, kind)
     return member
 
 
-def _listed(words: dict[str, Enum], codes: dict[int, Enum]) -> str:
-    numbers = {member: code for code, member in codes.items()}
-    return ", ".join(f"{name!r}" + (f" ({numbers[member]})" if codes else "") for name, member in words.items())
+def _shown(member: Any) -> str:
+    return repr(member.value) + (f" ({member.code})" if hasattr(member, "code") else "")
 
 
 # An example of a number other than 0: the probability of a dropout.
