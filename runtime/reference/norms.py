@@ -58,7 +58,7 @@ def layernorm2d_fwd(
     float64, the default, its rounding errors are negligible beside a kernel's. first_row is the number of x's first
     row, of which dropouts make a difference, where x is a part of a call's.
     """
-    return _forward(x, weight, bias, eps=eps, centres=True, weight_offset=0.0, **options)
+    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -66,14 +66,15 @@ def rmsnorm2d_fwd(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
+    averages: bool = True,
     weight_offset: float = 0.0,
     **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
 
-    Another option, `averages`, says whether the squares of a row are averaged, or added up as an L2 norm does.
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
     """
-    return _forward(x, weight, None, eps=eps, centres=False, weight_offset=weight_offset, **options)
+    return _forward(x, weight, None, eps=eps, centres=False, averages=averages, weight_offset=weight_offset, **options)
 
 
 def _forward(
@@ -83,8 +84,8 @@ def _forward(
     *,
     eps: float,
     centres: bool,
+    averages: bool,
     weight_offset: float,
-    averages: bool = True,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
     smooth_scale: torch.Tensor | None = None,
