@@ -160,14 +160,13 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
     return gpu_device
 
 
-def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
+def keys_of(pairs: Sequence[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
     """Return the keys of modes at row lengths and shapes; see `compile_keys`."""
     keys: dict[KernelKey, CompileKey] = {}
-    sized = list(pairs)
-    groups = [mode for mode, _ in sized if isinstance(mode, GroupMode)]
+    groups = [mode for mode, _ in pairs if isinstance(mode, GroupMode)]
     # Calls of a forward mode save statistics if its backward mode is listed too.
     trained = {replace(mode, direction=Direction.FORWARD) for mode in groups if mode.is_backward}
-    for mode, size in sized:
+    for mode, size in pairs:
         if isinstance(mode, GroupMode) and target.plainly:
             raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
         for plan in plans(mode, size, target, deployment, saves=mode in trained):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, product
@@ -174,7 +174,7 @@ def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: It
 
 
 def pairs_served(
-    modes: Iterable[tuple[AnyMode, Callable[[int], bool]]],
+    modes: Sequence[tuple[AnyMode, Callable[[int], bool]]],
     lengths: Iterable[int],
     shapes: Iterable[GroupShape],
     where: str = "",
@@ -184,12 +184,11 @@ def pairs_served(
     Raises:
         MissingInstanceError: no mode serves one of the shapes.
     """
-    known = list(modes)
     pairs: list[Pair] = [
-        (mode, length) for length in lengths for mode, serves in known if isinstance(mode, Mode) and serves(length)
+        (mode, length) for length in lengths for mode, serves in modes if isinstance(mode, Mode) and serves(length)
     ]
     for shape in shapes:
-        serving = [mode for mode, serves in known if isinstance(mode, GroupMode) and serves(shape.n)]
+        serving = [mode for mode, serves in modes if isinstance(mode, GroupMode) and serves(shape.n)]
         if not serving:
             raise MissingInstanceError(
                 f"no instance of {where or dispatch.loaded().where} is GroupNorm's of groups of {shape.n} elements, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
@@ -93,7 +93,7 @@ def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, prog
 
 
 def for_each(
-    keys: Iterable[CompileKey],
+    keys: Sequence[CompileKey],
     work: Callable[[CompileKey], T],
     target: Target,
     *,
@@ -138,11 +138,10 @@ def for_each(
                 "it another tile: normforge tune"
             ) from error
 
-    listed = list(keys)
     pool = ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, _MOST_JOBS))
-    with tqdm(total=len(listed), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar:
+    with tqdm(total=len(keys), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar:
         try:
-            futures = [pool.submit(compiled, key) for key in listed]
+            futures = [pool.submit(compiled, key) for key in keys]
             for done in as_completed(futures):
                 done.result()
                 bar.update()

@@ -54,6 +54,11 @@ class _Summand(NamedTuple):
     again: torch.Tensor
     state: tuple[Any, ...]
 
+    def in_place_of(self, operand: Any) -> Any:
+        """Return an operand, or x as an output of its norm, whose backward kernel adds gradients."""
+        # Both share memory, so that a write to one, by `.data` say, shows in the other.
+        return self.again if operand is self.x and _state(self.x) == self.state else operand
+
 
 class _Later(NamedTuple):
     """The result of a norm, which the sum that reads it computes."""
@@ -81,7 +86,7 @@ class Sums:
             b: the right operand.
         """
         if self._summand is not None:
-            a, b = self._again(a), self._again(b)
+            a, b = map(self._summand.in_place_of, (a, b))
         self._joined = None
         if _Later in (a.__class__, b.__class__):
             total = self._add_later(a, b) if a.__class__ is _Later else self._add_later(b, a)
@@ -134,12 +139,6 @@ class Sums:
             # Batch invariance: a row's bits may not depend on the number of rows, and fusing sums does.
             and not is_on()
         )
-
-    def _again(self, operand: Any) -> Any:
-        """Return an operand, or the same tensor as an output of its norm, whose backward kernel adds gradients."""
-        x, again, state = self._summand or (None, None, None)
-        # Both share memory, so that a write to one, by `.data` say, shows in the other.
-        return again if operand is x and x is not None and _state(x) == state else operand
 
     def _join(self, name: str, a: torch.Tensor, b: torch.Tensor) -> _Joined | None:
         norm: Any = self._block._modules.get(name)

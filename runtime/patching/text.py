@@ -280,9 +280,11 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def _is_quiet(node: ast.expr) -> bool:
-    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-    views = all(isinstance(call.func, ast.Attribute) and call.func.attr in _VIEWS for call in calls)
-    return views and all(isinstance(each, (*_QUIET, ast.Call)) for each in ast.walk(node))
+    return all(isinstance(each, _QUIET) or _is_view(each) for each in ast.walk(node))
+
+
+def _is_view(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS
 
 
 # Reading
