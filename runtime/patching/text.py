@@ -273,10 +273,8 @@ def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 
 def dotted(node: ast.expr) -> str | None:
     """Return an expression's dotted name, or None if the expression is more than a name."""
-    if isinstance(node, ast.Attribute):
-        inner = dotted(node.value)
-        return inner and f"{inner}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else None
+    text = ast.unparse(node)
+    return text if all(map(str.isidentifier, text.split("."))) else None
 
 
 def _is_quiet(node: ast.expr) -> bool:
