@@ -310,7 +310,8 @@ def check_normalised(
             "it takes the last dimensions of x, one or more"
         )
     for name, kind, _ in takes.tensors:
-        operand = arguments.get(name)
+        # A constant in a trace has the words of kinds.
+        operand, kind = arguments.get(name), Kind(kind)
         if operand is not None:
             wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)

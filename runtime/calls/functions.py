@@ -150,18 +150,27 @@ UNCHECKED = _functions((*IN_PARTS, GROUP, GROUP_BWD))
 OPERATORS = FUNCTIONS | _functions((GROUP, GROUP_BWD))
 
 
-# Objects of their own: for one object that is both a constant and an entry of `FUNCTIONS`, TorchDynamo would guard that
-# the two are the same, and guards cannot read the constant.
-_CONSTANTS = {name: function._replace() for name, function in FUNCTIONS.items()}
+def _constant(value: Any) -> Any:
+    """Return what a value says in words, numbers, classes and tuples; None for any other object.
+
+    For an object that is both in a constant and in the tables, TorchDynamo would guard that the two are the same, and
+    guards cannot read the constant.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    value = value.value if isinstance(value, Enum) else value
+    return value if isinstance(value, (str, float, int, type, torch.dtype)) else None
+
+
+_CONSTANTS = {name: Function(*map(_constant, function)) for name, function in FUNCTIONS.items()}
 
 
 @constant_in_traces
 def function_named(name: str) -> Function:
-    """Return a function of `FUNCTIONS`, for the functional API, which compiled models call.
+    """Return a function of `FUNCTIONS` in words, for the functional API, which compiled models call.
 
     What TorchDynamo reads of the table itself, compiled code looks at again in each call: 224 of the 717 lines of
-    guards that `patch` added to GPT-2. The code may read what this returns, but not use it as a key
-    or call its methods.
+    guards that `patch` added to GPT-2.
     """
     return _CONSTANTS[name]
 

@@ -104,7 +104,7 @@ def check_random(name: str, state: Any, x: torch.Tensor) -> None:
     if not isinstance(state, torch.Tensor):
         raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
     refuse_sharded(x, state)
-    # Not by `check_operand`: TorchDynamo, which traces this, cannot guard kinds that `function_named` returned.
+    # Not by `check_operand`, to which a shape follows from x's.
     check_dtype(name, state, (torch.int64,))
     if tuple(state.shape) != (2,):
         raise ShapeError(f"{name} has shape {tuple(state.shape)}; it takes (2,), seed and offset")

@@ -43,6 +43,13 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "quantised, static": lambda x: normforge.quantised_rms_norm(x, W, fquant="static", y_scale=W[:1], out_dtype=E4M3),
 }
+# Calls that only the graph of all calls has.
+BESIDE: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda x: normforge.layer_norm_add(x, 2 * x, W, B),
+    lambda x: normforge.modulated_rms_norm(x, W, B, weight=W),
+    lambda x: normforge.l2norm2d_fwd(x, W),
+    lambda x: normforge.rmsnorm2d_bwd(x, x, W, rstd=x[:, 1].clone()),
+)
 # A trace starts from one of these sizes, and what it makes serves all the others.
 SIZES = (2, 1, 5, N, 0)
 _QUICK = ("modulated_layer_norm, (N,)", "quantised, column_major")
@@ -86,12 +93,14 @@ def test_compiled(call: str) -> None:
     torch._dynamo.reset()
 
 
-def test_a_2d_function_behind_the_function_of_its_norm() -> None:
-    """One graph reads the table of functions in both ways: by constants and by guards."""
+@pytest.mark.parametrize("order", [1, pytest.param(-1, marks=THOROUGH)])
+def test_each_call_behind_each_other(order: int) -> None:
+    """One graph reads the table of functions in both ways, by constants and by guards, whichever comes first."""
+    calls = [*CALLS.values(), *BESIDE][::order]
 
-    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return normforge.rms_norm(x, (N,)), normforge.rmsnorm2d_fwd(x, None).y
+    def all_of(x: torch.Tensor) -> list[Any]:
+        return [call(x) for call in calls]
 
     x = torch.randn(3, N)
-    for found, expected in zip(torch.compile(both, backend="aot_eager", fullgraph=True)(x), both(x), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(all_of, backend="eager", fullgraph=True)(x), all_of(x))
