@@ -25,7 +25,7 @@ from .progress import progress
 from .signature import column_sums, group_params, group_summary, params, row_tensors, summary
 from .sketch import Reader, Sketch, Sketches, blank
 from .tiling import SMALL_M, SOME_M
-from .values import Part, Pipeline
+from .values import NormRow, Part, Pipeline
 
 _T = TypeVar("_T")
 
@@ -160,19 +160,19 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     return (pipeline,)
 
 
-def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
+def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str, NormRow | None], ...]]:
     """Return the prefix of a mode's template names, and the arguments of `_macros` by name."""
     if isinstance(mode, GroupMode):
         return f"gn_{mode.direction.value}_", ()
     prefix = "bwd_" if mode.is_backward else ""
     norm = mode.norm.row
-    return prefix, (("norm", norm.template, norm.averages), ("output", f"{_output_of(mode)}.j2", True))
+    return prefix, (("norm", norm.template, norm), ("output", f"{_output_of(mode)}.j2", None))
 
 
 def _render_kernel(
-    mode: Reader | AnyMode, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str, bool]]
+    mode: Reader | AnyMode, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str, NormRow | None]]
 ) -> str:
-    called = {name: _macros(template, averages) for name, template, averages in macros}
+    called = {name: _macros(template, norm) for name, template, norm in macros}
     text = _template(f"{prefix}{part.value}.py.j2").render(m=mode, part=part, **called)
     staged = _BLANK_BEFORE_STAGE.sub("\n\0", text)
     return _BLANK_LINES.sub("\n", staged).replace("\0", "\n").strip("\n")
@@ -311,9 +311,9 @@ def _template(name: str) -> jinja2.Template:
 
 
 @cache
-def _macros(name: str, averages: bool) -> object:
-    """Return the macros of a template; `averages` is True if sums along a row are divided by the row's length."""
-    return _template(name).make_module({"averages": averages})
+def _macros(name: str, norm: NormRow | None) -> object:
+    """Return the macros of a template, written for a norm if they are a norm's."""
+    return _template(name).make_module({"norm": norm})
 
 
 def render(name: str, **values: object) -> str:

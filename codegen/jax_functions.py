@@ -11,7 +11,7 @@ from .public import FunctionalFunctions
 from .values import Norm
 
 _NORMS = (Norm.LAYER, Norm.RMS)
-_NORMS_ALONE = (*_NORMS, Norm.L2)
+_NORMS_ALONE = (*_NORMS, Norm.L2, Norm.L2_CLAMPED)
 _FLOATS = "float16, bfloat16 or float32"
 _FORMULAS = {
     Norm.LAYER: (
@@ -23,6 +23,10 @@ _FORMULAS = {
         "rounding at the end."
     ),
     Norm.L2: "y = x / sqrt(sum(x**2) + eps) * weight, in fp32 with one rounding at the end.",
+    Norm.L2_CLAMPED: (
+        "y = x / max(sqrt(sum(x**2)), eps) * weight, in fp32 with one rounding at the end. Where eps is larger, the "
+        "gradient is that of x / eps."
+    ),
 }
 
 
@@ -38,7 +42,7 @@ _RESIDUAL = f"x's shape, {_FLOATS}"
 _VECTORS = (_as("weight", f"(N,), {_FLOATS}, or None for 1."), _as("bias", f"(N,), {_FLOATS}, or None for 0."))
 _EPS = replace(
     FORWARD["eps"],
-    meaning={norm: f"added to the {norm.row.added_to}; a number, and no array that is traced." for norm in Norm},
+    meaning={norm: f"{norm.row.eps_is}; a number, and no array that is traced." for norm in Norm},
     positional=True,
 )
 _OFFSET = replace(
@@ -83,7 +87,10 @@ _PLAIN = FunctionalFunctions(
     output="jax.Array",
     call="normalised",
     summary={norm: f"Compute {norm.row.title} over x's last dimension." for norm in _NORMS}
-    | {Norm.L2: "Divide each row of x by its L2 norm, over x's last dimension."},
+    | {
+        Norm.L2: "Divide each row of x by its L2 norm, over x's last dimension.",
+        Norm.L2_CLAMPED: "Divide each row of x by its L2 norm, or by eps if that is larger, over x's last dimension.",
+    },
     details={norm: (f"{formula} {_RUNS}",) for norm, formula in _FORMULAS.items()},
     returns=(_Y,),
     raises=_RAISES,

@@ -96,7 +96,7 @@ FORWARD = Family(
             "eps",
             Kind.NUMBER,
             default={norm: norm.row.eps for norm in Norm},
-            meaning={norm: f"added to the {norm.row.added_to}." for norm in Norm},
+            meaning={norm: f"{norm.row.eps_is}." for norm in Norm},
             least=0.0,
             functional=True,
             torchs={norm: norm.row.torch_eps for norm in Norm if norm.row.torch_eps},

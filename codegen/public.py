@@ -392,7 +392,7 @@ def _elsewhere(norm: Norm) -> tuple[str, ...]:
         "For DTensors each rank normalises its rows. No communication is needed if x is sharded along leading "
         f"dimensions and {vectors} replicated: y has x's placement, and the {sums}. Other placements are redistributed "
         "first, as for torch's own operator.",
-        f"{'' if norm is Norm.L2 else of_torch}`backend` returns where kernels run and where torch's own operator "
+        f"{of_torch if norm in _FORMULAS else ''}`backend` returns where kernels run and where torch's own operator "
         "runs.",
     )
 
@@ -466,21 +466,32 @@ _L2_FUNCTIONS = FunctionalFunctions(
         "{function}",
         _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
         _vectors("(N,)")[0],
-        _eps(Norm.L2, ". `torch.nn.functional.normalize` instead bounds the norm from below."),
-        norms=(Norm.L2,),
+        _eps(Norm.L2, ". `normalize` instead bounds the norm from below."),
+        _eps(Norm.L2_CLAMPED, "."),
+        norms=(Norm.L2, Norm.L2_CLAMPED),
     ),
     output="torch.Tensor",
     summary={
         Norm.L2: (
             "Divide each row of x by its L2 norm: y = x / sqrt(sum(x**2) + eps) * weight over the last dimension."
-        )
+        ),
+        Norm.L2_CLAMPED: (
+            "Divide each row of x by its L2 norm, as `torch.nn.functional.normalize` does over the last dimension."
+        ),
     },
     details={
-        Norm.L2: (
-            f"Differentiable. The backward pass saves x, and {_statistics(Norm.L2)} per row; nothing if no gradient is "
-            f"due. {_SECOND}",
-            *_elsewhere(Norm.L2),
+        norm: (
+            f"{formula}Differentiable. The backward pass saves x, and an rstd per row; nothing if no gradient is due. "
+            f"{_SECOND}",
+            *_elsewhere(norm),
         )
+        for norm, formula in {
+            Norm.L2: "",
+            Norm.L2_CLAMPED: (
+                "y = x / max(sqrt(sum(x**2)), eps) * weight, in fp32 with one rounding. Where eps is the larger, the "
+                "gradient of x is that of x / eps * weight. "
+            ),
+        }.items()
     },
     returns=("y: x's shape and dtype, under autocast too.",),
     raises=(

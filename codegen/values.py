@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -20,8 +20,9 @@ class NormRow:
         function: the name of the differentiable function, in which the names of fused forms end.
         centres: True if the mean of a row is subtracted (and may be saved).
         averages: True if the sums of squares along a row, and of g * h backward, are divided by the row's length.
+        clamps: True if a row is divided by eps where its norm is less, rather than eps added to its squares.
         eps: the default of eps, as a signature writes it.
-        added_to: what eps is added to, in prose.
+        eps_is: what eps is to a row, in prose.
         torch_eps: the value that eps=None means, as an expression; "" if None is refused.
         formula: the paragraph of the 2-d forward function's docstring that defines y.
         lacks: attributes of a `Mode` that are False for every mode of this norm.
@@ -34,8 +35,9 @@ class NormRow:
     function: str
     centres: bool
     averages: bool
+    clamps: bool
     eps: str
-    added_to: str
+    eps_is: str
     torch_eps: str
     formula: str
     lacks: tuple[str, ...]
@@ -48,6 +50,7 @@ class Norm(Enum):
     LAYER = "layer"
     RMS = "rms"
     L2 = "l2"
+    L2_CLAMPED = "l2_clamped"
 
     @property
     def row(self) -> NormRow:
@@ -64,6 +67,28 @@ class Norm(Enum):
         """Return True if the norm subtracts the mean of a row, which may be saved."""
         return _NORMS[self].centres
 
+    @property
+    def clamps(self) -> bool:
+        """Return True if the norm of a row is clamped at eps."""
+        return _NORMS[self].clamps
+
+
+# Applied to queries and keys, where only quantisation is fused with the norm.
+_L2 = NormRow(
+    prefix="l2",
+    title="L2 norm",
+    stem="l2norm",
+    function="l2_norm",
+    centres=False,
+    averages=False,
+    clamps=False,
+    eps="1e-6",
+    eps_is="added to the sum of squares",
+    torch_eps="",
+    formula="In fp32: y = x / sqrt(sum(x**2) + eps) * (weight + weight_offset).",
+    lacks=("fadd.adds", "x_bias", "dropout", "cast.comes_first", "modulated", "gating.gates", "serves"),
+    template="rms.j2",
+)
 
 _NORMS = {
     Norm.LAYER: NormRow(
@@ -73,8 +98,9 @@ _NORMS = {
         function="layer_norm",
         centres=True,
         averages=True,
+        clamps=False,
         eps="1e-5",
-        added_to="variance",
+        eps_is="added to the variance",
         torch_eps="",
         formula=(
             "With s = x + x_bias + residual in fp32: y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, with the "
@@ -90,8 +116,9 @@ _NORMS = {
         function="rms_norm",
         centres=False,
         averages=True,
+        clamps=False,
         eps="1e-6",
-        added_to="mean square",
+        eps_is="added to the mean square",
         # torch computes 16-bit inputs in fp32, as the kernels do.
         torch_eps="torch.finfo(torch.float32).eps",
         formula=(
@@ -101,20 +128,20 @@ _NORMS = {
         lacks=(),
         template="rms.j2",
     ),
-    # Applied to queries and keys, where only quantisation is fused with the norm.
-    Norm.L2: NormRow(
-        prefix="l2",
-        title="L2 norm",
-        stem="l2norm",
-        function="l2_norm",
-        centres=False,
-        averages=False,
-        eps="1e-6",
-        added_to="sum of squares",
-        torch_eps="",
-        formula="In fp32: y = x / sqrt(sum(x**2) + eps) * (weight + weight_offset).",
-        lacks=("fadd.adds", "x_bias", "dropout", "cast.comes_first", "modulated", "gating.gates", "serves"),
-        template="rms.j2",
+    Norm.L2: _L2,
+    Norm.L2_CLAMPED: replace(
+        _L2,
+        prefix="l2c",
+        title="clamped L2 norm",
+        stem="normalize",
+        function="normalize",
+        clamps=True,
+        eps="1e-12",
+        eps_is="the least that a row is divided by",
+        formula=(
+            "In fp32: y = x / max(sqrt(sum(x**2)), eps) * (weight + weight_offset), as torch.nn.functional.normalize. "
+            "Where eps is the larger, the saved rstd is -1 / eps: gradients know such rows by the sign."
+        ),
     ),
 }
 

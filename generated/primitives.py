@@ -279,6 +279,22 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def inverse_norm(square, eps):
+    """1 / max(norm, eps) of a row, given the square of its norm; NaN of a NaN.
+
+    fp32 holds no square of an eps below 1.1e-19, which counts as that.
+    """
+    least = tl.maximum(eps * eps, 1.1754943508222875e-38)
+    return tl.rsqrt(tl.maximum(square, least, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def signed(rstd, eps):
+    """What `inverse_norm` found, as it is saved: negative where the norm was clamped, which gradients want to know."""
+    return tl.where(rstd < inverse_norm(0.0, eps), rstd, -rstd)
+
+
+@triton.jit
 def with_bits_of(pivot, dtype: tl.constexpr):
     """A pivot with no more bits than `dtype` has, which is the row's where its values are as they were read.
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .families.plain_functions import add_rms_norm as add_rms_norm
     from .families.plain_functions import l2_norm as l2_norm
     from .families.plain_functions import layer_norm as layer_norm
+    from .families.plain_functions import normalize as normalize
     from .families.plain_functions import rms_norm as rms_norm
     from .families.plain_modules import AddLayerNorm as AddLayerNorm
     from .families.plain_modules import AddRMSNorm as AddRMSNorm
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from .families.public import layernorm2d_fwd as layernorm2d_fwd
     from .families.public import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
     from .families.public import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
+    from .families.public import normalize2d_bwd as normalize2d_bwd
+    from .families.public import normalize2d_fwd as normalize2d_fwd
     from .families.public import quantised_layer_norm as quantised_layer_norm
     from .families.public import quantised_rms_norm as quantised_rms_norm
     from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd

@@ -297,7 +297,8 @@ def families() -> dict[str, list[Function]]:
         for family, patterns in _PATTERNS.items()
     }
     found["group"] = [_public("group_norm")]
-    found["l2"] = [_public(name) for name in ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd")]
+    clamped = ("normalize", "normalize2d_fwd", "normalize2d_bwd")
+    found["l2"] = [_public(name) for name in ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", *clamped)]
     found["operators"] = [_operator(name) for name in _OPERATORS]
     found["parallel"] = [_public(f"split_{norm}", parallel) for norm in ("layer_norm", "rms_norm")]
     return found

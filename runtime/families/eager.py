@@ -91,12 +91,15 @@ def _norm(
     if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
-    averages = _averages(norm)
+    averages, clamps = _constants(norm)
     if averages and not is_forward_ad_on():
         return functional.layer_norm(x, list(shape), weight, bias, eps)
     # torch has no L2 norm, and the second tangent of its layer_norm is wrong
     # (https://github.com/pytorch/pytorch/issues/196700).
     rows, dims = widened(x), tuple(range(-len(shape), 0))
+    if clamps:
+        h = rows / torch.linalg.vector_norm(rows, dim=dims, keepdim=True).clamp_min(eps)
+        return _affine(h, weight, bias).to(x.dtype)
     rows = rows - rows.mean(dims, keepdim=True) if averages else rows
     square = rows.square()
     over_row = square.mean(dims, keepdim=True) if averages else square.sum(dims, keepdim=True)
@@ -104,8 +107,9 @@ def _norm(
 
 
 @constant_in_traces
-def _averages(norm: str) -> bool:
-    return word(Norm, "norm", norm).row.averages
+def _constants(norm: str) -> tuple[bool, bool]:
+    row = word(Norm, "norm", norm).row
+    return row.averages, row.clamps
 
 
 def _last_dimension(x: torch.Tensor) -> tuple[int, ...]:
@@ -118,22 +122,27 @@ class _Normalised(NamedTuple):
 
     Attributes:
         h: the normalised rows.
-        rstd: the saved rstd, of shape (..., 1).
+        rstd: the saved rstd, of shape (..., 1), without its sign.
         centres: True if the mean was subtracted.
         averages: True if sums along a row are divided by its length.
+        clamped: True for a row whose rstd is no function of the row; None if each row's is one.
     """
 
     h: torch.Tensor
     rstd: torch.Tensor
     centres: bool
     averages: bool
+    clamped: torch.Tensor | None
 
     def along(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the mean along each row, or the sum if the norm does not average."""
-        return rows.mean(-1, keepdim=True) if self.averages else rows.sum(-1, keepdim=True)
+        """Return the mean along each row, or the sum if the norm does not average; 0 for a clamped row."""
+        total = rows.mean(-1, keepdim=True) if self.averages else rows.sum(-1, keepdim=True)
+        return total if self.clamped is None else total.masked_fill(self.clamped, 0.0)
 
 
-def _normalised(s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, averages: bool = True) -> _Normalised:
+def _normalised(
+    s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, averages: bool = True, clamps: bool = False
+) -> _Normalised:
     """Return rows normalised by saved statistics.
 
     Where a second derivative could be asked for, statistics become functions of the rows, with the saved values. They
@@ -141,7 +150,8 @@ def _normalised(s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, 
     """
     rstd = rstd.view(*s.shape[:-1], 1)
     mean = None if mean is None else mean.view(rstd.shape)
-    saved = _Normalised(s, rstd, mean is not None, averages)
+    clamped, rstd = (rstd < 0, rstd.abs()) if clamps else (None, rstd)
+    saved = _Normalised(s, rstd, mean is not None, averages, clamped)
     if torch.is_grad_enabled() and s.requires_grad:
         if mean is None:
             square = saved.along(s.square())
@@ -243,7 +253,7 @@ def plain_gradients(
     dy, x, weight, rstd, x_bias, dresidual_out = operands
     norm, weight_offset, cast, dx_dtype, bias_dtype, wants = options
     s = x.float() if x_bias is None else x.float() + x_bias.float()
-    normalised = _normalised(s, mean, rstd, _averages(norm))
+    normalised = _normalised(s, mean, rstd, *_constants(norm))
     h, *_ = normalised
     dy = torch.zeros_like(x) if dy is None else dy
     to = _rounded_to(cast, dy.dtype, x.dtype)

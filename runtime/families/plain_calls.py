@@ -23,6 +23,7 @@ from ..calls.sharded import Frame
 from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
 from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import FORWARD
+from ..codegen.values import Norm
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
@@ -287,7 +288,7 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, option
         check_normalised(CALLS.functions[options[0]], args, normalized_shape, kernel=True)
     rows, dimensions = [FORWARD[name] for name in CALLS.inputs], len(normalized_shape or ())
     call = partial(normalise, normalized_shape=normalized_shape, options=options)
-    return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
+    return by_parts(Norm(options[0]).row.function, rows, operands, call, dimensions)
 
 
 def with_offset(operands: Any, options: Any) -> tuple[Any, Any]:
@@ -330,4 +331,4 @@ def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, optio
     adds = args["residual"] is not None
     if normalized_shape is not None and (adds or args["out_dtype"] is not None):
         return handle_torch_function(normalise, operands, operands, normalized_shape, options)
-    return handed_on(f"{'add_' if adds else ''}{options[0]}_norm", operands, args, positional=2)
+    return handed_on(f"{'add_' if adds else ''}{Norm(options[0]).row.function}", operands, args, positional=2)

@@ -167,7 +167,7 @@ def l2_norm(
     Args:
         x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
         weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
-        eps: added to the sum of squares. `torch.nn.functional.normalize` instead bounds the norm from below.
+        eps: added to the sum of squares. `normalize` instead bounds the norm from below.
 
     Returns:
         y: x's shape and dtype, under autocast too.
@@ -182,6 +182,48 @@ def l2_norm(
     """
     operands = (x, weight, None, None, None)
     options = ("l2", eps, 0.0, None, "after_weight")
+    result: torch.Tensor = normalise_last(operands, options)
+    return result
+
+
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-12,
+) -> torch.Tensor:
+    """Divide each row of x by its L2 norm, as `torch.nn.functional.normalize` does over the last dimension.
+
+    y = x / max(sqrt(sum(x**2)), eps) * weight, in fp32 with one rounding. Where eps is the larger, the gradient of x is
+    that of x / eps * weight. Differentiable. The backward pass saves x, and an rstd per row; nothing if no gradient is
+    due. Torch's operators compute a gradient of the gradient, from the same formula.
+
+    Torch's own operator runs where kernels cannot, on a GPU too: in transforms of torch.func, for tensors with a
+    tangent of forward-mode AD, under torch.jit.trace, for float64 tensors (logged once), and for rows without elements.
+
+    For DTensors each rank normalises its rows. No communication is needed if x is sharded along leading dimensions and
+    weight is replicated: y has x's placement, and the gradient of weight is a partial sum. Other placements are
+    redistributed first, as for torch's own operator.
+
+    `backend` returns where kernels run and where torch's own operator runs.
+
+    Args:
+        x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
+        weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
+        eps: the least that a row is divided by.
+
+    Returns:
+        y: x's shape and dtype, under autocast too.
+
+    Raises:
+        ShapeError: x has no dimension, or weight is not (N,).
+        DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
+        DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: eps is no number of at least 0.
+        NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
+    """
+    operands = (x, weight, None, None, None)
+    options = ("l2_clamped", eps, 0.0, None, "after_weight")
     result: torch.Tensor = normalise_last(operands, options)
     return result
 

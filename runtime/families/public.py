@@ -280,6 +280,79 @@ def l2norm2d_fwd(
 
 
 @eager_below
+def normalize2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-12,
+    weight_offset: float = 0.0,
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """Compute clamped L2 norm over the last dimension, with optional fused steps before and after.
+
+    In fp32: y = x / max(sqrt(sum(x**2)), eps) * (weight + weight_offset), as torch.nn.functional.normalize. Where eps
+    is the larger, the saved rstd is -1 / eps: gradients know such rows by the sign. For a quantised output, y is
+    multiplied by smooth_scale, then each row is divided by y_scale = max|y| / qmax, rounded and saturated; qmax is 127
+    for int8, 448 for float8_e4m3fn, 240 for float8_e4m3fnuz and 57344 for float8_e5m2. A scale that is subnormal in
+    fp16 is rounded up, so that no value saturates. A row whose scale is no normal fp32 number, a row of zeros for
+    example, gets y_scale = 1. A row that holds a NaN or Inf, or whose scale overflows scale_dtype, gets a y_scale that
+    is NaN or Inf, and undefined quantised values.
+
+    Not differentiable: no operand may require a gradient while gradients are enabled. `layer_norm`, `rms_norm`,
+    `add_layer_norm` and `add_rms_norm` compute gradients. Autograd sees out and residual_out as modified in place.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, or on two
+            (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere under
+            TRITON_INTERPRET=1). M, the number of rows, may be 0.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        eps: the least that a row is divided by.
+        weight_offset: added to every weight, in fp32.
+        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
+        fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
+        x_scale: what an fp8 x is multiplied by, in fp32, before anything else: fp32 on x's device, one a row (x's shape
+            without the last dimension, or with one of 1 there) or one for all (one element).
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or residual's with post_add, or that of `out`.
+            An fp8 x needs one of these three, or out_dtype.
+        scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
+        save_mv: return rstd; mean is always None.
+        rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
+        out: where y goes, instead of a new tensor; may be x or residual itself if the dtype is the same.
+
+    Returns:
+        `LayerNormOutput`, with None for outputs that were not asked for.
+
+    Raises:
+        ShapeError: a tensor's shape does not fit x's.
+        DTypeError: a tensor or dtype is of a type that the kernels do not take.
+        DeviceError: tensors are on several devices, or on one where no kernel runs.
+        LayoutError: strides that the kernels cannot walk, or an output that overlaps another tensor.
+        ConflictError: an argument that the modes asked for would leave unused, or one that they lack.
+        GradientError: a tensor requires a gradient, with gradients enabled; or out or residual_out is an inference
+            tensor, outside torch.inference_mode.
+        IllegalCombinationError: no kernel can exist for the combination asked.
+        MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
+    """
+    if is_dynamo_compiling():
+        return first.traced_forward(
+            "l2_clamped", x=x, weight=weight, eps=eps, weight_offset=weight_offset, smooth_scale=smooth_scale,
+            fquant=fquant, x_scale=x_scale, out_dtype=out_dtype, scale_dtype=scale_dtype, save_mv=save_mv,
+            rounding=rounding, out=out,
+        )  # fmt: skip
+    output: LayerNormOutput = native.calls.normalize2d_fwd(
+        x, weight, eps, weight_offset, smooth_scale, fquant, x_scale, out_dtype, scale_dtype, save_mv, rounding, out
+    )
+    return output
+
+
+@eager_below
 def layernorm2d_bwd(
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -435,6 +508,48 @@ def l2norm2d_bwd(
             "l2", dy=dy, x=x, weight=weight, rstd=rstd, weight_offset=weight_offset, dx_dtype=dx_dtype, wants=wants
         )
     output: NormGradients = native.calls.l2norm2d_bwd(dy, x, weight, rstd, weight_offset, dx_dtype, wants)
+    return output
+
+
+@eager_below
+def normalize2d_bwd(
+    dy: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    rstd: torch.Tensor,
+    weight_offset: float = 0.0,
+    dx_dtype: torch.dtype | None = None,
+    wants: Collection[str] = ("dx",),
+) -> NormGradients:
+    """Compute the gradients of `normalize2d_fwd`; calls with the same arguments return the same bits.
+
+    With h the normalised row and g = dy * weight, LayerNorm has dx = (g - h * mean(g * h) - mean(g)) * rstd, and
+    RMSNorm omits mean(g). dweight and dbias are the sums of dy * h and dy over rows (Ba et al., 2016; Triton's
+    layer-norm tutorial derives the formulas). The L2 norm has sums in place of means.
+
+    Args:
+        dy: (..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero.
+        x: dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out.
+        weight: (N,), or None where the forward call had none.
+        rstd: x's shape without the last dimension, fp32, as the forward call saved it.
+        weight_offset: as the forward call was given it.
+        dx_dtype: dx's dtype; None is x's.
+        wants: which of "dx", "dweight", "dbias", "dx_bias" and, with dropout_p, "ddropped" to compute; nothing else is.
+
+    Returns:
+        `NormGradients`. dy is never written to.
+
+    Raises:
+        GradientError: a tensor requires a gradient, with gradients enabled: no kernel computes a gradient's gradient.
+        NormforgeError: one of the errors that `normalize2d_fwd` lists.
+    """
+    if is_dynamo_compiling():
+        return first.traced_backward(
+            "l2_clamped", dy=dy, x=x, weight=weight, rstd=rstd, weight_offset=weight_offset, dx_dtype=dx_dtype,
+            wants=wants,
+        )  # fmt: skip
+    output: NormGradients = native.calls.normalize2d_bwd(dy, x, weight, rstd, weight_offset, dx_dtype, wants)
     return output
 
 

@@ -47,8 +47,12 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     if op.mode.norm.centres:
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
-    outputs["rstd"] = rstd = 1 / jnp.sqrt(_along(op)(centred * centred, axis=-1) + op.eps)
-    y = centred * rstd[..., None]
+    square = _along(op)(centred * centred, axis=-1)
+    if op.mode.norm.row.clamps:
+        outputs["rstd"] = rstd = _clamped(square, op.eps)
+    else:
+        outputs["rstd"] = rstd = 1 / jnp.sqrt(square + op.eps)
+    y = centred * jnp.abs(rstd)[..., None]
     if "weight" in args:
         y = y * (args["weight"] + op.weight_offset)
     if "bias" in args:
@@ -60,15 +64,22 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     return {**outputs, "y": y}
 
 
+def _clamped(square: jax.Array, eps: float) -> jax.Array:
+    """Return 1 / max(norm, eps) given squares of norms, negative where eps is the larger."""
+    is_less = jnp.sqrt(jax.lax.stop_gradient(square)) < eps
+    # Not of a square that is not taken: the slope of a root at 0 is infinite.
+    return jnp.where(is_less, -1 / eps, 1 / jnp.sqrt(jnp.where(is_less, 1, square)))
+
+
 def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     dy, rstd = args["dy"], args["rstd"][..., None]
     h = args["x"] - args["mean"][..., None] if op.mode.norm.centres else args["x"]
-    h = h * rstd
+    h = h * jnp.abs(rstd)
     g = dy * (args["weight"] + op.weight_offset) if "weight" in args else dy
-    dx = g - h * _along(op)(g * h, axis=-1, keepdims=True)
+    dx = g - jnp.where(rstd < 0, 0, h * _along(op)(g * h, axis=-1, keepdims=True))
     if op.mode.norm.centres:
         dx = dx - jnp.mean(g, axis=-1, keepdims=True)
-    dx = dx * rstd
+    dx = dx * jnp.abs(rstd)
     if "dresidual_out" in args:
         dx = dx + args["dresidual_out"]
     rows = tuple(range(dy.ndim - 1))

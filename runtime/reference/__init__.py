@@ -14,7 +14,7 @@ from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 FORWARD: dict[Norm, Callable[..., ReferenceOutput]] = {
     norm: layernorm2d_fwd
     if norm.centres
-    else partial(rmsnorm2d_fwd, eps=float(norm.row.eps), averages=norm.row.averages)
+    else partial(rmsnorm2d_fwd, eps=float(norm.row.eps), averages=norm.row.averages, clamps=norm.row.clamps)
     for norm in Norm
 }
 BACKWARD: dict[Norm, Callable[..., ReferenceGradients]] = {

@@ -99,12 +99,14 @@ def backward(
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
     """Compute every gradient of a norm that centres rows, where there is a mean, or of one that does not."""
-    d, rstd = dy.to(dtype), rstd.to(dtype).unsqueeze(-1)
+    # A negative rstd is that of a row whose norm was clamped, and is no function of the row.
+    d, clamped, rstd = dy.to(dtype), rstd.unsqueeze(-1) < 0, rstd.to(dtype).unsqueeze(-1).abs()
     s = _sum(x, x_bias, dtype)
     h = (s if mean is None else s - mean.to(dtype).unsqueeze(-1)) * rstd
     g = d if weight is None else d * (weight.to(dtype) + weight_offset)
     count = x.shape[-1] if averages else 1
-    dx, terms = through_statistics(g, g.abs(), h, rstd, count=count, centres=mean is not None)
+    through = h.masked_fill(clamped, 0.0)
+    dx, terms = through_statistics(g, g.abs(), through, rstd, count=count, centres=mean is not None)
     if dresidual_out is not None:
         dx = dx + dresidual_out.to(dtype)
         terms = terms + dresidual_out.to(dtype).abs()

@@ -58,7 +58,7 @@ def layernorm2d_fwd(
     float64, the default, its rounding errors are negligible beside a kernel's. first_row is the number of x's first
     row, of which dropouts make a difference, where x is a part of a call's.
     """
-    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, weight_offset=0.0, **options)
+    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, clamps=False, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -67,14 +67,17 @@ def rmsnorm2d_fwd(
     *,
     eps: float = 1e-6,
     averages: bool = True,
+    clamps: bool = False,
     weight_offset: float = 0.0,
     **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
 
-    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does; clamps, whether a row whose
+    norm is less than eps is divided by eps, and its rstd is saved as -1 / eps.
     """
-    return _forward(x, weight, None, eps=eps, centres=False, averages=averages, weight_offset=weight_offset, **options)
+    constants: dict[str, Any] = {"averages": averages, "clamps": clamps, "weight_offset": weight_offset}
+    return _forward(x, weight, None, eps=eps, centres=False, **constants, **options)
 
 
 def _forward(
@@ -85,6 +88,7 @@ def _forward(
     eps: float,
     centres: bool,
     averages: bool,
+    clamps: bool,
     weight_offset: float,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
@@ -113,7 +117,9 @@ def _forward(
     if mean is not None:
         s, terms = s - mean, terms + mean.abs()
     squares = s.square().sum(-1, keepdim=True)
-    rstd = ((squares / s.shape[-1] if averages else squares) + eps).rsqrt()
+    rstd = ((squares / s.shape[-1] if averages else squares) + (0 if clamps else eps)).rsqrt()
+    clamped = squares.sqrt() < eps if clamps else torch.zeros_like(squares, dtype=torch.bool)
+    rstd = rstd.where(~clamped, torch.full_like(rstd, eps).reciprocal())
     z, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     terms = terms * rstd
     if weight is not None:
@@ -129,7 +135,7 @@ def _forward(
             z, terms, either = _scaled(smooth_scale.to(dtype), z, terms, either)
         y, y_scale = quantised_rows(z, out_dtype or torch.int8, scale_dtype, word(Rounding, "rounding", rounding))
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
-    saved_rstd = rstd.squeeze(-1).float() if save_mv else None
+    saved_rstd = rstd.where(~clamped, -rstd).squeeze(-1).float() if save_mv else None
     return ReferenceOutput(y, residual_out, y_scale, saved_mean, saved_rstd, z, either, terms=terms)
 
 

@@ -82,13 +82,15 @@ WHOLE = {
     "defaults:\ngroups: {a: {}}": (
         "1: defaults: expected axes, as axis: value or axis: [value, value], not an empty value"
     ),
-    "groups: {a: {dtype_in: fp16}}": ("1: group a: norm is missing; add norm: [layer, rms, l2, group] or one of them"),
+    "groups: {a: {dtype_in: fp16}}": (
+        "1: group a: norm is missing; add norm: [layer, rms, l2, l2_clamped, group] or one of them"
+    ),
     'groups: {"a\\nb\\e[31m": {norm: rms}}': (
         "1: group a\\nb\\x1b[31m: dtype_in is missing; add dtype_in: [fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2] or one "
         "of them"
     ),
     f"{GROUP}defaults: {{norm: rmss}}": (
-        "5: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, l2, group"
+        "5: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, l2, l2_clamped, group"
     ),
     "groups: {a: !!python/object:os.system {norm: layer, dtype_in: fp16}}": (
         "1: group a: expected axes, as axis: value or axis: [value, value], not a mapping tagged "

@@ -15,6 +15,7 @@ from normforge import reference
 from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
+from normforge.codegen.values import Norm  # isort: skip
 from normforge.errors import ConflictError, DTypeError, GradientError, ShapeError
 
 from ..thorough import THOROUGH
@@ -24,7 +25,15 @@ jnp = jax.numpy
 
 FLOATS = ("float32", "bfloat16", "float16")
 # Of a rounding to the type, and of fp32 sums.
-_FIRST = (("layer", "before", "bfloat16"), ("rms", "", "float32"), ("rms", "behind", "bfloat16"), ("l2", "", "float32"))
+_FIRST = (
+    ("layer", "before", "bfloat16"),
+    ("rms", "", "float32"),
+    ("rms", "behind", "bfloat16"),
+    ("l2", "", "float32"),
+    ("l2_clamped", "", "float32"),
+)
+# About as long as rows are, so that some are clamped.
+CLAMPED = 6.0
 ATOL = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 
 
@@ -42,6 +51,8 @@ def normalised(norm: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
         return torch.nn.functional.layer_norm(x, shape, weight, bias, 1e-5)
     if norm == "l2":
         return x / (x.square().sum(-1, keepdim=True) + 1e-5).sqrt() * weight
+    if norm == "l2_clamped":
+        return torch.nn.functional.normalize(x, dim=-1, eps=CLAMPED) * weight
     return torch.nn.functional.rms_norm(x, shape, weight + 1, 1e-5)
 
 
@@ -54,13 +65,15 @@ def called(norm: str, adds: str, x: Any, residual: Any, weight: Any, bias: Any) 
     operands = {"x": x, "weight": weight} | ({"bias": bias} if norm == "layer" else {})
     more = {"residual": residual} if adds else {}
     offset = {"weight_offset": 1.0} if norm == "rms" else {}
-    made = getattr(norms, NAMES[adds].format(norm))(**operands, **more, **offset, eps=1e-5)
+    eps = CLAMPED if norm == "l2_clamped" else 1e-5
+    name = Norm(norm).row.function if norm.startswith("l2") else NAMES[adds].format(norm)
+    made = getattr(norms, name)(**operands, **more, **offset, eps=eps)
     return made if isinstance(made, tuple) else (made, x)
 
 
 CASES = [
     pytest.param(norm, adds, dtype, marks=[] if (norm, adds, dtype) in _FIRST else [THOROUGH])
-    for (norm, adds), dtype in product([*product(("layer", "rms"), NAMES), ("l2", "")], FLOATS)
+    for (norm, adds), dtype in product([*product(("layer", "rms"), NAMES), ("l2", ""), ("l2_clamped", "")], FLOATS)
 ]
 
 

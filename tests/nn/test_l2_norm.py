@@ -1,8 +1,9 @@
-"""L2 norms, y = x / sqrt(sum(x**2) + eps) * weight, against that formula in fp64 and its gradients by autograd."""
+"""L2 norms, with eps added to the squares or clamped at eps, against the formula in fp64 and autograd's gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,23 +22,33 @@ from normforge.tools.compare import TOLERANCES, compare
 
 from ..calling import FLOATS, LENGTHS, same_bits
 
-EPS = 1e-3
+EPS = 0.5
 ROWS = 5
 
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 each_length = pytest.mark.parametrize("n", [1, 7, *LENGTHS.values()])
+each_norm = pytest.mark.parametrize("norm", [Norm.L2, Norm.L2_CLAMPED], ids=lambda norm: norm.value)
 each_weight = pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = EPS) -> torch.Tensor:
+def exact(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = EPS, norm: Norm = Norm.L2) -> torch.Tensor:
     """The definition, in fp64 and by other operations than kernels and oracle use."""
     wide = x.double()
     y = wide / torch.sqrt(wide.square().sum(-1, keepdim=True) + eps)
+    if norm is Norm.L2_CLAMPED:
+        y = torch.nn.functional.normalize(wide, dim=-1, eps=eps)
     return y if weight is None else y * weight.double()
 
 
 def drawn(n: int, dtype: torch.dtype, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.randn(ROWS, n).to(dtype), torch.randn(n).to(dtype) if weighted else None
+    """Rows of which one is zeros and one is shorter than EPS, and a weight."""
+    x = torch.randn(ROWS, n) * torch.tensor([1.0, 0.0, 1e-3, 1.0, 1.0])[:, None]
+    return x.to(dtype), torch.randn(n).to(dtype) if weighted else None
+
+
+def public(norm: Norm, suffix: str = "") -> Any:
+    """A function of a norm: the differentiable one, or that with a suffix."""
+    return getattr(normforge, norm.row.stem + suffix if suffix else norm.row.function)
 
 
 def agree(actual: torch.Tensor | None, expected: torch.Tensor, sums: int = 1) -> None:
@@ -51,54 +62,65 @@ def agree(actual: torch.Tensor | None, expected: torch.Tensor, sums: int = 1) ->
 @each_weight
 @each_length
 @each_float
-def test_outputs(dtype: torch.dtype, n: int, weighted: bool) -> None:
+@each_norm
+def test_outputs(norm: Norm, dtype: torch.dtype, n: int, weighted: bool) -> None:
     x, weight = drawn(n, dtype, weighted)
-    output = normforge.l2norm2d_fwd(x, weight, eps=EPS, save_mv=True)
+    output = public(norm, "2d_fwd")(x, weight, eps=EPS, save_mv=True)
     assert output.y.dtype == dtype
-    agree(output.y, exact(x, weight))
+    agree(output.y, exact(x, weight, norm=norm))
     assert output.mean is None
-    agree(output.rstd, (x.double().square().sum(-1) + EPS).rsqrt())
-    assert same_bits(normforge.l2_norm(x, weight, EPS), output.y)
+    squares = x.double().square().sum(-1)
+    clamped = torch.where(squares.sqrt() < EPS, -1 / EPS, squares.rsqrt())
+    agree(output.rstd, clamped if norm is Norm.L2_CLAMPED else (squares + EPS).rsqrt())
+    assert same_bits(public(norm)(x, weight, EPS), output.y)
 
 
 @each_weight
 @each_length
 @each_float
-def test_gradients(dtype: torch.dtype, n: int, weighted: bool) -> None:
+@each_norm
+def test_gradients(norm: Norm, dtype: torch.dtype, n: int, weighted: bool) -> None:
     x, weight = drawn(n, dtype, weighted)
     leaves = [tensor.requires_grad_() for tensor in (x, weight) if tensor is not None]
     dy = torch.randn(ROWS, n).to(dtype)
-    actual = torch.autograd.grad(normforge.l2_norm(x, weight, EPS), leaves, dy)
+    actual = torch.autograd.grad(public(norm)(x, weight, EPS), leaves, dy)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = torch.autograd.grad(exact(wide[0], wide[1] if weighted else None), wide, dy.double())
+    expected = torch.autograd.grad(exact(wide[0], wide[1] if weighted else None, norm=norm), wide, dy.double())
     for gradient, wanted in zip(actual, expected, strict=True):
         assert gradient.dtype == dtype
         agree(gradient, wanted, sums=ROWS)
 
 
-def test_second_derivatives() -> None:
+@each_norm
+def test_second_derivatives(norm: Norm) -> None:
     x = torch.randn(3, 16, requires_grad=True)
     weight = torch.randn(16, requires_grad=True)
+    # One row is shorter than eps.
+    eps = float(x.detach().norm(dim=-1).min()) * 1.001
 
     def twice(function: Any, *leaves: torch.Tensor) -> Sequence[torch.Tensor]:
-        first = torch.autograd.grad(function(*leaves, EPS).pow(3).sum(), leaves, create_graph=True)
+        first = torch.autograd.grad(function(*leaves, eps).pow(3).sum(), leaves, create_graph=True)
         return torch.autograd.grad(torch.cat([gradient.flatten() for gradient in first]).square().sum(), leaves)
 
     wide = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
-    for actual, expected in zip(twice(normforge.l2_norm, x, weight), twice(exact, *wide), strict=True):
+    formula = partial(exact, norm=norm)
+    for actual, expected in zip(twice(public(norm), x, weight), twice(formula, *wide), strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
-def test_quantised_rows(n: int, out_dtype: torch.dtype) -> None:
+@each_norm
+def test_quantised_rows(norm: Norm, n: int, out_dtype: torch.dtype) -> None:
     x, weight = drawn(n, torch.bfloat16, True)
     smooth = torch.rand(n) + 0.5
     for given in ({"fquant": "dynamic"}, {"fquant": "smooth_dynamic", "smooth_scale": smooth}):
         asked: dict[str, Any] = {**given, "eps": EPS, "out_dtype": out_dtype}
-        actual = normforge.l2norm2d_fwd(x, weight, **asked)
-        expected = reference.FORWARD[Norm.L2](x, weight, **asked)
-        torch.testing.assert_close(expected.z, exact(x, weight) * (smooth.double() if "smooth_scale" in given else 1.0))
+        actual = public(norm, "2d_fwd")(x, weight, **asked)
+        expected = reference.FORWARD[norm](x, weight, **asked)
+        torch.testing.assert_close(
+            expected.z, exact(x, weight, norm=norm) * (smooth.double() if "smooth_scale" in given else 1.0)
+        )
         assert [finding for finding in compare(actual, expected) if not finding.ok] == []
 
 
@@ -111,33 +133,41 @@ def test_heads_of_a_packed_tensor_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18])
-def test_rows_of_any_size(value: float) -> None:
+@each_norm
+def test_rows_of_any_size(norm: Norm, value: float) -> None:
     x = torch.full((2, 40), value)
-    agree(normforge.l2_norm(x, eps=1e-6), exact(x, eps=1e-6))
+    agree(public(norm)(x, eps=1e-6), exact(x, eps=1e-6, norm=norm))
 
 
-def test_torch_computes_what_kernels_cannot() -> None:
+def test_a_nan_is_not_clamped() -> None:
+    x = torch.randn(3, 40).index_fill_(0, torch.tensor(1), float("nan"))
+    assert normforge.normalize(x).isnan().all(-1).tolist() == [False, True, False]
+
+
+@each_norm
+def test_torch_computes_what_kernels_cannot(norm: Norm) -> None:
     x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    torch.testing.assert_close(normforge.l2_norm(x, weight, EPS), exact(x, weight))
+    torch.testing.assert_close(public(norm)(x, weight, EPS), exact(x, weight, norm=norm))
     rows = torch.randn(3, 8)
     torch.testing.assert_close(
-        torch.func.grad(lambda x: normforge.l2_norm(x, eps=EPS).pow(3).sum())(rows).double(),
-        torch.func.grad(lambda x: exact(x).pow(3).sum())(rows.double()),
+        torch.func.grad(lambda x: public(norm)(x, eps=EPS).pow(3).sum())(rows).double(),
+        torch.func.grad(lambda x: exact(x, norm=norm).pow(3).sum())(rows.double()),
         rtol=1e-5,
         atol=1e-5,
     )
-    assert normforge.l2_norm(torch.empty(3, 0)).shape == (3, 0)
+    assert public(norm)(torch.empty(3, 0)).shape == (3, 0)
 
 
-def test_a_graph_holds_one_operator() -> None:
-    graph = make_fx(lambda x: normforge.l2_norm(x, eps=EPS), tracing_mode="fake")(torch.randn(3, 8)).graph
+@each_norm
+def test_a_graph_holds_one_operator(norm: Norm) -> None:
+    graph = make_fx(lambda x: public(norm)(x, eps=EPS), tracing_mode="fake")(torch.randn(3, 8)).graph
     assert [str(node.target) for node in graph.nodes if "normforge" in str(node.target)] == [
-        "normforge.l2norm2d_fwd.default"
+        f"normforge.{norm.row.stem}2d_fwd.default"
     ]
-    x = torch.randn(4, 32, requires_grad=True)
-    compiled = torch.compile(normforge.l2_norm, backend="aot_eager", fullgraph=True)
+    x = drawn(32, torch.float32, False)[0].requires_grad_()
+    compiled: Any = torch.compile(public(norm), backend="aot_eager", fullgraph=True)
     (gradient,) = torch.autograd.grad(compiled(x, eps=EPS).pow(3).sum(), x)
-    (expected,) = torch.autograd.grad(normforge.l2_norm(x, eps=EPS).pow(3).sum(), x)
+    (expected,) = torch.autograd.grad(public(norm)(x, eps=EPS).pow(3).sum(), x)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -179,7 +209,8 @@ def test_tiles_are_those_of_rms_norm(direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["-fquant", "2"], ["-bwd", "1"]], ids=" ".join)
-def test_the_command_runs_it(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@each_norm
+def test_the_command_runs_it(norm: Norm, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """And holds every output against the reference."""
-    assert normforge_command(["run", "-norm", "l2", "-m", "3", "-n", "96", *options]) == 0
+    assert normforge_command(["run", "-norm", norm.value, "-m", "3", "-n", "96", *options]) == 0
     assert "L2 norm" in capsys.readouterr().out
