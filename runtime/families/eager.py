@@ -98,8 +98,8 @@ def _norm(
     # (https://github.com/pytorch/pytorch/issues/196700).
     rows, dims = widened(x), tuple(range(-len(shape), 0))
     if clamps:
-        h = rows / torch.linalg.vector_norm(rows, dim=dims, keepdim=True).clamp_min(eps)
-        return _affine(h, weight, bias).to(x.dtype)
+        rows = rows / torch.linalg.vector_norm(rows, dim=dims, keepdim=True).clamp_min(eps)
+        return _affine(rows, weight, bias).to(x.dtype)
     rows = rows - rows.mean(dims, keepdim=True) if averages else rows
     square = rows.square()
     over_row = square.mean(dims, keepdim=True) if averages else square.sum(dims, keepdim=True)

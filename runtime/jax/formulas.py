@@ -48,11 +48,10 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
     square = _along(op)(centred * centred, axis=-1)
-    if op.mode.norm.row.clamps:
-        outputs["rstd"] = rstd = _clamped(square, op.eps)
-    else:
-        outputs["rstd"] = rstd = 1 / jnp.sqrt(square + op.eps)
-    y = centred * jnp.abs(rstd)[..., None]
+    clamps, least = op.mode.norm.clamps, op.eps**2
+    rstd = 1 / jnp.sqrt(jnp.maximum(square, least) if clamps else square + op.eps)
+    outputs["rstd"] = jnp.where(square < least, -rstd, rstd) if clamps else rstd
+    y = centred * rstd[..., None]
     if "weight" in args:
         y = y * (args["weight"] + op.weight_offset)
     if "bias" in args:
@@ -62,13 +61,6 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     if op.mode.fquant.quantises:
         y, outputs["y_scale"] = _quantised(op, y * args["smooth_scale"] if "smooth_scale" in args else y)
     return {**outputs, "y": y}
-
-
-def _clamped(square: jax.Array, eps: float) -> jax.Array:
-    """Return 1 / max(norm, eps) given squares of norms, negative where eps is the larger."""
-    is_less = jnp.sqrt(jax.lax.stop_gradient(square)) < eps
-    # Not of a square that is not taken: the slope of a root at 0 is infinite.
-    return jnp.where(is_less, -1 / eps, 1 / jnp.sqrt(jnp.where(is_less, 1, square)))
 
 
 def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
