@@ -41,8 +41,10 @@ def exact(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = EPS,
 
 
 def drawn(n: int, dtype: torch.dtype, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of which one is zeros and one is shorter than EPS, and a weight."""
-    x = torch.randn(ROWS, n) * torch.tensor([1.0, 0.0, 1e-3, 1.0, 1.0])[:, None]
+    """Rows of which one is zeros and one is a little shorter than EPS, and a weight."""
+    x = torch.randn(ROWS, n)
+    x[1] = 0.0
+    x[2] *= 0.8 * EPS / x[2].norm()
     return x.to(dtype), torch.randn(n).to(dtype) if weighted else None
 
 
