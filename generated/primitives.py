@@ -285,7 +285,7 @@ def inverse_norm(square, eps):
     fp32 holds no square of an eps below 1.1e-19, which counts as that.
     """
     least = tl.maximum(eps * eps, 1.1754943508222875e-38)
-    return tl.rsqrt(tl.where(square < least, least, square))
+    return tl.rsqrt(tl.maximum(square, least, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
