@@ -14,6 +14,7 @@ import torch
 
 import normforge
 from benchmarks.environment import revision_of
+from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
 
@@ -31,6 +32,7 @@ _FORMULAS = {
     CastOrder.TO_WEIGHT_BEFORE_WEIGHT: "`weight * cast(h)`, cast to the weight's dtype",
     CastOrder.AFTER_WEIGHT: "`cast(weight * h)`",
     CastOrder.AFTER_OFFSET_WEIGHT: "`cast((1 + weight) * h)`",
+    CastOrder.CENTRED: "`cast(weight * h)` of rows less their mean",
 }
 
 _COLUMNS = ("class", "outcome", "formula or reason")
@@ -84,6 +86,8 @@ def _outcome(cls: type[torch.nn.Module]) -> tuple[str, str]:
     formula = _formula(norm)
     done = normforge.patch(norm)
     if done.swapped:
+        if isinstance(norm, CallingNorm):
+            formula = "its own forward, which calls torch's function"
         return _TAKEN, formula or ("a module around torch's own" if done.swapped[0].path else "torch's own")
     # The class's name is the one thing in a reason that is not common to many.
     reasons = [skipped.reason.replace(f"{cls.__name__} is", "it is") for skipped in done.skipped]
@@ -91,9 +95,10 @@ def _outcome(cls: type[torch.nn.Module]) -> tuple[str, str]:
 
 
 def _made(cls: type[torch.nn.Module]) -> torch.nn.Module | None:
-    for size in (_N, (_N,)):
+    # Norms of groups take the length of a group too.
+    for sizes in ((_N,), ((_N,),), (_N, _N)):
         try:
-            return cls(size)
+            return cls(*sizes)
         except Exception:  # Anything may come out of a constructor.
             continue
     return None
@@ -101,7 +106,11 @@ def _made(cls: type[torch.nn.Module]) -> torch.nn.Module | None:
 
 def _formula(norm: torch.nn.Module) -> str | None:
     try:
-        return _FORMULAS[formula_of(norm).order]
+        formula = formula_of(norm)
+        gated = (
+            f", {'x' if formula.gates_first else 'it'} times {formula.activation}(gate)" if formula.activation else ""
+        )
+        return _FORMULAS[formula.order] + gated
     except Exception:  # Not one of the three.
         return None
 

@@ -6,21 +6,18 @@ modulates is identified by trying it (see `modulating`).
 
 from __future__ import annotations
 
-import inspect
 from contextlib import suppress
-from functools import cache, partial
-from operator import attrgetter
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
-from .probing import attempt, mixed_in
+from .probing import mixed_in
 from .report import Fused, LeftAloneError
 from .sums import Sums, may_follow, rounds_once
-from .text import MODULATE, SUMS, Forward, Modulation, dotted, read, rewritten
+from .text import MODULATE, SUMS, Forward, Modulation, outside, read, rewritten
 
 
 class FusedBlock(Derived):
@@ -155,13 +152,7 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
         return False
     if modulation.function is None:
         return True
-    path = dotted(modulation.function) or ""
-    # A local variable may be any function.
-    if path.partition(".")[0] in forward.function.__code__.co_varnames:
-        return False
-    names = inspect.getclosurevars(forward.function)
-    outside = SimpleNamespace(**{**names.builtins, **names.globals, **names.nonlocals})
-    function = attempt(partial(attrgetter(path), outside), None)
+    function = outside(forward.function, modulation.function)
     keywords = tuple(keyword.arg or "" for keyword in modulation.keywords)
     return formula_of(function, len(modulation.args), keywords) is not None
 

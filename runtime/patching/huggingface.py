@@ -9,22 +9,28 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls.backend import is_served
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
+from ..families.functional import gated_rms_norm
 from ..families.plain_calls import normalise, normalise_cast_before_weight
-from ..families.plain_modules import RMSNorm
+from ..families.plain_modules import RMSNorm, UpcastLayerNorm
 from ..families.plainly import is_plain
-from ..families.replaced import ORIGINAL, own
+from ..families.replaced import ORIGINAL, Replacing, own
 
 
 class CastOrder(Enum):
-    """When the normalised row is rounded, and by what it is multiplied; the value names a model family that does so."""
+    """How a row is normalised, when it is rounded, and by what it is multiplied.
+
+    The value names a model family that does so.
+    """
 
     TO_INPUT_BEFORE_WEIGHT = "Llama"
     TO_WEIGHT_BEFORE_WEIGHT = "T5"
     AFTER_WEIGHT = "Olmo2"
     AFTER_OFFSET_WEIGHT = "Gemma"
+    CENTRED = "Cohere"
 
     @property
     def rounds_first(self) -> bool:
@@ -37,6 +43,12 @@ class CastOrder(Enum):
         return 1.0 if self is CastOrder.AFTER_OFFSET_WEIGHT else 0.0
 
 
+# Activations of gates, by the words of `gated_rms_norm`.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+
 # The key of an epsilon that the module itself calls eps, which is a property here: TorchDynamo of torch 2.11 takes an
 # entry of `__dict__` for the attribute of that name, and follows the property from itself into itself.
 EPSILON = "_epsilon"
@@ -45,12 +57,10 @@ EPSILON = "_epsilon"
 ANY_LENGTH = -1
 
 
-class HuggingFaceRMSNorm(RMSNorm):
-    """RMSNorm as Hugging Face's `LlamaRMSNorm`, `Olmo2RMSNorm` and `GemmaRMSNorm`, for modules made by such a class.
+class _OwnNames(Replacing):
+    """A norm that reads epsilon under the name that the module has for it, and takes its input by the forward's name.
 
-    With cast_before_weight it is Llama's, without it Olmo2's, or with a weight_offset Gemma's; see `RMSNorm`. The
-    module's own epsilon is read in each call, so that it may be changed. Without a weight rows may have any length, as
-    those of `Llama4TextL2Norm`.
+    Epsilon is read in each call, so that it may be changed.
 
     Attributes:
         epsilon_name: the attribute that epsilon is under; never "eps", see `EPSILON`.
@@ -61,16 +71,32 @@ class HuggingFaceRMSNorm(RMSNorm):
     input_name: str
 
     @property
-    def eps(self) -> float:
+    def eps(self) -> Any:
         """The number that is added to the mean square."""
-        value: float = self.__dict__[self.epsilon_name]
-        return value
+        return self.__dict__[self.epsilon_name]
 
     @eps.setter
-    def eps(self, value: float) -> None:
+    def eps(self, value: Any) -> None:
         # Under its own name too, for when patch is undone.
         for name in {self.epsilon_name, *(["eps"] if "eps" in self.__dict__ else [])}:
             self.__dict__[name] = value
+
+    def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        if x is not None or set(named) != {self.input_name}:
+            got = [*([] if x is None else ["a tensor"]), *(f"{name}=..." for name in named)]
+            raise TypeError(
+                f"{type(self).__name__}.forward() got ({', '.join(got)}); it takes one tensor, by position or as "
+                f"{self.input_name}"
+            )
+        return named[self.input_name]
+
+
+class HuggingFaceRMSNorm(_OwnNames, RMSNorm):
+    """RMSNorm as Hugging Face's `LlamaRMSNorm`, `Olmo2RMSNorm` and `GemmaRMSNorm`, for modules made by such a class.
+
+    With cast_before_weight it is Llama's, without it Olmo2's, or with a weight_offset Gemma's; see `RMSNorm`. Without a
+    weight rows may have any length, as those of `Llama4TextL2Norm`.
+    """
 
     def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape.
@@ -115,15 +141,6 @@ class HuggingFaceRMSNorm(RMSNorm):
         # Compiled code looks at the weight's shape in any case.
         return weight, weight.shape if is_dynamo_compiling() else self.normalized_shape
 
-    def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        if x is not None or set(named) != {self.input_name}:
-            got = [*([] if x is None else ["a tensor"]), *(f"{name}=..." for name in named)]
-            raise TypeError(
-                f"{type(self).__name__}.forward() got ({', '.join(got)}); it takes one tensor, by position or as "
-                f"{self.input_name}"
-            )
-        return named[self.input_name]
-
     def extra_repr(self) -> str:
         """Return torch's text, and the options that are on."""
         if self.weight is None:
@@ -142,3 +159,59 @@ class T5RMSNorm(HuggingFaceRMSNorm):
     def _rounded(self, weight: torch.Tensor | None) -> tuple[torch.dtype | None, str | Cast]:
         assert weight is not None
         return weight.dtype, "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
+
+
+class HuggingFaceLayerNorm(_OwnNames, UpcastLayerNorm):
+    """LayerNorm with a weight alone, as Hugging Face's `CohereLayerNorm`; y has x's dtype under torch.autocast too."""
+
+    def forward(self, input: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
+        """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype.
+
+        Raises:
+            TypeError: there is not one input, or it has another name than input_name.
+        """
+        return UpcastLayerNorm.forward(self, input if input is not None and not named else self._only(input, named))
+
+
+class HuggingFaceGatedRMSNorm(_OwnNames):
+    """RMSNorm and an activated gate, as Hugging Face's `Qwen3NextRMSNormGated`, or `MambaRMSNormGated` of groups.
+
+    With cast_before_weight, as in both, rows are rounded before the weight: a kernel computes the norm, and torch's
+    operators what follows. Without it one kernel computes all, and rounds once.
+
+    Attributes:
+        activation: of the gate, "silu" or "sigmoid".
+        norm_before_gate: False if the gate is multiplied by the input, and not by the norm's result.
+        cast_before_weight: whether rows are rounded before the weight.
+    """
+
+    weight: torch.nn.Parameter
+    activation: str
+    norm_before_gate: bool
+    cast_before_weight: bool
+
+    def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Normalise x with the gate: both (..., N), fp16, bf16 or fp32.
+
+        The forward that the module had is called for what kernels do not take, and traced.
+        """
+        tensors = {**dict(zip((self.input_name, "gate"), args, strict=False)), **named}
+        x, gate = tensors.get(self.input_name), tensors.get("gate")
+        is_known = len(args) + len(named) == 2 == len(tensors) and self.activation in ACTIVATIONS
+        if is_dynamo_compiling() or x is None or gate is None or not is_known or not is_served((x, gate, self.weight)):
+            y: torch.Tensor = self.__dict__[ORIGINAL].cls.forward(self, *args, **named)
+            return y
+        options: dict[str, Any] = {
+            "activation": self.activation,
+            "norm_before_gate": self.norm_before_gate,
+            "group_size": self.__dict__.get("group_size"),
+            "eps": self.eps,
+        }
+        if not self.cast_before_weight:
+            return gated_rms_norm(x, gate, self.weight, **options)
+        if not self.norm_before_gate:
+            return self.weight * gated_rms_norm(x, gate, **options)
+        rounding = ("rms", self.eps, 0.0, None, "before_weight")
+        rows: torch.Tensor
+        rows = normalise_cast_before_weight((x, self.weight, None, None, None), self.weight.shape, rounding)
+        return (rows * ACTIVATIONS[self.activation](gate.float())).to(x.dtype)

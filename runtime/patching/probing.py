@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .function_state import Reads
-from .huggingface import CastOrder
+from .huggingface import ACTIVATIONS, CastOrder
 from .report import LeftAloneError
 
 
@@ -34,13 +34,24 @@ class Formula:
 
     Attributes:
         order: when it rounds; `CastOrder.AFTER_WEIGHT` where it has no weight.
+        activation: of the gate that its result is multiplied by, "silu" or "sigmoid"; "" if there is no gate.
+        gates_first: whether its input is multiplied by the activated gate instead.
         epsilon_name: the attribute that its forward reads epsilon from.
-        input_name: its forward's only parameter.
+        input_names: its forward's parameters.
     """
 
     order: CastOrder
+    activation: str
+    gates_first: bool
     epsilon_name: str
-    input_name: str
+    input_names: tuple[str, ...]
+
+
+# The first fields of a formula.
+_Rule = tuple[CastOrder, str, bool]
+# Attributes of gated norms that our module reads too.
+_OF_GATES = ("activation", "group_size")
+_GATED_ORDERS = (CastOrder.AFTER_WEIGHT, CastOrder.TO_INPUT_BEFORE_WEIGHT)
 
 
 _Result = TypeVar("_Result")
@@ -61,7 +72,7 @@ def calls_only(module: torch.nn.Module, base: Any) -> bool:
     calls_alike = partial(_calls_alike, module, base)
 
     def is_alike() -> bool:
-        _check_class(type(module))
+        check_class(type(module))
         if len(inspect.signature(module.forward).parameters) != 1:
             return False
         with apart():
@@ -209,7 +220,7 @@ def formula_of(module: torch.nn.Module) -> Formula:
     """
     eps = epsilons_of(module)
     _check_build(module, eps)
-    _check_class(type(module))
+    check_class(type(module))
     try:
         with apart():
             return _try(_Trial(module), eps)
@@ -256,7 +267,7 @@ _REPLACEABLE = {"__init__", "forward", "extra_repr", "__repr__", "_get_name", "_
 _SPECIAL = {name for name, value in vars(torch.nn.Module).items() if callable(value)} - _REPLACEABLE
 
 
-def _check_class(cls: type[torch.nn.Module]) -> None:
+def check_class(cls: type[torch.nn.Module]) -> None:
     """Refuse a class that overrides more than its forward: a wrapper for FSDP, say, or a class with a __call__."""
     if mixed := mixed_in(cls):
         raise LeftAloneError(f"{cls.__name__} is also a {mixed}, which ours would not be")
@@ -274,13 +285,14 @@ def mixed_in(cls: type[torch.nn.Module]) -> str:
     return " and a ".join(base.__name__ for base in _own(cls) if not issubclass(base, torch.nn.Module))
 
 
-def _input_of(module: torch.nn.Module) -> inspect.Parameter:
-    """Return the only parameter of a module's forward."""
+def _inputs_of(module: torch.nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of a module's forward: its input, and a gate if it is called so."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(parameters) != 1 or parameters[0].kind not in named:
+    is_gated = [each.name for each in parameters[1:]] == ["gate"]
+    if not (len(parameters) == 1 or is_gated) or any(each.kind not in named for each in parameters):
         raise LeftAloneError(f"its forward takes ({', '.join(map(str, parameters))}), and ours one tensor")
-    return parameters[0]
+    return parameters
 
 
 @contextmanager
@@ -315,10 +327,12 @@ _OTHER_EPSILON = 0.37
 
 def _try(trial: _Trial, eps: dict[str, float]) -> Formula:
     # Without a weight there is nothing to round before.
-    among = set(CastOrder) if trial.has_weight else {CastOrder.AFTER_WEIGHT}
+    among: list[_Rule] = list(product(CastOrder if trial.has_weight else _GATED_ORDERS[:1], ("",), (False,)))
+    if trial.is_gated:
+        among = list(product(_GATED_ORDERS, ACTIVATIONS, (False, True)))
     probes = list(trial.probes())
     # A module may have both epsilons; its forward reads one of them, found below.
-    training, evaluation = (trial.orders(among, probes, set(eps.values()), mode) for mode in _MODES)
+    training, evaluation = (trial.rules(set(among), probes, set(eps.values()), mode) for mode in _MODES)
     # First calls may import, and fill caches.
     trial.reads.names.clear()
     if not (training and evaluation):
@@ -329,12 +343,12 @@ def _try(trial: _Trial, eps: dict[str, float]) -> Formula:
     for name in eps:
         followed = matching
         for mode in _MODES:
-            followed = trial.orders(followed, probes[:1], {_OTHER_EPSILON}, mode | {name: _OTHER_EPSILON})
-        if order := next((order for order in CastOrder if order in followed), None):
-            _check_gradient(trial, order, eps[name])
-            _check_extremes(trial, order, eps[name])
+            followed = trial.rules(followed, probes[:1], {_OTHER_EPSILON}, mode | {name: _OTHER_EPSILON})
+        if rule := next((rule for rule in among if rule in followed), None):
+            _check_gradient(trial, rule, eps[name])
+            _check_extremes(trial, rule, eps[name])
             _check_reads(trial, name)
-            return Formula(order, name, trial.input.name)
+            return Formula(*rule, name, tuple([each.name for each in trial.inputs]))
     raise LeftAloneError(f"its forward does not read its epsilon from {' or '.join(eps)} when it is called")
 
 
@@ -350,7 +364,9 @@ class _Trial:
         n = 64 if weight is None else weight.numel()
         generator = torch.Generator("cpu").manual_seed(0)
         count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
-        self.module, self.input, self.has_weight = module, _input_of(module), weight is not None
+        self.module, self.inputs, self.has_weight = module, _inputs_of(module), weight is not None
+        self.is_gated = len(self.inputs) > 1
+        self.group_size = vars(module).get("group_size") if self.is_gated else None
         self.reads = Reads(*type(module).__mro__)
         self.rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
         # Rows of every size down to that of eps, so that eps must be in its place.
@@ -364,13 +380,15 @@ class _Trial:
             LeftAloneError: forward changes x or the module.
         """
         twin = _twin(self.module, {"weight": weight} if self.has_weight else {}, attributes)
-        before, versions = dict(vars(twin)), (x._version, weight._version)
+        tensors = {each.name: tensor for each, tensor in zip(self.inputs, (x, _gate(x)), strict=False)}
+        watched = (*tensors.values(), weight)
+        before, versions = dict(vars(twin)), [each._version for each in watched]
         # Either way of passing x is used.
-        by_name = not twin.training and self.input.kind is not inspect.Parameter.POSITIONAL_ONLY
+        by_name = not twin.training and self.inputs[0].kind is not inspect.Parameter.POSITIONAL_ONLY
         forward = partial(type(twin).forward, twin)
         with torch.set_grad_enabled(twin.training), self.reads:
-            y = forward(**{self.input.name: x}) if by_name else forward(x)
-        if (x._version, weight._version) != versions:
+            y = forward(**tensors) if by_name else forward(*tensors.values())
+        if [each._version for each in watched] != versions:
             raise LeftAloneError("its forward writes to its input or its weight")
         for name in before.keys() | vars(twin).keys():
             after = vars(twin).get(name)
@@ -380,13 +398,17 @@ class _Trial:
             raise LeftAloneError(f"its forward returns a {type(y).__name__}, and ours a tensor")
         return y
 
-    def orders(
-        self, among: set[CastOrder], inputs: Iterable[_Inputs], epsilons: set[float], attributes: dict[str, Any]
-    ) -> set[CastOrder]:
-        """Return the orders of casts that reproduce the forward for all inputs, with one of the epsilons."""
+    def rules(
+        self, among: set[_Rule], inputs: Iterable[_Inputs], epsilons: set[float], attributes: dict[str, Any]
+    ) -> set[_Rule]:
+        """Return the rules that reproduce the forward for all inputs, with one of the epsilons."""
         for x, weight in inputs:
             y = self.call(x, torch.nn.Parameter(weight), attributes)
-            among = {order for order in among if any(_agree(y, _expected(order, x, weight, eps)) for eps in epsilons)}
+            among = {
+                rule
+                for rule in among
+                if any(_agree(y, _expected(rule, x, weight, eps, self.group_size)) for eps in epsilons)
+            }
         return among
 
     def probes(self) -> Iterator[_Inputs]:
@@ -428,9 +450,9 @@ _EXTREMES = (
 _MAGNITUDES = (1e5, 1e18, 1e30, 1e-7, 1e-40, 0.0)
 
 
-def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
+def _check_extremes(trial: _Trial, rule: _Rule, eps: float) -> None:
     """Refuse a forward that clips, or replaces what is not finite."""
-    if not all(trial.orders({order}, trial.extremes(), {eps}, mode) for mode in _MODES):
+    if not all(trial.rules({rule}, trial.extremes(), {eps}, mode) for mode in _MODES):
         raise LeftAloneError(
             f"its forward computes something else than {_FORMULA} of very large or small numbers, infinities or "
             "NaN: it may clip them"
@@ -447,13 +469,18 @@ _RAISED = torch.zeros((), device="cpu")
 def _check_reads(trial: _Trial, epsilon_name: str) -> None:
     """Refuse a forward that reads more than its tensors and epsilon: our module would not see a change of the rest."""
     n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
-    read = set(trial.reads.names)
+    held = getattr(inspect.unwrap(type(trial.module).forward), "__globals__", {})
+    # A table of activations, which the forward looks its own up in, is taken as it is.
+    tables = {name for name, value in held.items() if trial.is_gated and isinstance(value, Mapping)}
+    read = trial.reads.names - {name for name in tables if not held[name].keys().isdisjoint(ACTIVATIONS)}
 
     def outcome(weight: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
         parameter = torch.nn.Parameter(weight.clone())
         return attempt(partial(trial.call, trial.rows.clone(), parameter, attributes), _RAISED)
 
     for (name, value), mode in product(_attributes_of(trial.module, _KEPT | {epsilon_name}), _MODES):
+        if trial.is_gated and name in _OF_GATES and isinstance(value, (str, int)):
+            continue
         changed, allowed = _UNREADABLE, [outcome(weight, mode)]
         if isinstance(value, bool):
             # A flag may say whether there is a weight.
@@ -473,11 +500,14 @@ def _attributes_of(module: torch.nn.Module, known: set[str]) -> Iterator[tuple[s
             yield name, value
 
 
-def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
+def _check_gradient(trial: _Trial, rule: _Rule, eps: float) -> None:
     """Refuse a forward whose gradient is not its formula's: one that detaches the mean square, say."""
     # dy follows the row itself, so that the mean square's share of dx is large at any length.
     dy, gradients = trial.rows * trial.weight, []
-    for forward in (partial(trial.call, attributes=_MODES[0]), partial(_expected, order, eps=eps)):
+    for forward in (
+        partial(trial.call, attributes=_MODES[0]),
+        partial(_expected, rule, eps=eps, group_size=trial.group_size),
+    ):
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
         # A missing gradient counts as zero, and so differs from the formula's.
         summed = (forward(*leaves) * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
@@ -493,9 +523,28 @@ def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
             raise LeftAloneError(f"the gradient of its forward is not that of {_FORMULA}")
 
 
-def _expected(order: CastOrder, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the result of a formula for x."""
-    rows = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+def _expected(rule: _Rule, x: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int | None) -> torch.Tensor:
+    """Return the result of a formula for x, and for the gate that x is tried with."""
+    order, activation, gates_first = rule
+    rows = x.float()
+    factor = ACTIVATIONS[activation](_gate(x).float()) if activation else None
+    if factor is not None and gates_first:
+        rows = rows * factor
+    if order is CastOrder.CENTRED:
+        rows = rows - rows.mean(-1, keepdim=True)
+    groups = rows.view(*rows.shape[:-1], -1, group_size or rows.shape[-1])
+    rows = (groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2)
+    y: torch.Tensor
     if order.rounds_first:
-        return weight * rows.to(x.dtype if order is CastOrder.TO_INPUT_BEFORE_WEIGHT else weight.dtype)
-    return ((order.weight_offset + weight.float()) * rows).to(x.dtype)
+        y = weight * rows.to(x.dtype if order is CastOrder.TO_INPUT_BEFORE_WEIGHT else weight.dtype)
+    else:
+        y = (order.weight_offset + weight.float()) * rows
+    if factor is not None and not gates_first:
+        return (y * factor).to(x.dtype)
+    return y if order.rounds_first else y.to(x.dtype)
+
+
+def _gate(x: torch.Tensor) -> torch.Tensor:
+    """Return a gate for x, which depends on x, so that gradients of x include those of the gate."""
+    steps = torch.linspace(-6, 6, x.numel(), dtype=torch.float32).reshape(x.shape)
+    return (steps + x.float().nan_to_num(0, 0, 0).clamp(-1, 1)).to(x.dtype)

@@ -21,7 +21,16 @@ from ..locks import fork_safe
 from ..settings import fuse_from
 from .blocks import FusedBlock, block_class
 from .blocks import fuse as fuse_block
-from .huggingface import ANY_LENGTH, EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
+from .calling import CallingNorm, calls_torch
+from .huggingface import (
+    ANY_LENGTH,
+    EPSILON,
+    CastOrder,
+    HuggingFaceGatedRMSNorm,
+    HuggingFaceLayerNorm,
+    HuggingFaceRMSNorm,
+    T5RMSNorm,
+)
 from .probing import calls_only, epsilons_of, formula_of, ignores_scale
 from .report import Bypassed, Fused, LeftAloneError, Patch, Skipped, Swapped, Unfused
 
@@ -76,6 +85,8 @@ def patch(
     - `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`;
     - subclasses of these whose forward only calls torch's function, as timm's do, also in fp32, as diffusers'
       `FP32LayerNorm` does;
+    - other norms whose forward calls `torch.nn.functional.layer_norm`, `rms_norm` or `group_norm`, on permuted rows or
+      with a weight of its own making, say: the forward stays, and calls normforge's function instead;
     - classes of any name with a 1-D weight or none, no bias, and `variance_epsilon` or `eps`, if their forward takes
       one tensor and computes one of Hugging Face's formulas: `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm`,
       `GemmaRMSNorm`, `Llama4TextL2Norm` and others. The formula is identified by running copies on random inputs, in
@@ -308,7 +319,11 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     """
     cls = type(module)
     original: _Original | None = vars(module).get(ORIGINAL)
-    if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
+    if (
+        isinstance(module, (HuggingFaceRMSNorm, HuggingFaceGatedRMSNorm))
+        and original is not None
+        and original.asked != cast_before_weight
+    ):
         raise LeftAloneError(f"it was patched with cast_before_weight={original.asked} before; unpatch it first")
     if not _looks_like_a_norm(module):
         return None
@@ -320,6 +335,21 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
             f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
         )
     epsilons_of(module)
+    try:
+        return _by_class(module, cast_before_weight)
+    except LeftAloneError:
+        if not calls_torch(cls):
+            raise
+    return CallingNorm, {}
+
+
+def _by_class(module: torch.nn.Module, cast_before_weight: bool) -> _Replacement:
+    """Return the replacement of a norm by its class or its formula.
+
+    Raises:
+        LeftAloneError: it is no class of torch's, and its forward computes another formula.
+    """
+    cls = type(module)
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if cls is not base and not calls_only(module, base):
@@ -330,21 +360,26 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
             return replacement, _options_of(replacement)
     formula = formula_of(module)
     weight = module._parameters.get("weight")
+    by_order = {CastOrder.TO_WEIGHT_BEFORE_WEIGHT: T5RMSNorm, CastOrder.CENTRED: HuggingFaceLayerNorm}
+    replacement = HuggingFaceGatedRMSNorm if formula.activation else by_order.get(formula.order, HuggingFaceRMSNorm)
     attributes = {
-        **_options_of(RMSNorm),
+        **_options_of(replacement),
         "normalized_shape": (ANY_LENGTH,) if weight is None else tuple(weight.shape),
         "elementwise_affine": weight is not None,
         "cast_before_weight": cast_before_weight and formula.order.rounds_first,
         "weight_offset": formula.order.weight_offset,
         "epsilon_name": formula.epsilon_name,
-        "input_name": formula.input_name,
+        "input_name": formula.input_names[0],
     }
     if formula.epsilon_name == "eps":
         attributes |= {"epsilon_name": EPSILON, EPSILON: vars(module)["eps"]}
     if weight is None:
         attributes["weight"] = None
-    is_t5 = formula.order is CastOrder.TO_WEIGHT_BEFORE_WEIGHT
-    return T5RMSNorm if is_t5 else HuggingFaceRMSNorm, attributes
+    if formula.activation:
+        attributes |= {"activation": formula.activation, "norm_before_gate": not formula.gates_first}
+    if formula.order is CastOrder.CENTRED:
+        attributes["bias"] = None
+    return replacement, attributes
 
 
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:

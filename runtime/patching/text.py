@@ -18,13 +18,15 @@ import __future__
 import ast
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, update_wrapper
+from functools import cache, partial, update_wrapper
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from .function_state import content_of
+from .probing import attempt
 from .report import LeftAloneError
 
 # The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
@@ -373,7 +375,56 @@ def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
+def outside(function: types.FunctionType, name: ast.expr) -> object:
+    """Return what a dotted name outside of a function's own variables stands for; None if it is no such name."""
+    path = dotted(name) or ""
+    # A local variable may be anything.
+    if path.partition(".")[0] in function.__code__.co_varnames:
+        return None
+    names = inspect.getclosurevars(function)
+    space = types.SimpleNamespace(**{**names.builtins, **names.globals, **names.nonlocals})
+    return attempt(partial(attrgetter(path), space), None)
+
+
 # Rewriting
+
+
+def calling(cls: Any, functions: Mapping[Any, str], keywords: Collection[str]) -> Callable[..., Any] | None:
+    """Return a class's forward, decorated as before, that calls attributes of its module in place of functions.
+
+    Args:
+        cls: the class.
+        functions: the functions, each with the name of the attribute that is called instead; methods also as
+            `super().forward`.
+        keywords: those that attributes take; calls with others stay.
+
+    Returns:
+        The forward; None if it calls none of the functions.
+
+    Raises:
+        LeftAloneError: the forward cannot be read, or a decorator holds the function in an unknown way.
+    """
+    forward, tree, definition = _read(cls)
+    old, first, found = forward.function, definition.args.args[0].arg, False
+    owner = inspect.getclosurevars(old).nonlocals.get("__class__")
+    for node in ast.walk(definition):
+        match node:
+            case ast.Call(ast.Attribute(ast.Call(ast.Name("super"), [], []), "forward")):
+                called, bound = getattr(super(owner, cls), "forward", None), [ast.Name(first, ast.Load())]
+            case ast.Call():
+                called, bound = outside(old, node.func), []
+            case _:
+                continue
+        name = next((name for function, name in functions.items() if function is called), None)
+        if name is not None and all(each.arg in keywords for each in node.keywords):
+            found = True
+            node.func, node.args = ast.Attribute(ast.Name(first, ast.Load()), name, ast.Load()), [*bound, *node.args]
+    if not found:
+        return None
+    code = _compiled(tree, old)
+    # Without a super() there is no cell of the class.
+    cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
+    return _decorated(cls.forward, old, _like(code, old, tuple([cells[name] for name in code.co_freevars])))
 
 
 def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Callable[..., Any]:

@@ -123,7 +123,8 @@ def misplaced(m: Any, x: torch.Tensor) -> Any:
 
 
 def of_fixed_epsilon(m: Any, x: torch.Tensor) -> Any:
-    return m.weight * functional.rms_norm(x.float(), x.shape[-1:], eps=m.fixed).to(x.dtype)
+    wide = x.float()
+    return m.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + m.fixed).rsqrt()).to(x.dtype)
 
 
 def detached(m: Any, x: torch.Tensor) -> Any:
@@ -164,7 +165,7 @@ class MixedIn(ContextDecorator, models.LlamaRMSNorm):
 
 
 def named_otherwise(m: Any, x: torch.Tensor) -> Any:
-    return functional.rms_norm(x, (WIDTH,), m.weight, m.epsilon)
+    return m.weight * (x * (x.pow(2).mean(-1, keepdim=True) + m.epsilon).rsqrt())
 
 
 def channels_first(m: Any, x: torch.Tensor) -> Any:
@@ -172,27 +173,14 @@ def channels_first(m: Any, x: torch.Tensor) -> Any:
     return functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * m.gamma
 
 
+def written_out(m: Any, x: torch.Tensor) -> Any:
+    """Compute LayerNorm in x's dtype throughout."""
+    h = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + m.eps)
+    return h * m.weight + m.bias
+
+
 def noisy(m: Any, x: torch.Tensor) -> Any:
     return llama(m, x) + 0.1 * torch.randn(x.shape) if m.training else llama(m, x)
-
-
-def of_another_epsilon(m: Any, x: torch.Tensor) -> Any:
-    return functional.layer_norm(x, m.normalized_shape, m.weight, m.bias, 1e-3)
-
-
-def in_fp16(m: Any, input: torch.Tensor) -> Any:
-    x, weight, bias = (each.half() for each in (input, m.weight, m.bias))
-    return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
-
-
-def upcast(m: Any, x: torch.Tensor) -> Any:
-    """Compute in fp32, as guided diffusion does."""
-    return torch.nn.GroupNorm.forward(m, x.float()).type(x.dtype)
-
-
-def with_a_bias(m: Any, x: torch.Tensor) -> Any:
-    """Normalise as minimal GPTs do."""
-    return functional.layer_norm(x, (WIDTH,), m.weight, m.bias)
 
 
 def detaching(m: Any, x: torch.Tensor) -> Any:
@@ -213,8 +201,8 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "rounded offset": (norm(lambda m, x: (m.factor(x) * (1 + m.weight)).to(x.dtype)), "computes something else"),
     "eps elsewhere": (norm(misplaced), "computes something else"),
     "rounded twice": (norm(lambda m, x: (m.weight * m.factor(x).to(x.dtype)).to(x.dtype)), "computes something else"),
-    "two inputs": (norm(lambda m, x, gate: m.weight * m.factor(x * gate).to(x.dtype)), "its forward takes (x"),
-    "perhaps two inputs": (norm(lambda m, x, gate=None: llama(m, x if gate is None else x * gate)), "gate=None"),
+    "two inputs": (norm(lambda m, x, mask: m.weight * m.factor(x * mask).to(x.dtype)), "its forward takes (x"),
+    "perhaps two inputs": (norm(lambda m, x, mask=None: llama(m, x if mask is None else x * mask)), "mask=None"),
     "noise in training": (norm(noisy, name="NoisyRMSNorm"), "sqrt(mean(x**2) + eps) in training"),
     "two orders": (
         norm(lambda m, x: llama(m, x) if m.training else olmo2(m, x)),
@@ -243,11 +231,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "no shape yet": (lazy, "its weight has no shape yet"),
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (norm(named_otherwise, torch.nn.Module, weight=WEIGHT, epsilon=1e-6), "variance_epsilon or eps"),
-    "upcast groups": (lambda: norm(upcast, torch.nn.GroupNorm)(2, WIDTH), "OwnNorm is a subclass of torch's"),
-    "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
-    "fp16 within": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
-    "fixed epsilon": (lambda: norm(of_another_epsilon, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
-    "own class": (norm(with_a_bias, models.BiasedRMSNorm), "it lacks a 1-D weight as its only parameter"),
+    "subclass": (lambda: norm(written_out, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
     "channels first": (
         norm(channels_first, torch.nn.Module, "ChannelRMS_norm", gamma=GAMMA),
         "it lacks a 1-D weight as its only parameter",

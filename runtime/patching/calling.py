@@ -1,0 +1,62 @@
+"""Norms with a forward of their own that calls torch's functions: the forward stays, and calls ours instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+
+from ..calls.backend import is_served
+from ..families.group.functions import group_norm
+from ..families.plain_functions import layer_norm, rms_norm
+from ..families.replaced import ORIGINAL, Replacing
+from .probing import check_class
+from .report import LeftAloneError
+from .text import calling
+
+# Ours, by torch's functions and methods.
+_OURS: dict[Any, Callable[..., torch.Tensor]] = {
+    functional.layer_norm: layer_norm,
+    functional.rms_norm: rms_norm,
+    functional.group_norm: group_norm,
+    torch.nn.LayerNorm.forward: lambda m, x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
+    torch.nn.RMSNorm.forward: lambda m, x: rms_norm(x, m.normalized_shape, m.weight, m.eps),
+    torch.nn.GroupNorm.forward: lambda m, x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
+}
+_NAMES = {function: "_normforge_" + function.__qualname__.replace(".", "_") for function in _OURS}
+_KEYWORDS = frozenset(("normalized_shape", "num_groups", "weight", "bias", "eps"))
+
+
+class CallingNorm(Replacing):
+    """A norm that calls normforge's functions where the forward that it had calls torch's."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Run the forward that the module had; torch's functions are called for what kernels do not take."""
+        cls = self.__dict__[ORIGINAL].cls
+        inputs = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
+        # A traced graph equals the unpatched model's.
+        traced = is_dynamo_compiling() or not (inputs and is_served(tuple(inputs)))
+        forward: Any = cls.forward if traced else _forward(cls)
+        return forward(self, *args, **named)
+
+
+for _function, _name in _NAMES.items():
+    setattr(CallingNorm, _name, staticmethod(_OURS[_function]))
+
+
+def calls_torch(cls: Any) -> bool:
+    """Return True if the forward of a class calls one of torch's functions, and can be rewritten to call ours."""
+    try:
+        check_class(cls)
+        return _forward(cls) is not None
+    except LeftAloneError:
+        return False
+
+
+@cache
+def _forward(cls: Any) -> Callable[..., Any] | None:
+    return calling(cls, _NAMES, _KEYWORDS)

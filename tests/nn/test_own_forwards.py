@@ -1,0 +1,247 @@
+"""Norms with a forward of their own that `patch` takes: those that call torch's functions, and gated ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
+
+import normforge
+from normforge.patching.calling import CallingNorm
+from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
+
+from . import models
+from .models import WIDTH, norm, randomised
+from .twins import assert_near, copies, results, twins
+
+llama, olmo2 = models.LlamaRMSNorm.forward, models.Olmo2RMSNorm.forward
+
+
+class LayerNorm2d(torch.nn.LayerNorm):
+    """Normalises channels, which are x's second dimension, as ConvNeXt does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class GroupNorm32(torch.nn.GroupNorm):
+    """Computes in fp32, as guided diffusion does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class MinimalNorm(torch.nn.Module):
+    """A LayerNorm with an optional bias, as minimal GPTs have."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+def offset(m: Any, x: torch.Tensor) -> Any:
+    return functional.layer_norm(x, m.normalized_shape, m.weight + 1.0, bias=m.bias, eps=m.eps)
+
+
+def in_fp16(m: Any, input: torch.Tensor) -> Any:
+    x, weight, bias = (each.half() for each in (input, m.weight, m.bias))
+    return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+
+
+def transposed(m: Any, x: torch.Tensor) -> Any:
+    return torch.nn.LayerNorm.forward(m, x.transpose(1, 2)).transpose(1, 2)
+
+
+def centred(m: Any, x: torch.Tensor) -> Any:
+    """Compute LayerNorm with a weight alone, as Cohere's models do."""
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    return (m.weight.float() * (h * (h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).rsqrt())).to(x.dtype)
+
+
+# Norms, the class of ours that they get, and the shape of an x.
+TAKEN: dict[str, tuple[Callable[[], torch.nn.Module], type, tuple[int, ...]]] = {
+    "channels": (lambda: LayerNorm2d(WIDTH), CallingNorm, (2, WIDTH, 3, 2)),
+    "fp32 by super": (lambda: GroupNorm32(4, WIDTH), CallingNorm, (2, WIDTH, 5)),
+    "no bias": (MinimalNorm, CallingNorm, (5, WIDTH)),
+    "a bias": (lambda: MinimalNorm(bias=True), CallingNorm, (5, WIDTH)),
+    "an offset": (lambda: norm(offset, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, 3, WIDTH)),
+    "fp16": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), CallingNorm, (5, WIDTH)),
+    "torch's method": (lambda: norm(transposed, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, WIDTH, 3)),
+    "centred": (norm(centred, models.LlamaRMSNorm), HuggingFaceLayerNorm, (2, 3, WIDTH)),
+}
+each_taken = pytest.mark.parametrize("case", TAKEN.values(), ids=TAKEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_taken
+def test_results_and_gradients_stay(case: Any, dtype: torch.dtype) -> None:
+    make, ours, shape = case
+    original, patched = twins(randomised(make()))
+    assert isinstance(patched, ours)
+    assert isinstance(patched, type(original))
+    x = torch.randn(shape).to(dtype)
+    tolerance = 2e-2 if dtype is torch.bfloat16 or make is TAKEN["fp16"][0] else 1e-5
+    (y, gradients), (wanted, exact) = results(patched, x), results(original, x)
+    assert y.dtype == wanted.dtype
+    assert_near({"y": y, **gradients}, {"y": wanted, **exact}, tolerance, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patched(x).dtype == original(x).dtype
+    assert torch.equal(copy.deepcopy(patched)(x), y)
+    normforge.unpatch(patched)
+    assert type(patched) is type(original)
+    assert torch.equal(patched(x), wanted)
+
+
+@each_taken
+def test_kernels_compute_them_and_compiled_code_is_the_same(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, _, shape = case
+    original, patched = twins(randomised(make()))
+    x, seen = torch.randn(shape), []
+    for module in (original, patched):
+        counter = CompileCounter()
+        compiled: Any = torch.compile(module, backend=counter, fullgraph=True)
+        torch.testing.assert_close(compiled(x), original(x))
+        seen.append(counter.op_count)
+    assert seen[0] == seen[1] or not isinstance(patched, CallingNorm)
+    # torch's own functions are not called.
+    for name in ("layer_norm", "rms_norm", "group_norm"):
+        monkeypatch.setattr(torch, name, None)
+    if isinstance(patched, CallingNorm):
+        patched(x)
+        with pytest.raises(TypeError, match="not callable"):
+            original(x)
+
+
+def test_a_saved_module_is_loaded() -> None:
+    _, patched = twins(randomised(LayerNorm2d(WIDTH)))
+    x = torch.randn(2, WIDTH, 3, 2)
+    for again in copies(patched):
+        assert torch.equal(again(x), patched(x))
+
+
+def test_what_kernels_do_not_take_is_computed_as_before() -> None:
+    original, patched = twins(randomised(LayerNorm2d(WIDTH)).double())
+    x = torch.randn(2, WIDTH, 3, 2, dtype=torch.float64)
+    assert torch.equal(patched(x), original(x))
+    assert torch.equal(patched(x=x), original(x))
+
+
+def test_a_batch_invariant_call_is_one() -> None:
+    _, patched = twins(randomised(MinimalNorm()))
+    x = torch.randn(9, WIDTH)
+    with normforge.batch_invariant():
+        assert torch.equal(patched(x)[:1], patched(x[:1]))
+
+
+# Gated norms
+
+
+def gated(m: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
+    """Multiply behind the norm, whose rows are rounded before the weight, as in Qwen3-Next."""
+    return (llama(m, x) * ACTIVATIONS[m.activation](gate.float())).to(x.dtype)
+
+
+def gated_once(m: Any, x: torch.Tensor, gate: Any = None) -> Any:
+    """Round once, as Kimi's linear attention does."""
+    return (m.weight.float() * m.factor(x) * ACTIVATIONS[m.activation](gate.float())).to(x.dtype)
+
+
+def gated_first(m: Any, x: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+    """Multiply first, and normalise groups of columns, as in Mamba2."""
+    h = x.float() if gate is None else x.float() * functional.silu(gate.float())
+    groups = h.view(*h.shape[:-1], -1, m.group_size)
+    groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + m.variance_epsilon)
+    return m.weight * groups.flatten(-2).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+GATED: dict[str, Callable[[], torch.nn.Module]] = {
+    "silu": norm(gated, activation="silu"),
+    "sigmoid": norm(gated, activation="sigmoid"),
+    "rounded once": norm(gated_once, activation="sigmoid"),
+    "gated first": norm(gated_first, group_size=WIDTH // 4),
+}
+each_gated = pytest.mark.parametrize("make", GATED.values(), ids=GATED)
+
+
+@pytest.mark.parametrize("cast_before_weight", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_gated
+def test_gated_norms_keep_their_results(
+    make: Callable[[], torch.nn.Module], dtype: torch.dtype, cast_before_weight: bool
+) -> None:
+    original = randomised(make()).to(dtype)
+    patched = copy.deepcopy(original)
+    normforge.patch(patched, cast_before_weight=cast_before_weight)
+    assert isinstance(patched, HuggingFaceGatedRMSNorm)
+    x, gate = (torch.randn(2, 33, WIDTH).to(dtype) for _ in range(2))
+    gate = gate.requires_grad_()
+    (y, gradients), (wanted, exact) = results(patched, x, gate), results(original, x, gate)
+    assert y.dtype == wanted.dtype
+    assert_near({"y": y, **gradients}, {"y": wanted, **exact}, 1e-5 if dtype is torch.float32 else 2e-2, 1.0)
+    if cast_before_weight:
+        differing = ~torch.isclose(y.float(), wanted.float(), rtol=1e-5, atol=1e-6)
+        assert differing.float().mean() < 1e-3
+    ours, theirs = (torch.autograd.grad(module(x, gate).float().sum(), gate)[0] for module in (patched, original))
+    assert_near({"gate": ours}, {"gate": theirs}, 1e-5 if dtype is torch.float32 else 2e-2, 1.0)
+    assert torch.equal(patched(x=x, gate=gate), y)
+    assert torch.equal(copy.deepcopy(patched)(x, gate), y)
+    normforge.unpatch(patched)
+    assert torch.equal(patched(x, gate), wanted)
+
+
+def test_a_gated_norm_reads_what_its_forward_reads() -> None:
+    original, patched = twins(randomised(GATED["silu"]()))
+    groups, patched_groups = twins(randomised(GATED["gated first"]()))
+    x, gate = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    for module in (original, patched):
+        module.variance_epsilon, module.activation = 0.5, "sigmoid"
+    for module in (groups, patched_groups):
+        module.group_size = WIDTH
+    torch.testing.assert_close(patched(x, gate), original(x, gate))
+    torch.testing.assert_close(patched_groups(x, gate), groups(x, gate))
+    # Without its gate the forward that it had runs.
+    assert torch.equal(patched_groups(x), groups(x))
+    with pytest.raises(TypeError, match="gate"):
+        patched(x)
+
+
+def test_a_compiled_gated_norm_is_the_one_that_it_was() -> None:
+    original, patched = twins(randomised(GATED["silu"]()))
+    x, gate = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    compiled: Any = torch.compile(patched, backend=CompileCounter(), fullgraph=True)
+    assert torch.equal(compiled(x, gate), original(x, gate))
+
+
+def detached_gate(m: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
+    return gated(m, x, gate.detach())
+
+
+LEFT = {
+    "another activation": (norm(lambda m, x, gate: llama(m, x) * torch.tanh(gate)), "computes something else"),
+    "a function of its own": (
+        norm(lambda m, x, gate: olmo2(m, x) * m.activation(gate), activation=functional.silu),
+        "",
+    ),
+    "a detached gate": (norm(detached_gate, activation="silu"), "the gradient of its forward is not that of"),
+    "a written gate": (norm(lambda m, x, gate: gated_once(m, x, gate.mul_(1)), activation="silu"), "writes to its"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT.values(), ids=LEFT)
+def test_other_gates_are_left_alone(case: tuple[Callable[[], torch.nn.Module], str]) -> None:
+    make, reason = case
+    module = make()
+    ((_, _, why),) = normforge.patch(module).skipped
+    assert reason in why
