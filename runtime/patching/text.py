@@ -376,7 +376,7 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 
 def outside(function: types.FunctionType, name: ast.expr) -> object:
-    """Return what a dotted name outside of a function's own variables stands for; None if it is no such name."""
+    """Look up a dotted name outside of a function's own variables; return None if it is no such name."""
     path = dotted(name) or ""
     # A local variable may be anything.
     if path.partition(".")[0] in function.__code__.co_varnames:
