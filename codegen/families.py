@@ -26,6 +26,7 @@ class Kind(Enum):
     VECTOR = "vector"
     PER_PART = "per_part"
     PER_ROW = "per_row"
+    PER_NORM = "per_norm"
     IMAGES = "images"
     SCALE = "scale"
     VALUE = "value"
@@ -56,7 +57,16 @@ class Kind(Enum):
 
 
 _OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.OUT)
-_NOT_OF_ROWS = (Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.IMAGES, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+_NOT_OF_ROWS = (
+    Kind.VECTOR,
+    Kind.PER_PART,
+    Kind.PER_ROW,
+    Kind.PER_NORM,
+    Kind.IMAGES,
+    Kind.SCALE,
+    Kind.VALUE,
+    Kind.RANDOM,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.PER_PART: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32; for GroupNorm, whose rows are groups, (B, groups).
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
+    # (norms * statistics * M up to a multiple of 4,), fp32: the means, if there are any, and rstd of each norm's rows.
+    Kind.PER_NORM: KindRow("torch.Tensor", "Tensor"),
     # (B, C, ...), with positions or channels innermost in memory and no gaps.
     Kind.IMAGES: KindRow("torch.Tensor", "Tensor"),
     # One fp32 value per row, of x's shape without the last dimension or with a last dimension of 1; or one value for
@@ -225,7 +237,7 @@ class Result:
 
     Attributes:
         name: the field of the returned tuple.
-        kind: its shape: `Kind.ROWS`, `Kind.VECTOR`, `Kind.PER_PART` or `Kind.PER_ROW`.
+        kind: its shape: `Kind.ROWS`, `Kind.VECTOR`, `Kind.PER_PART`, `Kind.PER_ROW` or `Kind.PER_NORM`.
         norms: the norms that return it.
         wanted: the attribute of a mode that is true if the mode returns it; "" if every mode does.
         axis: the field of `Mode` that is its dtype.
@@ -270,7 +282,7 @@ class Family:
         functions: the functions' names by norm.
         parameters: the parameters, in the order of signatures and schemas.
         results: the results, in order.
-        name: "modulated", "gated", "quantised", "dropped" or "group"; "" for the norms alone.
+        name: "renormed", "modulated", "gated", "quantised", "dropped" or "group"; "" for the norms alone.
     """
 
     direction: Direction

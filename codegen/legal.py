@@ -70,7 +70,7 @@ def _served(mode: Mode) -> Iterator[Mode]:
         # If a second output is illegal, so are all these forms.
         with suppress(IllegalCombinationError):
             kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
-            if not mode.fadd.adds or mode.fadd.stores:
+            if mode.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE):
                 yield from (replace(mode, **form) for form in _forms(kind))
 
 

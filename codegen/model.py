@@ -46,6 +46,7 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
         FusedAdd.PRE_ADD_STORE: "_addst",
         FusedAdd.PRE_ADD: "_add",
         FusedAdd.POST_ADD: "_postadd",
+        FusedAdd.POST_ADD_NORM: "_postaddnorm",
     },
     "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
     "modulated": {False: "", True: "_mod"},
@@ -175,6 +176,8 @@ class Mode:
             self._check_modulated()
         if self.gating.gates or self.gate_activation is not GateActivation.SILU or self.grouped:
             self._check_gated()
+        if self.fadd.renorms:
+            self._check_renormed()
         if self.fadd.is_after and self.fquant.quantises:
             raise IllegalCombinationError(
                 f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
@@ -221,7 +224,7 @@ class Mode:
             ("fquant", self.fquant.quantises),
             ("dtype_in", not self.dtype_in.is_fp8),
             ("dtype_out", self.dtype_out in SERVED_DTYPES),
-            ("fadd", self.fadd.stores or not self.fadd.adds),
+            ("fadd", self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE)),
             ("scale_dtype", self.scale_dtype is DType.FP32),
             ("rounding", not self.rounding.truncates),
             ("save_mv", not self.save_mv),
@@ -306,6 +309,22 @@ class Mode:
         for name in ("x_bias", "dropout"):
             if getattr(self, name):
                 raise IllegalCombinationError(f"modulated norms have no {name}; leave {name} or modulated out")
+
+    def _check_renormed(self) -> None:
+        for name, fits in (
+            ("direction", not self.is_backward),
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("x_bias", not self.x_bias),
+            ("dropout", not self.dropout),
+            ("modulated", not self.modulated),
+            ("fquant", self.fquant in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC)),
+            ("scale_dtype", self.scale_dtype is DType.FP32),
+            ("rounding", not self.rounding.truncates),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"fadd {self.fadd.value} has no {name} {self._word(name)}; use another {name}, or another fadd"
+                )
 
     def _word(self, name: str) -> str:
         """Return the manifest's word for the mode's value on an axis."""
@@ -417,7 +436,7 @@ class Mode:
         """
         further = self.fquant.quantises or self.x_bias or self.x_gate or self.modulated or self.gating.gates
         apart = self.norm.centres or self.dropout or self.dtype_in.is_fp8
-        return self.fadd.is_before and not (self.is_backward or further or apart)
+        return self.fadd.is_before and not (self.fadd.renorms or self.is_backward or further or apart)
 
     @property
     def shares(self) -> bool:
@@ -438,9 +457,9 @@ class Mode:
         lanes agree, a pivot far from the mean loses bits of products, which have 24.
 
         Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
-        behind the norm.
+        behind the norm. The values that a second norm reads depend on the whole row of x.
         """
-        may_repeat = not self.fadd.is_after
+        may_repeat = not (self.fadd.is_after or self.fadd.renorms)
         return may_repeat and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
@@ -512,13 +531,14 @@ class Mode:
     def prologue(self) -> tuple[Stage, ...]:
         """Return the stages that compute the row to normalise."""
         has = {
-            Stage.X: not self.dtype_in.is_fp8,
+            Stage.X: not (self.dtype_in.is_fp8 or self.fadd.renorms),
             Stage.X_SCALE: self.dtype_in.is_fp8,
             Stage.X_BIAS: self.x_bias,
             Stage.X_GATE: self.x_gate,
             Stage.GATE_BEFORE: self.gating.is_before,
             Stage.DROPOUT: self.dropout,
-            Stage.RESIDUAL: self.fadd.is_before,
+            Stage.FIRST_NORM: self.fadd.renorms,
+            Stage.RESIDUAL: self.fadd.is_before and not self.fadd.renorms,
             Stage.STORED: self.fadd.stores and not self.is_backward,
         }
         return tuple(stage for stage in Stage if has.get(stage))

@@ -421,6 +421,57 @@ DROPPED_BWD = _with(BACKWARD, "dropped", *(BACKWARD[name] for name in ("dropout_
 # Calls that add the residual behind the norm.
 ADDED = _with(FORWARD, "added", replace(FORWARD["fadd"], default=_each('"post_add"', "fadd.adds")), FORWARD["save_mv"])
 
+# Two norms, with an add between them.
+RENORMED = Family(
+    direction=Direction.FORWARD,
+    name="renormed",
+    functions=_functions("{function}_add", "fadd.adds"),
+    parameters=(
+        FORWARD["x"],
+        replace(FORWARD["weight"], positional=False),
+        replace(FORWARD["bias"], positional=False),
+        Parameter(
+            "residual",
+            Kind.ROWS,
+            default=_each(REQUIRED),
+            meaning=_first("x's shape, fp16, bf16 or fp32: added to the normalised x; the sum is residual_out."),
+            positional=True,
+            axis="fadd",
+            wanted="fadd.renorms",
+            gradient="dresidual",
+            functional=True,
+        ),
+        Parameter(
+            "next_weight",
+            Kind.VECTOR,
+            default=_each("None"),
+            meaning=_first("(N,), fp16, bf16 or fp32, or None for 1: the weight of the second norm."),
+            gradient="dnext_weight",
+            functional=True,
+        ),
+        Parameter(
+            "next_bias",
+            Kind.VECTOR,
+            default=_centred("None"),
+            meaning=_first("(N,), fp16, bf16 or fp32, or None for 0: the bias of the second norm."),
+            gradient="dnext_bias",
+            functional=True,
+        ),
+        replace(FORWARD["smooth_scale"], functional=True),
+        replace(FORWARD["eps"], torchs={}),
+        replace(FORWARD["weight_offset"], meaning=_uncentred("added to the weights of both norms, in fp32.")),
+        FORWARD["cast"],
+        replace(FORWARD["fquant"], functional=True),
+        FORWARD["out_dtype"],
+        replace(FORWARD["save_mv"], functional=True),
+    ),
+    results=(
+        *FORWARD.results[:3],
+        Result("mean", Kind.PER_ROW, norms=()),
+        Result("rstd", Kind.PER_NORM, wanted="save_mv"),
+    ),
+)
+
 MODULATED = Family(
     direction=Direction.FORWARD,
     name="modulated",
@@ -832,7 +883,7 @@ GATED_GRADIENTS = _gradients(
 # The operators that compute a forward family's gradients, by the family's word.
 GRADIENTS = {"": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
-FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
+FAMILIES = (FORWARD, BACKWARD, RENORMED, MODULATED, GATED, QUANTISED)
 # The families that only autograd calls: their rows are in parts, and their functions have no public names.
 IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
@@ -847,4 +898,6 @@ def family_of(mode: AnyMode) -> Family:
         return GATED_BWD if mode.is_backward else GATED
     if mode.serves:
         return QUANTISED
+    if mode.fadd.renorms:
+        return RENORMED
     return BACKWARD if mode.is_backward else FORWARD

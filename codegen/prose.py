@@ -44,7 +44,9 @@ def _forward(mode: Mode) -> tuple[str, ...]:
         steps.append("x gated")
     if mode.dropout:
         steps.append("dropout")
-    if mode.fadd.stores:
+    if mode.fadd.renorms:
+        steps.append("residual added behind a first norm and the sum stored")
+    elif mode.fadd.stores:
         steps.append("residual added and the sum stored")
     elif mode.fadd.is_before:
         steps.append("residual added")

@@ -12,7 +12,7 @@ from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
 from .groups import Activation
-from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED
+from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, RENORMED
 from .values import Norm
 
 
@@ -99,6 +99,42 @@ def _forward_of(family: Family) -> Mapping[Norm, str]:
     }
 
 
+_OUT = _as(
+    FORWARD["out"],
+    "a contiguous tensor in y's dtype that y is written to, or None for a new tensor; may be x or residual itself if "
+    "the dtype is the same.",
+)
+_RENORMED = PublicFunctions(
+    _functions(
+        RENORMED,
+        "renormed_{stem}2d_fwd",
+        _X,
+        *(RENORMED[name] for name in ("residual", "weight", "bias", "next_weight", "next_bias")),
+        _EPS,
+        *(RENORMED[name] for name in ("weight_offset", "smooth_scale", "cast")),
+        FORWARD["fquant"],
+        _OUT_DTYPE,
+        replace(_SAVE_MV, meaning={Norm.LAYER: "return mean and rstd.", Norm.RMS: "return rstd."}),
+        _OUT,
+        _RESIDUAL_OUT,
+    ),
+    rows=RENORMED,
+    output="LayerNormOutput",
+    call="renormed.forward(operands, options, (out, residual_out))",
+    summary={
+        norm: f"Compute {norm.row.title}, add the result to a residual, and compute {norm.row.title} of the sum."
+        for norm in RENORMED.functions
+    },
+    details=(
+        "The forward pass of `layer_norm_add` and `rms_norm_add` with a second norm, which manifests call fadd "
+        "post_add_norm. Quantisation takes y in fp32, and one y_scale per row. Not differentiable."
+    ),
+    returns=(
+        f"`LayerNormOutput`, {_EVERY_OUTPUT} residual_out is the sum, in residual's dtype. mean and rstd have a first "
+        "dimension of 2, one for each norm, in front of x's shape without the last dimension."
+    ),
+)
+
 _MODULATED = PublicFunctions(
     _functions(
         MODULATED,
@@ -112,11 +148,7 @@ _MODULATED = PublicFunctions(
         _FQUANT,
         _OUT_DTYPE,
         _SAVE_MV,
-        _as(
-            FORWARD["out"],
-            "a contiguous tensor in y's dtype that y is written to, or None for a new tensor; may be x or residual "
-            "itself if the dtype is the same.",
-        ),
+        _OUT,
         _RESIDUAL_OUT,
     ),
     rows=MODULATED,
@@ -258,7 +290,7 @@ _QUANTISED = PublicFunctions(
     returns=f"`QuantisedOutput`, {_EVERY_OUTPUT}",
 )
 
-PUBLIC = (_MODULATED, _GATED, _QUANTISED)
+PUBLIC = (_RENORMED, _MODULATED, _GATED, _QUANTISED)
 
 
 @dataclass(frozen=True)
@@ -573,17 +605,25 @@ _ADD_FUNCTIONS = FunctionalFunctions(
     call="add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))",
 )
 
+_NEXT = (RENORMED["next_weight"], RENORMED["next_bias"])
 _POST_ADD_FUNCTIONS = FunctionalFunctions(
     _functions(
         ADDED,
         "{function}_add",
         *_ADDING,
         _x_bias("(N,)"),
+        _row("next_norm", Kind.FLAG, "False", "True normalises the sum again, also without a next_weight."),
+        *(_floats(RENORMED[name]) for name in ("next_weight", "next_bias")),
         norms=_FORMULAS,
     ),
-    rows=_saving_for_autograd(ADDED),
-    output="torch.Tensor",
-    call="post_add.normalise(operands, options)",
+    rows=_saving_for_autograd(replace(ADDED, parameters=(*ADDED.parameters, *_NEXT))),
+    output="torch.Tensor | tuple[torch.Tensor, torch.Tensor]",
+    overloads=(
+        ("torch.Tensor", {"next_norm": "Literal[False]", "next_weight": "None", "next_bias": "None"}, ()),
+        (_TWO, {"next_norm": "Literal[True]"}, ("next_norm",)),
+        (_TWO, {"next_weight": "torch.Tensor"}, ("next_weight",)),
+    ),
+    call="renormed.add(operands, options, next_norm)",
     summary={
         norm: f"Compute {norm.row.title} over the last dimension and add it to a residual, in one kernel."
         for norm in _FORMULAS

@@ -38,6 +38,12 @@ _PDL = _Row(
     "PDL: tl.constexpr", "whether it is launched before the one ahead has ended", lambda m, p: p is not Pipeline.SPREAD
 )
 
+
+def _counts_rows(mode: Mode, part: Pipeline | Part) -> bool:
+    """Return True if a forward kernel takes the number of rows."""
+    return part in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW) or (mode.save_mv and mode.fadd.renorms)
+
+
 _FORWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_scale_ptr", "(M,) fp32, or one value", lambda m, p: m.dtype_in.is_fp8),
@@ -50,6 +56,8 @@ _FORWARD = (
     _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres and not m.grouped),
     _Row("weight_ptr", "(groups, N) or None", lambda m, p: m.grouped),
     _Row("bias_ptr", "(groups, N) or None", lambda m, p: m.norm.centres and m.grouped),
+    _Row("next_weight_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms),
+    _Row("next_bias_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms and m.norm.centres),
     _Row("scale_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
     _Row("shift_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
     _Row("smooth_scale_ptr", "(N,)", lambda m, p: m.fquant.smooths),
@@ -65,8 +73,11 @@ _FORWARD = (
     _Row("y_scale_ptr", "(M, groups), {codes}", lambda m, p: m.scale_format.stores_bytes and m.has_scale_strides),
     _Row("y_scale_ptr", "tiles of 128 rows by 4 groups, {codes}", lambda m, p: m.scale_layout.swizzles),
     _Row("unquantised_ptr", "(M, N) {dtype_in}", lambda m, p: m.save_unquant),
-    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.save_mv and m.norm.centres),
-    _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.save_mv),
+    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.save_mv and m.norm.centres and not m.fadd.renorms),
+    _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.save_mv and not m.fadd.renorms),
+    _Row(
+        "rstd_ptr", "fp32, each norm's statistics; `statistics_length` apart", lambda m, p: m.save_mv and m.fadd.renorms
+    ),
     _Row("exchange_ptr", "(M, slices) int64, -1", lambda m, p: p is Pipeline.SPREAD),
     _Row("row_stride", "elements, of x and y", lambda m, p: p is Part.WINDOW),
     _Row("x_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
@@ -84,7 +95,7 @@ _FORWARD = (
     _Row("y_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
     _Row("unquantised_row_stride", "elements", lambda m, p: m.save_unquant),
-    _Row("M", "rows", lambda m, p: p in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW)),
+    _Row("M", "rows", _counts_rows),
     _Row("eps", "fp32"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     _Row("dropout_p", "fp32, from 0 to below 1", lambda m, p: m.dropout),

@@ -221,12 +221,13 @@ _QMAX = {
 
 
 class FusedAdd(Enum):
-    """The fused add: whether a residual is added before or behind the norm, and whether a sum before it is stored."""
+    """The fused add: whether a residual is added before or behind the norm, and whether the sum is stored."""
 
     NONE = "none"
     PRE_ADD_STORE = "pre_add_store"
     PRE_ADD = "pre_add"
     POST_ADD = "post_add"
+    POST_ADD_NORM = "post_add_norm"
 
     @property
     def code(self) -> int:
@@ -240,18 +241,23 @@ class FusedAdd(Enum):
 
     @property
     def is_before(self) -> bool:
-        """Return True if the residual is added to the rows that are normalised."""
-        return self in (FusedAdd.PRE_ADD_STORE, FusedAdd.PRE_ADD)
+        """Return True if the residual is added to rows that are then normalised."""
+        return self.adds and not self.is_after
 
     @property
     def is_after(self) -> bool:
-        """Return True if the residual is added to the normalised rows."""
+        """Return True if the residual is added to the normalised rows, and the sum is y."""
         return self is FusedAdd.POST_ADD
 
     @property
     def stores(self) -> bool:
         """Return True if kernels store the sum."""
-        return self is FusedAdd.PRE_ADD_STORE
+        return self in (FusedAdd.PRE_ADD_STORE, FusedAdd.POST_ADD_NORM)
+
+    @property
+    def renorms(self) -> bool:
+        """Return True if the residual is added to normalised rows, and the sum is normalised again."""
+        return self is FusedAdd.POST_ADD_NORM
 
 
 class FusedQuant(Enum):

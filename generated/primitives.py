@@ -361,6 +361,75 @@ def moments_around(pivot, chunks, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def moments_of(
+    chunks, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr
+):
+    """Mean, as a pivot and what is left of it, and variance of rows in registers: a row, or a tile of several.
+
+    Without CENTRES the mean counts as 0, and the variance is the mean square.
+    """
+    AXIS: tl.constexpr = len(lanes.shape) - 1
+    pivot = 0.0
+    if CENTRES:
+        total = chunks[0].to(tl.float32)
+        for start in tl.static_range(BLOCK, N, BLOCK):
+            total += chunks[start // BLOCK].to(tl.float32)
+        pivot = tl.sum(total, axis=AXIS, keep_dims=AXIS == 1) / N
+    deviations = tl.zeros(chunks[0].shape, tl.float32)
+    squares = tl.zeros(chunks[0].shape, tl.float32)
+    for start in tl.static_range(0, N, BLOCK):
+        mask = start + lanes < N if start + BLOCK > N else None
+        centred = centre(chunks[start // BLOCK].to(tl.float32), pivot, mask)
+        deviations += centred
+        squares += centred * centred
+    if AXIS == 1:
+        deviations = sums_of_four(deviations, ROW_ALIGNMENT)
+        squares = sums_of_four(squares, ROW_ALIGNMENT)
+    shift, variance = moments_from(deviations, squares, N, AXIS, CENTRES)
+    return pivot, shift, variance
+
+
+@triton.jit
+def swept_moments(
+    ptr, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr
+):
+    """The same of a row of any length, which is read for each of the two."""
+    pivot = 0.0
+    if CENTRES:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, N, BLOCK):
+            cols = start + lanes
+            total += load_swept(ptr, cols, cols < N if N % BLOCK != 0 else None, "evict_last")
+        pivot = tl.sum(total) / N
+    deviations = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        centred = centre(load_swept(ptr, cols, mask, "evict_last"), pivot, mask)
+        deviations += centred
+        squares += centred * centred
+    shift, variance = moments_from(deviations, squares, N, 0, CENTRES)
+    return pivot, shift, variance
+
+
+@triton.jit
+def moments_from(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr, CENTRES: tl.constexpr):
+    """`row_moments`, or 0 and the mean square."""
+    if CENTRES:
+        shift, variance = row_moments(deviations, squares, N, AXIS)
+    else:
+        shift, variance = 0.0, tl.sum(squares, axis=AXIS, keep_dims=AXIS == 1) / N
+    return shift, variance
+
+
+@triton.jit
+def statistics_length(M):
+    """From one norm's means or rstd to the next ones, which follow from a multiple of 16 bytes on."""
+    return (M + 3) // 4 * 4
+
+
+@triton.jit
 def grouped(chunk):
     """A chunk with a row for each GROUP of neighbours, which one thread holds."""
     return tl.reshape(chunk, (chunk.shape[0] // GROUP, GROUP))

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from .families.public import normalize2d_fwd as normalize2d_fwd
     from .families.public import quantised_layer_norm as quantised_layer_norm
     from .families.public import quantised_rms_norm as quantised_rms_norm
+    from .families.public import renormed_layernorm2d_fwd as renormed_layernorm2d_fwd
+    from .families.public import renormed_rmsnorm2d_fwd as renormed_rmsnorm2d_fwd
     from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd
     from .families.public import rmsnorm2d_fwd as rmsnorm2d_fwd
     from .families.which import which as which

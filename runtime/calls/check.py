@@ -168,6 +168,10 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
             f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
             "it takes an even N"
         )
+    if mode.fadd.renorms and takes.family_name != "renormed":
+        raise ConflictError(
+            f"{function} takes no fadd {mode.fadd.value!r}; call normforge.renormed_{function}, or pass 'post_add'"
+        )
     if mode.serves and takes.family_name != "quantised":
         raise ConflictError(
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "

@@ -28,6 +28,7 @@ from ..codegen.parameters import (
     IN_PARTS,
     MODULATED,
     QUANTISED,
+    RENORMED,
 )
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction
@@ -49,7 +50,7 @@ _FAMILIES = {
     "recorded": FORWARD,
     "added_ahead": FORWARD,
     "gradients": BACKWARD,
-    **{family.name: family for family in (DROPPED, ADDED, MODULATED, GATED, QUANTISED, GROUP)},
+    **{family.name: family for family in (DROPPED, ADDED, RENORMED, MODULATED, GATED, QUANTISED, GROUP)},
     **{f"{family.name}_gradients": family for family in (DROPPED_BWD, *IN_PARTS, GROUP_BWD)},
 }
 

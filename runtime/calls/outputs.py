@@ -92,10 +92,19 @@ def aligned_length(length: int) -> int:
     return -(-length // _STEP) * _STEP
 
 
-def packing(m: int, mean: bool) -> tuple[int, int]:
-    """Return the length of a tensor of the statistics of m rows, and the bytes to rstd; 0 if there are no means."""
-    start = aligned_length(m) if mean else 0
-    return start + m, _ITEMSIZE * start
+def packing(m: int, mean: bool, norms: int = 1) -> tuple[int, int]:
+    """Return the length of a tensor of the statistics of m rows, and the bytes to rstd; 0 if there are no means.
+
+    Of several norms, those of the next one follow.
+    """
+    start, step = aligned_length(m) if mean else 0, aligned_length(m)
+    return (norms - 1) * (start + step) + start + m, _ITEMSIZE * start
+
+
+def of_norm(packed: torch.Tensor, at: int, m: int, mean: bool) -> torch.Tensor:
+    """Return the statistics of one of two norms, as `packing` lays out those of one."""
+    length, _ = packing(m, mean)
+    return packed[at * (packed.numel() - length) :][:length]
 
 
 def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -165,6 +174,7 @@ def scale_columns(mode: Mode, n: int) -> int:
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """Return the results of a call, made by `make` and not by kernels; None for results that are not asked for."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
+    shapes[Kind.PER_NORM] = packing(call.m, call.function.norm.centres, 2)[:1]
     results: list[torch.Tensor | None] = []
     for row in call.function.family.results:
         dtype = call.dtype_of(row.name)

@@ -7,6 +7,7 @@ from the rows of `codegen.parameters`; which kernels run, with what grids and co
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -150,7 +151,7 @@ class Plan:
         """
         self.mode, self.n = mode, n = call.mode, call.n
         self.family = family = call.function.family
-        self.sizes = call.sizes
+        self.sizes, self._norm = call.sizes, call.function.norm
         self.entry = dispatch.find(mode, n)
         self._most_rows = self.entry.most_rows
         self._target = target or target_of(call.x.device)
@@ -205,12 +206,15 @@ class Plan:
         # The gradient of what is dropped comes behind the sums, and is no pointer of most kernels.
         makes = self.makes(shape)[: -1 if self.mode.is_backward else None]
         statistics = make_of((packing(m, self.saves_mean)[0],), torch.float32)
+        if self.family.results[-1].kind is Kind.PER_NORM:
+            statistics = makes[-1]
         return Sized(self.layout(m), (m,), makes, (*makes[:2], None, None, statistics))
 
     def makes(self, shape: Sequence[int], of_sums: Sequence[Sequence[int]] = ()) -> Makes:
         """Return how to make the results of calls on rows of a shape; `of_sums` has a shape for each that is a sum."""
         rows = self.family.results
-        sizes = {Kind.ROWS: shape, Kind.PER_ROW: shape[:-1]}
+        of_norms = packing(math.prod(shape[:-1]), self._norm.centres, 2)[:1]
+        sizes = {Kind.ROWS: shape, Kind.PER_ROW: shape[:-1], Kind.PER_NORM: of_norms}
         others = of_sums or [shape[-1:]] * len(rows)
         shapes = [sizes.get(row.kind, other) for row, other in zip(rows, others, strict=True)]
         if rows[0].name == "y":

@@ -236,6 +236,23 @@ def added(operands: Operands, options: Sequence[Any]) -> torch.Tensor:
     return y
 
 
+def renormed(operands: Sequence[Any], options: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of `road.normalise` for a call of two norms with an add between them."""
+    x, weight, bias, residual, next_weight, next_bias, _ = operands
+    norm, eps, weight_offset, cast, _, out_dtype, _ = options
+    y_dtype, shape = out_dtype or x.dtype, _last_dimension(x)
+    cast = cast_of(cast, x.dtype, y_dtype)
+    first = (norm, eps, weight_offset, residual.dtype, cast)
+    total: torch.Tensor = plain((x, weight, bias, None, None), shape, first, after=residual)
+    y = plain((total, next_weight, next_bias, None, None), shape, (norm, eps, weight_offset, y_dtype, cast))
+    return y, total
+
+
+def cast_of(cast: str | Cast, x_dtype: torch.dtype, y_dtype: torch.dtype) -> str | Cast:
+    """Return the effective cast of two norms: without 16 bits in x or y neither rounds first."""
+    return cast if _rounded_to(cast, y_dtype, x_dtype) else "after_weight"
+
+
 def plain_gradients_of_packed(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
     """Return `plain_gradients`, where the rstd operand packs the means too."""
     dy, x, weight, statistics, x_bias, dresidual_out = operands

@@ -3,16 +3,67 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 
 from ..codegen.groups import Activation
 from ..codegen.values import Cast, GateActivation
-from . import post_add
+from . import renormed
 from .gated import calls as gated
 from .group import calls as group
 from .modulated import calls as modulated
+
+
+@overload
+def layer_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: Literal[False] = False,
+    next_weight: None = None,
+    next_bias: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: Literal[True],
+    next_weight: torch.Tensor | None = None,
+    next_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def layer_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: bool = False,
+    next_weight: torch.Tensor,
+    next_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def layer_norm_add(
@@ -25,7 +76,10 @@ def layer_norm_add(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    next_norm: bool = False,
+    next_weight: torch.Tensor | None = None,
+    next_bias: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute LayerNorm over the last dimension and add it to a residual, in one kernel.
 
     y = residual + layer_norm(x), in fp32 with one rounding: the norm behind a block, as in Gemma 2 (Gemma Team, 2024)
@@ -49,6 +103,9 @@ def layer_norm_add(
         x_bias: (N,), fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the bias of a
             linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum of x's
             gradient over rows.
+        next_norm: True normalises the sum again, also without a next_weight.
+        next_weight: (N,), fp16, bf16, fp32 or fp64, or None for 1: the weight of the second norm.
+        next_bias: (N,), fp16, bf16, fp32 or fp64, or None for 0: the bias of the second norm.
 
     Returns:
         y: x's shape, in residual's dtype.
@@ -61,10 +118,55 @@ def layer_norm_add(
         ConflictError: weight_offset has no weight to be added to; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, bias, residual, x_bias)
+    operands = (x, weight, bias, residual, x_bias, next_weight, next_bias)
     options = ("layer", eps, weight_offset, None, cast, "post_add", None)
-    result: torch.Tensor = post_add.normalise(operands, options)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = renormed.add(operands, options, next_norm)
     return result
+
+
+@overload
+def rms_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: Literal[False] = False,
+    next_weight: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: Literal[True],
+    next_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def rms_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    next_norm: bool = False,
+    next_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm_add(
@@ -76,7 +178,9 @@ def rms_norm_add(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    next_norm: bool = False,
+    next_weight: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute RMSNorm over the last dimension and add it to a residual, in one kernel.
 
     y = residual + rms_norm(x), in fp32 with one rounding: the norm behind a block, as in Gemma 2 (Gemma Team, 2024) and
@@ -99,6 +203,8 @@ def rms_norm_add(
         x_bias: (N,), fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the bias of a
             linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum of x's
             gradient over rows.
+        next_norm: True normalises the sum again, also without a next_weight.
+        next_weight: (N,), fp16, bf16, fp32 or fp64, or None for 1: the weight of the second norm.
 
     Returns:
         y: x's shape, in residual's dtype.
@@ -111,9 +217,9 @@ def rms_norm_add(
         ConflictError: weight_offset has no weight to be added to; or eps is no number of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, None, residual, x_bias)
+    operands = (x, weight, None, residual, x_bias, next_weight, None)
     options = ("rms", eps, weight_offset, None, cast, "post_add", None)
-    result: torch.Tensor = post_add.normalise(operands, options)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = renormed.add(operands, options, next_norm)
     return result
 
 

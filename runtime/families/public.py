@@ -16,7 +16,7 @@ from ..calls import first, native
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
 from ..upstream.torch_internals import eager_below
-from . import quantised
+from . import quantised, renormed
 from .gated import row as gated
 from .modulated import row as modulated
 
@@ -553,6 +553,112 @@ def normalize2d_bwd(
     return output
 
 
+def renormed_layernorm2d_fwd(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
+    next_bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    smooth_scale: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """Compute LayerNorm, add the result to a residual, and compute LayerNorm of the sum.
+
+    The forward pass of `layer_norm_add` and `rms_norm_add` with a second norm, which manifests call fadd post_add_norm.
+    Quantisation takes y in fp32, and one y_scale per row. Not differentiable.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
+        residual: x's shape, fp16, bf16 or fp32: added to the normalised x; the sum is residual_out.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        bias: (N,), fp16, bf16 or fp32, or None for 0.
+        next_weight: (N,), fp16, bf16 or fp32, or None for 1: the weight of the second norm.
+        next_bias: (N,), fp16, bf16 or fp32, or None for 0: the bias of the second norm.
+        eps: added to the variance.
+        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (to 16 bits before they are
+            multiplied by weight as well, as Hugging Face's Llama and T5 do: to y's dtype if it has so many, or x's).
+        fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
+        out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
+            torch.float8_e4m3fnuz and torch.float8_e5m2 quantise too.
+        save_mv: return mean and rstd.
+        out: a contiguous tensor in y's dtype that y is written to, or None for a new tensor; may be x or residual
+            itself if the dtype is the same.
+        residual_out: a contiguous tensor in residual's dtype that the sum is written to, or None for a new tensor; may
+            be residual or x itself.
+
+    Returns:
+        `LayerNormOutput`, with None for outputs that were not asked for. residual_out is the sum, in residual's dtype.
+        mean and rstd have a first dimension of 2, one for each norm, in front of x's shape without the last dimension.
+
+    Raises:
+        NormforgeError: one of the errors that `layernorm2d_fwd` lists.
+    """
+    operands = (x, weight, bias, residual, next_weight, next_bias, smooth_scale)
+    options = ("layer", eps, 0.0, cast, fquant, out_dtype, save_mv)
+    return renormed.forward(operands, options, (out, residual_out))
+
+
+def renormed_rmsnorm2d_fwd(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    smooth_scale: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """Compute RMSNorm, add the result to a residual, and compute RMSNorm of the sum.
+
+    The forward pass of `layer_norm_add` and `rms_norm_add` with a second norm, which manifests call fadd post_add_norm.
+    Quantisation takes y in fp32, and one y_scale per row. Not differentiable.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
+        residual: x's shape, fp16, bf16 or fp32: added to the normalised x; the sum is residual_out.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        next_weight: (N,), fp16, bf16 or fp32, or None for 1: the weight of the second norm.
+        eps: added to the mean square.
+        weight_offset: added to the weights of both norms, in fp32.
+        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (to 16 bits before they are
+            multiplied by weight as well, as Hugging Face's Llama and T5 do: to y's dtype if it has so many, or x's).
+        fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
+        out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
+            torch.float8_e4m3fnuz and torch.float8_e5m2 quantise too.
+        save_mv: return rstd.
+        out: a contiguous tensor in y's dtype that y is written to, or None for a new tensor; may be x or residual
+            itself if the dtype is the same.
+        residual_out: a contiguous tensor in residual's dtype that the sum is written to, or None for a new tensor; may
+            be residual or x itself.
+
+    Returns:
+        `LayerNormOutput`, with None for outputs that were not asked for. residual_out is the sum, in residual's dtype.
+        mean and rstd have a first dimension of 2, one for each norm, in front of x's shape without the last dimension.
+
+    Raises:
+        NormforgeError: one of the errors that `layernorm2d_fwd` lists.
+    """
+    operands = (x, weight, None, residual, next_weight, None, smooth_scale)
+    options = ("rms", eps, weight_offset, cast, fquant, out_dtype, save_mv)
+    return renormed.forward(operands, options, (out, residual_out))
+
+
 def modulated_layernorm2d_fwd(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -922,4 +1028,4 @@ def quantised_rms_norm(
 
 
 # The rows of the families that `forward` serves, by name.
-CALLS = {"modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}
+CALLS = {"renormed": renormed.CALLS, "modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}

@@ -9,7 +9,8 @@ import torch
 
 from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.functions import OPERATORS
-from ..calls.outputs import dtype_of_all
+from ..calls.outputs import dtype_of_all, dtypes_of
+from ..calls.road import operands_of, options_of
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
 from ..codegen.families import Kind
@@ -19,6 +20,7 @@ from .kernels import register_autograd
 
 # The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")
+_UNSAVED = "mean and rstd were not saved; pass save_mv=True"
 _SUMMED = ("x", "residual", "x_bias", "gate")
 
 
@@ -50,7 +52,7 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         if adds and not (stores or is_after):
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
         elif not args["save_mv"]:
-            refusal = "mean and rstd were not saved; pass save_mv=True"
+            refusal = _UNSAVED
         ctx.refusal = refusal
         ctx.shared = {name: args[name] for name in shared}
         ctx.dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, torch.Tensor)}
@@ -71,8 +73,7 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
             ctx.save_for_backward(*[held[name] for name in kept], *output[len(output) - len(statistics) :])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        if ctx.refusal is not None:
-            raise GradientError(f"a gradient was asked of a call that kept too little for one: {ctx.refusal}")
+        _refuse_unsaved(ctx.refusal)
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
         args = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
         # Without a stored sum no gradient can be computed of a call that adds.
@@ -89,6 +90,43 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(library, forward, differentiate, keep)
+
+
+def register_in_parts(library: torch.library.Library, forward: str) -> None:
+    """Register the gradients of a forward operator whose family computes them by other operators.
+
+    Args:
+        library: the library that defines the operator.
+        forward: the operator's name.
+    """
+    takes = OPERATORS[forward]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        from .computing import CALLS
+
+        args = dict(zip(takes.passed, inputs, strict=True))
+        ctx.calls = calls = CALLS[takes.family_name]
+        operands = operands_of(calls, args)
+        ctx.args = calls.args(options_of(calls, takes.norm.value, args), dtypes_of(operands), output[0].dtype)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2 if output[0].dtype in FLOATS else 0 :])
+        ctx.refusal = "" if args["save_mv"] else _UNSAVED
+        ctx.save_for_backward(*calls.saved(operands, output[1]), output[-1])
+
+    def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        _refuse_unsaved(ctx.refusal)
+        needed = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
+        due = tuple([needed.get(name, False) for name in ctx.calls.inputs])
+        grads = ctx.calls.recording.gradients(ctx.saved_tensors, ctx.args, *arrived[:2], due)
+        by_name = dict(zip(ctx.calls.inputs, grads, strict=True))
+        return tuple([by_name.get(name) for name in takes.passed])
+
+    register_autograd(library, forward, differentiate, keep)
+
+
+def _refuse_unsaved(refusal: str | None) -> None:
+    if refusal:
+        raise GradientError(f"a gradient was asked of a call that kept too little for one: {refusal}")
 
 
 def _refuse(args: Mapping[str, Any]) -> None:

@@ -1,0 +1,121 @@
+"""Calls of two norms with an add between them: the row of the family; `calls/road.py` has the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..calls import native, road
+from ..calls.argument_checks import check_flag, check_tensor
+from ..calls.outputs import LayerNormOutput, of_norm, packing, rounded
+from ..calls.record import Gradients, Recording
+from ..calls.road import Operands, Options, Outs, calls_of, launch_recorded
+from ..calls.traced import is_dynamo_compiling
+from ..codegen.parameters import RENORMED
+from ..errors import ConflictError
+from . import eager, post_add
+from .operands import DEFAULT_EPS
+from .plain import WANTS, gradients_of
+from .plain_calls import handed_on, is_handed_on, normalise_family, with_offset
+
+
+def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    x, weight, _, _, next_weight, *_ = operands
+    return x, weight, total, next_weight
+
+
+def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
+    norm, _, weight_offset, cast, *_ = options
+    return norm, weight_offset, eager.cast_of(cast, dtypes[0] or y_dtype, y_dtype), dtypes
+
+
+def _gradients(
+    saved: Sequence[Any],
+    args: Any,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: tuple[bool, ...],
+    *_: Any,
+) -> Gradients:
+    """Run the backward pass of each norm: that of the second adds dresidual_out, and leaves the gradient of the sum."""
+    x, weight, total, next_weight, statistics = saved
+    norm, weight_offset, cast, dtypes = args
+    m, centres = x.numel() // x.shape[-1], norm == "layer"
+    for_x, for_weight, for_bias, for_residual, for_next_weight, for_next_bias, _ = due
+    dsum, dnext = dresidual_out, (None, None)
+    wants = WANTS[for_x or for_weight or for_bias or for_residual, for_next_weight, for_next_bias]
+    if dy is not None and wants:
+        options = (norm, weight_offset, cast, None, dtypes[5], wants)
+        dsum, *dnext, _, _ = gradients_of(
+            options, dy, total, next_weight, of_norm(statistics, 1, m, centres), None, dresidual_out
+        )
+    grads: Any = (None, None, None)
+    wants = WANTS[for_x, for_weight, for_bias]
+    if dsum is not None and wants:
+        options = (norm, weight_offset, cast, None, dtypes[2], wants)
+        grads = gradients_of(options, dsum, x, weight, of_norm(statistics, 0, m, centres), None, None)[:3]
+    return rounded((*grads, dsum, *dnext, None), dtypes, due)
+
+
+CALLS = calls_of(
+    RENORMED,
+    eager=eager.renormed,
+    saved=_saved,
+    args=_args,
+    recording=Recording(launch_recorded, _gradients, sums=(0, 1, 2, 3)),
+)
+
+
+def forward(operands: Operands, options: Options, outs: Outs) -> LayerNormOutput:
+    """Run a call of `renormed_layernorm2d_fwd` or `renormed_rmsnorm2d_fwd`."""
+    results: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs)
+    packed = results.rstd
+    if packed is None:
+        return results
+    centres, shape = options[0] == "layer", (2, *operands[0].shape[:-1])
+    m = math.prod(shape[1:])
+    length, _ = packing(m, centres)
+    # Each norm's are a row.
+    rows = (
+        [packed[start:].unfold(0, m, packed.numel() - length).view(shape) for start in (0, length - m)]
+        if m
+        else [packed.view(shape)] * 2
+    )
+    return results._replace(mean=rows[0] if centres else None, rstd=rows[1])
+
+
+def add(operands: Operands, options: Options, next_norm: bool) -> Any:
+    """Run a call of a public function: post_add's, or one with a second norm; return y, or y and the sum."""
+    *_, next_weight, next_bias = operands
+    if next_norm is False and next_weight is None and next_bias is None:
+        return post_add.normalise(operands[:5], options)
+    check_flag("next_norm", next_norm)
+    x, weight, bias, residual, x_bias, *_ = operands
+    if x_bias is not None:
+        raise ConflictError("x_bias is not added where a second norm follows; add it to x, or leave next_norm out")
+    norm, eps, weight_offset, _, cast, *_ = options
+    eps = DEFAULT_EPS if eps is None else eps
+    return normalise(
+        (x, weight, bias, residual, next_weight, next_bias, None), (norm, eps, weight_offset, cast, "none", None, None)
+    )
+
+
+def normalise(operands: Operands, options: Options) -> Any:
+    """Normalise, add and normalise again; return y, and the sum in residual's dtype."""
+    norm, _, weight_offset, *_ = options
+    result = None if is_dynamo_compiling() else native.calls.renormed.normalise(operands, options)
+    if result is not None:
+        return result
+    if is_handed_on(operands):
+        args = road.named(CALLS, operands, options) | {"next_norm": True}
+        return handed_on(CALLS.functions[norm], operands, args, positional=2)
+    check_tensor("residual", operands[3])
+    if norm == "layer" and weight_offset != 0.0:
+        (x, weight, bias, residual, next_weight, *others), given = with_offset(operands, options)
+        if next_weight is not None:
+            (_, next_weight), _ = with_offset((x, next_weight), options)
+        return normalise((x, weight, bias, residual, next_weight, *others), given)
+    return normalise_family(CALLS, operands, options)
