@@ -130,8 +130,8 @@ _RENORMED = PublicFunctions(
         "post_add_norm. Quantisation takes y in fp32, and one y_scale per row. Not differentiable."
     ),
     returns=(
-        f"`LayerNormOutput`, {_EVERY_OUTPUT} residual_out is the sum, in residual's dtype. mean and rstd have a first "
-        "dimension of 2, one for each norm, in front of x's shape without the last dimension."
+        f"`LayerNormOutput`, {_EVERY_OUTPUT} residual_out is the sum, in residual's dtype. mean and rstd are (..., 2), "
+        "one value per norm, where x is (..., N)."
     ),
 )
 

@@ -18,13 +18,15 @@ from torch.nn import functional
 
 import normforge
 from normforge.codegen.families import Family, Kind, Parameter
-from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED
+from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, RENORMED
 from normforge.codegen.values import Norm
 
 FAMILIES: Mapping[str, Family] = {
     "plain": FORWARD,
-    **{family.name: family for family in (ADDED, MODULATED, GATED, GROUP)},
+    **{family.name: family for family in (ADDED, RENORMED, MODULATED, GATED, GROUP)},
 }
+# The families that add the residual behind a norm.
+BEHIND = ("added", "renormed")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 
@@ -42,6 +44,13 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "shape": ((3, 9, 40), (40,), (5, 40)),
         "without": ((), ("weight", "bias"), ("x_bias",)),
         "weight_offset": (0.0, 1.0),
+    },
+    "renormed": {
+        "norm": ("layer", "rms"),
+        "shape": ((3, 9, 40), (40,), (5, 40)),
+        "without": ((), ("weight", "bias"), ("next_weight", "next_bias"), ("weight", "bias", "next_weight", "next_bias")),
+        "weight_offset": (0.0, 1.0),
+        "next_norm": (True,),
     },
     "modulated": {
         "norm": ("layer", "rms"),
@@ -149,7 +158,7 @@ class Case:
     def rows(self) -> list[Parameter]:
         """The family's rows of tensors that the call has."""
         norm = Norm(self["norm"])
-        rows = [row for row in FAMILIES[self.family].parameters if row.kind.is_tensor and row.functional]
+        rows = [row for row in FAMILIES[self.family].inputs if row.functional and row.gradient]
         return [row for row in rows if norm in row.default and row.name not in self["without"]]
 
     def has(self, axis: str) -> bool:
@@ -230,7 +239,7 @@ def operands(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
             Kind.SAMPLES: {"sample": (*shape[:1], shape[-1]), "row": shape}.get(sharing.get(row.name, ""), shape[-1:]),
         }.get(row.kind, shape[1:2] if case.family == "group" else shape[-1:])
         of_rows = row.kind in (Kind.ROWS, Kind.SAMPLES, Kind.IMAGES)
-        mean = {"x": 0.3, "weight": 1.0}.get(row.name, 0.0)
+        mean = {"x": 0.3, "weight": 1.0, "next_weight": 1.0}.get(row.name, 0.0)
         dtype = case["residual"] if row.name == "residual" else case["dtype"] if of_rows else case["vectors"]
         drawn = (torch.randn(size, generator=generator) + mean).to(device, dtype)
         found[row.name] = (LAYOUTS[case["layout"]](drawn) if of_rows else drawn).detach().requires_grad_()
@@ -253,7 +262,7 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     s = given["x"] + given.get("x_bias", 0.0)
     if case.family == "modulated" and "gate" in given:
         s = s * beside(given["gate"])
-    s = total = s if case.family == "added" else s + given.get("residual", 0.0)
+    s = total = s if case.family in BEHIND else s + given.get("residual", 0.0)
     factor = torch.ones((), device=s.device)
     if case.family == "gated":
         factor = torch.sigmoid(given["gate"]) * (given["gate"] if case["activation"] == "silu" else 1)
@@ -272,6 +281,11 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     y = y * (1 + beside(given["scale"])) + beside(given["shift"]) if "scale" in given else y
     y = y * factor if case["norm_before_gate"] else y
     y = functional.silu(y) if case.family == "group" and case["activation"] == "silu" else y
+    if case.family == "renormed":
+        total = given["residual"] + y
+        names = {"x": total, "weight": given.get("next_weight"), "bias": given.get("next_bias")}
+        again = {name: each for name, each in names.items() if each is not None}
+        return (*formula(replace(case, family="plain"), again), total)
     if case.family == "added":
         return (given["residual"] + y,)
     return (y, total) if "residual" in given else (y,)

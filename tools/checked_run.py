@@ -13,13 +13,14 @@ from ..calls.functions import completed
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
-from ..families import public
+from ..families import public, renormed
 from ..families.public import CALLS
 from ..families.which import which
 from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..reference import quantised as quantisation_reference
+from ..reference import renormed as renorming_reference
 from ..selection import dispatch
 from . import checked_gradients
 from .compare import Finding, compare, compare_quantised, numbers_of, worst_of
@@ -36,7 +37,12 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
 }
 
 # By the family's word.
-_BESIDE = {"modulated": modulation_reference, "gated": gating_reference, "quantised": quantisation_reference}
+_BESIDE = {
+    "renormed": renorming_reference,
+    "modulated": modulation_reference,
+    "gated": gating_reference,
+    "quantised": quantisation_reference,
+}
 
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
 REFERENCE_ELEMENTS = 2**26
@@ -92,9 +98,10 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     args, calls = completed(function, arguments), CALLS[family.name]
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
+    launch = renormed.launched if mode.fadd.renorms else road.launched
     return Run(
         entry=lambda: dispatch.find(mode, problem.row_length),
-        call=lambda: road.launched(calls, operands, options),
+        call=lambda: launch(calls, operands, options),
         validate=lambda result: validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )
@@ -113,6 +120,9 @@ def _validate(
         outputs = result._replace(
             **{name: value[rows] for name, value in result._asdict().items() if value is not None}
         )
+        if problem.mode.fadd.renorms:
+            # Its second norm is that of the sum as it was stored.
+            sliced["stored"] = outputs.residual_out
         findings += compare(outputs, oracle(**sliced), problem.mode.rounding)
     return worst_of(findings)
 

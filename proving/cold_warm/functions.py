@@ -276,7 +276,7 @@ def _both(pattern: str) -> list[str]:
 
 _PATTERNS = {
     "functional": ("NORM", "add_NORM"),
-    "added": ("NORM_add",),
+    "added": ("NORM_add", "renormed_NORM2d_fwd"),
     "forward": ("NORM2d_fwd",),
     "backward": ("NORM2d_bwd",),
     "modulated": ("modulated_NORM", "modulated_NORM2d_fwd"),

@@ -597,7 +597,7 @@ def renormed_layernorm2d_fwd(
 
     Returns:
         `LayerNormOutput`, with None for outputs that were not asked for. residual_out is the sum, in residual's dtype.
-        mean and rstd have a first dimension of 2, one for each norm, in front of x's shape without the last dimension.
+        mean and rstd are (..., 2), one value per norm, where x is (..., N).
 
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
@@ -649,7 +649,7 @@ def renormed_rmsnorm2d_fwd(
 
     Returns:
         `LayerNormOutput`, with None for outputs that were not asked for. residual_out is the sum, in residual's dtype.
-        mean and rstd have a first dimension of 2, one for each norm, in front of x's shape without the last dimension.
+        mean and rstd are (..., 2), one value per norm, where x is (..., N).
 
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.

@@ -71,20 +71,27 @@ CALLS = calls_of(
 
 def forward(operands: Operands, options: Options, outs: Outs) -> LayerNormOutput:
     """Run a call of `renormed_layernorm2d_fwd` or `renormed_rmsnorm2d_fwd`."""
-    results: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs)
+    return _unpacked(operands, options, road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs))
+
+
+def launched(calls: road.FamilyCalls, operands: Operands, options: Options) -> LayerNormOutput:
+    """Run `road.launched`, and return each norm's statistics as `forward` does."""
+    return _unpacked(operands, options, road.launched(calls, operands, options))
+
+
+def _unpacked(operands: Operands, options: Options, results: LayerNormOutput) -> LayerNormOutput:
     packed = results.rstd
     if packed is None:
         return results
-    centres, shape = options[0] == "layer", (2, *operands[0].shape[:-1])
-    m = math.prod(shape[1:])
+    centres, leading = options[0] == "layer", operands[0].shape[:-1]
+    m = math.prod(leading)
     length, _ = packing(m, centres)
-    # Each norm's are a row.
-    rows = (
-        [packed[start:].unfold(0, m, packed.numel() - length).view(shape) for start in (0, length - m)]
-        if m
-        else [packed.view(shape)] * 2
+    # Each norm's follow those of the norm before.
+    mean, rstd = (
+        packed[at:].unfold(0, m, packed.numel() - length).mT.view(*leading, 2) if m else packed.view(*leading, 2)
+        for at in (0, length - m)
     )
-    return results._replace(mean=rows[0] if centres else None, rstd=rows[1])
+    return results._replace(mean=mean if centres else None, rstd=rstd)
 
 
 def add(operands: Operands, options: Options, next_norm: bool) -> Any:

@@ -74,6 +74,11 @@ def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, opera
     """Return the whole of a rank's part of a result."""
     if row.name == "y_scale" and "scale_layout" in operands:
         return _scales(frame, part, operands)
+    if row.kind is Kind.PER_NORM:
+        raise LayoutError(
+            "save_mv was passed with rows that are sharded, and the statistics of both norms are one tensor; pass each "
+            "rank's part, x.to_local(), or call normforge.layer_norm_add or rms_norm_add"
+        )
     if row.kind is Kind.PER_ROW and takes.family_name == GROUP:
         shape = torch.Size((part.shape[0], frame.like.shape[0], part.shape[2]))
         return assembled(part, frame.like, shape, _of_statistics(frame))

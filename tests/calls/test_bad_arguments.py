@@ -126,7 +126,7 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
 
 WORDS: dict[str, tuple[Any, ...]] = {
     "fadd unknown": ({"fadd": "add"}, "fadd='add'", "'none' (0)", "'pre_add_store' (1)"),
-    "fadd out of range": ({"fadd": 4}, "fadd=4", "'post_add' (3)"),
+    "fadd out of range": ({"fadd": 5}, "fadd=5", "'post_add_norm' (4)"),
     "fadd a bool": ({"fadd": True}, "fadd=True", "'pre_add_store' (1)"),
     "fadd False": ({"fadd": False}, "fadd=False", "'none' (0)"),
     "fadd None": ({"fadd": None}, "fadd=None", "'none' (0)"),

@@ -85,7 +85,7 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, no
 
 PLAIN = cases("plain", vary=("norm",))
 DIFFERENTIATED = [
-    *cases("plain", "added", "gated", "group", vary=("norm",)),
+    *cases("plain", "added", "renormed", "gated", "group", vary=("norm",)),
     # Of others what their samples share is added up by torch's operators.
     *cases("modulated", vary=("norm",), without=("gate", "residual", "weight", "bias")),
     *cases("plain", vary=("without",))[1:],

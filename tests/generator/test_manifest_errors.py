@@ -17,7 +17,7 @@ from .conftest import AXES_OF_MODES
 # Lines 1 to 4 of every manifest below that starts with it.
 GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
-FADD = "one of none, pre_add_store, pre_add, post_add"
+FADD = "one of none, pre_add_store, pre_add, post_add, post_add_norm"
 N = (
     "all, n128, n256, n512, n768, n1024, n1536, n2048, n3072, n4096, n5120, n6144, n7168, n8192, n12288, n16384, "
     "n32768, n65536, n131072, nbig"

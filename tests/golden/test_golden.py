@@ -34,6 +34,8 @@ MODES = tuple(
         "ln_fwd_bf16_mv",
         "rms_fwd_fp16",
         "rms_fwd_bf16_postadd",
+        "ln_fwd_bf16_postaddnorm_mv",
+        "rms_fwd_fp16_int8_postaddnorm_cbw_dq_mv",
         "ln_fwd_fp16_fp8_e4m3fn_add_dq_mv",
         "rms_fwd_fp32_bf16_addst",
         "rms_fwd_bf16_int8_xb_addst_sdq_trunc_sfp16_mv",

@@ -34,13 +34,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 QUICK = dict.fromkeys(
     [
-        *cases("added", *BOTH),
-        *cases("added", vary=("norm", "without")),
+        *cases("added", "renormed", *BOTH),
+        *cases("added", "renormed", vary=("norm", "without")),
         *cases(*BOTH, vary=("norm", "without")),
         *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
         *cases("gated", vary=("norm_before_gate", "group_size")),
         # Without rows.
-        *cases("plain", "added", *BOTH, vary=("norm",), shape=(0, 40)),
+        *cases("plain", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
         *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
     ]
 )
@@ -91,7 +91,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
         *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
         *cases("group", vary=("activation",)),
-        *cases("added", vary=("norm",)),
+        *cases("added", "renormed", vary=("norm",)),
         *(
             case
             for without in ((), ("residual",))
@@ -125,7 +125,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
     "case",
     [
         *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
-        *cases("added", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
+        *cases("added", "renormed", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
         *(
             case.but(group_size=size)
             for size in (None, 4)
@@ -200,7 +200,8 @@ def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
         check(case, given)
         outputs = case.run(given)
         assert outputs[0].requires_grad
-        assert all(total.requires_grad == (name in ("x", "x_bias", "gate", "residual")) for total in outputs[1:])
+        summed = {"x", "x_bias", "gate", "residual", *(("weight", "bias") if case.family == "renormed" else ())}
+        assert all(total.requires_grad == (name in summed) for total in outputs[1:])
         torch.autograd.backward([outputs[0].square().sum()])
         assert [other for other, tensor in given.items() if tensor.grad is not None] == [name]
         with torch.no_grad():

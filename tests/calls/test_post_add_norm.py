@@ -1,0 +1,144 @@
+"""Two norms with an add between them, `fadd="post_add_norm"`; proving/cases.py has the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import LayerNormOutput
+from normforge.codegen.values import Norm
+from normforge.errors import ConflictError, GradientError, IllegalCombinationError, LayoutError, ShapeError
+from normforge.reference.renormed import FORWARD as ORACLE
+
+from ..calling import LENGTHS, QUANTISED, agree, each_device, each_norm, same_bits
+from .test_post_add import drawn, each_shape
+
+FORWARD: dict[str, Any] = {
+    "layer": normforge.renormed_layernorm2d_fwd,
+    "rms": normforge.renormed_rmsnorm2d_fwd,
+}
+
+
+def operands_of(norm: str, shape: tuple[int, int], device: str = "cpu", **dtypes: torch.dtype) -> dict[str, Any]:
+    """Operands of every kind, rows of x with gaps; LayerNorm's have biases too."""
+    m, n = shape
+    vectors = ("weight", "next_weight", *(("bias", "next_bias") if norm == "layer" else ()))
+    return {
+        "x": drawn((m, 2 * n), device, dtypes.get("x", torch.bfloat16))[:, :n],
+        "residual": drawn(shape, device, dtypes.get("residual", torch.bfloat16)),
+        **{name: drawn((1, n), device, torch.float32)[0] for name in vectors},
+    }
+
+
+def check(norm: str, operands: dict[str, Any], **options: Any) -> LayerNormOutput:
+    """Run a call twice, known and not, and hold every output against the oracle."""
+    for _ in range(2):
+        output: LayerNormOutput = FORWARD[norm](**operands, **options)
+        agree(output, ORACLE[Norm(norm)](**operands, **options, stored=output.residual_out))
+    return output
+
+
+@each_device
+@each_shape
+@each_norm
+def test_outputs(norm: str, shape: tuple[int, int], device: str) -> None:
+    output = check(norm, operands_of(norm, shape, device, residual=torch.float32), save_mv=True)
+    assert output.residual_out is not None
+    assert output.rstd is not None
+    assert (output.y.dtype, output.residual_out.dtype) == (torch.bfloat16, torch.float32)
+    assert output.rstd.shape == (shape[0], 2)
+    check(norm, operands_of(norm, shape, device), cast="before_weight", out_dtype=torch.float32)
+    operands = operands_of(norm, shape, device, x=torch.float32, residual=torch.float16)
+    check(norm, {name: operands[name] for name in ("x", "residual")}, eps=0.1, save_mv=True)
+
+
+@each_device
+@each_shape
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_the_second_norm_is_quantised(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    operands = operands_of("rms", shape, device)
+    check("rms", operands, fquant="dynamic", out_dtype=dtype, weight_offset=1.0, save_mv=True)
+    smooth = drawn((1, shape[1]), device)[0]
+    check("layer", {**operands, "smooth_scale": smooth}, fquant="smooth_dynamic", out_dtype=dtype)
+
+
+@each_device
+@each_shape
+def test_rows_far_from_zero_and_ragged_ones_keep_their_precision(shape: tuple[int, int], device: str) -> None:
+    """Of x, and of the sum: a mean of thousands of times the spread; columns beyond the row count for nothing."""
+    m, n = shape
+    x = 1e4 + 1e-2 * drawn((m, n - 3), device, torch.float32)
+    check("layer", {"x": x, "residual": 1e3 + drawn((m, n - 3), device, torch.float32)}, save_mv=True)
+
+
+@each_device
+@each_shape
+@each_norm
+@pytest.mark.parametrize("over", ["x", "residual"])
+def test_in_place(over: str, norm: str, shape: tuple[int, int], device: str) -> None:
+    operands = {"x": drawn(shape, device), "residual": drawn(shape, device)}
+    wanted = FORWARD[norm](**operands)
+    other = {"x": "residual", "residual": "x"}[over]
+    output = FORWARD[norm](**operands, residual_out=operands[over], out=operands[other])
+    assert output.residual_out is operands[over]
+    assert output.y is operands[other]
+    assert same_bits(output.residual_out, wanted.residual_out)
+    assert same_bits(output.y, wanted.y)
+
+
+@each_norm
+def test_the_differentiable_call_is_the_2d_function(norm: str) -> None:
+    operands = operands_of(norm, (5, 64))
+    y, total = getattr(normforge, f"{norm}_norm_add")(**operands, eps=1e-6)
+    wanted = FORWARD[norm](**operands, eps=1e-6)
+    assert same_bits(y, wanted.y)
+    assert same_bits(total, wanted.residual_out)
+
+
+def test_a_second_norm_may_have_no_weight() -> None:
+    x, residual = torch.randn(5, 64), torch.randn(5, 64)
+    y, total = normforge.rms_norm_add(x, residual, next_norm=True)
+    assert same_bits(total, normforge.rms_norm_add(x, residual))
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (64,)))
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 4])
+@each_norm
+def test_statistics_of_any_number_of_rows(norm: str, m: int) -> None:
+    check(norm, operands_of(norm, (m, 64)), save_mv=True)
+    operands = {name: each.requires_grad_() for name, each in operands_of(norm, (m, 64)).items()}
+    y, total = getattr(normforge, f"{norm}_norm_add")(**operands)
+    torch.autograd.backward((y, total), (torch.ones_like(y), torch.ones_like(total)))
+    assert all(operand.grad is not None for operand in operands.values())
+
+
+X = torch.randn(5, 64)
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "message"),
+    [
+        ({"fquant": "static", "out_dtype": torch.int8}, IllegalCombinationError, "post_add_norm has no fquant static"),
+        ({"residual": torch.randn(5, 65)}, ShapeError, "residual has shape"),
+        ({"next_weight": torch.randn(65)}, ShapeError, "next_weight has shape"),
+        ({"weight_offset": 1.0, "weight": None}, ConflictError, "weight_offset=1.0 is added to weight"),
+        ({"x": X.clone().requires_grad_()}, GradientError, "call normforge.rms_norm_add"),
+        ({"out": torch.empty(5, 128)[:, :64]}, LayoutError, "it takes a contiguous tensor"),
+        ({"out": (both := torch.empty(5, 64)), "residual_out": both}, LayoutError, "overlaps"),
+    ],
+)
+def test_refusals(others: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        normforge.renormed_rmsnorm2d_fwd(**{"x": X, "residual": X.clone(), "weight": torch.ones(64), **others})
+
+
+def test_refusals_of_other_functions() -> None:
+    with pytest.raises(ConflictError, match="rmsnorm2d_fwd takes no fadd 'post_add_norm'; call normforge.renormed_rms"):
+        normforge.rmsnorm2d_fwd(X, residual=X.clone(), fadd="post_add_norm")
+    with pytest.raises(ConflictError, match="x_bias is not added where a second norm follows"):
+        normforge.rms_norm_add(X, X.clone(), x_bias=X[0], next_norm=True)
+    with pytest.raises(ConflictError, match="next_norm"):
+        normforge.rms_norm_add(X, X.clone(), next_norm="yes")  # type: ignore[call-overload]
