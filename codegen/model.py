@@ -537,7 +537,7 @@ class Mode:
             Stage.X_GATE: self.x_gate,
             Stage.GATE_BEFORE: self.gating.is_before,
             Stage.DROPOUT: self.dropout,
-            Stage.FIRST_NORM: self.fadd.renorms,
+            Stage.RENORMED: self.fadd.renorms,
             Stage.RESIDUAL: self.fadd.is_before and not self.fadd.renorms,
             Stage.STORED: self.fadd.stores and not self.is_backward,
         }

@@ -18,7 +18,7 @@ class Stage(Enum):
     X_GATE = "x_gate"  # times a sample's gate
     GATE_BEFORE = "gate_before"  # times an activated gate of x's shape
     DROPOUT = "dropout"  # some elements dropped, the others scaled
-    FIRST_NORM = "first_norm"  # x normalised, plus the residual
+    RENORMED = "renormed"  # x normalised by the first of two norms, plus the residual
     RESIDUAL = "residual"  # plus the residual
     STORED = "stored"  # rounded to the dtype of the stored sum
 

@@ -87,6 +87,7 @@ _SPECIAL: Mapping[str, Draw] = {
     "num_groups": one_of(1, 2, 4, 4, 4, 2.0, True, 3, 0),
     "norm_before_gate": one_of(True, True, False, 1),
     "return_mask": one_of(False, False, False, True, 1),
+    "next_norm": one_of(False, True, 1),
     "saves": one_of(False, True),
     "dtype": one_of(None, *FLOATS),
 }

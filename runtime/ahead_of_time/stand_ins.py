@@ -242,7 +242,8 @@ def _operand(mode: Mode, rows: RowPlaces, kinds: _Kinds, parameter: Parameter) -
     if kind is Shape.RANDOM:
         return torch.empty(2, dtype=torch.int64, device="cpu")
     is_fp32 = kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
-    asked = kinds.get(name, torch.float32 if is_fp32 else SAME)
+    # The vectors of a second norm are like those of the first.
+    asked = kinds.get(name.removeprefix("next_"), torch.float32 if is_fp32 else SAME)
     if asked is None:
         return None
     dtype = _dtype(asked, mode)

@@ -73,6 +73,13 @@ def trained(m: int) -> None:
     torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
 
 
+def renormed_and_trained(m: int) -> None:
+    x, residual = rows(m, requires_grad=True), rows(m, requires_grad=True)
+    weight, next_weight = ones(requires_grad=True), ones(requires_grad=True)
+    both = normforge.rms_norm_add(x, residual, weight, next_weight=next_weight)
+    torch.autograd.backward(both, (rows(m), rows(m)))
+
+
 def dropped_and_trained(m: int) -> None:
     x, residual, weight = rows(m, requires_grad=True), rows(m, requires_grad=True), ones(requires_grad=True)
     # Whatever p is, and wherever the seed, there is one kernel.
@@ -87,6 +94,7 @@ DEFAULTS = [
     (plain, ["ln_fwd_bf16"]),
     pytest.param(quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"], marks=THOROUGH),
     pytest.param(trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"], marks=THOROUGH),
+    (renormed_and_trained, ["rms_fwd_bf16_postaddnorm_mv", "rms_bwd_bf16_addst", "rms_bwd_bf16"]),
     pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
 ]
 
@@ -127,6 +135,13 @@ CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
         lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
         ["rms_fwd_bf16_add"],
         {"residual_dtypes": [torch.float32]},
+    ),
+    "fp32 weights of two norms": (
+        lambda: normforge.renormed_layernorm2d_fwd(
+            *(rows(), rows()), **{name: ones(torch.float32) for name in ("weight", "bias", "next_weight", "next_bias")}
+        ),
+        ["ln_fwd_bf16_postaddnorm"],
+        {"weight_dtypes": [torch.float32]},
     ),
     "bf16 smooth scale": (
         lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
