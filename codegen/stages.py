@@ -17,8 +17,8 @@ class Stage(Enum):
     X_BIAS = "x_bias"  # plus a bias
     X_GATE = "x_gate"  # times a sample's gate
     GATE_BEFORE = "gate_before"  # times an activated gate of x's shape
-    DROPOUT = "dropout"  # some elements dropped, the others scaled
     RENORMED = "renormed"  # x normalised by the first of two norms, plus the residual
+    DROPOUT = "dropout"  # some elements dropped, the others scaled
     RESIDUAL = "residual"  # plus the residual
     STORED = "stored"  # rounded to the dtype of the stored sum
 

@@ -361,9 +361,7 @@ def moments_around(pivot, chunks, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def moments_of(
-    chunks, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr
-):
+def moments_of(chunks, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr):
     """Mean, as a pivot and what is left of it, and variance of rows in registers: a row, or a tile of several.
 
     Without CENTRES the mean counts as 0, and the variance is the mean square.
@@ -390,9 +388,7 @@ def moments_of(
 
 
 @triton.jit
-def swept_moments(
-    ptr, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr
-):
+def swept_moments(ptr, lanes, N: tl.constexpr, BLOCK: tl.constexpr, ROW_ALIGNMENT: tl.constexpr, CENTRES: tl.constexpr):
     """The same of a row of any length, which is read for each of the two."""
     pivot = 0.0
     if CENTRES:

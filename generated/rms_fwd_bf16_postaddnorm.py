@@ -61,7 +61,7 @@ def rms_fwd_bf16_postaddnorm_rows(
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
     x_row = load_tile(x_ptr, row_mask, lanes, N, BLOCK)
     residual_row = load_tile(residual_ptr, row_mask, lanes, N, BLOCK)
-    first_pivot, first_shift, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
 
     # Load the rows; every chunk of their columns stays in registers.
@@ -129,7 +129,7 @@ def rms_fwd_bf16_postaddnorm_one_pass(
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
     x_row = load_row(x_ptr, N, BLOCK)
     residual_row = load_row(residual_ptr, N, BLOCK)
-    first_pivot, first_shift, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
 
     # Load the row; every chunk of it stays in registers.
@@ -196,7 +196,7 @@ def rms_fwd_bf16_postaddnorm_two_pass(
 
     # The first norm's statistics.
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
-    first_pivot, first_shift, first_variance = swept_moments(x_ptr, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = swept_moments(x_ptr, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
 
     # Statistics.

@@ -63,7 +63,7 @@ def rms_fwd_bf16_postaddnorm_mv_rows(
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
     x_row = load_tile(x_ptr, row_mask, lanes, N, BLOCK)
     residual_row = load_tile(residual_ptr, row_mask, lanes, N, BLOCK)
-    first_pivot, first_shift, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
     tl.store(rstd_ptr + rows, first_rstd, mask=row_mask)
     rstd_ptr += statistics_length(M)
@@ -136,7 +136,7 @@ def rms_fwd_bf16_postaddnorm_mv_one_pass(
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
     x_row = load_row(x_ptr, N, BLOCK)
     residual_row = load_row(residual_ptr, N, BLOCK)
-    first_pivot, first_shift, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = moments_of(x_row, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
     tl.store(rstd_ptr + row, first_rstd)
     rstd_ptr += statistics_length(M)
@@ -208,7 +208,7 @@ def rms_fwd_bf16_postaddnorm_mv_two_pass(
 
     # The first norm's statistics.
     first_weight_ptr, weight_ptr = weight_ptr, next_weight_ptr
-    first_pivot, first_shift, first_variance = swept_moments(x_ptr, lanes, N, BLOCK, ROW_ALIGNMENT, False)
+    _, _, first_variance = swept_moments(x_ptr, lanes, N, BLOCK, ROW_ALIGNMENT, False)
     first_rstd = tl.rsqrt(first_variance + eps)
     tl.store(rstd_ptr + row, first_rstd)
     rstd_ptr += statistics_length(M)

@@ -48,7 +48,12 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "renormed": {
         "norm": ("layer", "rms"),
         "shape": ((3, 9, 40), (40,), (5, 40)),
-        "without": ((), ("weight", "bias"), ("next_weight", "next_bias"), ("weight", "bias", "next_weight", "next_bias")),
+        "without": (
+            (),
+            ("weight", "bias"),
+            ("next_weight", "next_bias"),
+            ("weight", "bias", "next_weight", "next_bias"),
+        ),
         "weight_offset": (0.0, 1.0),
         "next_norm": (True,),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,12 +97,13 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     oracle = _BESIDE[family.name].FORWARD[mode.norm]
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
     args, calls = completed(function, arguments), CALLS[family.name]
+    # The 2d function divides the tensor that holds the statistics of two norms.
+    call = partial(renormed.forward, outs=(None, None)) if mode.fadd.renorms else partial(road.launched, calls)
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
-    launch = renormed.launched if mode.fadd.renorms else road.launched
     return Run(
         entry=lambda: dispatch.find(mode, problem.row_length),
-        call=lambda: launch(calls, operands, options),
+        call=lambda: call(operands, options),
         validate=lambda result: validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )

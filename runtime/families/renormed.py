@@ -43,20 +43,15 @@ def _gradients(
     """Run the backward pass of each norm: that of the second adds dresidual_out, and leaves the gradient of the sum."""
     x, weight, total, next_weight, statistics = saved
     norm, weight_offset, cast, dtypes = args
-    m, centres = x.numel() // x.shape[-1], norm == "layer"
-    for_x, for_weight, for_bias, for_residual, for_next_weight, for_next_bias, _ = due
-    dsum, dnext = dresidual_out, (None, None)
-    wants = WANTS[for_x or for_weight or for_bias or for_residual, for_next_weight, for_next_bias]
-    if dy is not None and wants:
+    m = x.numel() // x.shape[-1]
+    first, second = (of_norm(statistics, at, m, norm == "layer") for at in (0, 1))
+    dsum, dnext, grads = dresidual_out, (None, None), (None, None, None)
+    if dy is not None and (wants := WANTS[any(due[:4]), due[4], due[5]]):
         options = (norm, weight_offset, cast, None, dtypes[5], wants)
-        dsum, *dnext, _, _ = gradients_of(
-            options, dy, total, next_weight, of_norm(statistics, 1, m, centres), None, dresidual_out
-        )
-    grads: Any = (None, None, None)
-    wants = WANTS[for_x, for_weight, for_bias]
-    if dsum is not None and wants:
+        dsum, *dnext, _, _ = gradients_of(options, dy, total, next_weight, second, None, dresidual_out)
+    if dsum is not None and (wants := WANTS[due[:3]]):
         options = (norm, weight_offset, cast, None, dtypes[2], wants)
-        grads = gradients_of(options, dsum, x, weight, of_norm(statistics, 0, m, centres), None, None)[:3]
+        grads = gradients_of(options, dsum, x, weight, first, None, None)[:3]
     return rounded((*grads, dsum, *dnext, None), dtypes, due)
 
 
@@ -71,15 +66,7 @@ CALLS = calls_of(
 
 def forward(operands: Operands, options: Options, outs: Outs) -> LayerNormOutput:
     """Run a call of `renormed_layernorm2d_fwd` or `renormed_rmsnorm2d_fwd`."""
-    return _unpacked(operands, options, road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs))
-
-
-def launched(calls: road.FamilyCalls, operands: Operands, options: Options) -> LayerNormOutput:
-    """Run `road.launched`, and return each norm's statistics as `forward` does."""
-    return _unpacked(operands, options, road.launched(calls, operands, options))
-
-
-def _unpacked(operands: Operands, options: Options, results: LayerNormOutput) -> LayerNormOutput:
+    results: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs)
     packed = results.rstd
     if packed is None:
         return results

@@ -109,11 +109,18 @@ def gated(x: torch.Tensor) -> Results:
     return {"y": y.detach(), "dx": dx, "dgate": dgate}
 
 
+def renormed(x: torch.Tensor) -> Results:
+    leaf, residual = x.detach().requires_grad_(), x.flip(-1).requires_grad_()
+    y, total = normforge.rms_norm_add(leaf, residual, vector(1, x), next_weight=vector(2, x))
+    dx, dresidual = torch.autograd.grad((y, total), (leaf, residual), (x.flip(-1).contiguous(), x))
+    return {"y": y.detach(), "residual_out": total.detach(), "dx": dx, "dresidual": dresidual}
+
+
 # What engines ask for; mostly with y in x's dtype too: few bits may hide that a row was added up otherwise.
 SERVING = (in_groups, by_given_scale, stored_twice, as_nvfp4)
 CALLS: Mapping[str, Call] = {
     call.__name__: call
-    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated)
+    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated, renormed)
 }
 
 
