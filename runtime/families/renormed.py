@@ -45,10 +45,12 @@ def _gradients(
     norm, weight_offset, cast, dtypes = args
     m = x.numel() // x.shape[-1]
     first, second = (of_norm(statistics, at, m, norm == "layer") for at in (0, 1))
-    dsum, dnext, grads = dresidual_out, (None, None), (None, None, None)
+    dsum: torch.Tensor | None = dresidual_out
+    dnext: Any = (None, None)
+    grads: Any = (None, None, None)
     if dy is not None and (wants := WANTS[any(due[:4]), due[4], due[5]]):
         options = (norm, weight_offset, cast, None, dtypes[5], wants)
-        dsum, *dnext, _, _ = gradients_of(options, dy, total, next_weight, second, None, dresidual_out)
+        dsum, *dnext = gradients_of(options, dy, total, next_weight, second, None, dresidual_out)[:3]
     if dsum is not None and (wants := WANTS[due[:3]]):
         options = (norm, weight_offset, cast, None, dtypes[2], wants)
         grads = gradients_of(options, dsum, x, weight, first, None, None)[:3]

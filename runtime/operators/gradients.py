@@ -102,7 +102,7 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
     takes = OPERATORS[forward]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        from .computing import CALLS
+        from ..families.public import CALLS
 
         args = dict(zip(takes.passed, inputs, strict=True))
         ctx.calls = calls = CALLS[takes.family_name]

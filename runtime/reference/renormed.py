@@ -52,7 +52,7 @@ def _renormed(
     options = {"fquant": fquant, "smooth_scale": smooth_scale, "out_dtype": y_dtype, **others}
     second = norm(total, *vectors[middle:], **options)
     least, most = ((first.z + sign * error).to(residual.dtype) for sign in (-1, 1))
-    both = {
+    both: dict[str, Any] = {
         name: None if one is None else torch.stack((one, getattr(second, name)), -1)
         for name, one in (("mean", first.mean), ("rstd", first.rstd))
     }

@@ -138,7 +138,11 @@ CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     ),
     "fp32 weights of two norms": (
         lambda: normforge.renormed_layernorm2d_fwd(
-            *(rows(), rows()), **{name: ones(torch.float32) for name in ("weight", "bias", "next_weight", "next_bias")}
+            *(rows(), rows()),
+            weight=ones(torch.float32),
+            bias=ones(torch.float32),
+            next_weight=ones(torch.float32),
+            next_bias=ones(torch.float32),
         ),
         ["ln_fwd_bf16_postaddnorm"],
         {"weight_dtypes": [torch.float32]},

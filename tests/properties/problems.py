@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+import normforge
 from normforge import LayerNormOutput
 
 from ..calling import FORWARD
@@ -153,6 +154,22 @@ CALLS: Options = {
     "residual_out": _residual_out_options,
 }
 
+# Calls of `renormed_layernorm2d_fwd` and `renormed_rmsnorm2d_fwd`, which take contiguous outputs alone.
+RENORMED_CALLS: Options = {
+    **{name: of for name, of in CALLS.items() if name not in ("scale_dtype", "rounding", "out", "residual_out")},
+    "fadd": lambda k: ("post_add_norm",),
+    "x_bias": lambda k: (None,),
+    "next_weight": CALLS["weight"],
+    "next_bias": CALLS["bias"],
+    "scale_dtype": lambda k: (torch.float32,),
+    "rounding": lambda k: ("nearest",),
+    "out": lambda k: ("new", Operand(k.out_dtype)),
+    "residual_out": lambda k: ("new", Operand(k.residual.dtype)),
+}
+
+
+# The words of `fadd` of calls that return a sum.
+STORING = ("pre_add_store", "post_add_norm")
 
 # What rows hold: how far about what. The mean and spread of each row are drawn from these.
 _SPREADS = (1.0, 1.0, 0.02, 30.0, 0.0)
@@ -166,7 +183,15 @@ _WEIGHT_OFFSETS = (0.0, 1.0, -1.0, 0.25, 1)
 MOST_ELEMENTS = 1 << 23
 
 # The modes' words as ck_tile's integers.
-_CODES = {"none": 0, "pre_add_store": 1, "pre_add": 2, "post_add": 3, "smooth_dynamic": 1, "dynamic": 2}
+_CODES = {
+    "none": 0,
+    "pre_add_store": 1,
+    "pre_add": 2,
+    "post_add": 3,
+    "post_add_norm": 4,
+    "smooth_dynamic": 1,
+    "dynamic": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -197,7 +222,7 @@ class Call:
 
     def made(self, device: torch.device) -> MadeCall:
         """Its tensors, on a device."""
-        return MadeCall(self, device)
+        return (MadeRenormed if self.kind.fadd == "post_add_norm" else MadeCall)(self, device)
 
 
 def draw_leading(
@@ -216,7 +241,7 @@ def draw_call(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], mos
 
 
 _ROW_OPERANDS = ("x", "residual")
-_VECTOR_OPERANDS = ("weight", "bias", "x_bias", "smooth_scale")
+_VECTOR_OPERANDS = ("weight", "bias", "x_bias", "smooth_scale", "next_weight", "next_bias")
 
 
 class Made(ABC):
@@ -277,13 +302,15 @@ class MadeCall(Made):
             size = shape if name in _ROW_OPERANDS else (n,)
             self._memories[name] = operand.memory(size, device, tensor, shared=shared)
         inputs: dict[str, Any] = {
-            name: self._memories[name].view if name in values else None for name in (*_ROW_OPERANDS, *_VECTOR_OPERANDS)
+            name: self._memories[name].view if name in values else None
+            for name in (*_ROW_OPERANDS, *_VECTOR_OPERANDS)
+            if hasattr(kind, name)
         }
         # As they were before the call, which may write over them.
         self._before = {name: None if tensor is None else tensor.clone() for name, tensor in inputs.items()}
         out = self._output("out", kind.out, kind.out_dtype, shape)
         residual_out = None
-        if kind.residual is not None and kind.fadd == "pre_add_store":
+        if kind.residual is not None and kind.fadd in STORING:
             residual_out = self._output("residual_out", kind.residual_out, kind.residual.dtype, shape)
         self.positional = (inputs.pop("x"), inputs.pop("weight"))
         keywords = {
@@ -301,7 +328,7 @@ class MadeCall(Made):
         }
         if kind.norm == "rms":
             keywords["weight_offset"] = call.weight_offset
-            del keywords["bias"]
+            keywords = {name: value for name, value in keywords.items() if name not in ("bias", "next_bias")}
         # What is left out and what is passed as its default are the same call.
         defaults = {"fadd": "none", "fquant": "none", "scale_dtype": torch.float32, "rounding": "nearest"}
         defaults["cast"] = "after_weight"
@@ -330,7 +357,7 @@ class MadeCall(Made):
         shape, rows = (*self.call.leading, kind.n), self.call.leading
         expected = {
             "y": (shape, kind.out_dtype),
-            "residual_out": (shape, kind.residual.dtype) if kind.fadd == "pre_add_store" and kind.residual else None,
+            "residual_out": (shape, kind.residual.dtype) if kind.fadd in STORING and kind.residual else None,
             "y_scale": (rows, kind.scale_dtype) if kind.fquant != "none" else None,
             "mean": (rows, torch.float32) if kind.save_mv and kind.norm == "layer" else None,
             "rstd": (rows, torch.float32) if kind.save_mv else None,
@@ -401,7 +428,8 @@ class MadeCall(Made):
     def _values(self, seed: int) -> dict[str, torch.Tensor]:
         """Values of each operand there is."""
         generator = torch.Generator(self._device).manual_seed(seed)
-        names = [name for name in (*_ROW_OPERANDS, *_VECTOR_OPERANDS) if getattr(self.call.kind, name) is not None]
+        every = (*_ROW_OPERANDS, *_VECTOR_OPERANDS)
+        names = [name for name in every if getattr(self.call.kind, name, None) is not None]
         made = {}
         for name in names:
             dtype = getattr(self.call.kind, name).dtype
@@ -446,6 +474,62 @@ class MadeCall(Made):
         else:
             values = torch.randint(-63, 64, shape, generator=generator, device=self._device) / _GRID
         return values.to(dtype) * self.call.scale
+
+
+class MadeRenormed(MadeCall):
+    """The same of two norms: the second is that of the sum as it was stored."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        super().__init__(call, device)
+        x, weight = self.positional
+        for name in ("fadd", "scale_dtype", "rounding", "x_bias"):
+            self.keywords.pop(name, None)
+        self.positional, self.keywords["weight"] = (x, self.keywords.pop("residual")), weight
+
+    @property
+    def function(self) -> Callable[..., LayerNormOutput]:
+        """Which function is called."""
+        function: Callable[..., LayerNormOutput] = getattr(normforge, f"renormed_{self.call.kind.norm}norm2d_fwd")
+        return function
+
+    def _check_form(self, output: LayerNormOutput) -> None:
+        first: dict[str, Any] = {
+            name: None if each is None else each[..., 0].clone() for name, each in _statistics_of(output).items()
+        }
+        super()._check_form(output._replace(**first))
+
+    def _check_values(self, output: LayerNormOutput) -> None:
+        call, kind, m, n = self.call, self.call.kind, self._m, self.call.kind.n
+        before, total, both = self._before, output.residual_out, _statistics_of(output)
+        x, residual = before["x"], before["residual"]
+        assert x is not None
+        assert residual is not None
+        assert total is not None
+        rows = x.reshape(m, n).float()
+        found = oracle.statistics(rows, kind.norm == "layer", call.eps)
+        # Without 16 bits in x or y neither norm rounds first.
+        cast = kind.cast if {x.dtype, kind.out_dtype} & {torch.float16, torch.bfloat16} else "after_weight"
+        h = oracle.rounded_first(found.h, cast, residual.dtype, x.dtype)
+        s, _ = oracle.affine(h, before["weight"], before["bias"], call.weight_offset)
+        finite = rows.isfinite().all(-1)
+        oracle.hold(
+            "residual_out", total.reshape(m, n), oracle.added(s, residual.reshape(m, n)), finite & found.determined
+        )
+        for name, each in both.items():
+            if each is not None:
+                oracle.hold(name, each[..., 0].reshape(m), _column(getattr(found, name)), finite & found.determined)
+        # The second norm is a call of the norm alone, of the stored sum.
+        alone = Kind(**{**vars(kind), "x": kind.residual, "fadd": "none", "residual": None, "cast": cast})
+        second = MadeCall.__new__(MadeCall)
+        second.call, second._m, second._n = replace(call, kind=alone, shift=None), m, n
+        own = {"x": total, "weight": before["next_weight"], "bias": before["next_bias"]}
+        second._before = {**before, **own, "residual": None, "x_bias": None}
+        last: dict[str, Any] = {name: None if each is None else each[..., 1].clone() for name, each in both.items()}
+        second._check_values(output._replace(residual_out=None, **last))
+
+
+def _statistics_of(output: LayerNormOutput) -> dict[str, torch.Tensor | None]:
+    return {"mean": output.mean, "rstd": output.rstd}
 
 
 def _check_sum(got: torch.Tensor, s: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from . import seed
 from .gradient_problems import BACKWARD_CALLS, STEPS, draw_backward, draw_step
-from .problems import CALLS, Choose, Kind, Options, T, draw_call, draw_kind
+from .problems import CALLS, RENORMED_CALLS, Choose, Kind, Options, T, draw_call, draw_kind
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Problems(NamedTuple):
 
 PROBLEMS = {
     "calls": Problems(CALLS, draw_call),
+    "renormed": Problems(RENORMED_CALLS, draw_call),
     "steps": Problems(STEPS, draw_step),
     "backward": Problems(BACKWARD_CALLS, draw_backward),
 }
@@ -127,7 +128,7 @@ def make_pool(choose: Choose, lengths: Sequence[int], counts: Mapping[str, int])
 def pool() -> Pool:
     """The kinds of this run on a GPU, settled by its seed."""
     choose = random.Random(f"kinds of {seed.settled()}").choice
-    return make_pool(choose, _GPU.lengths, {"calls": 32, "steps": 10, "backward": 8})
+    return make_pool(choose, _GPU.lengths, {"calls": 32, "renormed": 6, "steps": 10, "backward": 8})
 
 
 # A number of rows of each class that has kernels of its own.

@@ -26,6 +26,14 @@ def test_a_legal_call_computes_what_it_says_and_touches_nothing_else(device: str
     made.check(made.run())
 
 
+@each_device
+@examples(40)
+@given(data=st.data())
+def test_two_norms_compute_what_they_say_and_touch_nothing_else(device: str, data: st.DataObject) -> None:
+    made = problem_for(chooser(data), device, "renormed").made(torch.device(device))
+    made.check(made.run())
+
+
 @THOROUGH
 @each_device
 @examples(35)
