@@ -162,7 +162,9 @@ OPTIONS = (
     Option(
         "group", int, 0, None, "with -gate, the number of columns that are normalised together, a divisor of n; 0: all"
     ),
-    Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add one, 3: add one to y"),
+    Option(
+        "fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add one, 3: to y, 4: and norm"
+    ),
     Option(
         "fquant",
         int,
@@ -283,8 +285,8 @@ def _problem(args: argparse.Namespace) -> Problem:
     _check_used("prec_sm", args.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
     _check_used("prec_sy", args.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")
     _check_layout(args)
-    _check_used("xr_stride", args.xr_stride, -1, fadd.adds, "only -fadd 1 to 3 read a residual")
-    _check_used("yr_stride", args.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
+    _check_used("xr_stride", args.xr_stride, -1, fadd.adds, "only -fadd 1 to 4 read a residual")
+    _check_used("yr_stride", args.yr_stride, -1, fadd.stores, "only -fadd 1 and 4 store the sum")
     _check_backward(args)
     _check_samples(args)
     _check_gate(args)
@@ -420,6 +422,7 @@ def _check_backward(args: argparse.Namespace) -> None:
         ("save_mv", args.save_mv, "mean and rstd are always saved for it"),
         ("fadd", args.fadd if args.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
         ("fadd", args.fadd if _FADDS[args.fadd].is_after else 0, "its kernels are those of -fadd 0"),
+        ("fadd", args.fadd if _FADDS[args.fadd].renorms else 0, "its kernels are those of -fadd 0 and 1"),
         ("prec_o", 0 if args.prec_o == AUTO else args.prec_o, "gradients are of the types of what they belong to"),
     ):
         if value:

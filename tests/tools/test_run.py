@@ -83,6 +83,7 @@ RUNS: dict[str, list[tuple[str, ...]]] = {
     "-m=9 -n=48 -heads=3": [
         ("-norm=rms -prec_i=bf16 -save_mv=1", "rms_fwd_bf16_mv_n128", "y rstd"),
         ("-fadd=1 -fquant=1 -xr_stride=200 -y_stride=150", "ln_fwd_fp16_int8_addst_sdq_n128", "y residual_out y_scale"),
+        ("-fadd=4 -fquant=2 -save_mv=1", "ln_fwd_fp16_int8_postaddnorm_dq_mv_n128", "y residual_out y_scale mean rstd"),
         ("-fadd=1 -xbias=1 -bwd=1", "ln_bwd_fp16_xb_addst_n128", "dx dweight dbias dx_bias"),
     ],
     "-m=5 -n=130 -bwd=1": [
