@@ -318,10 +318,9 @@ def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options:
     for name in ("dy", "dresidual_out"):
         args[name] = walkable_gradient(args[name])
     x = args["x"]
-    args["mean"], args["rstd"] = (
-        None if statistic is None else statistic.view(x.shape[:-1])
-        for statistic in unpacked(args["rstd"], x.numel() // x.shape[-1])
-    )
+    mean, rstd = unpacked(args["rstd"], x.numel() // x.shape[-1])
+    # Operators of norms that keep the mean take none, and without rows the empty means are not told from rstd.
+    args["mean"], args["rstd"] = (each.view(x.shape[:-1]) for each in (rstd if mean is None else mean, rstd))
     wants, args["wants"] = args["wants"], list(args["wants"])
     args["cast"] = word(Cast, "cast", args["cast"]).value
     grads = iter(operated(rows.functions[options[0]], args))
