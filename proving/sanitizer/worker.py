@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from normforge.codegen.families import Kind, Parameter
-from normforge.codegen.parameters import family_of
+from normforge.codegen.parameters import FORWARD, RENORMED, family_of
 from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
 
@@ -38,7 +38,8 @@ def call_of(cell: Cell, device: torch.device) -> tuple[str, dict[str, Any]]:
         arguments["wants"] = [row.name for row in family.results if row.is_wanted(mode)]
     if cell.in_place:
         arguments["out"] = arguments["x"]
-    return family.functions[mode.norm], arguments
+    name = FORWARD.functions[mode.norm]
+    return f"renormed_{name}" if family is RENORMED else family.functions[mode.norm], arguments
 
 
 def _operand(cell: Cell, device: torch.device, parameter: Parameter) -> torch.Tensor:

@@ -27,6 +27,7 @@ SPELLINGS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     *(
         ("fadd", (mode, mode.value, mode.code), {"residual": torch.ones(M, N)} if mode.adds else {})
         for mode in FusedAdd
+        if not mode.renorms
     ),
     *(
         ("fquant", (mode, mode.value, mode.code), {"smooth_scale": torch.ones(N)} if mode.smooths else {})

@@ -167,7 +167,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         ("run -m 10 -heads 4", "-m 10", "-heads 4", "a multiple, 12 say"),
         ("run -m 8 -n 64 -heads 4 -x_stride 255", "-x_stride 255", "-heads 4 of -n 64", "at least 256"),
         ("run -prec_sm fp16", "-prec_sm fp16 would be ignored", "-fquant 1"),
-        ("run -xr_stride 4096", "-xr_stride 4096 would be ignored", "-fadd 1 to 3"),
+        ("run -xr_stride 4096", "-xr_stride 4096 would be ignored", "-fadd 1 to 4"),
         ("run -prec_o int8", "-prec_o int8", "-fquant 0", "fp16, bf16, fp32", "-fquant 1 or -fquant 2"),
         ("run -fquant 2 -prec_o fp16", "-prec_o fp16", "-fquant 2", "int8, fp8", "or -fquant 0"),
         ("run -prec_i fp8 -bwd 1", "-prec_i fp8 does not go with -bwd 1", "norms of fp8 have no gradient"),
