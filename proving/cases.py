@@ -20,6 +20,7 @@ import normforge
 from normforge.codegen.families import Family, Kind, Parameter
 from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, RENORMED
 from normforge.codegen.values import Norm
+from normforge.random_mask import dropped
 
 FAMILIES: Mapping[str, Family] = {
     "plain": FORWARD,
@@ -29,6 +30,8 @@ FAMILIES: Mapping[str, Family] = {
 BEHIND = ("added", "renormed")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
+# The seed and the offset of what a dropout draws, unsigned and as int64.
+RNG, SIGNED_RNG = (3, 2**63 + 4), torch.tensor([3, 4 - 2**63])
 
 # Every way in which calls of a family differ; the first value is the usual one. An axis that neither `SETTINGS` names
 # nor a family's rows take is an argument of the function.
@@ -38,6 +41,7 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "shape": ((3, 9, 40), (40,), (5, 40), (2, 3, 2, 40)),
         "without": ((), ("residual",), ("weight", "bias"), ("residual", "x_bias"), ("x_bias",)),
         "weight_offset": (0.0, 1.0),
+        "dropout_p": (0.0, 0.3),
     },
     "added": {
         "norm": ("layer", "rms"),
@@ -95,7 +99,10 @@ SHARED: Mapping[str, tuple[Any, ...]] = {
     "layout": ("contiguous", "gapped", "offset"),
 }
 # Axes that say nothing where a call has no operand of such a kind or name.
-SAID_OF: Mapping[str, tuple[Kind | str, ...]] = {"vectors": (Kind.VECTOR, Kind.GROUPS), "residual": ("residual",)}
+SAID_OF: Mapping[str, tuple[Kind | str, ...]] = {
+    "vectors": (Kind.VECTOR, Kind.GROUPS),
+    **dict.fromkeys(("residual", "dropout_p"), ("residual",)),
+}
 # Axes that choose operands and are no arguments.
 SETTINGS = ("norm", "shape", "without", "sharing", *SHARED)
 
@@ -179,7 +186,8 @@ class Case:
             own["normalized_shape"] = self["shape"][-1:]
         if "weight" in self["without"]:
             own.pop("weight_offset", None)
-        return own | {"eps": EPS}
+        dropped_at = own.pop("dropout_p", 0.0)
+        return own | ({"dropout_p": dropped_at, "dropout_rng": RNG} if dropped_at else {}) | {"eps": EPS}
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -265,6 +273,8 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
         return operand.view(operand.shape[0], *[1] * (s.dim() - 2), operand.shape[-1]) if shared else operand
 
     s = given["x"] + given.get("x_bias", 0.0)
+    if case["dropout_p"]:
+        s = dropped(s, case["dropout_p"], SIGNED_RNG.to(s.device))
     if case.family == "modulated" and "gate" in given:
         s = s * beside(given["gate"])
     s = total = s if case.family in BEHIND else s + given.get("residual", 0.0)
