@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import normforge
 from normforge import reference
 from normforge.codegen.values import Cast
 
-from ..calling import each_device
+from ..calling import FLOATS, FORWARD, LENGTHS, check, each_device, each_pipeline
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm
 from ..thorough import THOROUGH
-from .shared import there
+from .shared import backward_operands, check_backward, there
 
 M, N = 8, 300
 
@@ -26,7 +27,7 @@ each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 def run(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, cast: Any) -> torch.Tensor:
     """What a function of FUNCTIONS returns as y."""
     function: Callable[..., Any] = FUNCTIONS[norm]
-    given = (x, residual) if norm.startswith("add") else (x, (N,))
+    given = (x, residual) if norm.startswith("add") else (x, weight.shape)
     result = function(*given, weight, eps=1e-5, cast=cast)
     y: torch.Tensor = result[0] if norm.startswith("add") else result
     return y
@@ -39,13 +40,14 @@ def oracle(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
 
 
 @each_device
+@each_pipeline
 @each_half
 @each_function
 def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
-    norm: str, dtype: torch.dtype, device: str
+    norm: str, dtype: torch.dtype, n: int, device: str
 ) -> None:
-    x, residual = (torch.randn(M, N, device=device).to(dtype).requires_grad_() for _ in range(2))
-    weight = torch.randn(N, device=device).to(dtype).requires_grad_()
+    x, residual = (torch.randn(M, n, device=device).to(dtype).requires_grad_() for _ in range(2))
+    weight = torch.randn(n, device=device).to(dtype).requires_grad_()
     y = run(norm, x, residual, weight, "before_weight")
     expected = oracle(norm, x.detach(), residual.detach(), weight.detach())
     # With a weight of 16 bits the product is exact in fp32, and a row is rounded as the oracle's but where it may be
@@ -57,7 +59,7 @@ def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
     with torch.no_grad():
         assert torch.equal(y, run(norm, x, residual, weight, Cast.BEFORE_WEIGHT))
 
-    dy = torch.randn(M, N, device=device).to(dtype)
+    dy = torch.randn(M, n, device=device).to(dtype)
     backward(y, dy)
     # What is read again of a fused add is the sum as it was stored.
     stored = x.detach() if expected.residual_out is None else expected.residual_out
@@ -73,6 +75,26 @@ def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
         + 1e-5 * gradients.magnitudes["dweight"]
     )
     assert bool(((there(weight.grad).double() - gradients.dweight).abs() <= allowed).all())
+
+
+@each_pipeline
+def test_a_row_is_rounded_before_it_is_quantised(n: int) -> None:
+    """Of short rows so many that a program takes several."""
+    m = 300 if n == LENGTHS["rows"] else M
+    for norm, dtype, out in product(FORWARD, HALVES, (torch.int8, torch.float8_e4m3fnuz)):
+        x = (torch.randn(m, n) * 3 + 1).to(dtype)
+        for weight in (torch.randn(n), None):
+            check(norm, x, weight, cast="before_weight", fquant="dynamic", out_dtype=out)
+
+
+@pytest.mark.parametrize("dy", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each_pipeline
+def test_dweight_is_of_the_rounded_row_and_dx_of_the_row(n: int, dtype: torch.dtype, dy: torch.dtype) -> None:
+    for norm, offset in (("layer", {}), ("rms", {"weight_offset": 0.5})):
+        given = backward_operands(norm, M, n)
+        given |= {"x": given["x"].to(dtype), "dy": given["dy"].to(dy), "x_bias": None, "dresidual_out": None}
+        check_backward(norm, **given, **offset, cast="before_weight", wants=("dx", "dweight"))
 
 
 @each_norm

@@ -21,7 +21,7 @@ from normforge import LayerNormOutput
 from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import power_of_two
-from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
+from normforge.codegen.values import Cast, Direction, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from ..norms import FULL
@@ -112,13 +112,14 @@ class Forward:
 
 
 FORWARD_MODES = [
-    Mode(norm, dtype, dtype, fadd, save_mv=save_mv)
+    Mode(norm, dtype, dtype, fadd, save_mv=save_mv, cast=cast)
     for norm in FULL
-    for dtype, fadd, save_mv in (
-        (DType.BF16, FusedAdd.NONE, False),
-        (DType.FP16, FusedAdd.NONE, True),
-        (DType.BF16, FusedAdd.PRE_ADD_STORE, True),
-        (DType.FP16, FusedAdd.PRE_ADD, False),
+    for dtype, fadd, save_mv, cast in (
+        (DType.BF16, FusedAdd.NONE, False, Cast.AFTER_WEIGHT),
+        (DType.BF16, FusedAdd.NONE, False, Cast.BEFORE_WEIGHT),
+        (DType.FP16, FusedAdd.NONE, True, Cast.AFTER_WEIGHT),
+        (DType.BF16, FusedAdd.PRE_ADD_STORE, True, Cast.AFTER_WEIGHT),
+        (DType.FP16, FusedAdd.PRE_ADD, False, Cast.AFTER_WEIGHT),
     )
     if not (norm.centres and fadd.adds)
 ]
@@ -236,12 +237,13 @@ class Backward:
 
 
 BACKWARD_MODES = [
-    Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
+    Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD, cast=cast)
     for norm in FULL
-    for dtype, fadd, x_bias in (
-        (DType.BF16, FusedAdd.NONE, False),
-        (DType.FP32, FusedAdd.PRE_ADD_STORE, False),
-        (DType.FP32, FusedAdd.PRE_ADD_STORE, True),
+    for dtype, fadd, x_bias, cast in (
+        (DType.BF16, FusedAdd.NONE, False, Cast.AFTER_WEIGHT),
+        (DType.BF16, FusedAdd.NONE, False, Cast.BEFORE_WEIGHT),
+        (DType.FP32, FusedAdd.PRE_ADD_STORE, False, Cast.AFTER_WEIGHT),
+        (DType.FP32, FusedAdd.PRE_ADD_STORE, True, Cast.AFTER_WEIGHT),
     )
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, Norm, Part
+from normforge.codegen.values import Cast, DType, Norm, Part
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import check_forward, run_forward
@@ -61,14 +61,15 @@ def run_window(
 
 
 @pytest.mark.parametrize(
-    ("save_mv", "programs", "vector_dtype", "out"),
+    ("save_mv", "programs", "vector_dtype", "out", "cast"),
     [
-        (False, ROWS, torch.float32, None),
-        (True, VECTOR, torch.bfloat16, None),
-        (False, VECTOR, torch.float16, None),
-        (False, ROWS, torch.float32, DType.FP32),
+        (False, ROWS, torch.float32, None, Cast.AFTER_WEIGHT),
+        (True, VECTOR, torch.bfloat16, None, Cast.AFTER_WEIGHT),
+        (False, VECTOR, torch.float16, None, Cast.AFTER_WEIGHT),
+        (False, ROWS, torch.float32, DType.FP32, Cast.AFTER_WEIGHT),
+        (False, ROWS, torch.float32, None, Cast.BEFORE_WEIGHT),
     ],
-    ids=["", "mv", "fp16_vectors", "fp32_y"],
+    ids=["", "mv", "fp16_vectors", "fp32_y", "rounded_first"],
 )
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -81,11 +82,13 @@ def test_rows_are_right_and_what_is_beside_them_stays(
     programs: int,
     vector_dtype: torch.dtype,
     out: DType | None,
+    cast: Cast,
     package: Path,
 ) -> None:
     names = ("weight", "bias") if norm.centres else ("weight",)
     vectors = {name: torch.randn(shape[0]).to(vector_dtype) for name in names}
-    run_window(package, Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors, programs)
+    mode = Mode(norm, dtype, out or dtype, save_mv=save_mv, cast=cast)
+    run_window(package, mode, shape, 2 * VECTOR, vectors, programs)
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
