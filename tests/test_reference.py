@@ -30,8 +30,8 @@ def close(actual: torch.Tensor | None, expected: torch.Tensor, tolerance: float 
 
 EXACT: dict[str, Any] = dict.fromkeys(("dtype", "vectors", "residual"), torch.float64) | {"layout": "contiguous"}
 CASES = [
-    *cases("plain", weight_offset=0.0, **EXACT),
-    *cases("plain", norm="rms", **EXACT),
+    *cases("plain", weight_offset=0.0, dropout_p=0.0, **EXACT),
+    *cases("plain", norm="rms", dropout_p=0.0, **EXACT),
     *(case for norm in FORWARD for case in cases("modulated", norm=norm, **EXACT)),
     *(case for norm in FORWARD for case in cases("gated", norm=norm, without=(), group_size=None, **EXACT)),
     *cases("group", **EXACT),

@@ -314,13 +314,15 @@ def check_normalised(
             "it takes the last dimensions of x, one or more"
         )
     for name, kind, _ in takes.tensors:
-        # A constant in a trace has the words of kinds.
-        operand, kind = arguments.get(name), Kind(kind)
+        # A constant in a trace has the words of kinds; TorchDynamo of torch 2.11 makes no member of a word.
+        operand, said = arguments.get(name), kind if isinstance(kind, str) else kind.value
         if operand is not None:
-            wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
+            wanted, its = (shape, "normalized_shape") if said == Kind.VECTOR.value else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)
-            if kind is Kind.SAMPLES or kind is Kind.GROUPS:
-                check_shape(kind, name, operand, x)
+            if said == Kind.SAMPLES.value:
+                check_shape(Kind.SAMPLES, name, operand, x)
+            elif said == Kind.GROUPS.value:
+                check_shape(Kind.GROUPS, name, operand, x)
             elif tuple(operand.shape) != wanted:
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)

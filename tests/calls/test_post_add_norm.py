@@ -10,7 +10,14 @@ import torch
 import normforge
 from normforge import LayerNormOutput
 from normforge.codegen.values import Norm
-from normforge.errors import ConflictError, GradientError, IllegalCombinationError, LayoutError, ShapeError
+from normforge.errors import (
+    ConflictError,
+    GradientError,
+    IllegalCombinationError,
+    InvarianceError,
+    LayoutError,
+    ShapeError,
+)
 from normforge.reference.renormed import FORWARD as ORACLE
 
 from ..calling import QUANTISED, agree, each_device, each_norm, same_bits
@@ -133,6 +140,13 @@ X = torch.randn(5, 64)
 def test_refusals(others: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         normforge.renormed_rmsnorm2d_fwd(**{"x": X, "residual": X.clone(), "weight": torch.ones(64), **others})
+
+
+def test_statistics_are_refused_where_their_bits_would_depend_on_the_batch() -> None:
+    with normforge.batch_invariant():
+        with pytest.raises(InvarianceError, match="rstd of two norms is to be batch invariant"):
+            normforge.renormed_rmsnorm2d_fwd(X, X.clone(), save_mv=True)
+        assert normforge.renormed_rmsnorm2d_fwd(X, X.clone()).y.shape == X.shape
 
 
 def test_refusals_of_other_functions() -> None:

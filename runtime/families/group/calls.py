@@ -21,7 +21,7 @@ from ..plain_calls import by_parts, handed_on, is_handed_on
 from . import row
 
 _DTYPES = (*FLOATS, torch.float64)
-_NAMES = [row.name for row in GROUP.parameters if row.functional]
+_NAMES = ("x", "weight", "bias", "num_groups", "eps", "activation")
 
 
 def normalise_known(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor | None:
