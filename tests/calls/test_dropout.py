@@ -22,7 +22,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
 from .. import philox
-from ..calling import FORWARD, check, each_device, each_norm, same_bits
+from ..calling import FORWARD, each_device, each_norm, same_bits
 from .shared import BACKWARD, BACKWARD_ORACLE, Refused, each_of, there
 
 P = 0.3
@@ -125,36 +125,6 @@ def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
         out = torch.empty(64, device=device)
         draw_kernel[(1,)](out, state, row, 64)
         assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bias": {"x_bias": torch.randn(100), "weight": torch.randn(100), "save_mv": True},
-    "sum": {"fadd": "pre_add"},
-    "int8": {"fquant": "dynamic", "weight": torch.randn(100), "x_bias": torch.randn(100)},
-    "smooth": {"fquant": "smooth_dynamic", "smooth_scale": torch.rand(100), "out_dtype": torch.float8_e4m3fn},
-    "cast": {"cast": "before_weight", "weight": torch.randn(100).bfloat16(), "out_dtype": torch.bfloat16},
-}
-
-
-@each_norm
-@pytest.mark.parametrize("name", CASES)
-def test_dropout_goes_with_what_else_is_fused(norm: str, name: str) -> None:
-    x = torch.randn(5, 100)
-    given: dict[str, Any] = {"residual": torch.randn(5, 100), "fadd": "pre_add_store", "dropout_p": 0.4, **CASES[name]}
-    weight = given.pop("weight", None)
-    state = torch.tensor([21, 22])
-    once = check(norm, x, weight, dropout_rng=state, **given)
-    # The second call is of a kind that is known.
-    again = FORWARD[norm](x, weight, dropout_rng=state, **given)
-    assert all(same_bits(a, b) for a, b in zip(once, again, strict=True))
-    check(norm, x, weight, dropout_rng=state, **{**given, "dropout_p": 0.7})
-
-
-def test_fp8_is_dropped_behind_its_scale() -> None:
-    x, scale = torch.randn(5, 100).to(torch.float8_e4m3fn), torch.rand(5) + 0.5
-    given: dict[str, Any] = {"residual": torch.randn(5, 100), "fadd": "pre_add_store", "out_dtype": torch.bfloat16}
-    check("layer", x, x_scale=scale, dropout_p=P, dropout_rng=torch.tensor(RNG), **given)
 
 
 @each_norm

@@ -26,49 +26,10 @@ TOKENS, QUERIES, KEYS = 2, 4, 2
 each_head = pytest.mark.parametrize("n", [128, 99, pytest.param(64, marks=THOROUGH), pytest.param(256, marks=THOROUGH)])
 
 
-class Packed:
-    """Queries, keys and values of each token in one row; whatever is not filled is NaN."""
-
-    def __init__(self, n: int, tokens: int = TOKENS, queries: int = QUERIES, keys: int = KEYS) -> None:
-        self.memory = torch.full((tokens, (queries + 2 * keys) * n), float("nan"))
-        self.queries = self.memory[:, : queries * n].view(tokens, queries, n)
-        self.keys = self.memory[:, queries * n : (queries + keys) * n].view(tokens, keys, n)
-
-    def filled(self, *names: str) -> Packed:
-        """With numbers in some of the tensors."""
-        for name in names:
-            tensor = getattr(self, name)
-            tensor.copy_(torch.randn(tensor.shape))
-        return self
-
-    def is_nan_but_for(self, tensor: torch.Tensor) -> bool:
-        """Whether all memory beside a tensor is as it was made."""
-        beside = torch.ones_like(self.memory, dtype=torch.bool)
-        offset = tensor.storage_offset() - self.memory.storage_offset()
-        beside.as_strided(tensor.shape, tensor.stride(), offset).fill_(False)
-        return bool(self.memory[beside].isnan().all())
-
-
-def operands(norm: str, n: int) -> list[torch.Tensor]:
-    return [torch.randn(n), torch.randn(n)] if norm == "layer" else [torch.randn(n)]
-
-
-@pytest.mark.parametrize("part", ["queries", "keys"])
-@each_head
-@each_norm
-def test_heads_of_a_packed_tensor(norm: str, n: int, part: str) -> None:
-    packed, affine = Packed(n).filled(part), operands(norm, n)
-    heads = getattr(packed, part)
-    expected = ORACLE[norm](heads, *affine, save_mv=True)
-    actual = FORWARD[norm](heads, *affine, save_mv=True)
-    agree(actual, expected)
-    assert actual.y.is_contiguous()
-    assert packed.is_nan_but_for(heads)
-    # In place: each row is read before it is written.
-    written = FORWARD[norm](heads, *affine, out=heads)
-    assert written.y is heads
-    assert same_bits(heads, actual.y)
-    assert packed.is_nan_but_for(heads)
+def packed(n: int, tokens: int = TOKENS, queries: int = QUERIES) -> torch.Tensor:
+    """Queries of each token, in one row with keys and values, which are NaN."""
+    memory = torch.full((tokens, (queries + 2 * KEYS) * n), float("nan"))
+    return memory[:, : queries * n].view(tokens, queries, n).copy_(torch.randn(tokens, queries, n))
 
 
 def check_gradients(norm: str, x: torch.Tensor, dy: torch.Tensor, dresidual_out: torch.Tensor | None) -> None:
@@ -85,19 +46,14 @@ def check_gradients(norm: str, x: torch.Tensor, dy: torch.Tensor, dresidual_out:
 @each_norm
 def test_gradients_of_heads(norm: str, n: int) -> None:
     """The rows of x and the gradients that arrive lie each otherwise: packed, and transposed as attention has them."""
-    packed, others = Packed(n).filled("queries"), Packed(n, queries=QUERIES + 1).filled("queries")
     dy = torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
-    check_gradients(norm, packed.queries, dy, others.queries[:, 1:])
-    assert packed.is_nan_but_for(packed.queries)
+    check_gradients(norm, packed(n), dy, packed(n, queries=QUERIES + 1)[:, 1:])
 
 
 @pytest.mark.parametrize("n", [LENGTHS["one_pass"], pytest.param(LENGTHS["two_pass"], marks=THOROUGH)])
 def test_gradients_of_sums_arrive_on_heads_of_long_rows(n: int) -> None:
     """Rows that a program takes one after another: the interpreter counts them by Python's own numbers."""
-    others = Packed(n, queries=3).filled("queries")
-    check_gradients(
-        "rms", Packed(n, queries=2).filled("queries").queries, torch.randn(TOKENS, 2, n), others.queries[:, 1:]
-    )
+    check_gradients("rms", packed(n, queries=2), torch.randn(TOKENS, 2, n), packed(n, queries=3)[:, 1:])
 
 
 def _within(size: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -108,20 +64,20 @@ def _within(size: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
 
 # Rows of n elements, with how many strides they have.
 LAYOUTS: dict[str, tuple[Callable[[int], torch.Tensor], int]] = {
-    "heads": (lambda n: Packed(n).filled("queries").queries, 2),
-    "every other head": (lambda n: Packed(n).filled("queries").queries[:, ::2], 2),
+    "heads": (lambda n: packed(n), 2),
+    "every other head": (lambda n: packed(n)[:, ::2], 2),
     "heads with gaps": (lambda n: _within((2, 4, n + 3), (2, 3, n)), 2),
     "transposed": (lambda n: torch.randn(3, 2, n).transpose(0, 1), 2),
-    "batches of heads": (lambda n: Packed(n, 4, 2).filled("queries").queries.view(2, 2, 2, n), 2),
+    "batches of heads": (lambda n: packed(n, 4, 2).view(2, 2, 2, n), 2),
     "transposed in batches": (lambda n: torch.randn(2, 3, 2, n).transpose(1, 2), 3),
     "gaps everywhere": (lambda n: _within((3, 4, 3, n + 1), (2, 3, 2, n)), 3),
     "reversed": (lambda n: torch.randn(2, 3, 2, n).permute(2, 1, 0, 3), 3),
     "tokens expanded": (lambda n: torch.randn(3, n).expand(2, 3, n), 2),
     "heads expanded": (lambda n: torch.randn(2, 1, n).expand(2, 3, n), 2),
-    "one head": (lambda n: Packed(n).filled("queries").queries[:, :1], 1),
-    "one token": (lambda n: Packed(n, 1).filled("queries").queries, 1),
-    "one token, every other head": (lambda n: Packed(n, 1).filled("queries").queries[:, ::2], 1),
-    "one of either": (lambda n: Packed(n, 1, 1).filled("queries").queries, 1),
+    "one head": (lambda n: packed(n)[:, :1], 1),
+    "one token": (lambda n: packed(n, 1), 1),
+    "one token, every other head": (lambda n: packed(n, 1)[:, ::2], 1),
+    "one of either": (lambda n: packed(n, 1, 1), 1),
     "all heads": (lambda n: torch.randn(2, 3 * n).view(2, 3, n), 1),
 }
 # Each of short rows; of each pipeline some.
@@ -147,7 +103,7 @@ def test_layouts(n: int, layout: str) -> None:
 @pytest.mark.parametrize("m", [9, *[pytest.param(m, marks=THOROUGH) for m in (1, 7, 8, 33)]])
 def test_any_number_of_tokens(m: int) -> None:
     """Programs take 16 rows of this length each, and 3 heads do not divide that."""
-    x = Packed(5, m, 3).filled("queries").queries
+    x = packed(5, m, 3)
     agree(FORWARD["layer"](x, save_mv=True), ORACLE["layer"](x, save_mv=True))
 
 

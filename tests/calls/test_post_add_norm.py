@@ -20,13 +20,20 @@ from normforge.errors import (
 )
 from normforge.reference.renormed import FORWARD as ORACLE
 
-from ..calling import QUANTISED, agree, each_device, each_norm, same_bits
-from .test_post_add import drawn, each_shape
+from ..calling import LENGTHS, QUANTISED, agree, each_device, each_norm, same_bits
 
 FORWARD: dict[str, Any] = {
     "layer": normforge.renormed_layernorm2d_fwd,
     "rms": normforge.renormed_rmsnorm2d_fwd,
 }
+
+
+# More than `SMALL_M` of short rows, which programs then take several of.
+each_shape = pytest.mark.parametrize("shape", [(300 if n == LENGTHS["rows"] else 5, n) for n in LENGTHS.values()])
+
+
+def drawn(shape: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
 
 
 def operands_of(norm: str, shape: tuple[int, int], device: str = "cpu", **dtypes: torch.dtype) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from .shared import there
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
-each_scale = pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
 
 
 def qmax(dtype: torch.dtype) -> float:
@@ -40,30 +39,6 @@ def test_qmax_is_the_largest_value_of_the_type() -> None:
     assert {dtype: DTYPES[dtype].qmax for dtype in QUANTISED} == {dtype: qmax(dtype) for dtype in QUANTISED}
 
 
-@each_pipeline
-@each_norm
-@each_quantised
-@each_scale
-def test_every_output_with_every_scale(norm: str, n: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    x = torch.randn(2, n).bfloat16()
-    smooth: dict[str, Any] = {"smooth_scale": torch.randn(n), "fquant": "smooth_dynamic"}
-    actual = check(norm, x, torch.randn(n), out_dtype=dtype, scale_dtype=scale_dtype, **smooth)
-    assert there(actual.y_scale).dtype == scale_dtype
-
-
-@each_quantised
-@each_pipeline
-def test_dequantised_rows_come_back(n: int, dtype: torch.dtype) -> None:
-    x = torch.randn(3, n)
-    actual = FORWARD["layer"](x, fquant="dynamic", out_dtype=dtype)
-    assert actual.y_scale is not None
-    back = actual.y.float() * actual.y_scale.unsqueeze(-1)
-    y = torch.nn.functional.layer_norm(x, (n,))
-    # Half a step of int8; half a last place of the fp8 formats, of three and of two mantissa bits.
-    steps = {torch.int8: 0.5 * actual.y_scale.max(), torch.float8_e5m2: 2**-3 * y.abs().max()}
-    assert (back - y).abs().max() <= 1.001 * steps.get(dtype, 2**-4 * y.abs().max())
-
-
 @pytest.mark.parametrize("bare", [True, False])
 @each_norm
 @each_pipeline
@@ -71,28 +46,6 @@ def test_what_lies_beyond_the_row_has_no_part_in_its_amax(n: int, norm: str, bar
     """Lanes past the end hold zeros, which are far from the mean of these rows."""
     weight = None if bare else torch.rand(n) + 0.5
     check(norm, 1000 + torch.randn(3, n), weight, x_bias=torch.randn(n), fquant="dynamic", out_dtype=torch.int8)
-
-
-@each_norm
-def test_rows_that_a_weight_makes_zero(norm: str) -> None:
-    actual = check(norm, torch.randn(2, 50), torch.zeros(50), fquant="dynamic")
-    assert there(actual.y_scale).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("scale_dtype", SCALES[:2], ids=str)
-@each_pipeline
-def test_values_are_divided_by_the_scale_as_stored(n: int, scale_dtype: torch.dtype) -> None:
-    x = torch.randn(4, n)
-    z = ORACLE["layer"](x).z
-    actual = FORWARD["layer"](x, fquant="dynamic", scale_dtype=scale_dtype)
-    assert actual.y_scale is not None
-    unrounded = z.abs().amax(-1) / 127
-    assert (actual.y_scale.double() == unrounded.to(scale_dtype).double()).all()
-    by_stored = (z / actual.y_scale.double().unsqueeze(-1)).round().clamp(-127, 127)
-    by_unrounded = (z / unrounded.unsqueeze(-1)).round()
-    if scale_dtype == torch.bfloat16:
-        assert (actual.y != by_unrounded).double().mean() > 0.01
-    assert (actual.y != by_stored).double().mean() < 0.001
 
 
 # fp16's smallest number: what it holds below 2**-14 is a multiple of it.
@@ -143,12 +96,6 @@ def test_the_largest_value_of_a_row_is_the_largest_of_the_type(
     z = ORACLE["layer"](x).z
     largest = actual.y.double().gather(1, z.abs().argmax(1, keepdim=True))
     assert torch.equal(largest, qmax(dtype) * z.gather(1, z.abs().argmax(1, keepdim=True)).sign())
-
-
-@each_pipeline
-def test_smooth_scale_is_applied_after_the_bias(n: int) -> None:
-    bias, smooth = torch.randn(n), torch.randn(n)
-    check("layer", torch.randn(2, n), None, bias, smooth_scale=smooth, fquant=1, out_dtype=torch.float8_e4m3fn)
 
 
 def test_truncation_is_that_of_an_exact_quotient() -> None:

@@ -11,14 +11,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
-from normforge import reference
 from normforge.codegen import values as words
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import class_of
 from normforge.codegen.values import Direction, DType, Norm
 from normforge.errors import IllegalCombinationError
-from normforge.tools.cli import main as normforge_command
-from normforge.tools.compare import TOLERANCES, compare
+from normforge.tools.compare import TOLERANCES
 
 from ..calling import FLOATS, LENGTHS, same_bits
 
@@ -110,22 +108,6 @@ def test_second_derivatives(norm: Norm) -> None:
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
-@each_norm
-def test_quantised_rows(norm: Norm, n: int, out_dtype: torch.dtype) -> None:
-    x, weight = drawn(n, torch.bfloat16, True)
-    smooth = torch.rand(n) + 0.5
-    for given in ({"fquant": "dynamic"}, {"fquant": "smooth_dynamic", "smooth_scale": smooth}):
-        asked: dict[str, Any] = {**given, "eps": EPS, "out_dtype": out_dtype}
-        actual = public(norm, "2d_fwd")(x, weight, **asked)
-        expected = reference.FORWARD[norm](x, weight, **asked)
-        torch.testing.assert_close(
-            expected.z, exact(x, weight, norm=norm) * (smooth.double() if "smooth_scale" in given else 1.0)
-        )
-        assert [finding for finding in compare(actual, expected) if not finding.ok] == []
-
-
 def test_heads_of_a_packed_tensor_are_read_where_they_are() -> None:
     """Queries and keys: rows on two strides."""
     qkv = torch.randn(3, 12, 64).bfloat16()
@@ -209,11 +191,3 @@ def test_nothing_stands_beside_it(said: str, axes: dict[str, Any]) -> None:
 def test_tiles_are_those_of_rms_norm(direction: Direction) -> None:
     l2, rms = (Mode(norm, DType.BF16, DType.BF16, direction=direction) for norm in (Norm.L2, Norm.RMS))
     assert class_of(l2) == class_of(rms)
-
-
-@pytest.mark.parametrize("options", [[], ["-fquant", "2"], ["-bwd", "1"]], ids=" ".join)
-@each_norm
-def test_the_command_runs_it(norm: Norm, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """And holds every output against the reference."""
-    assert normforge_command(["run", "-norm", norm.value, "-m", "3", "-n", "96", *options]) == 0
-    assert "L2 norm" in capsys.readouterr().out
