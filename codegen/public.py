@@ -633,13 +633,15 @@ _POST_ADD_FUNCTIONS = FunctionalFunctions(
             f"y = residual + {norm.row.function}(x), in fp32 with one rounding: the norm behind a block, as in Gemma 2 "
             "(Gemma Team, 2024) and OLMo 2 (OLMo Team, 2025). Differentiable; the backward pass saves x, and "
             f"{_statistics(norm)} per row. The gradient of residual is that of y. {_SECOND}",
+            "With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the "
+            "next block does; in `batch_invariant()` another kernel does.",
             "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors "
             "each rank normalises its rows. Autocast changes nothing.",
         )
         for norm in _FORMULAS
     },
-    returns=("y: x's shape, in residual's dtype.",),
-    raises=_raises("", "weight_offset has no weight to be added to;"),
+    returns=("y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.",),
+    raises=_raises("", "weight_offset has no weight to be added to; x_bias comes with a second norm;"),
 )
 
 _MODULATED_FUNCTIONS = FunctionalFunctions(

@@ -86,6 +86,9 @@ def layer_norm_add(
     and OLMo 2 (OLMo Team, 2025). Differentiable; the backward pass saves x, and a mean and rstd per row. The gradient
     of residual is that of y. Torch's operators compute a gradient of the gradient, from the same formula.
 
+    With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
+    does; in `batch_invariant()` another kernel does.
+
     Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors each rank
     normalises its rows. Autocast changes nothing.
 
@@ -108,14 +111,15 @@ def layer_norm_add(
         next_bias: (N,), fp16, bf16, fp32 or fp64, or None for 0: the bias of the second norm.
 
     Returns:
-        y: x's shape, in residual's dtype.
+        y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.
 
     Raises:
         ShapeError: a tensor's shape does not fit x's.
         DTypeError: a tensor is of a type that cannot be normalised.
         DeviceError: tensors are on several devices.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: weight_offset has no weight to be added to; or eps is no number of at least 0.
+        ConflictError: weight_offset has no weight to be added to; x_bias comes with a second norm; or eps is no number
+            of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, bias, residual, x_bias, next_weight, next_bias)
@@ -187,6 +191,9 @@ def rms_norm_add(
     OLMo 2 (OLMo Team, 2025). Differentiable; the backward pass saves x, and an rstd per row. The gradient of residual
     is that of y. Torch's operators compute a gradient of the gradient, from the same formula.
 
+    With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
+    does; in `batch_invariant()` another kernel does.
+
     Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors each rank
     normalises its rows. Autocast changes nothing.
 
@@ -207,14 +214,15 @@ def rms_norm_add(
         next_weight: (N,), fp16, bf16, fp32 or fp64, or None for 1: the weight of the second norm.
 
     Returns:
-        y: x's shape, in residual's dtype.
+        y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.
 
     Raises:
         ShapeError: a tensor's shape does not fit x's.
         DTypeError: a tensor is of a type that cannot be normalised.
         DeviceError: tensors are on several devices.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: weight_offset has no weight to be added to; or eps is no number of at least 0.
+        ConflictError: weight_offset has no weight to be added to; x_bias comes with a second norm; or eps is no number
+            of at least 0.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, residual, x_bias, next_weight, None)

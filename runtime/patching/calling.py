@@ -38,9 +38,11 @@ class CallingNorm(Replacing):
         """Run the forward that the module had; torch's functions are called for what kernels do not take."""
         cls = self.__dict__[ORIGINAL].cls
         inputs = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
-        # A traced graph equals the unpatched model's.
-        traced = is_dynamo_compiling() or not (inputs and is_served(tuple(inputs)))
-        forward: Any = cls.forward if traced else _forward(cls)
+        if is_dynamo_compiling() or not inputs:
+            # A traced graph equals the unpatched model's.
+            return cls.forward(self, *args, **named)
+        before = None if is_served(tuple(inputs)) else self.forward_before(inputs[0])
+        forward: Any = before or _forward(cls)
         return forward(self, *args, **named)
 
 

@@ -199,7 +199,9 @@ class HuggingFaceGatedRMSNorm(_OwnNames):
         x, gate = tensors.get(self.input_name), tensors.get("gate")
         is_known = len(args) + len(named) == 2 == len(tensors) and self.activation in ACTIVATIONS
         if is_dynamo_compiling() or x is None or gate is None or not is_known or not is_served((x, gate, self.weight)):
-            y: torch.Tensor = self.__dict__[ORIGINAL].cls.forward(self, *args, **named)
+            # Under batch invariance `forward_before` refuses what kernels do not take.
+            before = None if is_dynamo_compiling() or x is None else self.forward_before(x)
+            y: torch.Tensor = (before or self.__dict__[ORIGINAL].cls.forward)(self, *args, **named)
             return y
         options: dict[str, Any] = {
             "activation": self.activation,

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 import normforge
+from normforge.errors import InvarianceError
 from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
 
@@ -137,11 +138,14 @@ def test_what_kernels_do_not_take_is_computed_as_before() -> None:
     assert torch.equal(patched(x=x), original(x))
 
 
-def test_a_batch_invariant_call_is_one() -> None:
-    _, patched = twins(randomised(MinimalNorm()))
+def test_batch_invariance_is_kept_or_refused() -> None:
+    (_, patched), (_, groups) = (twins(randomised(make())) for make in (MinimalNorm, GATED["gated first"]))
     x = torch.randn(9, WIDTH)
     with normforge.batch_invariant():
         assert torch.equal(patched(x)[:1], patched(x[:1]))
+        for norm_of, rows in ((patched, x.double()), (groups, x)):
+            with pytest.raises(InvarianceError):
+                norm_of(rows)
 
 
 # Gated norms
