@@ -10,6 +10,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
+from normforge.codegen.model import Mode
 from normforge.errors import (
     ConflictError,
     IllegalCombinationError,
@@ -19,6 +20,7 @@ from normforge.errors import (
 from proving.cases import Case, Tensors, cases, operands
 
 from ..calling import each_device, same_bits
+from ..kernels.problems import Problem
 from ..thorough import THOROUGH
 from .shared import there
 
@@ -49,6 +51,15 @@ def test_an_offset_of_the_weight(device: str) -> None:
     given = given_to(case, device)
     wanted = run(case, given | {"weight": given["weight"] + 1.0}, fquant="dynamic")
     assert all(map(same_bits, run(case, given, fquant="dynamic", weight_offset=1.0), wanted))
+
+
+@each_device
+@pytest.mark.parametrize(
+    "mode", ["ln_fwd_bf16_int8_ga_dq", "rms_fwd_bf16_int8_gb_dq", "ln_fwd_bf16_int8_xg_addst_mod_dq"]
+)
+def test_long_rows_are_quantised(mode: str, device: str) -> None:
+    """A row a program, as pairs of axes need not have them."""
+    Problem(Mode.from_name(mode), 4, 700).check(device)
 
 
 @each_device

@@ -12,7 +12,7 @@ from normforge import errors
 from normforge.calls.functions import completed
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
-from ..thorough import THOROUGH, first_of_each
+from ..thorough import THOROUGH
 from .shared import Refused, each_of, there
 
 M = 5
@@ -36,49 +36,6 @@ def scale_of(x: torch.Tensor, form: str) -> torch.Tensor:
         "number": (),
     }
     return torch.rand(shapes[form], device=x.device) + 0.1
-
-
-def kinds(n: int) -> dict[str, dict[str, Any]]:
-    """What may be fused with a norm of fp8, for rows of n."""
-    vectors = {name: torch.randn(n) for name in ("weight", "x_bias")}
-    residual = torch.randn(M, n)
-    return {
-        "to_bf16": {**BF16, **vectors},
-        "to_fp32": {"out_dtype": torch.float32, "weight": vectors["weight"].half(), "save_mv": True},
-        "sum_stored": {**BF16, "residual": residual.bfloat16(), "fadd": "pre_add_store", "weight": vectors["weight"]},
-        "sum_of_32_bits": {"out_dtype": torch.float16, "residual": residual, "fadd": "pre_add_store", "save_mv": True},
-        "sum": {**BF16, **vectors, "residual": residual.half(), "fadd": "pre_add"},
-        "to_int8": {"fquant": "dynamic", "weight": vectors["weight"]},
-        "to_fp8": {"fquant": "dynamic", "out_dtype": torch.float8_e5m2, "residual": residual, "fadd": "pre_add_store"},
-        "smooth": {"fquant": "smooth_dynamic", "out_dtype": torch.float8_e4m3fn, "smooth_scale": vectors["weight"]},
-        "cast": {**BF16, "weight": vectors["weight"], "cast": "before_weight"},
-    }
-
-
-CASES = first_of_each(
-    [
-        (norm, kind, pipeline)
-        for at, kind in enumerate(kinds(1))
-        for pipeline in ("one_pass", "rows", "two_pass")
-        for norm in (("layer", "rms") if at % 2 else ("rms", "layer"))
-    ],
-    lambda case: case[1] if case[2] == "one_pass" else (case[2] if case[1] in ("to_bf16", "to_fp8") else None),
-    lambda case: "-".join(case),
-)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_x_stands_for_is_normalised(case: tuple[str, str, str]) -> None:
-    norm, kind, pipeline = case
-    n = LENGTHS[pipeline]
-    for at, dtype in enumerate(FORMATS):
-        x = rows(dtype, M, n)
-        given = kinds(n)[kind]
-        if norm == "layer":
-            given["bias"] = torch.randn(n)
-        # Rows of one length differ in no more than their scales: two forms of them with each type.
-        for form in SCALES[2 * at : 2 * at + 2]:
-            check(norm, x, x_scale=scale_of(x, form), **given)
 
 
 @each_device
