@@ -44,10 +44,7 @@ class CastOrder(Enum):
 
 
 # Activations of gates, by the words of `gated_rms_norm`.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "sigmoid": torch.sigmoid,
-}
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 
 # The key of an epsilon that the module itself calls eps, which is a property here: TorchDynamo of torch 2.11 takes an
 # entry of `__dict__` for the attribute of that name, and follows the property from itself into itself.
