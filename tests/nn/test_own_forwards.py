@@ -206,11 +206,14 @@ def test_gated_norms_keep_their_results(
 
 
 def test_a_gated_norm_reads_what_its_forward_reads() -> None:
+    once, patched_once = twins(randomised(GATED["rounded once"]()))
     original, patched = twins(randomised(GATED["silu"]()))
     groups, patched_groups = twins(randomised(GATED["gated first"]()))
     x, gate = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     for module in (original, patched):
         module.variance_epsilon, module.activation = 0.5, "sigmoid"
+    once.activation = patched_once.activation = "silu"
+    torch.testing.assert_close(patched_once(x, gate), once(x, gate))
     for module in (groups, patched_groups):
         module.group_size = WIDTH
     torch.testing.assert_close(patched(x, gate), original(x, gate))
