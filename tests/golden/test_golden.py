@@ -99,7 +99,6 @@ def _texts() -> Iterator[tuple[str, str]]:
     ]
     folder = emit.render_folder(instances)
     yield from ((name, folder[name]) for name in _SHARED)
-    yield "rotary.py", emit.render("rotary.py.j2")
     yield from ((path, calls.render_calls(path)) for path in EMITTED)
 
 
