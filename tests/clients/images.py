@@ -35,8 +35,6 @@ _CONVOLUTIONS = {
     "channels": (8, 8, 16, 16),
     "norm_layer": partial(timm.layers.GroupNorm, num_groups=4),
 }
-# LayerNorm over the channels of an image, which its forward permutes.
-_OVER_CHANNELS = frozenset({"LayerNorm2d"})
 
 IMAGES = {
     "vit_tiny_patch16_224": Image(_SMALL),
@@ -50,17 +48,16 @@ IMAGES = {
     "mixer": Image(_MIXER, cls="mlp_mixer.MlpMixer"),
     "swin_tiny_patch4_window7_224": Image(_WINDOWS),
     "swinv2_tiny_window8_256": Image(_WINDOWS),
-    "convnext_tiny": Image(_STAGES, left=_OVER_CHANNELS),
-    "convnextv2_tiny": Image(_STAGES, left=_OVER_CHANNELS | {"GlobalResponseNorm"}),
-    "edgenext_xx_small": Image({}, left=_OVER_CHANNELS),
-    "maxvit_pico_rw_256": Image(_WIDE, left=_OVER_CHANNELS | {"BatchNormAct2d"}),
+    "convnext_tiny": Image(_STAGES),
+    "convnextv2_tiny": Image(_STAGES, left=frozenset({"GlobalResponseNorm"})),
+    "edgenext_xx_small": Image({}),
+    "maxvit_pico_rw_256": Image(_WIDE, left=frozenset({"BatchNormAct2d"})),
     "pvt_v2": Image(_EMBEDS, cls="pvt_v2.PyramidVisionTransformerV2"),
     "twins_svt_small": Image(_EMBEDS | {"img_size": 32}),
-    "davit_tiny": Image(_EMBEDS, left=_OVER_CHANNELS),
+    "davit_tiny": Image(_EMBEDS),
     "hiera_tiny_224": Image({"img_size": (32, 32), "embed_dim": 16, "num_heads": 1, "stages": (1, 1, 1, 1)}),
     "poolformer": Image(
         _STAGES | {"norm_layers": timm.layers.GroupNorm1, "downsample_norm": None},
-        left=_OVER_CHANNELS,
         cls="metaformer.MetaFormer",
     ),
     "resnet_gn": Image(_CONVOLUTIONS, side=33, cls="resnet.ResNet"),
