@@ -290,7 +290,7 @@ def inverse_norm(square, eps):
 
 @triton.jit
 def signed(rstd, eps):
-    """What `inverse_norm` found, as it is saved: negative where the norm was clamped, which gradients want to know."""
+    """The rstd of `inverse_norm` as it is saved: negative where the norm was clamped, for the backward pass to know."""
     return tl.where(rstd < inverse_norm(0.0, eps), rstd, -rstd)
 
 

@@ -291,7 +291,7 @@ def _inputs_of(module: torch.nn.Module) -> list[inspect.Parameter]:
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     is_gated = [each.name for each in parameters[1:]] == ["gate"]
     if not (len(parameters) == 1 or is_gated) or any(each.kind not in named for each in parameters):
-        raise LeftAloneError(f"its forward takes ({', '.join(map(str, parameters))}), and ours one tensor")
+        raise LeftAloneError(f"its forward takes ({', '.join(map(str, parameters))}), and ours a tensor, or a gate too")
     return parameters
 
 
