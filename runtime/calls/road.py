@@ -207,18 +207,26 @@ def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     Returns:
         y, and residual_out where there is a residual.
     """
-    # Resolved here, where autograd sees it, and not by what launches.
-    rows = as_operands(tuple(map(resolved, operands)), 1)
-    settled = with_saves(rows, options)
-    planned: PlannedCall | None = None
-    if not intercepted(*rows):
-        # Copies may be like the tensors of a call before.
-        key, planned = calls.find(rows, options)
-        planned = planned or prepared(calls, rows, settled, key)
+    rows, settled, planned = ready(calls, operands, options)
     if settled[-1]:
         return calls.record(calls, rows, settled, None if planned is None else recorded_of(planned))
     y, total, *_ = operate(calls, rows, settled) if planned is None else run(planned)
     return y if total is None else (y, total)
+
+
+def ready(calls: FamilyCalls, operands: Operands, options: Options) -> tuple[Operands, Options, PlannedCall | None]:
+    """Return what `normalise` launches: operands that kernels can walk, complete options, and a plan.
+
+    There is no plan if something has to see operators.
+    """
+    # Resolved here, where autograd sees it, and not by what launches.
+    rows = as_operands(tuple(map(resolved, operands)), 1)
+    settled = with_saves(rows, options)
+    if intercepted(*rows):
+        return rows, settled, None
+    # Copies may be like the tensors of a call before.
+    key, planned = calls.find(rows, options)
+    return rows, settled, planned or prepared(calls, rows, settled, key)
 
 
 def with_saves(operands: Operands, options: Options) -> Options:

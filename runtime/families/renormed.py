@@ -10,9 +10,10 @@ import torch
 
 from ..calls import native, road
 from ..calls.argument_checks import check_flag, check_tensor
+from ..calls.launch import recorded_of, run
 from ..calls.outputs import LayerNormOutput, of_norm, packing, rounded
 from ..calls.record import Gradients, Recording
-from ..calls.road import Operands, Options, Outs, calls_of, launch_recorded
+from ..calls.road import Operands, Options, Outs, calls_of, launch_recorded, record_known
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.parameters import RENORMED
 from ..errors import ConflictError
@@ -21,6 +22,7 @@ from . import eager, post_add
 from .operands import DEFAULT_EPS
 from .plain import WANTS, gradients_of
 from .plain_calls import handed_on, is_handed_on, normalise_family, normalise_last, with_offset
+from .plain_sum import Ahead
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -85,6 +87,35 @@ def forward(operands: Operands, options: Options, outs: Outs) -> LayerNormOutput
         for at in (0, length - m)
     )
     return results._replace(mean=mean if centres else None, rstd=rstd)
+
+
+def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead] | None:
+    """Normalise and add, and compute the norm of the sum for a later call of `plain_sum.norm_of_sum`.
+
+    Args:
+        operands: the tensors of the family's row; residual has x's dtype and shape.
+        options: the norm's word, and the other options.
+
+    Returns:
+        The sum, differentiable, and the argument `ahead` of `norm_of_sum`. None if something has to see operators;
+        nothing was computed then.
+
+    Raises:
+        NormforgeError: no kernel can serve the call.
+    """
+    rows, settled, planned = road.ready(CALLS, operands, options)
+    if planned is None:
+        return None
+    if not settled[-1]:
+        y, total, *_ = run(planned)
+        assert total is not None
+        return total, (y, None)
+    y, sums, statistics, is_invariant = recorded_of(planned)
+    assert sums is not None
+    norm, eps, weight_offset, cast, *_ = options
+    first, second = (of_norm(statistics, at, planned[4], norm == "layer") for at in (0, 1))
+    given = (norm, eps, weight_offset, sums.dtype, cast, "post_add", True)
+    return record_known(post_add.CALLS, (*rows[:4], None), given, (sums, None, first, is_invariant)), (y, second)
 
 
 def add(operands: Operands, options: Options, next_norm: bool) -> Any:

@@ -32,14 +32,10 @@ class FusedBlock(Derived):
     _normforge_fuses: tuple[tuple[str, ...], ...]
 
     def extra_repr(self) -> str:
-        """Return the block's own text, the fused sums, and the norms fused with their modulation."""
+        """Return the block's own text, and what is fused, as in the report of `patch`."""
         block: Any = super()
-        behind, modulated, inputs, added = self._normforge_fuses
-        fused = [f"sum -> {name}" for name in behind]
-        fused += [f"gradient of {name} + residual" for name in inputs]
-        fused += [f"{name} -> its modulation" for name in modulated]
-        fused += [f"{name} -> sum" for name in added]
-        return ", ".join(filter(None, [block.extra_repr(), *fused]))
+        fused = Fused("", block_class(type(self)), *self._normforge_fuses)
+        return ", ".join(filter(None, [block.extra_repr(), str(fused)]))
 
 
 def block_class(cls: Any) -> type[torch.nn.Module]:
@@ -137,8 +133,7 @@ def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str
 def _fused_by(forward: Forward, modulated: tuple[int, ...], norms: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return the names of the norms that are fused, in the order of the fields of `Fused`."""
     sums = forward.sums_with(norms, modulated)
-    # A sum is computed once: together with the norm before it, if there is one.
-    behind = dict.fromkeys(each.behind for each in sums if each.behind in norms and each.added not in norms)
+    behind = dict.fromkeys(each.behind for each in sums if each.behind in norms)
     inputs = {name for each in sums for name in each.inputs}
     names = dict.fromkeys(forward.modulations[which].norm for which in modulated)
     added = {each.added for each in sums}

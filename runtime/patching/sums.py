@@ -4,7 +4,8 @@ A block that `patch` fused adds, and calls its norms, by a `Sums`. Three things 
 
 - a sum, and the norm that the forward calls directly behind the sum: one kernel computes both. No other code runs
   between the two (see `text`), so the result equals that of the norm's own call;
-- a norm, and the sum of its result, which nothing else reads: one kernel computes the sum, and rounds once;
+- a norm, and the sum of its result, which nothing else reads: one kernel computes the sum, and rounds once. The kernel
+  also computes the norm behind the sum, if both norms have the same options;
 - the gradients of a norm's input that is added again later, as a residual: the norm's backward kernel adds the
   residual's gradient. Forward, the norm is computed in its call.
 
@@ -27,7 +28,7 @@ from ..calls.known import PLAIN
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..errors import NormforgeError
-from ..families import post_add
+from ..families import post_add, renormed
 from ..families.operands import DEFAULT_EPS, Options
 from ..families.plain_modules import LayerNorm, RMSNorm
 from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
@@ -89,7 +90,7 @@ class Sums:
             a, b = map(self._summand.in_place_of, (a, b))
         self._joined = None
         if _Later in (a.__class__, b.__class__):
-            total = self._add_later(a, b) if a.__class__ is _Later else self._add_later(b, a)
+            total = self._add_later(name, a, b) if a.__class__ is _Later else self._add_later(name, b, a)
             if total is not None:
                 return total
             a, b = (self.normalise(*each) if each.__class__ is _Later else each for each in (a, b))
@@ -149,30 +150,40 @@ class Sums:
         if dtype is not residual.dtype or x.shape != residual.shape or not is_of_length(norm, x.shape[-1]):
             return None
         options = options_of(norm, dtype, x)
-        launched: tuple[Any, Any] | None = self._launched(add_ahead, norm, x, residual, options)
+        launched = self._launched(add_ahead, norm, (x, *vectors_of(norm), residual, None), options)
         return None if launched is None else _Joined(*launched, norm, options)
 
-    def _add_later(self, later: _Later, residual: Any) -> torch.Tensor | None:
-        """Return the sum of a norm's result and a residual; None if one kernel cannot compute it."""
+    def _add_later(self, name: str | None, later: _Later, residual: Any) -> torch.Tensor | None:
+        """Return the sum of a norm's result and a residual, also with the norm behind; None if no kernel can."""
         norm, x = later
         if not is_taken(norm, x, residual) or x.shape != residual.shape:
             return None
-        word, eps, weight_offset, dtype, cast = options_of(norm, x.dtype, x)
+        options = word, eps, weight_offset, dtype, cast = options_of(norm, x.dtype, x)
+        operands = (x, *vectors_of(norm), residual)
+        behind: Any = None if name is None else self._block._modules.get(name)
+        # The kernel of two norms has one set of options, and one dtype.
+        is_alike = is_bare(behind) and is_taken(behind, x) and options_of(behind, x.dtype, x) == options
+        if is_alike and x.dtype is dtype is residual.dtype:
+            given = (word, eps, weight_offset, cast, "none", None, None)
+            launched = self._launched(renormed.add_ahead, norm, (*operands, *vectors_of(behind), None), given)
+            if launched is not None:
+                self._joined = _Joined(*launched, behind, options)
+                return self._joined.total
         # A norm that rounds rows first would round them to the residual's dtype.
         if dtype is not residual.dtype and not (rounds_once(norm) and is_within(dtype, residual.dtype)):
             return None
-        options = (word, eps, weight_offset, None, cast, "post_add", None)
-        total: torch.Tensor | None = self._launched(post_add.normalise, norm, x, residual, options)
+        given = (word, eps, weight_offset, None, cast, "post_add", None)
+        total: torch.Tensor | None = self._launched(post_add.normalise, norm, (*operands, None), given)
         return total
 
     def _launched(
-        self, launch: Callable[..., Any], norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor, options: Any
+        self, launch: Callable[..., Any], norm: torch.nn.Module, operands: tuple[Any, ...], options: Any
     ) -> Any:
         """Compute a sum together with a norm; return None in a block that no kernel serves."""
         if self._block in _unserved:
             return None
         try:
-            return launch((x, *vectors_of(norm), residual, None), options)
+            return launch(operands, options)
         except NormforgeError as error:
             _unserved.add(self._block)
             logger.warning("a residual add and %s are left two kernels: %s", type(norm).__name__, error)

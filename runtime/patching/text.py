@@ -421,10 +421,7 @@ def calling(cls: Any, functions: Mapping[Any, str], keywords: Collection[str]) -
             node.func, node.args = ast.Attribute(ast.Name(first, ast.Load()), name, ast.Load()), [*bound, *node.args]
     if not found:
         return None
-    code = _compiled(tree, old)
-    # Without a super() there is no cell of the class.
-    cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
-    return _decorated(cls.forward, old, _like(code, old, tuple([cells[name] for name in code.co_freevars])))
+    return _remade(cls, tree, old)
 
 
 def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Callable[..., Any]:
@@ -442,8 +439,15 @@ def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Cal
     forward, tree, definition = _read(cls)
     modulations = [forward.modulations[which] for which in modulated]
     _Replacing(definition, forward.sums_with(norms, modulated), modulations, norms)
-    old = forward.function
-    return _decorated(cls.forward, old, _like(_compiled(tree, old), old, old.__closure__))
+    return _remade(cls, tree, forward.function)
+
+
+def _remade(cls: Any, tree: ast.Module, old: types.FunctionType) -> Callable[..., Any]:
+    """Return a class's forward, decorated as before, compiled from the changed tree of its file."""
+    code = _compiled(tree, old)
+    # Without a super() there is no cell of the class.
+    cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
+    return _decorated(cls.forward, old, _like(code, old, tuple([cells[name] for name in code.co_freevars])))
 
 
 class _Replacing(ast.NodeTransformer):

@@ -261,7 +261,7 @@ FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[
     ),
     "Gemma2": (
         lambda: Decoder(GemmaLayer, GemmaRMSNorm),
-        (),
+        ("pre_feedforward_layernorm",),
         ("input_layernorm", "pre_feedforward_layernorm"),
     ),
     "Olmo2": (lambda: Decoder(lambda: Olmo2Layer(Olmo2RMSNorm), Olmo2RMSNorm), (), ()),

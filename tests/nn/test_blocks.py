@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import SettingError
-from normforge.families import post_add
+from normforge.families import post_add, renormed
 from normforge.patching import sums
 
 from ..calling import each_device
@@ -61,7 +61,9 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """How many sums were made together with a norm, and how many norms gave the input for the sum behind them."""
-    return Counted(monkeypatch, sums, "add_ahead", "norm_of_summand")
+    counted = Counted(monkeypatch, sums, "add_ahead", "norm_of_summand")
+    monkeypatch.setattr(renormed, "add_ahead", counted.counting("add_ahead", renormed.add_ahead))
+    return counted
 
 
 def agree(
@@ -484,7 +486,7 @@ def test_what_patch_did_is_a_table() -> None:
         "or eps [extra]",
     ]
     assert str(normforge.patch(torch.nn.Identity())) == "nothing to swap or to fuse"
-    assert "sum -> post_attention_layernorm, gradient of input_layernorm + residual" in repr(model)
+    assert "sums with post_attention_layernorm; gradients of residuals with those of input_layernorm" in repr(model)
 
 
 def dropout_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

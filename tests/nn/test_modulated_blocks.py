@@ -380,7 +380,7 @@ def test_a_norm_that_two_branches_modulate_is_printed_once() -> None:
     model = InBranches()
     (fused,) = normforge.patch(model).fused
     assert fused.modulated == ("norm",)
-    assert repr(model).count("norm -> its modulation") == 1
+    assert repr(model).count("norm with the modulation") == 1
 
 
 class Summed(Modulated):
@@ -406,7 +406,7 @@ def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monke
     for _ in range(3):
         agree(model, patched, given())
     assert counted.counts() == (3,)
-    assert "sum -> second, norm -> its modulation" in repr(patched)
+    assert "sums with second; norm with the modulation" in repr(patched)
 
 
 def test_what_patch_says_of_it() -> None:
@@ -416,7 +416,7 @@ def test_what_patch_says_of_it() -> None:
         "fused    2 x ByFunction  norm with the modulation [0]",
         "fused    1 x Summed      sums with second; norm with the modulation [2]",
     ]
-    assert "norm -> its modulation" in repr(model[0])
+    assert "norm with the modulation" in repr(model[0])
     normforge.unpatch(model)
     assert normforge.patch(model, fuse=False).fused == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 
 import normforge
 from normforge.errors import NormforgeError
-from normforge.families import post_add
+from normforge.families import post_add, renormed
 
 from ..calling import each_device
 from .decoders import made
-from .models import WIDTH, GemmaRMSNorm, LlamaRMSNorm, T5LayerNorm, written
+from .models import WIDTH, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, T5LayerNorm, written
 from .oracle import backward
 from .test_blocks import HOOKS, agree
 from .twins import Counted, copies, results, twins
@@ -32,16 +33,26 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch, post_add, "normalise")
 
 
+@pytest.fixture
+def renormed_sums(added: Counted, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Return how many were computed together with the norm behind their sum, too."""
+    return Counted(monkeypatch, renormed, "add_ahead")
+
+
 @pytest.mark.parametrize("family", ADDED)
 @each_device
-def test_sums_are_computed_with_the_norm_before_them(family: str, device: str, added: Counted) -> None:
+def test_sums_are_computed_with_the_norm_before_them(
+    family: str, device: str, added: Counted, renormed_sums: Counted
+) -> None:
     model = made(family, device=device)
     patched = copy.deepcopy(model)
     assert [each.added for each in normforge.patch(patched).fused] == 2 * [ADDED[family]]
-    assert "post_attention_layernorm -> sum" in repr(patched.layers[0])
+    assert f"{', '.join(ADDED[family])} with the sum behind" in repr(patched.layers[0])
     for each in (patched, *copies(patched)):
         agree(model, each)
-        assert added.counts() == (4,)
+        # Gemma's block normalises the first of its sums again.
+        again = 2 if family == "Gemma2" else 0
+        assert (added.counts(), renormed_sums.counts()) == ((4 - again,), (again,))
     normforge.unpatch(patched)
     assert type(patched.layers[0]) is type(model.layers[0])
 
@@ -74,7 +85,6 @@ PLAINLY = form("Plainly", "h = self.norm(h)", "h = h + x", "return h")
         form("WithinTheSum", "return x * 2 + self.norm(h)"),
         form("AddedInAFunction", "return self.part(x + self.norm(self.part(h)))"),
         form("WithinABranch", "if flag:", "    h = self.norm(h)", "    h = x + h", "return h"),
-        form("WithANormBehind", "h = self.norm(h)", "h = x + h", "return h, self.other(h)"),
     ],
 )
 def test_forms_of_a_sum_behind_a_norm(cls: Any, added: Counted) -> None:
@@ -82,6 +92,57 @@ def test_forms_of_a_sum_behind_a_norm(cls: Any, added: Counted) -> None:
     x = torch.randn(2, 3, WIDTH)
     torch.testing.assert_close(patched(x), module(x))
     assert added.counts() == (1,)
+
+
+WITH_A_NORM_BEHIND = form("WithANormBehind", "h = self.norm(h)", "h = x + h", "return self.other(h) * h")
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, Olmo2RMSNorm])
+@each_device
+def test_a_sum_between_two_norms(norm: Any, device: str, added: Counted, renormed_sums: Counted) -> None:
+    """One kernel computes both norms and the sum; gradients are those of three operations."""
+    module, patched = twins(WITH_A_NORM_BEHIND(norm).to(device))
+    x = torch.randn(2, 3, WIDTH, device=device)
+    for one, other in zip(results(patched, x), results(module, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(x), module(x))
+    assert (added.counts(), renormed_sums.counts()) == ((0,), (2,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block.other, "variance_epsilon", 1e-3),
+        lambda block: setattr(block, "other", GemmaRMSNorm(WIDTH)),
+        lambda block: block.other.to(torch.float64),
+        lambda block: block.other.register_forward_hook(lambda *_: None),
+    ],
+    ids=["eps", "offset", "dtype", "hook"],
+)
+def test_a_norm_behind_a_sum_that_is_of_another_kind(
+    change: Callable[[Any], object], added: Counted, renormed_sums: Counted
+) -> None:
+    module = WITH_A_NORM_BEHIND()
+    change(module)
+    module, patched = twins(module)
+    x = torch.randn(2, 3, WIDTH)
+    torch.testing.assert_close(patched(x), module(x), rtol=1e-5, atol=1e-5)
+    assert (added.counts(), renormed_sums.counts()) == ((1,), (0,))
+
+
+def test_hooks_see_the_gradient_of_a_sum_between_two_norms(renormed_sums: Counted) -> None:
+    hooked = form("Hooked", "h = self.norm(h)", "h = x + h", "y = self.other(h)", "h.retain_grad()", "return h, y")
+    module, patched = twins(hooked())
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    gradients = []
+    for each in (module, patched):
+        total, y = each(x)
+        loss: torch.Tensor = (total.square() + y.exp()).sum()
+        backward(loss)
+        gradients.append(total.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+    assert renormed_sums.counts() == (1,)
 
 
 @pytest.mark.parametrize(

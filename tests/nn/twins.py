@@ -53,9 +53,11 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
         self._counts = dict.fromkeys(names, 0)
         for name in names:
-            monkeypatch.setattr(module, name, self._counting(name, getattr(module, name)))
+            monkeypatch.setattr(module, name, self.counting(name, getattr(module, name)))
 
-    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose results are counted under a name."""
+
         def counted(*args: Any) -> Any:
             result = function(*args)
             self._counts[name] += result is not None
