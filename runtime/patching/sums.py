@@ -151,7 +151,7 @@ class Sums:
             return None
         options = options_of(norm, dtype, x)
         launched = self._launched(add_ahead, norm, (x, *vectors_of(norm), residual, None), options)
-        return None if launched is None else _Joined(*launched, norm, options)
+        return None if launched is None else _Joined(launched[0], launched[1], norm, options)
 
     def _add_later(self, name: str | None, later: _Later, residual: Any) -> torch.Tensor | None:
         """Return the sum of a norm's result and a residual, also with the norm behind; None if no kernel can."""
@@ -164,10 +164,10 @@ class Sums:
         # The kernel of two norms has one set of options, and one dtype.
         is_alike = is_bare(behind) and is_taken(behind, x) and options_of(behind, x.dtype, x) == options
         if is_alike and x.dtype is dtype is residual.dtype:
-            given = (word, eps, weight_offset, cast, "none", None, None)
-            launched = self._launched(renormed.add_ahead, norm, (*operands, *vectors_of(behind), None), given)
+            of_both = (word, eps, weight_offset, cast, "none", None, None)
+            launched = self._launched(renormed.add_ahead, norm, (*operands, *vectors_of(behind), None), of_both)
             if launched is not None:
-                self._joined = _Joined(*launched, behind, options)
+                self._joined = _Joined(launched[0], launched[1], behind, options)
                 return self._joined.total
         # A norm that rounds rows first would round them to the residual's dtype.
         if dtype is not residual.dtype and not (rounds_once(norm) and is_within(dtype, residual.dtype)):
