@@ -17,6 +17,7 @@ from ..upstream.torch_inductor import all_equal, without_guards
 _ATEN = torch.ops.aten
 RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 ADD = _ATEN.add.Tensor
+SLICE = _ATEN.slice.Tensor
 SUM = _ATEN.sum.dim_IntList
 CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -36,7 +36,7 @@ class Operator(NamedTuple):
     function: str
     args: Mapping[str, Any]
     call: Call
-    results: Mapping[str, Node]
+    results: dict[str, Node]
 
 
 def read(node: object) -> Operator | None:
@@ -87,6 +87,7 @@ def change(old: Operator, args: Mapping[str, Any], call: Call, before: Node, vie
         fakes = results_of(call, call.x.new_empty)
     names = [row.name for row in call.function.family.results]
     returned = {name: fake for name, fake in zip(names, fakes, strict=True) if fake is not None}
+    node.target = traced.operator(call.function.family.functions[call.function.norm])
     node.args, node.kwargs = tuple([args[name] for name in call.function.passed]), {}
     # Inductor keeps the strides of the fake arguments.
     eager = torch.fx.map_arg(node.args, lambda each: each.meta["val"])

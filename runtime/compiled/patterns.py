@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from ..calls.outputs import packing
+from ..codegen.parameters import RENORMED
 from ..codegen.values import Direction
 from ..dtypes import FLOATS, HALVES
 from ..upstream.torch_inductor import all_equal
@@ -25,6 +27,7 @@ from .nodes import (
     ADD,
     CONVERT,
     RESHAPES,
+    SLICE,
     SUM,
     addends,
     between,
@@ -56,7 +59,8 @@ class Match(NamedTuple):
         norm: the operator.
         args: the arguments that change, by name.
         before: the node that the operator moves in front of.
-        replaced: nodes that go, each with what replaces it: one of its operands, or the name of a result.
+        replaced: nodes that go, each with what replaces it: one of its operands, the name of a result, or a function
+            that returns a view of a result, given all results.
         view: the reshape of the rows that the operator reads no longer, or None.
     """
 
@@ -198,6 +202,54 @@ def _first_of(last: Operator) -> Operator | None:
     return first
 
 
+# What two norms of one kernel have in common.
+_SHARED = ("eps", "weight_offset", "cast")
+
+
+def _next_norm(second: Operator) -> Iterator[Match]:
+    """Match the norm of a sum that the operator of another norm computes: one operator computes all three."""
+    total, _ = without_reshapes(second.args["x"])
+    first = read(total.args[0]) if total.target is operator.getitem else None
+    if first is None or first.function != second.function or first.results.get("y") is not total:
+        return
+    residual, dtype, (mode, m) = first.args["residual"], value(total).dtype, (second.call.mode, second.call.m)
+    if (
+        first.args["fadd"] != "post_add"
+        or not all_equal(value(total).shape, second.call.x.shape)
+        or any(first.args.get(name) != second.args.get(name) for name in _SHARED)
+        or {first.call.x.dtype, value(residual).dtype} != {dtype}
+        or any((mode.fadd.adds, mode.x_bias, mode.serves, first.call.mode.x_bias, is_written(total)))
+        # The places of both norms' statistics are numbers.
+        or not isinstance(m, int)
+        or not all(map(is_light, between(first.node, second.node)))
+    ):
+        return
+    args = {name: first.args[name] for name in ("x", "weight", "bias", "residual", *_SHARED) if name in first.args}
+    args |= {f"next_{name}": second.args[name] for name in ("weight", "bias") if name in second.args}
+    args |= {name: second.args[name] for name in ("smooth_scale", "fquant")}
+    args["out_dtype"] = second.args["out_dtype"] or second.call.dtype_of("y")
+    args["save_mv"] = first.args["save_mv"] or second.args["save_mv"]
+    statistics = [
+        (results.pop(name), partial(_statistic, m, second.call.function.norm.centres, at, name))
+        for at, results in enumerate((first.results, second.results))
+        for name in ("mean", "rstd")
+        if name in results
+    ]
+    both = second._replace(function=RENORMED.functions[second.call.function.norm], args=args)
+    yield Match(both, {}, first.node, [(total, "residual_out"), *statistics])
+
+
+def _statistic(m: int, centres: bool, at: int, name: str, results: Mapping[str, Node]) -> Node:
+    """Return the statistics of one of two norms, a view of those of both."""
+    packed = results["rstd"]
+    length, to_rstd = packing(m, centres)
+    start = at * (value(packed).numel() - length) + (to_rstd // value(packed).itemsize if name == "rstd" else 0)
+    with packed.graph.inserting_after(packed):
+        rows = packed.graph.call_function(SLICE, (packed, 0, start, start + m))
+    rows.meta["val"] = value(packed)[start : start + m]
+    return rows
+
+
 def _column_sum(node: Node) -> Iterator[Match]:
     """Match the sum of dx over rows: the gradient of the bias of a linear layer before the norm.
 
@@ -243,6 +295,7 @@ class Pattern(NamedTuple):
 PATTERNS = (
     Pattern("join_cast", Direction.FORWARD, _casts),
     Pattern("join_post_add", ADD, partial(_addition, "y")),
+    Pattern("join_next_norm", Direction.FORWARD, _next_norm),
     Pattern("join_sum", Direction.FORWARD, _sum),
     Pattern("join_widening", Direction.BACKWARD, _narrow_dy),
     Pattern("join_gradient", ADD, partial(_addition, "dx")),
@@ -273,8 +326,8 @@ def _is_applied(match: Match) -> bool:
         return False
     results = change(match.norm, args, call, match.before, match.view)
     for node, replacement in match.replaced:
-        if isinstance(replacement, str):
-            replacement = results[replacement]
+        if not isinstance(replacement, Node):
+            replacement = replacement(results) if callable(replacement) else results[replacement]
             if value(replacement).dim() != value(node).dim():
                 replacement = reshape(node, replacement, list(value(node).shape), value(node))
         for each in without_reshapes(replacement)[1]:

@@ -223,7 +223,6 @@ BEHIND = {
     "of two norms": Case(lambda p, x, r: norm(x) + norm(r, p.weight), alike(2)),
     "a residual that another kernel reads": Case(lambda p, x, r: norm(h := torch.relu(r) @ x) + h, [rows(N, N)] * 2),
     # The sum behind a norm goes first.
-    "a norm of the sum": Case(lambda p, x, r: (s := behind(p, x, r), norm(s, p.bias)), alike(2)),
     "a sum before the norm": Case(lambda p, x, r, other: (s := x + r, behind(p, s, other)), alike(3), 1, 1),
     "y that is returned": Case(lambda p, x, r: ((y := norm(x)) + r, y), alike(2), 0),
     "a residual of the sum's own kernel": Case(lambda p, x, r: norm(x) + torch.relu(r), alike(2), 0),
@@ -388,6 +387,24 @@ OVER_ROWS = {
 }
 
 
+def between(x: Any, residual: Any, weight: Any = None, **others: Any) -> tuple[Any, Any]:
+    """Return the norm of the sum of a residual and a norm, and the sum."""
+    total = residual + norm(x, **others)
+    return norm(total, weight, **others), total
+
+
+# A sum between two norms; what `join_post_add` joined is no addition any more.
+BETWEEN = {
+    "two norms": Case(lambda p, x, r: between(x, r, p.weight), alike(2), 1, 0),
+    "of 16 bits": Case(lambda p, x, r: between(x, r, p.weight.to(HALF)), [half(), half()], 1, 0),
+    "the sum alone in 16 bits": Case(lambda p, x, r: between(x, r), [half(), rows()], 0, 0),
+    "of other epsilons": Case(lambda p, x, r: norm(r + norm(x), eps=1e-3), alike(2), 0, 0),
+    "a sum in another shape": Case(lambda p, x, r: norm((r + norm(x)).view(-1, N // 2)), alike(2), 0, 0),
+    "a sum that is written to": Case(lambda p, x, r: norm((r + norm(x)).mul_(2)), alike(2), 0, 0),
+    "a quantised one": Case(lambda p, x, r: quantised(r + norm(x), p), alike(2), 1, 0),
+}
+
+
 def widened(cast: str) -> Callable[..., Any]:
     return lambda p, dy, x: dx(p, dy.float(), x, cast=cast)
 
@@ -403,6 +420,7 @@ RULES: dict[str, tuple[dict[str, Case], float, float]] = {
     "join_sum": (SUMS, 1e-5, 1e-5),
     "join_cast": (CASTS, 0, 0),
     "join_post_add": (BEHIND, 1e-5, 1e-2),
+    "join_next_norm": (BETWEEN, 1e-5, 2e-2),
     "join_gradient": (GRADIENTS, 1e-5, 1e-2),
     "join_column_sum": (OVER_ROWS, 1e-5, 1e-2),
     "join_widening": (WIDENINGS, 0, 0),
@@ -424,8 +442,8 @@ def test_what_a_rule_joins(rule: str, name: str) -> None:
     torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
     assert [each.stride() for each in made] == [each.stride() for each in expected]
     assert function.applied[rule] == case.joined
-    # A sum over rows may be over what another rule made.
-    assert rule == "join_column_sum" or sum(function.applied.values()) == case.joined
+    # A sum over rows may be over what another rule made, and a norm may follow it.
+    assert rule in ("join_column_sum", "join_next_norm") or sum(function.applied.values()) == case.joined
     if case.joined:
         assert function.count(ADD) == case.left
     sums = function.applied["join_column_sum"]

@@ -110,8 +110,9 @@ MODELS: list[tuple[Callable[[], torch.nn.Module], dict[str, Any], tuple[int, ...
         [{"join_sum": 1}, {"join_sum": 1}, {"join_gradient": 2}, {"join_gradient": 2}],
     ),
     (BehindASum, {}, (2,), [{"join_sum": 2}, {"join_gradient": 2}]),
-    # No sum is left for the norms behind.
+    # No sum is left for the norms behind; a kernel of two norms needs a size that is known.
     (PostNorm, {"dynamic": True}, (2, 5), [{"join_post_add": 2}, {"join_gradient": 2}]),
+    (PostNorm, {}, (2,), [{"join_post_add": 2, "join_next_norm": 1}, {"join_gradient": 2}]),
 ]
 
 

@@ -108,6 +108,20 @@ def _sum_with(compute: Step, choose: Choose, pool: Pool) -> None:
     pool.append(result.view(other.shape) + other)
 
 
+def _sum_between_norms(choose: Choose, pool: Pool) -> None:
+    function: Any = choose((normforge.rmsnorm2d_fwd, normforge.layernorm2d_fwd))
+    options: dict[str, Any] = {"cast": choose(("after_weight", "before_weight")), "save_mv": True}
+    x = choose(pool)
+    first = function(x, choose((None, pool.weight)), **options)
+    pool.append(first.y + choose([each for each in pool if each.shape == x.shape]))
+    second = function(pool[-1], choose((None, pool.bias)), **options)
+    if choose((True, False, False)):
+        STEPS[choose(list(STEPS))](choose, pool)
+    pool.append(second.y)
+    statistics = (first.mean, first.rstd, second.mean, second.rstd)
+    pool.sums += [each for each in statistics if each is not None and choose((True, False))]
+
+
 def _over_rows(choose: Choose, pool: Pool) -> None:
     _backward(choose, pool)
     gradient = pool[-1]
@@ -142,6 +156,7 @@ JOINED: dict[str, Step] = {
     "cast of a norm": _cast_of_a_norm,
     "sum of gradients": partial(_sum_with, _backward),
     "sum behind a norm": partial(_sum_with, _norm),
+    "sum between norms": _sum_between_norms,
     "over rows": _over_rows,
 }
 STEPS |= JOINED
