@@ -202,7 +202,7 @@ def _first_of(last: Operator) -> Operator | None:
     return first
 
 
-# What two norms of one kernel have in common.
+# The options that both norms of one kernel share.
 _SHARED = ("eps", "weight_offset", "cast")
 
 
