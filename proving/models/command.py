@@ -1,4 +1,4 @@
-"""The command: python -m proving models. Make norms of foreign classes, and ask `patch` what it does with them."""
+"""The command: python -m proving models. Make norms of a library's classes, and ask `patch` what it does with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +22,31 @@ from normforge.patching.probing import formula_of
 from ..evidence import Table, conclude, markdown, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_PAGE = Path("docs/reference/huggingface.md")
 
-# A norm by its name, and not a layer that has one.
-NORM = re.compile(r"(RMSNorm|LayerNorm)(Gated|1P|2d)?$")
+
+class Library(NamedTuple):
+    """A library whose norms are tried.
+
+    Attributes:
+        files: the files that define models and their layers, by a pattern.
+        norm: matches the name of a norm, and not of a layer that has one.
+        page: the name of its page in docs/reference/, and of its table.
+    """
+
+    files: str
+    norm: re.Pattern[str]
+    page: str
+
+
+LIBRARIES = {
+    "transformers": Library("models/*/modeling_*.py", re.compile(r"(RMSNorm|LayerNorm)(Gated|1P|2d)?$"), "huggingface"),
+    "diffusers": Library(
+        "**/*.py",
+        re.compile(r"^(?!.*(Ada|Modulated|Conditional)).*(RMS_?|Layer|Group|Lp|Pixel)[Nn]orm(3D)?$"),
+        "diffusers",
+    ),
+    "timm": Library("**/*.py", re.compile(r"^(Rms|Layer|Group|Simple)Norm(Exp)?1?(Act)?(2d)?(Fp32|NoBias)*$"), "timm"),
+}
 _N = 64
 
 _FORMULAS = {
@@ -40,33 +62,35 @@ _TAKEN, _SKIPPED, _NOT_TRIED = "taken", "skipped", "not tried"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try every class, and print the summary."""
-    about = "Which norm classes of Hugging Face's transformers, which has to be installed, patch takes."
-    parser = parser_of("models", about)
+    """Try every class of a library, and print the summary."""
+    parser = parser_of("models", "Which norm classes of a library, which has to be installed, patch takes.")
+    parser.add_argument("library", nargs="?", choices=LIBRARIES, default="transformers", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        transformers = import_module("transformers")
+        package: Any = import_module(options.library)
     except ModuleNotFoundError as error:
-        parser.error(f"{error}; pip install transformers")
+        parser.error(f"{error}; pip install {options.library}")
     header = {
-        "transformers": transformers.__version__,
+        options.library: package.__version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "revision": options.revision or revision_of(ROOT),
     }
-    found = survey(_classes(Path(transformers.__path__[0])), header)
-    conclude(options, "huggingface", found, summary, page=_PAGE)
+    library = LIBRARIES[options.library]
+    found = survey(_classes(Path(package.__path__[0]), library), header)
+    conclude(options, library.page, found, summary, page=Path(f"docs/reference/{library.page}.md"))
     return 0
 
 
-def _classes(package: Path) -> Iterator[type[torch.nn.Module]]:
-    for path in sorted((package / "models").glob("*/modeling_*.py")):
-        if not re.search(r"^class \w*(RMSNorm|LayerNorm)\w*\(", path.read_text(), re.MULTILINE):
+def _classes(package: Path, library: Library) -> Iterator[type[torch.nn.Module]]:
+    for path in sorted(package.glob(library.files)):
+        named = re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE)
+        if not any(map(library.norm.search, named)):
             continue
-        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        name = ".".join((package.name, *path.relative_to(package).with_suffix("").parts))
         for cls in vars(import_module(name)).values():
             is_own = inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
-            if is_own and NORM.search(cls.__name__):
+            if is_own and library.norm.search(cls.__name__):
                 yield cls
 
 
