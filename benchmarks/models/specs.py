@@ -308,43 +308,44 @@ def _written(cache: Any, position: int) -> dict[str, torch.Tensor]:
 
 
 # The order is that of worth: a run that is cut short has measured the first ones.
+def _language_model(
+    name: str, classes: tuple[str, str], shape: Shape, options: Callable[[Shape], Mapping[str, Any]] = _llama_like
+) -> Spec:
+    """Return a causal model of transformers, given the names of its config and its class."""
+    build = partial(_causal, *classes, options)
+    return Spec(name, "transformers", shape, build, _causal_language, _causal_decoding, _LIGER.get(name, ""))
+
+
+_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma": "gemma", "gemma3": "gemma3_text"}
+
 SPECS = {
     spec.name: spec
     for spec in (
-        Spec(
+        _language_model(
             "llama",
-            "transformers",
+            ("LlamaConfig", "LlamaForCausalLM"),
             Shape(8, 2048, 32, 8192, batch=4, tokens=2048, kv_heads=8),
-            partial(_causal, "LlamaConfig", "LlamaForCausalLM", _llama_like),
-            _causal_language,
-            _causal_decoding,
-            liger="llama",
         ),
-        Spec(
+        _language_model(
             "qwen3",
-            "transformers",
+            ("Qwen3Config", "Qwen3ForCausalLM"),
             Shape(12, 1024, 16, 3072, batch=4, tokens=2048, kv_heads=8, head_dim=128),
-            partial(_causal, "Qwen3Config", "Qwen3ForCausalLM", _llama_like),
-            _causal_language,
-            _causal_decoding,
-            liger="qwen3",
         ),
-        Spec(
+        _language_model(
             "gemma",
-            "transformers",
+            ("GemmaConfig", "GemmaForCausalLM"),
             Shape(8, 2048, 8, 16384, batch=4, tokens=2048, kv_heads=1, head_dim=256),
-            partial(_causal, "GemmaConfig", "GemmaForCausalLM", _llama_like),
-            _causal_language,
-            _causal_decoding,
-            liger="gemma",
         ),
-        Spec(
+        _language_model(
+            "gemma3",
+            ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+            Shape(8, 2304, 8, 9216, batch=4, tokens=2048, kv_heads=4, head_dim=256),
+        ),
+        _language_model(
             "gpt2",
-            "transformers",
+            ("GPT2Config", "GPT2LMHeadModel"),
             Shape(6, 1024, 16, 4096, batch=16, tokens=1024, vocabulary=50304),
-            partial(_causal, "GPT2Config", "GPT2LMHeadModel", _gpt2),
-            _causal_language,
-            _causal_decoding,
+            _gpt2,
         ),
         Spec("vit", "timm", Shape(8, 1024, 16, 4096, batch=64, vocabulary=1000), _vit, _classes),
         Spec("bert", "transformers", Shape(6, 1024, 16, 4096, batch=32, tokens=512), _bert, _masked_language),
