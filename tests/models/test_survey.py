@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from proving.models.command import NORM, summary, survey
+from proving.models.command import LIBRARIES, summary, survey
 
 from ..nn import models
 
@@ -43,6 +44,25 @@ def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:
     assert "| taken | torch's own | 1 | LayerNorm |" in page
 
 
-def test_a_norm_is_known_by_the_end_of_its_name() -> None:
-    named = ("LlamaRMSNorm", "T5LayerNorm", "MambaRMSNormGated", "SamLayerNorm2d", "HubertLayerNormConvLayer", "Norm")
-    assert [bool(NORM.search(name)) for name in named] == [True, True, True, True, False, False]
+NAMES = {
+    "transformers": (
+        ("LlamaRMSNorm", "T5LayerNorm", "MambaRMSNormGated", "SamLayerNorm2d"),
+        ("HubertLayerNormConvLayer", "Norm"),
+    ),
+    "diffusers": (
+        ("WanRMS_norm", "FP32LayerNorm", "MochiChunkedGroupNorm3D", "LpNorm"),
+        ("AdaLayerNormZero", "AdaGroupNorm", "SpatialNorm", "MochiModulatedRMSNorm"),
+    ),
+    "timm": (
+        ("RmsNorm", "LayerNorm2dFp32", "GroupNorm1Act", "SimpleNorm2d"),
+        ("NormMlp", "BatchNormAct2d", "ConvNormAct"),
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_norms_are_known_by_their_names(library: str) -> None:
+    norms, others = NAMES[library]
+    pattern = LIBRARIES[library].norm
+    assert all(map(pattern.search, norms))
+    assert not any(map(pattern.search, others))
