@@ -113,7 +113,7 @@ def shared_files(*, backward: bool, groups: bool = False) -> dict[str, str]:
     """
     files = {"__init__.py": render("package.py.j2"), "primitives.py": render("primitives.py.j2")}
     if backward:
-        files["finalise.py"] = render("finalise.py.j2")
+        files |= {name: render(f"{name}.j2") for name in ("finalise.py", "rotary.py")}
     if groups:
         files["group_primitives.py"] = render("group_primitives.py.j2")
     return files

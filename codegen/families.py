@@ -38,6 +38,7 @@ class Kind(Enum):
     FLAG = "flag"
     DTYPE = "dtype"
     OUT = "out"
+    OUTS = "outs"
     NAMES = "names"
 
     @property
@@ -119,6 +120,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.DTYPE: KindRow("torch.dtype", "ScalarType"),
     # The tensor that an output is written to.
     Kind.OUT: KindRow("torch.Tensor", "Tensor"),
+    # The tensors that both outputs are written to.
+    Kind.OUTS: KindRow("tuple[torch.Tensor, torch.Tensor]", "Tensor[]"),
     # A collection of names, out of a fixed few.
     Kind.NAMES: KindRow("Collection[str]", "str[]"),
 }

@@ -771,5 +771,97 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
     ),
 )
 
+_HEADS = f"{_ANY_FLOATS}, the tokens and the heads on any stride each, as in a packed qkv"
+_ROTARY = Family(
+    direction=FORWARD.direction,
+    functions={Norm.RMS: "qk_norm_rope"},
+    parameters=tuple(
+        replace(row, functional=True)
+        for row in (
+            replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
+            replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), of q's dtype and tokens."), positional=True),
+            *(
+                replace(
+                    _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"(D,), {_ANY_FLOATS}, or None for 1."),
+                    positional=True,
+                    optional=True,
+                )
+                for name in "qk"
+            ),
+            *(
+                replace(_row(name, Kind.ROWS, REQUIRED, meaning), positional=True)
+                for name, meaning in (
+                    (
+                        "cos",
+                        f"(..., rotary_dim / 2), {_ANY_FLOATS}: a row for each token, in q's leading dimensions or in "
+                        "one; with positions (max_position, rotary_dim / 2).",
+                    ),
+                    ("sin", "as cos. Neither has a gradient."),
+                )
+            ),
+            _row(
+                "positions",
+                Kind.ROWS,
+                "None",
+                "int32 or int64, one for each token: the rows of cos and sin, which no kernel checks. None is the "
+                "token's own row.",
+            ),
+            replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),
+            _row("eps", Kind.NUMBER, "1e-6", "added to the mean square, to the variance, or to the sum of squares."),
+            _row(
+                "interleaved",
+                Kind.FLAG,
+                "False",
+                "True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).",
+            ),
+            _row(
+                "rotary_dim",
+                Kind.COUNT,
+                "None",
+                "how many of the first columns are rotated, an even number; None is D.",
+            ),
+            _row("weight_offset", Kind.NUMBER, "0.0", "added to both weights, in fp32; 1.0 for Gemma's."),
+            CAST,
+            _row(
+                "out",
+                Kind.OUTS,
+                "None",
+                "where the results go, instead of new tensors: in q's and k's shapes, and possibly q and k themselves. "
+                "No operand may require a gradient then.",
+            ),
+        )
+    ),
+    results=(),
+)
+_ROTARY_FUNCTIONS = FunctionalFunctions(
+    _ROTARY,
+    rows=_ROTARY,
+    output=_TWO,
+    call="rotary.normalise(operands, options)",
+    summary={Norm.RMS: "Normalise each head of queries and keys, and apply rotary embeddings, all in one kernel."},
+    details={
+        Norm.RMS: (
+            "Each head is normalised by itself and multiplied by its weight, as `rms_norm`, `layer_norm` and `l2_norm` "
+            "compute it; pairs (a, b) of its columns become (a cos - b sin, b cos + a sin) (Su et al., 2021). All "
+            "steps are in fp32 and rounded once.",
+            "Differentiable in q, k and both weights. The backward pass saves the operands alone. One kernel computes "
+            f"the gradients of q and k, and a second one adds up those of the weights. {_SUMS} {_SECOND}",
+            "Kernels read views in place if all tokens are one stride apart, and all heads; anything else is copied "
+            "once. Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. Autocast "
+            "changes nothing.",
+        )
+    },
+    returns=("q and k, normalised and rotated: in the shapes of q and k and in their dtype.",),
+    raises=(
+        "ShapeError: a shape does not fit q's, or rotary_dim is no even number of columns; positions of several rows "
+        "(mRoPE) do not fit.",
+        "DTypeError: a tensor is of a type that cannot be normalised, or q and k are of two types.",
+        "DeviceError: tensors are on several devices, or are DTensors.",
+        "LayoutError: a tensor is sparse or nested; tensors of out overlap others, or their tokens are on two strides.",
+        "GradientError: cos or sin requires a gradient, or an operand does and out was passed.",
+        "ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to.",
+    ),
+)
+
 PLAIN = (_PLAIN_FUNCTIONS, _L2_FUNCTIONS, _ADD_FUNCTIONS)
-FUNCTIONAL = (_POST_ADD_FUNCTIONS, _MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS)
+FUNCTIONAL = (_POST_ADD_FUNCTIONS, _MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS, _ROTARY_FUNCTIONS)

@@ -209,10 +209,10 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
         raise DTypeError(f"{name} has dtype {tensor.dtype}; it takes {' or '.join(map(str, dtypes))}")
 
 
-def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor, its_name: str = "x") -> None:
     """Check that an operand is on x's device."""
     if tensor.device != x.device:
-        raise DeviceError(f"{name} is on {tensor.device} and x on {x.device}; move one to the other's device")
+        raise DeviceError(f"{name} is on {tensor.device} and {its_name} on {x.device}; move one to the other's device")
 
 
 def check_result_dtype(name: str, dtype: object, *, is_gradient: bool) -> None:

@@ -469,6 +469,29 @@ def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1
     return absent if vector is None else widened(vector).reshape(-1, *[1] * (x.dim() - 2))
 
 
+# Queries and keys: the norm of each head, and its rotary embedding.
+
+
+def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the results of `rotary.normalise` for the same tensors and checked options, differentiable."""
+    q, k, q_weight, k_weight, cos, sin, positions = operands
+    norm, eps, interleaved, rotary_dim, weight_offset, cast = options
+    axis, half = -1 if interleaved else -2, rotary_dim // 2
+    cos, sin = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        h = _norm(norm, widened(x), _last_dimension(x), None, None, eps)
+        to = _rounded_to(cast, x.dtype, x.dtype)
+        y = _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), None)
+        by_cos, by_sin = [each.reshape(*x.shape[:-2], 1, half) for each in (cos, sin)]
+        pairs = y[..., :rotary_dim].view(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+        first, second = pairs.unbind(axis)
+        turned = torch.stack((first * by_cos - second * by_sin, second * by_cos + first * by_sin), axis)
+        return torch.cat((turned.flatten(-2), y[..., rotary_dim:]), -1).to(x.dtype)
+
+    return rotated(q, q_weight), rotated(k, k_weight)
+
+
 # Second derivatives of every family: torch's operators differentiate the backward formulas above.
 
 

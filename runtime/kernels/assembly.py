@@ -283,7 +283,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
 
     return Assembly(
         walkers=walkers,
-        finisher=_finisher(n, facts, of_parts=mode.modulated or mode.grouped),
+        finisher=finisher(n, target, facts.sums, of_parts=mode.modulated or mode.grouped),
         programs=programs,
         row_terms=row.row_terms,
         exchange=partial(row.exchange, tile, n) if row.waits else None,
@@ -358,7 +358,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     )
     return Assembly(
         walkers=walkers,
-        finisher=_finisher(channels, facts, of_parts=False),
+        finisher=finisher(channels, target, facts.sums),
         programs=programs,
         row_terms=("partials_ptr",),
         exchange=(lambda m: m * cut.parts) if spreads else None,
@@ -366,12 +366,12 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     )
 
 
-def _finisher(n: int, facts: Facts, *, of_parts: bool) -> Recipe | None:
+def finisher(n: int, target: Target, sums: Mapping[str, str | None], *, of_parts: bool = False) -> Recipe | None:
     """Return the kernel that adds up partial sums of n columns, or None if no sum is wanted.
 
-    The grid is the grid of one part. With `of_parts`, several parts are in the third dimension.
+    The grid is the grid of one part. With `of_parts`, several parts are in the third dimension. `sums` is as in
+    `Facts`.
     """
-    target, sums = facts.target, facts.sums
     if not any(sums.values()):
         return None
     summing = (_SUMMING_OF_PARTS if of_parts else _SUMMING) if target.compiles else _INTERPRETED_SUMMING

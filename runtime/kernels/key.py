@@ -15,6 +15,7 @@ POINTERS = {
     "float32": "*fp32",
     "int8": "*i8",
     "uint8": "*u8",
+    "int32": "*i32",
     "int64": "*i64",
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",

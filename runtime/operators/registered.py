@@ -33,7 +33,7 @@ from ..codegen.values import Direction
 from ..upstream.imports import when_imported
 from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import eager_only
-from . import gradients
+from . import gradients, rotary
 from .kernels import NAMESPACE, Recording, at_once, both, of_plain_tensors
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
@@ -122,16 +122,22 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
     if not (into or takes.family_name):
         in_order = _in_order(name, len(takes.outs))
         kernel = of_plain_tensors(in_order, kernel)
-    fake, shortest = partial(_fake, name, into), both(own, in_order)
-    for defined, each in both(own, kernel).items():
-        _library.define(_schema(takes, into, defined), tags=_TAGS)
+    _define(own, partial(_schema, takes, into), kernel, partial(_fake, name, into), in_order)
+    if into:
+        for defined in both(own, kernel):
+            _count_writes(defined, getattr(torch.ops.normforge, defined).default, len(takes.outs))
+
+
+def _define(name: str, schema: Callable[[str], str], kernel: Any, fake: Any, shortest: Any) -> None:
+    """Define an operator and its batch-invariant twin; `shortest` is the kernel for Inductor's code."""
+    at = both(name, shortest)
+    for defined, each in both(name, kernel).items():
+        _library.define(schema(defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
         operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
         _kernels[defined] = each
-        _at_once[operator] = at_once(operator, shortest[defined])
-        if into:
-            _count_writes(defined, operator, len(takes.outs))
+        _at_once[operator] = at_once(operator, at[defined])
 
 
 def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], outs: int) -> None:
@@ -161,6 +167,7 @@ for _name, _takes in OPERATORS.items():
     if _takes.outs:
         _register(_name, _takes, into=True)
     _register_gradients(_name, _takes)
+rotary.register(_define, _recording)
 called_at_once(_at_once)
 
 

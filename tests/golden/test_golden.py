@@ -102,7 +102,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     yield from ((path, calls.render_calls(path)) for path in EMITTED)
 
 
-_SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "dispatch.py", "__init__.py")
+_SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "rotary.py", "dispatch.py", "__init__.py")
 
 TEXTS = dict(_texts())
 

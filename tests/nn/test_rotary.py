@@ -1,0 +1,492 @@
+"""Norms of queries and keys with rotary embeddings: outputs and gradients against the formula in fp64, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import normforge
+from normforge import errors
+from normforge.families import rotary
+
+from ..calling import each_device, same_bits
+from ..counting import counted
+from ..kernels.test_rotary import Case, formula, problem, tolerance, wide
+
+Tensors = dict[str, Any]
+LEAVES = ("q", "k", "q_weight", "k_weight")
+
+CASES = (
+    *(Case(interleaved=each, norm=norm) for each in (False, True) for norm in ("rms", "layer", "l2")),
+    Case(n=80, rotary_dim=32, norm="layer", interleaved=True, positions=True, dtype=torch.float32),
+    Case(n=96, rotary_dim=96, positions=True, dtype=torch.float16),
+    Case(n=128, rotary_dim=64, weights=False),
+    Case(n=256, rotary_dim=256, offset=1.0, q_heads=3, k_heads=1),
+    Case(rounds_first=True, tokens=1),
+    Case(n=6, rotary_dim=2, q_heads=1, k_heads=1, eps=0.5, dtype=torch.float32),
+    # More heads than a program takes at once, and programs with several tiles.
+    Case(tokens=70, dtype=torch.float32),
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def given(case: Case, device: str = "cpu") -> Tensors:
+    """Operands by name, on a device; q, k and v of one tensor."""
+    operands = {"q_weight": None, "k_weight": None} | problem(case)
+    packed = operands["q"]._base.to(device)
+    q, k, _ = packed.split((case.q_heads, case.k_heads, case.k_heads), 1)
+    if not case.positions:
+        operands |= {name: operands[name][: case.tokens] for name in ("cos", "sin")}
+    others = {name: None if each is None else each.to(device) for name, each in operands.items()}
+    return others | {"q": q, "k": k}
+
+
+def call(case: Case, operands: Tensors, **others: Any) -> Any:
+    options = {"norm": case.norm, "eps": case.eps, "interleaved": case.interleaved, "weight_offset": case.offset}
+    options |= {"rotary_dim": case.rotary_dim, "cast": "before_weight" if case.rounds_first else "after_weight"}
+    return normforge.qk_norm_rope(**operands, **(options | others))
+
+
+def leaves_of(operands: Tensors) -> Tensors:
+    """Return operands of which those that have gradients require them."""
+    return {
+        name: each.detach().requires_grad_() if name in LEAVES and each is not None else each
+        for name, each in operands.items()
+    }
+
+
+def exact(case: Case, operands: Tensors) -> tuple[Tensors, list[torch.Tensor]]:
+    """Return leaves in fp64 on the CPU, and the formula's results."""
+    whole = wide({name: each.cpu() for name, each in operands.items() if each is not None})
+    return whole, [formula(case, name, whole) for name in ("q", "k")]
+
+
+def agree(case: Case, found: Any, wanted: Any, sums: float = 1.0) -> None:
+    rtol, atol = tolerance(case)
+    found, wanted = found.detach().double().cpu(), wanted.detach()
+    size = sums * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol * size)
+
+
+def check(case: Case, operands: Tensors, due: list[torch.Tensor] | None = None) -> None:
+    """Hold results and gradients of a call against the formula."""
+    leaves = leaves_of(operands)
+    results = call(case, leaves)
+    whole, wanted = exact(case, operands)
+    due = due or [torch.randn(each.shape, dtype=torch.float64).to(each) for each in results]
+    torch.autograd.backward(results, due)
+    torch.autograd.backward(wanted, [each.double().cpu() for each in due])
+    for name, result, its in zip(("q", "k"), results, wanted, strict=True):
+        assert (result.dtype, result.shape) == (operands[name].dtype, operands[name].shape)
+        agree(case, result, its)
+    for name in [name for name in LEAVES if operands[name] is not None]:
+        assert leaves[name].grad.dtype is operands[name].dtype
+        # Sums over heads of what may have been rounded to the other side.
+        agree(case, leaves[name].grad, whole[name].grad, 8.0 if "weight" in name else 1.0)
+
+
+@each_device
+@each_case
+def test_outputs_and_gradients(case: Case, device: str) -> None:
+    for seed in range(3):
+        # The later ones are known calls, of other tensors.
+        torch.manual_seed(seed)
+        check(case, given(case, device))
+
+
+@each_device
+def test_weights_of_other_types_have_gradients_of_theirs(device: str) -> None:
+    case = Case(dtype=torch.float32)
+    operands = given(case, device)
+    operands |= {
+        name: operands[name].to(dtype) for name, dtype in (("q_weight", torch.float16), ("sin", torch.bfloat16))
+    }
+    leaves = leaves_of(operands)
+    results = call(case, leaves)
+    whole, wanted = exact(case, operands)
+    for result, its in zip(results, wanted, strict=True):
+        agree(case, result, its)
+    grads = torch.autograd.grad([each.sum() for each in results], [leaves["q_weight"], leaves["k_weight"]])
+    exactly = torch.autograd.grad([each.sum() for each in wanted], [whole["q_weight"], whole["k_weight"]])
+    for found, its, dtype in zip(grads, exactly, (torch.float16, torch.float32), strict=True):
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.double().cpu(), its, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def _stretched(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of x, every other element of memory."""
+    return torch.stack((x, torch.full_like(x, 7)), -1).flatten(-2)[..., ::2]
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "stretched": _stretched,
+    "negated": lambda x: torch._neg_view(-x),
+    "misaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "apart": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+}
+
+
+@each_device
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_any_strides(layout: str, interleaved: bool, device: str) -> None:
+    case = Case(interleaved=interleaved, positions=True)
+    operands = given(case, device)
+    laid_out = {name: LAYOUTS[layout](operands[name]) for name in ("q", "k")}
+    laid_out |= {
+        name: LAYOUTS["stretched"](operands[name]) for name in ("cos", "positions", "k_weight") if layout == "stretched"
+    }
+    for _ in range(2):
+        due = [LAYOUTS[layout](torch.randn_like(operands[name])) for name in ("q", "k")]
+        check(case, operands | laid_out, due)
+
+
+def test_a_tensor_may_be_one_row_for_all() -> None:
+    case = Case()
+    operands = given(case)
+    operands["q"] = operands["q"][:1, :1].expand(operands["q"].shape)
+    check(case, operands, [each.new_ones(case.n).expand(each.shape) for each in (operands["q"], operands["k"])])
+
+
+@each_device
+def test_tokens_of_several_dimensions(device: str) -> None:
+    """Sizes before the heads count tokens; tables and positions have them, or one dimension."""
+    flat = Case(tokens=6, rotary_dim=32)
+    operands = given(flat, device)
+    wanted = call(flat, operands)
+    split = {name: operands[name].view(2, 3, -1, 64) for name in ("q", "k")}
+    # As Hugging Face's models have them, the same columns twice.
+    doubled = {name: torch.cat([operands[name][:6]] * 2, -1).view(2, 3, 32)[..., :16] for name in ("cos", "sin")}
+    positions = torch.arange(6, dtype=torch.int32, device=device)
+    for others in (
+        {name: operands[name][:6] for name in ("cos", "sin")},
+        doubled,
+        {"sin": doubled["sin"].contiguous()} | {"cos": doubled["cos"]},
+        {"positions": positions},
+        {"positions": positions.long().view(2, 3)},
+    ):
+        for name, result, its in zip(("q", "k"), call(flat, operands | split | others), wanted, strict=True):
+            assert result.shape == split[name].shape
+            torch.testing.assert_close(result.view(its.shape), its)
+
+
+@each_device
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_place(interleaved: bool, device: str) -> None:
+    """Heads of a packed tensor are overwritten, those beside them are not, and autograd is told."""
+    case = Case(interleaved=interleaved, n=80, rotary_dim=64)
+    for _ in range(2):
+        operands = given(case, device)
+        wanted = call(case, operands)
+        packed = operands["q"]._base
+        values, version = packed[:, case.q_heads + case.k_heads :].clone(), packed._version
+        out = operands["q"], operands["k"]
+        results = call(case, operands, out=out)
+        assert all(result is own for result, own in zip(results, out, strict=True))
+        assert same_bits(packed, torch.cat([*wanted, values], 1))
+        assert packed._version > version
+
+
+def test_other_tensors_are_written_to() -> None:
+    case = Case()
+    operands = given(case)
+    wanted = call(case, operands)
+    for _ in range(2):
+        out = tuple(LAYOUTS["apart"](torch.zeros_like(each)) for each in wanted)
+        assert call(case, operands, out=out) is out
+        assert all(map(same_bits, out, wanted))
+
+
+def test_where_no_kernel_runs_results_are_written_too() -> None:
+    case = Case(dtype=torch.float64)
+    operands = given(case)
+    wanted = call(case, operands)
+    out = tuple(torch.zeros_like(each) for each in wanted)
+    assert all(result is own for result, own in zip(call(case, operands, out=out), out, strict=True))
+    assert all(map(torch.equal, out, wanted))
+
+
+def _out(operands: Tensors, **others: Any) -> Tensors:
+    return {"out": tuple(others.get(name, operands[name]) for name in ("q", "k"))}
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Tensors], Tensors]]] = {
+    "types of q and k": (
+        errors.DTypeError,
+        "k has dtype torch.float16; it takes torch.bfloat16",
+        lambda t: {"k": t["k"].half()},
+    ),
+    "integers": (errors.DTypeError, "q has dtype torch.int64", lambda t: {"q": t["q"].long()}),
+    "positions of floats": (errors.DTypeError, "positions has dtype", lambda t: {"positions": torch.ones(5)}),
+    "no tensor": (errors.DTypeError, "cos is a NoneType", lambda t: {"cos": None}),
+    "a device": (errors.DeviceError, "sin is on meta and q on cpu", lambda t: {"sin": t["sin"].to("meta")}),
+    "no tokens": (errors.ShapeError, r"q has shape \(4, 64\)", lambda t: {"q": t["q"][0], "k": t["k"][0]}),
+    "tokens of k": (errors.ShapeError, r"k has shape \(4, 2, 64\)", lambda t: {"k": t["k"][1:]}),
+    "columns of k": (errors.ShapeError, "k has shape", lambda t: {"k": t["k"][..., 1:]}),
+    "a weight": (errors.ShapeError, r"k_weight has shape \(63,\)", lambda t: {"k_weight": t["k_weight"][1:]}),
+    "tables": (
+        errors.ShapeError,
+        r"cos has shape \(5, 64\).* it takes \(5, 32\)",
+        lambda t: {"cos": torch.ones(5, 64)},
+    ),
+    "two tables": (errors.ShapeError, r"sin has shape \(7, 32\)", lambda t: {"sin": torch.ones(7, 32)}),
+    "rows of a table": (errors.ShapeError, r"cos has shape \(6, 32\)", lambda t: {"cos": torch.ones(6, 32)}),
+    "mRoPE": (
+        errors.ShapeError,
+        r"positions has shape \(3, 5\).*mRoPE",
+        lambda t: {"positions": torch.zeros(3, 5, dtype=torch.int64)},
+    ),
+    "odd columns": (errors.ShapeError, "rotary_dim is 31", lambda t: {"rotary_dim": 31}),
+    "too many columns": (errors.ShapeError, "rotary_dim is 66", lambda t: {"rotary_dim": 66}),
+    "a word of columns": (errors.ShapeError, "rotary_dim is 'all'", lambda t: {"rotary_dim": "all"}),
+    "eps": (errors.ConflictError, "eps=-1", lambda t: {"eps": -1}),
+    "a norm": (errors.ConflictError, "norm='batch' is no mode", lambda t: {"norm": "batch"}),
+    "a clamped norm": (errors.ConflictError, "norm='l2_clamped' has no kernel", lambda t: {"norm": "l2_clamped"}),
+    "a cast": (errors.ConflictError, "cast='never'", lambda t: {"cast": "never"}),
+    "a flag": (errors.ConflictError, "interleaved='yes'", lambda t: {"interleaved": "yes"}),
+    "an offset of no weight": (
+        errors.ConflictError,
+        "weight_offset=1.0",
+        lambda t: {"weight_offset": 1.0, "k_weight": None},
+    ),
+    "angles": (errors.GradientError, "cos requires a gradient", lambda t: {"cos": t["cos"].clone().requires_grad_()}),
+    "a sparse tensor": (errors.LayoutError, "k_weight is in layout", lambda t: {"k_weight": t["k_weight"].to_sparse()}),
+    "one tensor to write": (errors.ConflictError, "out is a Tensor", lambda t: {"out": t["q"]}),
+    "a gradient in place": (
+        errors.GradientError,
+        "q_weight requires a gradient and has none where out",
+        lambda t: {"q_weight": t["q_weight"].clone().requires_grad_()} | _out(t),
+    ),
+    "a result's type": (errors.DTypeError, r"out \(k\) has dtype", lambda t: _out(t, k=t["k"].float())),
+    "a result's shape": (errors.ShapeError, r"out \(q\) has shape", lambda t: _out(t, q=t["k"])),
+    "k over q": (errors.LayoutError, r"out \(k\) overlaps q", lambda t: _out(t, q=t["q"].clone(), k=t["q"][:, 1:3])),
+    "results that overlap": (
+        errors.LayoutError,
+        r"out \(k\) overlaps out \(q\)",
+        lambda t: _out(t, q=(q := t["q"].clone()), k=q[:, :2]),
+    ),
+    "heads that overlap": (
+        errors.LayoutError,
+        r"rows of out \(q\) overlap",
+        lambda t: _out(t, q=t["q"][:, :1].expand(5, 4, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what: str) -> None:
+    """Also of a call that is known but for that."""
+    error, match, changed = REFUSED[what]
+    case = Case()
+    operands = given(case)
+    call(case, operands)
+    for _ in range(2):
+        with pytest.raises(error, match=match):
+            normforge.qk_norm_rope(**(operands | changed(operands)))
+
+
+def test_tokens_of_a_result_are_one_stride_apart() -> None:
+    case = Case(tokens=6)
+    operands = given(case)
+    split = {name: operands[name].view(2, 3, -1, 64) for name in ("q", "k")}
+    apart = torch.nn.functional.pad(split["q"], (0, 0, 0, 0, 0, 1))[:, :3]
+    with pytest.raises(errors.LayoutError, match=r"out \(q\) has strides"):
+        call(case, operands | split, out=(apart, split["k"]))
+
+
+def test_dtensors_are_refused(mesh: DeviceMesh) -> None:
+    operands = given(Case())
+    whole = {
+        name: each if each is None else DTensor.from_local(each.contiguous(), mesh, [Replicate()])
+        for name, each in operands.items()
+    }
+    with pytest.raises(errors.DeviceError, match="was given a DTensor"):
+        call(Case(), whole)
+
+
+@each_device
+@pytest.mark.parametrize("tokens", [(0,), (2, 0)])
+def test_no_tokens(tokens: tuple[int, ...], device: str) -> None:
+    leaves = leaves_of({name: torch.ones(*tokens, heads, 64, device=device) for name, heads in (("q", 4), ("k", 2))})
+    weights = [torch.ones(64, device=device, requires_grad=True) for _ in "qk"]
+    angles = [torch.ones(*tokens, 32, device=device) for _ in "cs"]
+    results = normforge.qk_norm_rope(leaves["q"], leaves["k"], *weights, *angles)
+    assert [each.shape for each in results] == [leaves["q"].shape, leaves["k"].shape]
+    torch.autograd.backward([each.sum() for each in results])
+    assert all(each.grad is not None and not each.grad.any() for each in weights)
+
+
+@each_device
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_gradient_of_one_result(name: str, device: str) -> None:
+    """The other's gradients are zeros; and what needs no gradient has none."""
+    case = Case()
+    leaves = leaves_of(given(case, device))
+    results = dict(zip(("q", "k"), call(case, leaves), strict=True))
+    results[name].float().square().sum().backward()
+    other = {"q": "k", "k": "q"}[name]
+    assert leaves[name].grad.any()
+    assert leaves[f"{name}_weight"].grad.any()
+    assert not leaves[other].grad.any()
+    assert not leaves[f"{other}_weight"].grad.any()
+    alone = given(case, device)
+    alone[f"{name}_weight"].requires_grad_()
+    results = dict(zip(("q", "k"), call(case, alone), strict=True))
+    assert [results[each].requires_grad for each in (name, other)] == [True, name == "k"]
+    results[name].float().square().sum().backward()
+    torch.testing.assert_close(alone[f"{name}_weight"].grad, leaves[f"{name}_weight"].grad)
+
+
+@each_device
+@pytest.mark.parametrize("case", [Case(dtype=torch.float32), replace(CASES[6], positions=False)], ids=str)
+def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
+    leaves = leaves_of(given(case, device))
+    whole, wanted = exact(case, leaves)
+
+    def second(results: Any, of: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = torch.stack([each.sin().sum() for each in results]).sum()
+        first = torch.autograd.grad(total, of, create_graph=True)
+        return [*torch.autograd.grad(torch.stack([each.square().sum() for each in first]).sum(), of)]
+
+    found = second(call(case, leaves), [leaves[name] for name in LEAVES])
+    for each, its in zip(found, second(wanted, [whole[name] for name in LEAVES]), strict=True):
+        torch.testing.assert_close(each.double().cpu(), its, rtol=1e-3, atol=1e-4 * float(its.abs().max()))
+
+
+def _of_leaves(case: Case, operands: Tensors) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return the function of the tensors that have gradients, and these."""
+    names = [name for name in LEAVES if operands[name] is not None]
+    return lambda *tensors: call(case, operands | dict(zip(names, tensors, strict=True))), [operands[n] for n in names]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(n=6, rotary_dim=4, tokens=2), replace(CASES[6], n=6, rotary_dim=4, tokens=2)], ids=str
+)
+def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
+    operands = given(replace(case, dtype=torch.float64))
+    operands |= {name: operands[name].double() for name in ("q_weight", "k_weight", "cos", "sin")}
+    function, tensors = _of_leaves(case, operands)
+    _, wanted = exact(case, operands)
+    for result, its in zip(function(*tensors), wanted, strict=True):
+        torch.testing.assert_close(result, its.detach(), rtol=1e-12, atol=1e-12)
+    leaves = tuple(each.clone().requires_grad_() for each in tensors)
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+def test_transforms() -> None:
+    case = Case(dtype=torch.float32)
+    function, tensors = _of_leaves(case, given(case))
+    wanted = function(*tensors)
+    for found in (
+        [each[0] for each in torch.func.vmap(function)(*[each[None] for each in tensors])],
+        torch.func.jvp(function, tuple(tensors), tuple(map(torch.ones_like, tensors)))[0],
+        torch.jit.trace(function, tuple(tensors))(*tensors),
+    ):
+        for each, its in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each, its)
+
+
+def test_a_proxy_is_handed_the_call() -> None:
+    case = Case(dtype=torch.float32)
+    operands = given(case)
+
+    class Block(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+            return call(case, operands | {"q": q, "k": k})
+
+    traced = torch.fx.symbolic_trace(Block())
+    assert normforge.qk_norm_rope in [node.target for node in traced.graph.nodes]
+    assert all(map(same_bits, traced(operands["q"], operands["k"]), call(case, operands)))
+
+
+@each_device
+@each_case
+def test_traced(case: Case, device: str) -> None:
+    """One operator forward and one backward, with the bits of an eager call."""
+    leaves = leaves_of(given(case, device))
+    function, tensors = _of_leaves(case, leaves)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    eager, traced = function(*tensors), compiled(*tensors)
+    assert all(map(same_bits, traced, eager))
+    due = [torch.randn_like(each) for each in eager]
+    for found, its in zip(*(torch.autograd.grad(each, tensors, due) for each in (traced, eager)), strict=True):
+        assert same_bits(found, its)
+
+
+def test_compiled_in_place() -> None:
+    case = Case()
+    operands = given(case)
+    wanted = call(case, operands)
+
+    def overwrite(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return call(case, operands | {"q": q, "k": k}, out=(q, k))
+
+    q, k = operands["q"].clone(), operands["k"].clone()
+    torch.compile(overwrite, backend="aot_eager", fullgraph=True)(q, k)
+    assert all(map(same_bits, (q, k), wanted))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_operators_are_what_torch_wants(weights: bool) -> None:
+    case = Case(weights=weights, positions=True)
+    operands = leaves_of(given(case))
+    tensors = [operands[name] for name in rotary._OPERANDS]
+    options = ("rms", 1e-6, False, 64, 0.0, "after_weight")
+    torch.library.opcheck(torch.ops.normforge.qk_norm_rope.default, (*tensors, *options))
+    due = [torch.randn_like(operands[name]) for name in ("q", "k")]
+    backward: Any = torch.ops.normforge.qk_norm_rope_backward.default
+    plain = [None if each is None else each.detach() for each in tensors]
+    torch.library.opcheck(backward, (*due, *plain, *options, [weights, False]))
+
+
+def test_a_graph_of_a_batch_invariant_call_is_so_too() -> None:
+    case = Case()
+    operands = given(case)
+    with normforge.batch_invariant():
+        graph = make_fx(lambda q, k: call(case, operands | {"q": q, "k": k}))(operands["q"], operands["k"])
+    assert torch.ops.normforge.qk_norm_rope_invariant.default in [node.target for node in graph.graph.nodes]
+
+
+@each_device
+def test_bits_of_a_token_are_its_own(device: str) -> None:
+    """Under batch invariance, wherever it lies and however many there are."""
+    case = Case(tokens=9, n=80, rotary_dim=80)
+    operands = given(case, device)
+    with normforge.batch_invariant():
+        wanted = call(case, operands)
+        for layout in ("misaligned", "apart", "transposed"):
+            some = {name: LAYOUTS[layout](operands[name][4:6]) for name in ("q", "k")}
+            some |= {name: operands[name][4:6] for name in ("cos", "sin")}
+            for found, its in zip(call(case, operands | some), wanted, strict=True):
+                assert same_bits(found, its[4:6])
+
+
+def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But one that differs is."""
+    names: list[str] = []
+    monkeypatch.setattr(rotary, "_planned", counted(names, "planned", rotary._planned))
+    case = Case(n=70, rotary_dim=70, eps=0.25)
+    for _ in range(3):
+        check(case, given(case))
+    assert names == ["planned"] * 2
+    operands = given(case)
+    for changed in (
+        {"q": LAYOUTS["misaligned"](operands["q"])},
+        {"k": LAYOUTS["apart"](operands["k"])},
+        {"q_weight": None},
+    ):
+        for _ in range(2):
+            check(case, operands | changed)
+        del names[:2]
+        assert len(names) == 2
+    call(case, operands, eps=1)
+    assert len(names) == 3
