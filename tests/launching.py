@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from normforge.calls import backend, first, plan, road
+from normforge.families import rotary
 from normforge.families.group import row as group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target
@@ -39,9 +40,10 @@ def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
-        put(plan, "target_of", target)
-        patches.enter_context(mock.patch.object(plan, "Launcher", noting(met)))
-        for module in (first, group, road):
+        for module in (plan, rotary):
+            put(module, "target_of", target)
+            patches.enter_context(mock.patch.object(module, "Launcher", noting(met)))
+        for module in (first, group, road, rotary):
             put(module, "require_device", None)
         put(backend, "_interpreting", True)
         put(launcher, "obtain", None)

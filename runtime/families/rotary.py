@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import prod
 from operator import or_
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -111,7 +111,7 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
         checks.check_tensor(name, each)
     q, k, positions = named["q"], named["k"], named["positions"]
     if is_sharded(*there.values()):
-        raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
+        refuse_sharded()
     if q.dim() < 3:
         raise ShapeError(f"q has shape {tuple(q.shape)}; it takes (..., heads, D), tokens before the heads")
     *leading, _, n = q.shape
@@ -137,6 +137,11 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
     if options[4] and not {"q_weight", "k_weight"}.issubset(there):
         raise ConflictError(f"weight_offset={options[4]} is added to both weights; pass q_weight and k_weight")
     checks.check_no_gradient("has none as an angle of the rotation", cos=named["cos"], sin=named["sin"])
+
+
+def refuse_sharded(*_: object) -> NoReturn:
+    """Raise for a call of DTensors."""
+    raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
 
 
 def _check_outs(operands: Operands, outs: Operands) -> None:
@@ -304,9 +309,17 @@ def _planned(
     return Launches(tuple(steps), (m, eps, weight_offset), allocator(device), tuple(makes))
 
 
-def _launch_recorded(call: tuple[Options, Operands], operands: Operands) -> Launched:
-    options, (q, k) = call
-    return q, k, operands, options, is_on()
+@eager_only
+def launched_gradients(*arguments: Any) -> list[torch.Tensor]:
+    """Return the gradients of q, k and the weights that have one, given all arguments of the operator in order."""
+    *options, due = arguments[2 + len(_OPERANDS) :]
+    named = dict(zip(("dq_out", "dk_out", *_OPERANDS), arguments, strict=False))
+    tensors, asked = tuple(named.values()), (*options, *due)
+    if not (named["q"].numel() and named["k"].numel()):
+        return [torch.zeros_like(each) for each, is_due in zip(tensors[2:6], (True, True, *due), strict=True) if is_due]
+    launches = _known(BACKWARD, asked, tensors)
+    results = launches.run(tensors) if launches else _first(BACKWARD, named, tuple(options), tuple(due))
+    return [each for each in (*results[:2], *results[4:]) if each is not None]
 
 
 def gradients(
@@ -316,24 +329,23 @@ def gradients(
     dk_out: torch.Tensor | None,
     due: Sequence[bool],
     by_formula: bool,
-    _: object = None,
+    *_: object,
 ) -> Gradients:
     """Return the gradients of a call's operands: by kernels, by the operator, or by the formula."""
     pairs: Any = ((dq_out, saved[0]), (dk_out, saved[1]))
     # A gradient that did not arrive is one row of zeros, which serves as all rows.
     arrived = tuple([x.new_zeros(x.shape[-1:]).expand(x.shape) if each is None else each for each, x in pairs])
-    seen, of_weights = not by_formula and intercepted(*arrived, *saved), tuple(due[2:4])
-    if by_formula or not (seen or (arrived_in_memory(arrived) and all(x.numel() for _, x in pairs))):
+    seen = intercepted(*arrived, *saved)
+    if by_formula or not (seen or arrived_in_memory(arrived)):
         return eager.differentiated(lambda *operands: eager.rotary(operands, options), saved, due, arrived)
-    if seen:
-        grads = iter(operator(f"{NAME}_backward")(*arrived, *saved, *options, [*of_weights]))
-        dq, dk, *sums = [next(grads) if is_due else None for is_due in (True, True, *of_weights)]
-    else:
-        named = dict(zip(("dq_out", "dk_out", *_OPERANDS), (*arrived, *saved), strict=True))
-        tensors = tuple(named.values())
-        launches = _known(BACKWARD, (*options, *of_weights), tensors)
-        dq, dk, _, _, *sums = launches.run(tensors) if launches else _first(BACKWARD, named, options, of_weights)
-    return (dq if due[0] else None, dk if due[1] else None, *sums, None, None, None)
+    compute = operator(f"{NAME}_backward") if seen else launched_gradients
+    grads = iter(compute(*arrived, *saved, *options, [*due[2:4]]))
+    return [*[next(grads) if is_due else None for is_due in (True, True, *due[2:4])], None, None, None]
+
+
+def _launch_recorded(call: tuple[Options, Operands], operands: Operands) -> Launched:
+    options, (q, k) = call
+    return q, k, operands, options, is_on()
 
 
 _RECORDING = Recording(_launch_recorded, gradients, sums=(1, 3))

@@ -33,8 +33,8 @@ from ..codegen.values import Direction
 from ..upstream.imports import when_imported
 from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import eager_only
-from . import gradients, rotary
-from .kernels import NAMESPACE, Recording, at_once, both, of_plain_tensors
+from . import gradients
+from .kernels import NAMESPACE, Recording, at_once, both, of_plain_tensors, register_autograd
 
 # The compiler keeps the strides of the trace. Fake kernels refuse rows that kernels cannot walk.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -63,19 +63,19 @@ def _in_order(name: str, outs: int) -> Callable[..., Tensors]:
     return run
 
 
-def _schema(takes: Function, into: bool, defined: str) -> str:
-    """Return the schema of a function's operator, or of its operator that writes to outs, under a name."""
+def _schema(takes: Function, into: bool) -> str:
+    """Return the schema of a function's operator, or of its operator that writes to outs, without its name."""
     types = {row.operator_argument: row.schema for row in takes.family.parameters}
     declared = [f"{types[name]} {name}" for name in takes.passed]
     if not into:
-        return f"{defined}({', '.join(declared)}) -> Tensor[]"
+        return f"({', '.join(declared)}) -> Tensor[]"
     # A tensor for y is always passed; those for other results if they are asked for.
     for alias, (out, result) in zip("abcdefgh", takes.outs, strict=False):
         always = not next(row.wanted for row in takes.family.results if row.name == result)
         declared.append(f"Tensor({alias}!){'' if always else '?'} {out}")
     written = {result for _, result in takes.outs}
     returned = [f"Tensor {row.name}" for row in takes.family.results if row.name not in written]
-    return f"{defined}({', '.join(declared)}) -> ({', '.join(returned)})"
+    return f"({', '.join(declared)}) -> ({', '.join(returned)})"
 
 
 def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -122,17 +122,17 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
     if not (into or takes.family_name):
         in_order = _in_order(name, len(takes.outs))
         kernel = of_plain_tensors(in_order, kernel)
-    _define(own, partial(_schema, takes, into), kernel, partial(_fake, name, into), in_order)
+    _define(own, _schema(takes, into), kernel, partial(_fake, name, into), in_order)
     if into:
         for defined in both(own, kernel):
             _count_writes(defined, getattr(torch.ops.normforge, defined).default, len(takes.outs))
 
 
-def _define(name: str, schema: Callable[[str], str], kernel: Any, fake: Any, shortest: Any) -> None:
-    """Define an operator and its batch-invariant twin; `shortest` is the kernel for Inductor's code."""
-    at = both(name, shortest)
+def _define(name: str, schema: str, kernel: Any, fake: Any, shortest: Any = None) -> None:
+    """Define an operator and its batch-invariant twin; `shortest` is another kernel for Inductor's code."""
+    at = both(name, shortest or kernel)
     for defined, each in both(name, kernel).items():
-        _library.define(schema(defined), tags=_TAGS)
+        _library.define(f"{defined}{schema}", tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{defined}", fake, lib=_library)
         operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
@@ -162,12 +162,58 @@ def _register_gradients(name: str, takes: Function) -> None:
         gradients.register(_recording, name, backward.functions[takes.norm])
 
 
+# The arguments of `families.rotary`'s operators: the tensors, and the options.
+_HEADS = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions"
+_ROTATION = "str norm, float eps, bool interleaved, int rotary_dim, float weight_offset, str cast"
+
+
+def _register_rotary() -> None:
+    """Define the operators of norms with rotary embeddings, and the gradients of the first."""
+    count = _HEADS.count("Tensor")
+
+    @eager_only
+    def run(*arguments: Any) -> Any:
+        from ..families import rotary
+
+        return rotary.launched(arguments[:count], arguments[count:])
+
+    @eager_only
+    def run_backward(*arguments: Any) -> Any:
+        from ..families import rotary
+
+        return rotary.launched_gradients(*arguments)
+
+    def fake(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+
+    def fake_backward(dq_out: torch.Tensor, dk_out: torch.Tensor, *arguments: Any) -> Tensors:
+        wanted = zip(arguments[:4], (True, True, *arguments[-1]), strict=True)
+        return [each.new_empty(each.shape) for each, is_due in wanted if is_due]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.options = inputs[count:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:count])
+
+    def differentiate(ctx: Any, *arrived: Any) -> tuple[Any, ...]:
+        from ..families import rotary
+
+        due, again = ctx.needs_input_grad[:count], torch.is_grad_enabled()
+        return (*rotary.gradients(ctx.saved_tensors, ctx.options, *arrived, due, again), *[None] * len(ctx.options))
+
+    name, passed = "qk_norm_rope", f"{_HEADS}, {_ROTATION}"
+    _define(name, f"({passed}) -> (Tensor, Tensor)", run, fake)
+    schema = f"(Tensor dq_out, Tensor dk_out, {passed}, bool[] due) -> Tensor[]"
+    _define(f"{name}_backward", schema, run_backward, fake_backward)
+    register_autograd(_recording, name, differentiate, keep)
+
+
 for _name, _takes in OPERATORS.items():
     _register(_name, _takes)
     if _takes.outs:
         _register(_name, _takes, into=True)
     _register_gradients(_name, _takes)
-rotary.register(_define, _recording)
+_register_rotary()
 called_at_once(_at_once)
 
 
