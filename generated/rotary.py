@@ -173,9 +173,7 @@ def embed_heads(
         first *= w_first + weight_offset
         second *= w_second + weight_offset
         rest *= w_rest + weight_offset
-    cos, sin = load_angles(
-        cos_ptr, sin_ptr, positions_ptr, tokens, row_mask, table_row_stride, HALF, BLOCK, ALIGNMENT
-    )
+    cos, sin = load_angles(cos_ptr, sin_ptr, positions_ptr, tokens, row_mask, table_row_stride, HALF, BLOCK, ALIGNMENT)
     starts = starts_of(tokens, rows % HEADS, y_token_stride, y_head_stride, ALIGNMENT)
     store_heads(
         y_ptr,

@@ -67,7 +67,8 @@ def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
     if launches is None:
         with unrecorded():
             _check(dict(zip(_OPERANDS, operands, strict=True)), settled)
-    if outs:
+    # A known call's guard holds strides, and its key how tensors overlap.
+    if outs and (launches is None or records((*operands, *outs))):
         _check_outs(operands, outs)
     if launches is None and (backend(operands[0]) != "kernel" or left_to_torch(operands)):
         results = eager.rotary(operands, settled)
@@ -175,7 +176,11 @@ def _known(kernel: str, options: Sequence[Any], tensors: Operands) -> Launches |
 
 
 def _key(kernel: str, options: Sequence[Any], tensors: Operands) -> Key:
-    return (kernel, *options, *[each is None for each in tensors])
+    """Return the key of a call: options, which tensors there are, and how those that are written lie to the others."""
+    outs, addresses = tensors[len(_OPERANDS) :] if kernel == FORWARD else (), addresses_of(tensors)
+    within = [(at - out.data_ptr(), out.untyped_storage().nbytes()) for out in outs for at in addresses]
+    places = [distance if abs(distance) < size else None for distance, size in within]
+    return (kernel, *options, *[each is None for each in tensors], *places)
 
 
 class Launches(NamedTuple):

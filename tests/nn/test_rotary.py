@@ -264,6 +264,29 @@ def test_other_tensors_are_written_to() -> None:
         assert all(map(same_bits, out, wanted))
 
 
+def test_a_known_call_overwrites_nothing_else() -> None:
+    """Keys of the same strides that begin within the queries; or tables that lie in their memory."""
+    case = Case(dtype=torch.float32)
+    operands = given(case)
+    packed = operands["q"]._base
+    for start in (4, 5):
+        call(case, operands | {"k": (k := packed[:, start : start + 2])}, out=(operands["q"], k))
+    for start in (3, 2):
+        k = packed[:, start : start + 2]
+        with pytest.raises(errors.LayoutError, match=r"out \(q\) overlaps k"):
+            call(case, operands | {"k": k}, out=(operands["q"], k))
+    tables = dict.fromkeys(("cos", "sin"), packed[:, 6, :32])
+    out = operands["q"], operands["k"]
+    call(case, operands | tables, out=out)
+    with pytest.raises(errors.LayoutError, match=r"out \(k\) overlaps sin"):
+        call(case, operands | tables | {"sin": packed[:, 5, :32]}, out=out)
+    operands["k_weight"].requires_grad_()
+    with pytest.raises(errors.GradientError, match="k_weight requires a gradient"):
+        call(case, operands, out=out)
+    with torch.no_grad():
+        call(case, operands, out=out)
+
+
 def test_where_no_kernel_runs_results_are_written_too() -> None:
     case = Case(dtype=torch.float64)
     operands = given(case)
