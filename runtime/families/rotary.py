@@ -67,9 +67,8 @@ def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
     if launches is None:
         with unrecorded():
             _check(dict(zip(_OPERANDS, operands, strict=True)), settled)
-    # A known call's guard holds strides, and its key how tensors overlap.
-    if outs and (launches is None or records((*operands, *outs))):
-        _check_outs(operands, outs)
+        if outs:
+            _check_outs(operands, outs)
     if launches is None and (backend(operands[0]) != "kernel" or left_to_torch(operands)):
         results = eager.rotary(operands, settled)
     elif launches is None and (is_dynamo_compiling() or intercepted(*operands, *outs)):
@@ -176,11 +175,12 @@ def _known(kernel: str, options: Sequence[Any], tensors: Operands) -> Launches |
 
 
 def _key(kernel: str, options: Sequence[Any], tensors: Operands) -> Key:
-    """Return the key of a call: options, which tensors there are, and how those that are written lie to the others."""
+    """Return the key of a call. It says how tensors that are written lie to the others, and a guard holds strides."""
     outs, addresses = tensors[len(_OPERANDS) :] if kernel == FORWARD else (), addresses_of(tensors)
     within = [(at - out.data_ptr(), out.untyped_storage().nbytes()) for out in outs for at in addresses]
     places = [distance if abs(distance) < size else None for distance, size in within]
-    return (kernel, *options, *[each is None for each in tensors], *places)
+    # Whether gradients are enabled, because tensors that require one may be refused.
+    return (kernel, torch.is_grad_enabled(), *options, *[each is None for each in tensors], *places)
 
 
 class Launches(NamedTuple):

@@ -70,8 +70,8 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 def given(case: Case, device: str = "cpu") -> Tensors:
     """Operands by name: q and k are heads of one packed tensor, v behind them."""
     packed = torch.randn(case.tokens, case.q_heads + 2 * case.k_heads, case.n, device=device).to(case.dtype)
-    q, k, _ = packed.split((case.q_heads, case.k_heads, case.k_heads), 1)
-    operands = {"q": q, "k": k, "q_weight": None, "k_weight": None}
+    keys = packed[:, case.q_heads : case.q_heads + case.k_heads]
+    operands = {"q": packed[:, : case.q_heads], "k": keys, "q_weight": None, "k_weight": None}
     if case.weights:
         operands |= {"q_weight": torch.randn(case.n, device=device), "k_weight": torch.randn(case.n, device=device)}
     positions = torch.randperm(case.tokens + 3, device=device)[: case.tokens] if case.positions else None
@@ -106,7 +106,12 @@ def tolerance(case: Case) -> tuple[float, float]:
 
 
 def call(case: Case, operands: Tensors, **others: Any) -> Any:
-    options = {"norm": case.norm, "eps": case.eps, "interleaved": case.interleaved, "weight_offset": case.offset}
+    options: Tensors = {
+        "norm": case.norm,
+        "eps": case.eps,
+        "interleaved": case.interleaved,
+        "weight_offset": case.offset,
+    }
     options |= {"rotary_dim": case.rotary_dim, "cast": "before_weight" if case.rounds_first else "after_weight"}
     return normforge.qk_norm_rope(**operands, **(options | others))
 
@@ -121,7 +126,7 @@ def leaves_of(operands: Tensors) -> Tensors:
 
 def exact(case: Case, operands: Tensors) -> tuple[Tensors, list[torch.Tensor]]:
     """Return leaves in fp64 on the CPU, and the formula's results."""
-    whole = {name: each if each is None else each.detach().cpu() for name, each in operands.items()}
+    whole: Tensors = {name: each if each is None else each.detach().cpu() for name, each in operands.items()}
     whole |= {name: whole[name].double() for name in ("cos", "sin")}
     whole |= {name: whole[name].double().requires_grad_() for name in LEAVES if whole[name] is not None}
     return whole, [formula(case, name, whole) for name in ("q", "k")]
@@ -280,11 +285,17 @@ def test_a_known_call_overwrites_nothing_else() -> None:
     call(case, operands | tables, out=out)
     with pytest.raises(errors.LayoutError, match=r"out \(k\) overlaps sin"):
         call(case, operands | tables | {"sin": packed[:, 5, :32]}, out=out)
-    operands["k_weight"].requires_grad_()
-    with pytest.raises(errors.GradientError, match="k_weight requires a gradient"):
-        call(case, operands, out=out)
-    with torch.no_grad():
-        call(case, operands, out=out)
+
+
+def test_a_known_call_without_gradients_says_nothing_of_one_with_them() -> None:
+    operands = given(Case())
+    for name, others in (("cos", {}), ("k_weight", {"out": (operands["q"], operands["k"])})):
+        leaves = operands | {name: operands[name].clone().requires_grad_()}
+        for _ in range(2):
+            with torch.no_grad():
+                call(Case(), leaves, **others)
+            with pytest.raises(errors.GradientError, match=f"{name} requires a gradient"):
+                call(Case(), leaves, **others)
 
 
 def test_where_no_kernel_runs_results_are_written_too() -> None:
@@ -468,10 +479,11 @@ def test_transforms() -> None:
     case = Case(dtype=torch.float32)
     function, tensors = _of_leaves(case, given(case))
     wanted = function(*tensors)
+    trace: Any = torch.jit.trace
     for found in (
         [each[0] for each in torch.func.vmap(function)(*[each[None] for each in tensors])],
         torch.func.jvp(function, tuple(tensors), tuple(map(torch.ones_like, tensors)))[0],
-        torch.jit.trace(function, tuple(tensors))(*tensors),
+        trace(function, tuple(tensors))(*tensors),
     ):
         for each, its in zip(found, wanted, strict=True):
             torch.testing.assert_close(each, its)
