@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from .errors import IllegalCombinationError
-from .groups import GROUP, Activation, AnyMode, GroupMode
+from .groups import GROUP, Activation, AnyMode, GroupMode, Span
 from .model import Mode
 from .values import (
     FP8_INPUT_DTYPES,
@@ -93,6 +93,7 @@ AXES = (
     Axis("grouped", BOOLEANS, default="false"),
     Axis("activation", _words(Activation), default="none"),
     Axis("channels_last", BOOLEANS, default="false"),
+    Axis("span", _words(Span), default="group"),
     Axis("dropout", BOOLEANS, default="false"),
 )
 

@@ -82,7 +82,7 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
         wanted = pipelines(served)
         if isinstance(mode, GroupMode):
             # two_pass serves groups that do not fit in registers, and GPUs that hold too few programs.
-            wanted |= {Pipeline.TWO_PASS}
+            wanted |= {Pipeline.TWO_PASS} if mode.span.is_group else {*mode.pipelines}
         files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])
     files["dispatch.py"] = _render_dispatch(by_mode)
     return files
@@ -163,7 +163,9 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
 def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str, NormRow | None], ...]]:
     """Return the prefix of a mode's template names, and the arguments of `_macros` by name."""
     if isinstance(mode, GroupMode):
-        return f"gn_{mode.direction.value}_", ()
+        if mode.span.is_group:
+            return f"gn_{mode.direction.value}_", ()
+        return f"cn_{mode.direction.value}_", (("norm", mode.span.norm.row.template, mode.span.norm.row),)
     prefix = "bwd_" if mode.is_backward else ""
     norm = mode.norm.row
     return prefix, (("norm", norm.template, norm), ("output", f"{_output_of(mode)}.j2", None))

@@ -14,9 +14,8 @@ from .lazy import cached_property
 from .model import Mode
 from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, ScaleFormat
 
-# The manifest's word on the axis `norm`, and the prefix of these modes' names.
+# The manifest's word on the axis `norm`.
 GROUP = "group"
-_PREFIX = "gn"
 
 
 class Activation(Enum):
@@ -31,24 +30,70 @@ class Activation(Enum):
         return self is not Activation.NONE
 
 
+class Span(Enum):
+    """The elements that share statistics; the value is the manifest's word."""
+
+    GROUP = "group"  # a group of channels, at all positions
+    CHANNELS = "channels"  # all channels of one position, as LayerNorm over them
+    CHANNELS_RMS = "channels_rms"  # the same without a mean, as RMSNorm over them
+
+    @classmethod
+    def of(cls, num_groups: int) -> Span:
+        """Return the span of a call of the operator, which passes 0 or less for a span of channels."""
+        return cls.GROUP if num_groups > 0 else _CHANNEL_SPANS[-num_groups]
+
+    @property
+    def num_groups(self) -> int:
+        """Return what calls pass as num_groups for a span of channels."""
+        return -_CHANNEL_SPANS.index(self)
+
+    @property
+    def is_group(self) -> bool:
+        """Return True if a group of channels shares statistics at all positions."""
+        return self is Span.GROUP
+
+    @property
+    def norm(self) -> Norm:
+        """Return the norm of the elements."""
+        return Norm.RMS if self is Span.CHANNELS_RMS else Norm.LAYER
+
+    @property
+    def centres(self) -> bool:
+        """Return True if the mean is subtracted."""
+        return self.norm.centres
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of the names of modules and kernels."""
+        return "gn" if self.is_group else f"c{self.norm.prefix}"
+
+
+_CHANNEL_SPANS = (Span.CHANNELS, Span.CHANNELS_RMS)
+
+
 @dataclass(frozen=True)
 class GroupMode:
     """One legal combination of GroupNorm's axes. The row length is that of a group: its channels times positions.
+
+    With a span of channels a row is one position of one sample, and its length is the number of channels. Rows with
+    channels innermost are for the norms of rows: `Mode`.
 
     Attributes:
         dtype_in: the dtype of x.
         direction: whether kernels compute outputs or gradients.
         activation: the activation of the normalised values, recomputed in the backward pass.
         channels_last: True if channels are innermost in memory, False if positions are.
+        span: the elements that share statistics.
 
     Raises:
-        IllegalCombinationError: x has a dtype that cannot be normalised.
+        IllegalCombinationError: x has a dtype that cannot be normalised, or the span has no kernels of the other axes.
     """
 
     dtype_in: DType
     direction: Direction = Direction.FORWARD
     activation: Activation = Activation.NONE
     channels_last: bool = False
+    span: Span = Span.GROUP
 
     # Attributes that rows of `parameters` read from the modes of every family.
     norm: ClassVar[Norm] = Norm.LAYER
@@ -63,6 +108,11 @@ class GroupMode:
             floats = ", ".join(dtype.value for dtype in INPUT_DTYPES)
             raise IllegalCombinationError(
                 f"norm {GROUP} has no dtype_in {self.dtype_in.value}; use one of {floats}, or another norm"
+            )
+        if not self.span.is_group and (self.activation.is_applied or self.channels_last):
+            raise IllegalCombinationError(
+                f"span {self.span.value} has no activation, and no channels_last, which is for norms of rows; leave "
+                "both out, or use span group"
             )
 
     @property
@@ -79,14 +129,14 @@ class GroupMode:
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Return the pipelines that have kernels."""
         pipelines = (Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)
-        return pipelines[:-1] if self.is_backward else pipelines
+        return pipelines if self.span.is_group and not self.is_backward else pipelines[:-1]
 
     @cached_property
     def name(self) -> str:
         """Return the generated module's name, from which all other names of this mode are made."""
         activation = f"_{self.activation.value}" if self.activation.is_applied else ""
         layout = "_cl" if self.channels_last else ""
-        return f"{_PREFIX}_{self.direction.value}_{self.dtype_in.value}{activation}{layout}"
+        return f"{self.span.prefix}_{self.direction.value}_{self.dtype_in.value}{activation}{layout}"
 
     def takes(self, channels: int, space: Sequence[int]) -> bool:
         """Return True if calls whose x is (B, channels, *space) have this layout.
@@ -105,15 +155,19 @@ class GroupMode:
         """Return the kernels that serve in a pipeline, in launch order."""
         if pipeline is not Pipeline.TWO_PASS:
             return (pipeline,)
+        if not self.span.is_group:
+            return (Part.ROW_TERMS, pipeline) if self.is_backward else (pipeline,)
         return (Part.TERMS if self.is_backward else Part.MOMENTS, pipeline)
 
 
 def group_modes() -> tuple[GroupMode, ...]:
-    """Return every GroupNorm mode."""
-    return tuple(
+    """Return every mode of GroupNorm, and of norms over the channels of each position."""
+    modes = [
         GroupMode(dtype, direction, activation, last)
         for direction, dtype, activation, last in product(Direction, INPUT_DTYPES, Activation, (False, True))
-    )
+    ]
+    spans = product(Direction, INPUT_DTYPES, _CHANNEL_SPANS)
+    return (*modes, *[GroupMode(dtype, direction, span=span) for direction, dtype, span in spans])
 
 
 # The mode of an instance.

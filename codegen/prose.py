@@ -18,7 +18,10 @@ def summary(mode: AnyMode) -> str:
 
 def title(mode: AnyMode) -> str:
     """Return the input dtype, the norm and the direction."""
-    norm = "GroupNorm" if isinstance(mode, GroupMode) else mode.norm.row.title
+    if isinstance(mode, GroupMode):
+        norm = "GroupNorm" if mode.span.is_group else f"{mode.span.norm.row.title} over channels"
+    else:
+        norm = mode.norm.row.title
     return f"{mode.dtype_in.value} {norm} {mode.direction.title}"
 
 

@@ -248,6 +248,44 @@ _GROUP_BACKWARD = (
 )
 
 
+# Parameters of the kernels of norms over channels.
+
+_CHANNEL_CONSTANTS = (
+    _Row("units", "positions of a channel / ALIGNMENT"),
+    _Row("items", "tiles of positions, in all samples", lambda m, p: m.is_backward and p is not Part.ROW_TERMS),
+    _Row("N: tl.constexpr", "channels, exact"),
+    _Row("ROWS: tl.constexpr", "positions a tile"),
+    _Row("BLOCK: tl.constexpr", "channels a chunk"),
+    _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
+    _PDL,
+)
+
+_CHANNEL_FORWARD = (
+    _Row("x_ptr", "(B, N, S) {dtype_in}"),
+    _Row("weight_ptr", "(N,) or None"),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: m.span.centres),
+    _Row("y_ptr", "x's shape"),
+    _Row("mean_ptr", "(B, S) fp32 or None"),
+    _Row("rstd_ptr", "(B, S) fp32 or None"),
+    _Row("eps", "fp32"),
+    *_CHANNEL_CONSTANTS,
+)
+
+_CHANNEL_BACKWARD = (
+    _Row("dy_ptr", "x's shape"),
+    _Row("x_ptr", "(B, N, S) {dtype_in}"),
+    _Row("weight_ptr", "(N,) or None"),
+    _Row("mean_ptr", "(B, S) fp32", lambda m, p: m.span.centres),
+    _Row("rstd_ptr", "(B, S) fp32"),
+    _Row("gh_mean_ptr", "(B, S) fp32, the mean of g * h", lambda m, p: p is not Pipeline.ONE_PASS),
+    _Row("g_mean_ptr", "(B, S) fp32", lambda m, p: m.span.centres and p is not Pipeline.ONE_PASS),
+    _Row("dx_ptr", "x's shape", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dweight_ptr", "(programs, N) fp32 or None", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dbias_ptr", "(programs, N) fp32 or None", lambda m, p: m.span.centres and p is not Part.ROW_TERMS),
+    *_CHANNEL_CONSTANTS,
+)
+
+
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a kernel, which the runtime matches by name."""
     return _listed(_BACKWARD if mode.is_backward else _FORWARD, mode, part, _words(mode))
@@ -256,7 +294,16 @@ def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
 def group_params(mode: GroupMode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a GroupNorm kernel, as `params` does."""
     words = {"dtype_in": mode.dtype_in.value, "rows": "(B, S, C)" if mode.channels_last else "(B, C, S)"}
-    return _listed(_GROUP_BACKWARD if mode.is_backward else _GROUP_FORWARD, mode, part, words)
+    return _listed(_GROUP_TABLES[mode.span.is_group, mode.is_backward], mode, part, words)
+
+
+# By whether groups share statistics, and whether the kernel computes gradients.
+_GROUP_TABLES = {
+    (True, False): _GROUP_FORWARD,
+    (True, True): _GROUP_BACKWARD,
+    (False, False): _CHANNEL_FORWARD,
+    (False, True): _CHANNEL_BACKWARD,
+}
 
 
 def _listed(table: tuple[_Row, ...], mode: AnyMode, part: Pipeline | Part, words: dict[str, str]) -> list[Param]:
@@ -326,9 +373,19 @@ _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
 }
 
 
+# The same of norms over channels.
+_CHANNEL_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
+    (False, Pipeline.ONE_PASS): "A tile of positions, with all their channels in registers.",
+    (False, Pipeline.TWO_PASS): "A tile of positions, whose channels are read again.",
+    (True, Pipeline.ONE_PASS): "Tiles of positions in turn, with all their channels in registers.",
+    (True, Part.ROW_TERMS): "The means along channels that the gradients of a tile of positions need.",
+    (True, Pipeline.TWO_PASS): "A block of channels, tiles of positions in turn.",
+}
+
+
 def group_summary(mode: GroupMode, part: Pipeline | Part) -> str:
-    """Return the docstring of a GroupNorm kernel."""
-    return _GROUP_SUMMARIES[mode.is_backward, part]
+    """Return the docstring of a GroupNorm kernel, or of a norm over channels."""
+    return (_GROUP_SUMMARIES if mode.span.is_group else _CHANNEL_SUMMARIES)[mode.is_backward, part]
 
 
 def summary(mode: Mode, part: Pipeline | Part) -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked
 from ..calls.traced import unrecorded
+from ..codegen.groups import Span
 from ..codegen.values import Cast, GateActivation, Gating, Norm
 from ..dtypes import rounded_to, word
 from ..random_mask import dropped
@@ -448,17 +449,28 @@ def group(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
 def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
     """Return the gradients of a call of GroupNorm that are due, differentiable; `group` has the kernels."""
     dy, x, weight, bias, statistics, options, wants = arrived
-    # Elements of a group are innermost.
-    s = widened(x).reshape(x.shape[0], options.num_groups, -1)
-    normalised = _normalised(s, *statistics.to(s.dtype))
-    h, *_ = normalised
+    span = Span.of(options.num_groups)
+    mean, rstd = statistics.to(widened(x).dtype)
+
+    def as_rows(images: torch.Tensor) -> torch.Tensor:
+        """Return the elements that share statistics as the last dimension."""
+        if span.is_group:
+            return images.reshape(images.shape[0], options.num_groups, -1)
+        return images.flatten(2).movedim(1, -1)
+
+    def as_images(rows: torch.Tensor) -> torch.Tensor:
+        return (rows if span.is_group else rows.movedim(-1, 1)).reshape(x.shape)
+
+    s = as_rows(widened(x))
+    normalised = _normalised(s, mean if span.centres else None, rstd)
+    h = as_images(normalised.h)
     dz = dy.to(s.dtype)
     if options.activation == "silu":
-        z = _per_channel(weight, x) * h.reshape(x.shape) + _per_channel(bias, x, 0.0)
+        z = _per_channel(weight, x) * h + _per_channel(bias, x, 0.0)
         dz = dz * _slope("silu", z)
-    dx = _through_rows((dz * _per_channel(weight, x)).reshape(s.shape), normalised).reshape(x.shape)
+    dx = as_images(_through_rows(as_rows(dz * _per_channel(weight, x)), normalised))
     others = tuple([dim for dim in range(x.dim()) if dim != 1])
-    dweight = (dz * h.reshape(x.shape)).sum(others) if "dweight" in wants and weight is not None else None
+    dweight = (dz * h).sum(others) if "dweight" in wants and weight is not None else None
     dbias = dz.sum(others) if "dbias" in wants and bias is not None else None
     due = [name in wants for name in GroupNormGradients._fields]
     return GroupNormGradients(*rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))

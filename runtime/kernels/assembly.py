@@ -237,7 +237,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
     if isinstance(mode, GroupMode):
-        return _of_groups(facts, mode, choices, m)
+        return _of_groups(facts, mode, choices, m) if mode.span.is_group else _of_channels(facts, mode)
     alignment = row_alignment(*([n] if facts.invariant else strides.values()))
     tile = choose(mode, choices, n, target)
     if mode.is_backward:
@@ -363,6 +363,52 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
         row_terms=("partials_ptr",),
         exchange=(lambda m: m * cut.parts) if spreads else None,
         terms=lambda m: m * kinds * cut.parts if len(parts) > 1 else 0,
+    )
+
+
+def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
+    """Return the kernels for a norm over channels, whose M is the number of samples."""
+    from . import group_tiles
+
+    channels, _, positions = facts.sizes.values()
+    target, tile = facts.target, group_tiles.channel_tile(mode, channels)
+    row = (pipelines.BACKWARD if mode.is_backward else pipelines.FORWARD)[tile.pipeline]
+    columns, most = row.columns(tile, channels), row.programs(tile, channels, target)
+    # How threads share a tile, and so the order of a sum over channels, follows from the alignment.
+    alignment = 1 if facts.invariant else row_alignment(positions)
+    tiles, units = -(-positions // tile.rows), positions // alignment
+
+    def walker(step: pipelines.Step) -> Recipe:
+        def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+            items = m * tiles
+            return [(step.grid(replace(tile, rows=1), columns, target, items, min(most, items)), (units, items))]
+
+        return Recipe(
+            part=step.part or tile.pipeline,
+            types={
+                **facts.types,
+                **dict.fromkeys(row.row_terms, _PARTIAL),
+                "exchange_ptr": None,
+                **facts.numbers,
+                # The type of positions holds any offset within a sample.
+                "units": row_count_type(facts.n),
+                "items": "i32",
+            },
+            strides={},
+            constants=pipelines.constants(tile, channels, 1, facts.misaligned, target) | {"ALIGNMENT": alignment},
+            warps=tile.warps,
+            options=pipelines.compiler_options(tile, target, waits=False),
+            grid=lambda m, programs: rounds(m)[0][0],
+            rounds=rounds,
+        )
+
+    return Assembly(
+        walkers=tuple(map(walker, row.steps)),
+        finisher=finisher(channels, facts.target, facts.sums),
+        programs=lambda m, parts: min(most, m * tiles),
+        row_terms=row.row_terms,
+        exchange=None,
+        terms=lambda m: m * positions,
     )
 
 

@@ -125,6 +125,36 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+# Of norms over channels: the most channels that a program holds, forward and backward, and for up to so many channels
+# the bytes of adjacent positions that it reads.
+_MOST_HELD = {False: 2048, True: 1024}
+_RUNS = {False: ((256, 128), (1024, 64)), True: ((256, 64),)}
+_SECTOR = 32
+# The widths of a chunk of channels, of which the widest is taken that leaves few lanes idle.
+_CHUNKS = (256, 128, 64, 32, 16)
+_IDLE_LANES = 1 / 8
+# Values of x that a thread holds in its own type; the backward pass holds as many of dy.
+_VALUES = {False: 64, True: 32}
+_MOST_WARPS = 16
+
+
+def channel_tile(mode: GroupMode, channels: int) -> Tile:
+    """Return the tile of a norm over channels: `rows` positions, and chunks of `block` channels.
+
+    The tile depends on the channels alone, so that a position's bits depend on neither the batch nor the image's size.
+    """
+    is_backward = mode.is_backward
+    run = next((size for most, size in _RUNS[is_backward] if channels <= most), _SECTOR)
+    rows = run // mode.dtype_in.itemsize
+    fitting = (size for size in _CHUNKS if -(-channels // size) * size <= channels * (1 + _IDLE_LANES))
+    block = next(fitting, _CHUNKS[-1])
+    held = channels <= _MOST_HELD[is_backward]
+    values = rows * (-(-channels // block) * block if held else block)
+    warps = max(1, min(power_of_two(values // (WARP * _VALUES[is_backward])), _MOST_WARPS))
+    pipeline = Pipeline.ONE_PASS if held else Pipeline.TWO_PASS
+    return Tile(pipeline, rows, block, warps, resident=max(1, _MOST_WARPS // warps) if is_backward else 1)
+
+
 def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target) -> tuple[Tile, Cut]:
     """Return the first tile that fits a launch, with the tile's cut.
 

@@ -44,7 +44,7 @@ def fake(args: Mapping[str, Any]) -> Results:
         vectors = [args[name] if f"d{name}" in names else None for name in ("weight", "bias")]
         return dx, *[None if vector is None else vector.new_empty(vector.shape) for vector in vectors]
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
-    shape = (2, x.shape[0], options.num_groups)
+    shape = group.statistics_shape(x, options.num_groups)
     return y, None, x.new_empty(shape, dtype=torch.float32) if "rstd" in names else None
 
 

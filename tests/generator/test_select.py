@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
 from normforge.codegen.errors import SelectionError
-from normforge.codegen.groups import Activation
+from normforge.codegen.groups import Activation, Span
 from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.select import select
@@ -87,7 +87,7 @@ class Typed(NamedTuple):
     wanted: bool
 
     def met_by(self, instance: Instance) -> bool:
-        default = {"activation": Activation.NONE, "channels_last": False}.get(self.axis)
+        default = {"activation": Activation.NONE, "channels_last": False, "span": Span.GROUP}.get(self.axis)
         value: Any = getattr(instance.mode, self.axis, default)
         spelled = {str(value).lower() if isinstance(value, bool) else value.value}
         if self.axis == "dtype_out" and value is instance.mode.dtype_in:

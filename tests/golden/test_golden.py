@@ -16,7 +16,7 @@ import jinja2
 import pytest
 
 from normforge.codegen import calls, emit, tiling
-from normforge.codegen.groups import Activation, AnyMode, GroupMode
+from normforge.codegen.groups import Activation, AnyMode, GroupMode, Span
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import TileTable, tiles_of
@@ -66,6 +66,9 @@ MODES = tuple(
 GROUP_MODES = (
     GroupMode(DType.BF16, activation=Activation.SILU, channels_last=True),
     GroupMode(DType.BF16, Direction.BACKWARD, Activation.SILU),
+    GroupMode(DType.BF16, span=Span.CHANNELS),
+    GroupMode(DType.BF16, Direction.BACKWARD, span=Span.CHANNELS),
+    GroupMode(DType.BF16, Direction.BACKWARD, span=Span.CHANNELS_RMS),
 )
 
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.

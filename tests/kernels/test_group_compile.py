@@ -1,4 +1,4 @@
-"""GroupNorm's kernels for GPUs that need not be here: each is compiled, and none spills."""
+"""Kernels of GroupNorm and norms over channels for GPUs that need not be here: each is compiled, and none spills."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ CHANNELS, GROUPS, POSITIONS = 320, 32, 256
 CASES = [
     (mode, pipeline, arch)
     for mode in group_modes()
+    if mode.span.is_group
     for pipeline in mode.pipelines
     for arch in ARCHITECTURES
     if pipeline is not Pipeline.SPREAD or (arch.startswith("sm_") and mode.dtype_in.itemsize == 2)
 ]
 
 
-def plan_of(mode: GroupMode, arch: str) -> Plan:
+def plan_of(mode: GroupMode, arch: str, sizes: tuple[int, int, int] = (CHANNELS, GROUPS, POSITIONS)) -> Plan:
     """Launches of tensors in x's dtype, with everything that there can be."""
     own, family = TORCH_DTYPES[mode.dtype_in], family_of(mode)
     tensors = {row.name: torch.empty(0, dtype=own, device="cpu") for row in family.inputs}
     dtypes = {row.name: torch.float32 if row.name in ("mean", "rstd") else own for row in family.results}
-    call = call_in_memory(mode, (CHANNELS, GROUPS, POSITIONS), tensors, dtypes)
+    call = call_in_memory(mode, sizes, tensors, dtypes)
     return Plan(call, slots_of(call, ()), named_target(arch))
 
 
@@ -89,3 +90,37 @@ def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
             if target.is_nvidia:
                 assert ".local " not in compiled.asm["ptx"]
                 assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
+
+
+# Channels and positions: chunks of channels in registers, positions that a shorter vector or none divides, and channels
+# that are read twice.
+_CHANNELS = ((96, 3136), (384, 196), (768, 49), (4096, 64))
+CHANNEL_CASES = [
+    (mode, size, arch)
+    for mode in group_modes()
+    if not mode.span.is_group
+    for size in _CHANNELS
+    for arch in ARCHITECTURES
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    first_of_each(
+        CHANNEL_CASES,
+        lambda case: (case[0].direction, case[0].span, case[1]) if case[0].dtype_in.value == "bf16" else None,
+        lambda case: f"{case[0].name}-{case[1][0]}x{case[1][1]}-{case[2]}",
+    ),
+)
+def test_norms_over_channels_compile(case: tuple[GroupMode, tuple[int, int], str]) -> None:
+    mode, (channels, positions), arch = case
+    target = named_target(arch)
+    ready = plan_of(mode, arch, (channels, 1, positions)).prepared(8)
+    for launcher in ready.launchers[: len(ready.assembly.walkers)]:
+        compiled = compile_for(launcher.key, launcher.kernel, target)
+        assert not _tiles_that_change_threads(compiled.asm["ttgir"], in_loop=mode.is_backward)
+        if target.is_nvidia:
+            assert ".local " not in compiled.asm["ptx"]
+            # As many neighbouring positions at once as divide the image, up to 16 bytes.
+            words = min(16, math.gcd(positions, 8) * mode.dtype_in.itemsize) // 4
+            assert words < 2 or re.search(rf"ld\.global\S*\.v{words}\.b32", compiled.asm["ptx"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
@@ -19,7 +20,7 @@ from ...calls.plan import Plan, Sized, make_of, plan_of
 from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, record, record_at_once, records
 from ...calls.row_gradients import call_of, looked_up_again
 from ...calls.traced import intercepted, operator
-from ...codegen.groups import Activation, GroupMode
+from ...codegen.groups import Activation, GroupMode, Span
 from ...codegen.parameters import GROUP
 from ...codegen.values import Direction
 from ...dtypes import DTYPES, word
@@ -80,6 +81,11 @@ def _aligned(tensor: _Vector) -> _Vector:
     return tensor.clone() if tensor is not None and is_on() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
+def statistics_shape(x: torch.Tensor, num_groups: int) -> tuple[int, int, int]:
+    """Return the shape of the statistics of x: of groups, or of positions if these are normalised by themselves."""
+    return 2, x.shape[0], num_groups if num_groups > 0 else math.prod(x.shape[2:])
+
+
 def _readable(x: torch.Tensor, *vectors: _Vector) -> Any:
     """Return operands that kernels can read: copies of those that have gaps, or that negate their memory."""
     whole = [None if vector is None else vector.resolve_neg().contiguous() for vector in vectors]
@@ -96,7 +102,7 @@ def launched(
     """
     require_device(x)
     if not x.numel():
-        statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
+        statistics = x.new_zeros(statistics_shape(x, options.num_groups), dtype=torch.float32) if saves else None
         return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
     y, *_, statistics = run_recorded(_prepared(_readable(x, weight, bias), options, saves, None))
     return y, statistics
@@ -127,8 +133,9 @@ def _plan(direction: Direction, tensors: _Vectors, options: GroupOptions, dtypes
     x = tensors["x"]
     assert x is not None
     samples, channels = x.shape[:2]
-    mode = GroupMode(DTYPES[x.dtype], direction, Activation(options.activation), bool(are_channels_last(x)))
-    sizes = channels, options.num_groups, x.numel() // (samples * channels)
+    span, activation = Span.of(options.num_groups), Activation(options.activation)
+    mode = GroupMode(DTYPES[x.dtype], direction, activation, bool(are_channels_last(x)), span)
+    sizes = channels, max(options.num_groups, 1), x.numel() // (samples * channels)
     misaligned = [name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT]
     call = call_in_memory(mode, sizes, tensors, dtypes)
     return plan_of(call, slots_of(call, misaligned))
@@ -140,12 +147,13 @@ _INPUTS = itemgetter(0, 2, 3, 4, 6, 7)
 _SHAPES = 64
 
 
-def _sized_by(plan: Plan, x: torch.Tensor) -> Callable[[torch.Size], Sized | None]:
+def _sized_by(plan: Plan, x: torch.Tensor, num_groups: int) -> Callable[[torch.Size], Sized | None]:
     """Return how calls of a plan are launched, from the shapes of tensors like x; None for no rows.
 
     The number of samples is no part of a plan, and y and dx have the strides of x.
     """
     strides, dtype, groups = x.stride(), plan.dtypes[0], plan.sizes["groups"]
+    *_, rows = statistics_shape(x, num_groups)
     sums = [make_of((plan.sizes["channels"],), each) for each in plan.sum_dtypes]
 
     @lru_cache(_SHAPES)
@@ -154,13 +162,14 @@ def _sized_by(plan: Plan, x: torch.Tensor) -> Callable[[torch.Size], Sized | Non
         if m == 0:
             return None
         # One tensor holds the means of all groups, and rstd right behind them.
-        layout = plan.layout(m)._replace(to_rstd=m * torch.float32.itemsize if plan.saves_mean else 0)
-        rows: Any = (tuple(shape), strides, dtype)
+        to_rstd = shape[0] * rows * torch.float32.itemsize if plan.saves_mean else 0
+        layout = plan.layout(m)._replace(to_rstd=to_rstd)
+        images: Any = (tuple(shape), strides, dtype)
         if plan.mode.is_backward:
             # Kernels take an eps and do not read it.
-            return Sized(layout, (0.0,), (rows, *sums))
-        of_both = make_of((2, shape[0], groups), torch.float32) if plan.saves_mean else None
-        return Sized(layout, (), (rows, None, None), (rows, None, of_both))
+            return Sized(layout, (0.0,), (images, *sums))
+        of_both = make_of((2, shape[0], rows), torch.float32) if plan.saves_mean else None
+        return Sized(layout, (), (images, None, None), (images, None, of_both))
 
     return at
 
@@ -171,9 +180,9 @@ def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: 
     plans, addresses = dispatch.plans, tuple(addresses_of(operands))
     dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
     shared = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
-    plan = shared.sized_by(_sized_by(shared, x))
+    plan = shared.sized_by(_sized_by(shared, x, options.num_groups))
     remember(plans, key, operands, (1, 0, 0), addresses, plan)
-    return plan, addresses, operands, x.shape, x.shape[0] * options.num_groups, (options.eps,)
+    return plan, addresses, operands, x.shape, x.shape[0] * plan.sizes["groups"], (options.eps,)
 
 
 @eager_only
@@ -207,7 +216,7 @@ def launched_backward(
     # Kernels write dx whether a call wants dx or not.
     order = itemgetter(0 if "dx" in wants else 3, 1, 2)
     plan = _plan(Direction.BACKWARD, tensors, options, dtypes)
-    ready = Ready(plan, _INPUTS, order, _sized_by(plan, x))
+    ready = Ready(plan, _INPUTS, order, _sized_by(plan, x, options.num_groups))
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
     outputs = ready.run(launched, addresses)
