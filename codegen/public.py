@@ -465,6 +465,14 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
         CAST,
         _OFFSET_OF_ANY,
         _x_bias("normalized_shape"),
+        _row(
+            "dim",
+            Kind.COUNT,
+            "-1",
+            "-1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position: "
+            "normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place "
+            "if it is contiguous or channels_last, and y has the same layout; any other layout is copied once.",
+        ),
         norms=_FORMULAS,
     ),
     output="torch.Tensor",
@@ -485,7 +493,7 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
     raises=(
         "ShapeError: normalized_shape is not what x's shape ends in, or is not the shape of each vector.",
         *_PLAIN_RAISES,
-        f"{_NUMBERS}.",
+        f"{_NUMBERS}; or dim is neither -1 nor 1, or 1 with an argument that it does not take.",
         _OTHERS,
     ),
     rows=FORWARD,

@@ -373,7 +373,7 @@ _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
 }
 
 
-# The same of norms over channels.
+# For norms over channels, by whether the kernel computes gradients.
 _CHANNEL_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
     (False, Pipeline.ONE_PASS): "A tile of positions, with all their channels in registers.",
     (False, Pipeline.TWO_PASS): "A tile of positions, whose channels are read again.",

@@ -159,7 +159,7 @@ def _first(
     left = left_to_torch(operands)
     if asked is None and kernel and not left and is_sharded(*operands):
         return _by_parts(operands, normalized_shape, options)
-    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
+    shape = checked(operands, normalized_shape, options, kernel=kernel and not left)
     options = _as_floats(options)
     drops = None
     if asked is not None:
@@ -182,7 +182,7 @@ def _first(
     return (*result, dropout_mask(rows, drops.p, drops.rng).view(x.shape))
 
 
-def _checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
+def checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
     """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
     norm, eps, *_ = options
     with unrecorded():

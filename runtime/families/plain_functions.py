@@ -11,6 +11,7 @@ import torch
 from ..calls import native
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.values import Cast
+from .group.calls import normalise_channels
 from .plain_calls import add_normalise, normalise_first, normalise_last
 
 # Saved graphs of torch.fx name these here.
@@ -29,6 +30,7 @@ def layer_norm(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
+    dim: int = -1,
 ) -> torch.Tensor:
     """Compute LayerNorm over the last dimensions, with the arguments of `torch.nn.functional.layer_norm`.
 
@@ -61,6 +63,9 @@ def layer_norm(
         x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the
             bias of a linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum
             of x's gradient over rows.
+        dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position:
+            normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place if
+            it is contiguous or channels_last, and y has the same layout; any other layout is copied once.
 
     Returns:
         y: x's shape and dtype.
@@ -70,11 +75,14 @@ def layer_norm(
         DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
+        ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
+            dim is neither -1 nor 1, or 1 with an argument that it does not take.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, bias, None, x_bias)
     options = ("layer", eps, weight_offset, None, cast)
+    if dim != -1:
+        return normalise_channels(operands, normalized_shape, options, dim)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -92,6 +100,7 @@ def rms_norm(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
+    dim: int = -1,
 ) -> torch.Tensor:
     """Compute RMSNorm over the last dimensions, with the arguments of `torch.nn.functional.rms_norm`.
 
@@ -123,6 +132,9 @@ def rms_norm(
         x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, for example the
             bias of a linear layer that leaves the addition to this function; or None. The gradient of x_bias is the sum
             of x's gradient over rows.
+        dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position:
+            normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place if
+            it is contiguous or channels_last, and y has the same layout; any other layout is copied once.
 
     Returns:
         y: x's shape and dtype.
@@ -132,11 +144,14 @@ def rms_norm(
         DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
+        ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
+            dim is neither -1 nor 1, or 1 with an argument that it does not take.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, None, x_bias)
     options = ("rms", eps, weight_offset, None, cast)
+    if dim != -1:
+        return normalise_channels(operands, normalized_shape, options, dim)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)

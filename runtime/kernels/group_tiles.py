@@ -125,15 +125,15 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-# Of norms over channels: the most channels that a program holds, forward and backward, and for up to so many channels
-# the bytes of adjacent positions that it reads.
+# For norms over channels, by whether the kernel computes gradients: the most channels that a program holds in
+# registers; and numbers of channels, with the bytes of adjacent positions that a program reads for up to that number.
 _MOST_HELD = {False: 2048, True: 1024}
 _RUNS = {False: ((256, 128), (1024, 64)), True: ((256, 64),)}
 _SECTOR = 32
-# The widths of a chunk of channels, of which the widest is taken that leaves few lanes idle.
+# Channels per chunk. A tile has the widest chunks that leave few lanes idle.
 _CHUNKS = (256, 128, 64, 32, 16)
 _IDLE_LANES = 1 / 8
-# Values of x that a thread holds in its own type; the backward pass holds as many of dy.
+# Values of x that a thread holds in x's dtype; the backward pass holds as many of dy.
 _VALUES = {False: 64, True: 32}
 _MOST_WARPS = 16
 
@@ -150,7 +150,7 @@ def channel_tile(mode: GroupMode, channels: int) -> Tile:
     block = next(fitting, _CHUNKS[-1])
     held = channels <= _MOST_HELD[is_backward]
     values = rows * (-(-channels // block) * block if held else block)
-    warps = max(1, min(power_of_two(values // (WARP * _VALUES[is_backward])), _MOST_WARPS))
+    warps = min(power_of_two(-(-values // (WARP * _VALUES[is_backward]))), _MOST_WARPS)
     pipeline = Pipeline.ONE_PASS if held else Pipeline.TWO_PASS
     return Tile(pipeline, rows, block, warps, resident=max(1, _MOST_WARPS // warps) if is_backward else 1)
 

@@ -18,13 +18,27 @@ from .probing import check_class
 from .report import LeftAloneError
 from .text import calling
 
+
+def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return one of our functions that reads rows made by permuting a contiguous (B, C, ...) tensor where they are."""
+
+    def run(rows: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if rows.dim() > 2 and rows.stride(-1) != 1 and rows.movedim(-1, 1).is_contiguous():
+            return function(rows.movedim(-1, 1), *args, **named, dim=1).movedim(1, -1)
+        return function(rows, *args, **named)
+
+    return run
+
+
+_layer_norm, _rms_norm = _in_place(layer_norm), _in_place(rms_norm)
+
 # Ours, by torch's functions and methods.
 _OURS: dict[Any, Callable[..., torch.Tensor]] = {
-    functional.layer_norm: layer_norm,
-    functional.rms_norm: rms_norm,
+    functional.layer_norm: _layer_norm,
+    functional.rms_norm: _rms_norm,
     functional.group_norm: group_norm,
-    torch.nn.LayerNorm.forward: lambda m, x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
-    torch.nn.RMSNorm.forward: lambda m, x: rms_norm(x, m.normalized_shape, m.weight, m.eps),
+    torch.nn.LayerNorm.forward: lambda m, x: _layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
+    torch.nn.RMSNorm.forward: lambda m, x: _rms_norm(x, m.normalized_shape, m.weight, m.eps),
     torch.nn.GroupNorm.forward: lambda m, x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
 }
 _NAMES = {function: "_normforge_" + function.__qualname__.replace(".", "_") for function in _OURS}

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import InvarianceError
+from normforge.families.group import row
 from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
 
@@ -122,6 +123,27 @@ def test_kernels_compute_them_and_compiled_code_is_the_same(case: Any, monkeypat
         patched(x)
         with pytest.raises(TypeError, match="not callable"):
             original(x)
+
+
+def test_permuted_channels_are_normalised_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous images stay so, where torch's forward returns a permuted tensor."""
+    given: list[Any] = []
+    backward = row.launched_backward
+
+    def seen(*arguments: Any) -> Any:
+        given.append(arguments[0])
+        return backward(*arguments)
+
+    monkeypatch.setattr(row, "launched_backward", seen)
+    for name in ("channels", "torch's method"):
+        make, _, shape = TAKEN[name]
+        _, patched = twins(randomised(make()))
+        x = torch.randn(shape, requires_grad=True)
+        y = patched(x)
+        y.sum().backward()
+        assert y.is_contiguous()
+        assert given[-1].x.data_ptr() == x.data_ptr()
+    assert len(given) == 2
 
 
 def test_a_saved_module_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""Calls of the differentiable GroupNorm: known, handed on, checked, or of DTensors."""
+"""Calls of the differentiable GroupNorm, and of norms over channels: known, handed on, checked, or of DTensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 
 from ...calls import native
 from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
-from ...calls.backend import backend, left_to_torch
+from ...calls.backend import backend, is_served, left_to_torch
+from ...calls.lookup import is_last
 from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
+from ...codegen.groups import Span
 from ...codegen.parameters import GROUP
+from ...codegen.values import Cast
 from ...dtypes import FLOATS
-from ...errors import ShapeError
+from ...errors import ConflictError, ShapeError
 from ...upstream.torch_internals import is_sharded
 from .. import eager
-from ..operands import GroupOperands, GroupOptions
-from ..plain_calls import by_parts, handed_on, is_handed_on
+from ..operands import DEFAULT_EPS, GroupOperands, GroupOptions, Operands, Options
+from ..plain_calls import by_parts, checked, handed_on, is_handed_on
+from ..plain_calls import normalise as normalise_rows
 from . import row
 
 _DTYPES = (*FLOATS, torch.float64)
@@ -61,6 +65,42 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
         return row.normalise_traced(operands, options)
     # Numbers of other classes are known as what they are converted to.
     return row.normalise(operands, options, ("layer", num_groups, options.eps, activation, None))
+
+
+# The num_groups of calls over channels, by the norm's word.
+_SPANS = {span.norm.value: span.num_groups for span in Span if not span.is_group}
+
+
+def normalise_channels(operands: Operands, normalized_shape: Any, options: Options, dim: int) -> torch.Tensor:
+    """Run a call of `layer_norm` or `rms_norm` over the channels of x, (B, C, ...).
+
+    Channels that are innermost are rows, and so is what kernels do not take. Other channels have kernels of their own.
+    """
+    x, weight, bias, _, x_bias = operands
+    norm, eps, weight_offset, _, cast = options
+    if dim.__class__ is not int or dim != 1:
+        raise ConflictError(f"dim is {dim!r}; it takes -1, the last dimensions of x, or 1, the channels of (B, C, ...)")
+    if x_bias is not None or weight_offset != 0.0 or cast not in (Cast.AFTER_WEIGHT, Cast.AFTER_WEIGHT.value):
+        raise ConflictError("x_bias, weight_offset and cast go with dim=-1; leave them out with dim=1")
+    is_tensor = isinstance(x, torch.Tensor)
+    if is_tensor and x.dim() < 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; with dim=1 it takes (B, C, ...), at least 2 dimensions")
+    images = (x, weight, bias)
+    key_args = ("layer", _SPANS[norm], DEFAULT_EPS if eps is None else eps, None, None)
+    if is_tensor and is_last(normalized_shape, x.shape[1:2]):
+        known = normalise_known(images, key_args)
+        if known is not None:
+            return known
+    rows = (x.movedim(1, -1), *operands[1:])
+    is_dense = is_tensor and is_served(images, eps) and not is_sharded(*images) and 0 not in x.shape
+    if is_dense and x.dim() > 2 and x.stride(1) != 1:
+        checked(rows, normalized_shape, options, kernel=True)
+        group_options = GroupOptions(key_args[1], float(key_args[2]), row.applied(None), result_dtype(norm, x))
+        if becomes_operator(*images):
+            return row.normalise_traced(images, group_options)
+        return row.normalise(images, group_options, (*key_args[:2], group_options.eps, *key_args[3:]))
+    y: torch.Tensor = normalise_rows(rows, normalized_shape, options)
+    return y.movedim(-1, 1)
 
 
 def _as_int(number: Any) -> Any:
