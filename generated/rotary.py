@@ -210,7 +210,7 @@ def qk_norm_rope_fwd(
     q_weight_ptr,  # (N,) or None
     k_weight_ptr,  # (N,) or None
     cos_ptr,  # (positions, HALF), or (M, HALF) without positions
-    sin_ptr,  # likewise
+    sin_ptr,  # like cos_ptr
     positions_ptr,  # (M,) of integers, or None
     q_out_ptr,  # like q, and may be q
     k_out_ptr,  # like k, and may be k
@@ -414,7 +414,7 @@ def qk_norm_rope_bwd(
     q_weight_ptr,  # (N,) or None
     k_weight_ptr,  # (N,) or None
     cos_ptr,  # (positions, HALF), or (M, HALF) without positions
-    sin_ptr,  # likewise
+    sin_ptr,  # like cos_ptr
     positions_ptr,  # (M,) of integers, or None
     dq_ptr,  # like q
     dk_ptr,  # like k

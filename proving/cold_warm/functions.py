@@ -284,8 +284,11 @@ _PATTERNS = {
     "gated": ("gated_NORM", "gated_NORM2d_fwd"),
     "quantised": ("quantised_NORM",),
 }
+# Queries and keys have forms of their own, and no x.
 _OPERATORS = sorted(
-    name.removeprefix("normforge::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")
+    name.removeprefix("normforge::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("normforge::") and "qk_norm_rope" not in name
 )
 
 

@@ -179,7 +179,7 @@ def _key(kernel: str, options: Sequence[Any], tensors: Operands) -> Key:
     outs, addresses = tensors[len(_OPERANDS) :] if kernel == FORWARD else (), addresses_of(tensors)
     within = [(at - out.data_ptr(), out.untyped_storage().nbytes()) for out in outs for at in addresses]
     places = [distance if abs(distance) < size else None for distance, size in within]
-    # Whether gradients are enabled, because tensors that require one may be refused.
+    # The mode of gradients, because tensors that require one may be refused.
     return (kernel, torch.is_grad_enabled(), *options, *[each is None for each in tensors], *places)
 
 
