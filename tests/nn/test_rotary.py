@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -511,6 +512,10 @@ def test_traced(case: Case, device: str) -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     eager, traced = function(*tensors), compiled(*tensors)
     assert all(map(same_bits, traced, eager))
+    compiled(*tensors)
+    # The operator's calls are known too; the first one runs among other dispatch keys.
+    with mock.patch.object(rotary, "_first", side_effect=AssertionError):
+        assert all(map(same_bits, compiled(*tensors), eager))
     due = [torch.randn_like(each) for each in eager]
     for found, its in zip(*(torch.autograd.grad(each, tensors, due) for each in (traced, eager)), strict=True):
         assert same_bits(found, its)
@@ -540,6 +545,8 @@ def test_operators_are_what_torch_wants(weights: bool) -> None:
     backward: Any = torch.ops.normforge.qk_norm_rope_backward.default
     plain = [None if each is None else each.detach() for each in tensors]
     torch.library.opcheck(backward, (*due, *plain, *options, [weights, False]))
+    with pytest.raises(errors.ShapeError, match="k has shape"):
+        torch.ops.normforge.qk_norm_rope.default(plain[0], plain[1][1:], *plain[2:], *options)
 
 
 def test_a_graph_of_a_batch_invariant_call_is_so_too() -> None:
