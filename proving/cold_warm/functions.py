@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +84,7 @@ _NUMBERS: Mapping[str, Draw] = {
 }
 _SPECIAL: Mapping[str, Draw] = {
     "normalized_shape": _often("(n,)", ("[n]", "Size", "(n,)", "(float(n),)", "last two", None, "n", "(n + 1,)"), 1),
+    "dim": one_of(-1, -1, -1, 1, 2),
     "num_groups": one_of(1, 2, 4, 4, 4, 2.0, True, 3, 0),
     "norm_before_gate": one_of(True, True, False, 1),
     "return_mask": one_of(False, False, False, True, 1),
@@ -300,7 +301,11 @@ def families() -> dict[str, list[Function]]:
         family: [_public(name) for pattern in patterns for name in _both(pattern)]
         for family, patterns in _PATTERNS.items()
     }
-    found["group"] = [_public("group_norm")]
+    over_channels = [_public(name) for name in _both("NORM")]
+    found["group"] = [
+        _public("group_norm"),
+        *[replace(each, channels=True, defaults={**each.defaults, "dim": 1}) for each in over_channels],
+    ]
     clamped = ("normalize", "normalize2d_fwd", "normalize2d_bwd")
     found["l2"] = [_public(name) for name in ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", *clamped)]
     found["operators"] = [_operator(name) for name in _OPERATORS]

@@ -13,7 +13,9 @@ import normforge
 from normforge.codegen.groups import GroupMode, Span
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.errors import ConflictError, DTypeError, ShapeError
+from normforge.kernels import pipelines
 from normforge.kernels.group_tiles import channel_tile
+from normforge.selection import dispatch
 from proving.cases import LAYOUTS
 
 from .groups import close
@@ -23,19 +25,17 @@ each_norm = pytest.mark.parametrize("norm", NORMS)
 EPS = 1e-5
 
 
-def over_channels(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None, **named: Any) -> torch.Tensor:
+def over_channels(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None, **named: Any) -> Any:
     """Call normforge's function with dim=1."""
     function: Any = normforge.layer_norm if norm == "layer" else normforge.rms_norm
-    y: torch.Tensor = function(x, x.shape[1:2], *vectors[: 1 + (norm == "layer")], eps=EPS, dim=1, **named)
-    return y
+    return function(x, x.shape[1:2], *vectors[: 1 + (norm == "layer")], eps=EPS, dim=1, **named)
 
 
-def by_torch(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None) -> torch.Tensor:
+def by_torch(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None) -> Any:
     """Compute the same by torch's function on permuted rows."""
     function: Any = functional.layer_norm if norm == "layer" else functional.rms_norm
     rows = x.movedim(1, -1)
-    y: torch.Tensor = function(rows, rows.shape[-1:], *vectors[: 1 + (norm == "layer")], eps=EPS)
-    return y.movedim(-1, 1)
+    return function(rows, rows.shape[-1:], *vectors[: 1 + (norm == "layer")], eps=EPS).movedim(-1, 1)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, far: float = 1.0) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, far: float
     return [(far * at + torch.randn(size)).to(dtype) for at, size in zip((1, 0, 0), sizes, strict=True)]
 
 
-def hold(norm: str, given: list[torch.Tensor]) -> torch.Tensor:
+def hold(norm: str, given: list[torch.Tensor]) -> Any:
     """Fail unless y and all gradients are those in fp64, also when the call is known; return y."""
     own = [each.detach().requires_grad_() for each in given]
     doubles = [each.detach().double().requires_grad_() for each in given]
@@ -189,6 +189,25 @@ def test_compiled(norm: str) -> None:
     (found,) = torch.autograd.grad(y.sin().sum(), own)
     (wanted,) = torch.autograd.grad(over_channels(norm, own, *vectors).sin().sum(), own)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("channels", [40, 1030])
+def test_several_tiles_a_program(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over positions are those of all tiles that a program takes."""
+    monkeypatch.setattr(pipelines.Row, "programs", lambda *_: 2)
+    x, *vectors = drawn((3, channels, 70))
+    with dispatch.using(dispatch.loaded()):
+        hold("layer", [x, *vectors])
+
+
+def test_an_invariant_kernel_is_that_of_any_image() -> None:
+    def compilations(space: str) -> list[Any]:
+        shapes, modes = [f"2x24x{space}/1"], ["cln_fwd_bf16", "cln_bwd_bf16"]
+        return [each.key for each in normforge.compile_keys(modes=modes, shapes=shapes, arch="sm_90")]
+
+    assert compilations("7x7") != compilations("56x56")
+    with normforge.batch_invariant():
+        assert compilations("7x7") == compilations("56x56")
 
 
 @pytest.mark.parametrize("channels", [24, 1030, 2049])
