@@ -24,7 +24,6 @@ from ..calls.traced import operated
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
-from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, eager_only
 from . import eager
 from .operands import BackwardOptions, Operands, Options
@@ -224,45 +223,10 @@ def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass as an autograd function, which torch's operators differentiate."""
-
-    @staticmethod
-    def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
-        ctx.options, ctx.is_invariant = options, is_on()
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands)
-        # Autograd accepts a tuple, and no named tuple.
-        return tuple(gradients_of(options, *operands))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        def compute(*operands: Any) -> NormGradients:
-            return eager.plain_gradients_of_packed(operands, ctx.options)
-
-        differentiate = reentering(eager.differentiated) if ctx.is_invariant else eager.differentiated
-        return None, *differentiate(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
-
-
-_applied = applied(_Gradients)
-
-
-def _differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
-    """Return `gradients_of` in a form that autograd can differentiate."""
-    if arrived_in_memory((operands[0], operands[-1])) or is_dynamo_compiling() or dispatch_modes():
-        return _applied(options, *operands)
-    # For tensors without memory autograd records torch's operators of the formula.
-    return eager.plain_gradients_of_packed(operands, options)
-
-
 def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     """Return the gradients that are due. Operands are `BackwardOperands`, whose rstd packs the means too."""
-    if torch.is_grad_enabled():
-        # Recorded only if a gradient of the gradient may be asked for.
-        differentiable: NormGradients = _differentiable_gradients_of(options, *operands)
-        return differentiable
     key, grads = None, None
-    if not is_dynamo_compiling():
+    if not (torch.is_grad_enabled() or is_dynamo_compiling()):
         key, grads = native.calls.gradients.gradients(operands, options)
     return (
         gradients_first(_BACKWARD, key, operands, options, eager.plain_gradients_of_packed) if grads is None else grads
@@ -285,13 +249,15 @@ def gradients_first(
         options: the norm's word and the options of the family's rows.
         formula: computes the gradients of what kernels cannot read by torch's operators.
     """
-    # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
-    if is_dynamo_compiling() or dispatch_modes():
-        return gradients_by_operator(rows, operands, options)
     at = rows.inputs.index("dresidual_out")
     dy, dresidual_out = operands[0], operands[at]
-    if not arrived_in_memory((dy, dresidual_out)):
+    # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
+    seen = is_dynamo_compiling() or dispatch_modes() > 0
+    if not (seen or arrived_in_memory((dy, dresidual_out))):
         return formula(operands, options)
+    # The operator has a gradient, which is asked for only where gradients are enabled in a backward pass.
+    if seen or torch.is_grad_enabled():
+        return gradients_by_operator(rows, operands, options)
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may match the gradients of an earlier call.
@@ -313,7 +279,7 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
-    """Compute `gradients_of` by an operator, because a dispatch mode sees operators."""
+    """Compute `gradients_of` by an operator, which dispatch modes see, and autograd records."""
     args = road.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
         args[name] = walkable_gradient(args[name])
