@@ -254,11 +254,14 @@ def cast_of(cast: str | Cast, x_dtype: torch.dtype, y_dtype: torch.dtype) -> str
     return cast if _rounded_to(cast, y_dtype, x_dtype) else "after_weight"
 
 
-def plain_gradients_of_packed(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
-    """Return `plain_gradients`, where the rstd operand packs the means too."""
-    dy, x, weight, statistics, x_bias, dresidual_out = operands
+def plain_gradients_of_packed(operands: Sequence[Any], options: Sequence[Any]) -> NormGradients:
+    """Return `plain_gradients`, where the rstd operand packs the means too, and a dropout's rng and p come last."""
+    dy, x, weight, statistics, x_bias, dresidual_out, *rng = operands
+    norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping = options
+    dropout = Dropout(dropping[0], rng[0], dropping[1]) if rng else None
     mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
-    return plain_gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
+    of_norm = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
+    return plain_gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, of_norm, dropout)
 
 
 def plain_gradients(

@@ -21,19 +21,21 @@ from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
-from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.parameters import BACKWARD, DROPPED_BWD, FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
+from ..random_mask import dropped
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, eager_only
 from . import eager
-from .operands import BackwardOptions, Operands, Options
+from .operands import Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
+_DROPPED = road.calls_of(DROPPED_BWD, name="dropped_gradients")
 
 # A dropout of x: the row of its family, its probability, and its seed and offset.
 Dropping = tuple[FamilyCalls, tuple[float], tuple[torch.Tensor]]
 # A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
-Recording = tuple[Options, "Recorded | None"]
+Recording = tuple[road.Options, "Recorded | None"]
 
 
 @eager_only
@@ -74,10 +76,6 @@ def normalise_traced(operands: Operands, dimensions: int, options: Options, drop
     return y.view(shape) if total is None else (y.view(shape), total.view(shape))
 
 
-def _seen(operands: Operands, options: Options) -> Recorded:
-    return road.run_seen(CALLS, operands, full_options(operands, options, saves=True))
-
-
 class _Normalise(torch.autograd.Function):
     """y of x, weight, bias and x_bias, without a residual.
 
@@ -94,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         x_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         options, recorded = call
-        y, _, statistics, is_invariant = recorded or _seen((x, weight, bias, None, x_bias), options)
+        y, _, statistics, is_invariant = recorded or road.run_seen(CALLS, (x, weight, bias, None, x_bias), options)
         # One attribute, because setting each takes 0.1 us.
         ctx.args = options, None if bias is None else bias.dtype, is_invariant
         ctx.save_for_backward(x, weight, statistics, x_bias)
@@ -102,7 +100,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (norm, _, weight_offset, _, cast), bias_dtype, is_invariant = ctx.args
+        (norm, _, weight_offset, _, cast, *_), bias_dtype, is_invariant = ctx.args
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         gradients = GRADIENTS[is_invariant](options, dy, *ctx.saved_tensors, None)
         # One gradient per operand that was passed.
@@ -110,78 +108,93 @@ class _Normalise(torch.autograd.Function):
 
 
 class _AddNormalise(torch.autograd.Function):
-    """y and residual_out of x, weight, bias, residual and x_bias.
+    """y and residual_out of x, weight, bias, residual and x_bias, and of the rng of a dropout of x, if there is one.
 
-    The backward pass saves residual_out, which the caller holds anyway, weight, and a mean and rstd per row.
+    The backward pass saves residual_out, which the caller holds anyway, weight, a mean and rstd per row, and rng in
+    place of the mask.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: Recording,
+        call: tuple[FamilyCalls, road.Options, Recorded | None],
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         x_bias: torch.Tensor | None,
+        *rng: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        options, recorded = call
-        y, total, statistics, is_invariant = recorded or _seen((x, weight, bias, residual, x_bias), options)
+        calls, options, recorded = call
+        y, total, statistics, is_invariant = recorded or road.run_seen(
+            calls, (x, weight, bias, residual, x_bias, *rng), options
+        )
         # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
-        norm, _, weight_offset, _, cast = options
+        norm, _, weight_offset, _, cast, *others = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
         summed = None if x_bias is None else x_bias.dtype
         ctx.args = (
             *(norm, weight_offset, cast, x.dtype, None if bias is None else bias.dtype, residual.dtype, summed),
             is_invariant,
+            # The probability of a dropout stands between fadd and whether statistics are saved.
+            others[1:-1] if rng else None,
         )
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         if not (x.requires_grad or residual.requires_grad or (x_bias is not None and x_bias.requires_grad)):
             ctx.mark_non_differentiable(total)
-        ctx.save_for_backward(total, weight, statistics)
+        ctx.save_for_backward(total, weight, statistics, *rng)
         return y, total
 
     @staticmethod
     def backward(
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant = ctx.args
-        _, for_x, for_weight, for_bias, for_residual, for_x_bias = ctx.needs_input_grad
-        dx, dweight, dbias, dx_bias = dresidual_out, None, None, None
+        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant, p = ctx.args
+        _, for_x, for_weight, for_bias, for_residual, for_x_bias, *_ = ctx.needs_input_grad
+        total, weight, statistics, *rng = ctx.saved_tensors
+        dx, dweight, dbias, dx_bias, of_x = dresidual_out, None, None, None, dresidual_out
         if dy is not None:
-            dx_dtype = x_dtype
-            if residual_dtype is not x_dtype:
-                dtypes = [dtype for dtype, due in ((x_dtype, for_x), (residual_dtype, for_residual)) if due]
-                dx_dtype = dtype_of_all(dtypes) if dtypes else None
-            wants = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias]
-            total, weight, statistics = ctx.saved_tensors
-            # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
+            dx_dtype = residual_dtype
+            if p:
+                wants = WANTS[for_residual, for_weight, for_bias, for_x_bias, for_x]
+                dropping = *p, x_dtype
+            else:
+                wants, dropping = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias], ()
+                if for_x and residual_dtype is not x_dtype:
+                    dx_dtype = dtype_of_all((x_dtype, residual_dtype)) if for_residual else x_dtype
+            # The sum includes x_bias already. An x_bias of zeros has the kernel sum x's gradient before rounding.
             nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
-            options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
-            dx, dweight, dbias, dx_bias, _ = GRADIENTS[is_invariant](
-                options, dy, total, weight, statistics, nothing, dresidual_out
+            options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping)
+            dx, dweight, dbias, dx_bias, ddropped = GRADIENTS[is_invariant](
+                options, dy, total, weight, statistics, nothing, dresidual_out, *rng
             )
-        elif dresidual_out is not None and for_x_bias:
-            dx_bias = eager.over_rows(dresidual_out).to(x_bias_dtype)
+            of_x = ddropped if p else dx
+        elif dresidual_out is not None:
+            of_x = dropped(eager.widened(dresidual_out), *p, *rng) if p else dresidual_out
+            dx_bias = eager.over_rows(of_x).to(x_bias_dtype) if for_x_bias else None
         return (
             None,
-            rounded_to(dx, x_dtype) if for_x else None,
+            rounded_to(of_x, x_dtype) if for_x else None,
             dweight,
             dbias,
             rounded_to(dx, residual_dtype) if for_residual else None,
             dx_bias,
+            # For rng; autograd takes no notice of a None too many.
+            None,
         )
 
 
 def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that records calls by one autograd function without a residual, and by another with one."""
 
-    def record(operands: Operands, options: Options, recorded: Recorded | None) -> Any:
-        x, weight, bias, residual, x_bias = operands
-        call = options, recorded
+    def record(
+        operands: road.Operands, options: road.Options, recorded: Recorded | None, calls: FamilyCalls | None = None
+    ) -> Any:
+        x, weight, bias, residual, x_bias, *_ = operands
         if residual is not None:
-            return add(call, *operands)
+            return add((calls or CALLS, options, recorded), *operands)
+        call = options, recorded
         # Autograd takes about 0.1 us for each None that is passed.
         if x_bias is not None:
             return plain(call, x, weight, bias, x_bias)
@@ -193,9 +206,9 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
 _record_seen = _recording(applied(_Normalise), applied(_AddNormalise))
 
 
-def _record(_: Any, operands: Any, options: Any, recorded: Recorded | None) -> Any:
+def record(calls: FamilyCalls, operands: road.Operands, options: road.Options, recorded: Recorded | None) -> Any:
     """Record a call that is not known."""
-    return _record_seen(operands, options[:-2], recorded)
+    return _record_seen(operands, options, recorded, calls)
 
 
 # The look-up itself finds out if a residual is added and if statistics are saved.
@@ -203,17 +216,17 @@ CALLS = road.calls_of(
     FORWARD,
     name="recorded",
     options=(*[row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor], "fadd", "save_mv"),
-    record=_record,
+    record=record,
     looked_up=(None, 5),
 )
 record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 native.record_by("recorded", record_known)
 
-# Names of the gradients that are due, by flags of x (or residual), weight, bias and x_bias, or of the first two or
-# three alone. No call here has a dropout.
+# Names of the gradients that are due, by flags of x (or residual), weight, bias, x_bias and what a dropout is applied
+# to, or of the first ones alone.
 WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
     due: tuple(compress(NormGradients._fields, due))
-    for passed in (2, 3, 4)
+    for passed in (2, 3, 4, 5)
     for due in product((False, True), repeat=passed)
 }
 
@@ -223,38 +236,31 @@ def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
-def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
-    """Return the gradients that are due. Operands are `BackwardOperands`, whose rstd packs the means too."""
-    key, grads = None, None
-    if not (torch.is_grad_enabled() or is_dynamo_compiling()):
-        key, grads = native.calls.gradients.gradients(operands, options)
-    return (
-        gradients_first(_BACKWARD, key, operands, options, eager.plain_gradients_of_packed) if grads is None else grads
-    )
-
-
-def gradients_first(
-    rows: FamilyCalls,
-    key: Key | None,
-    operands: tuple[Any, ...],
-    options: tuple[Any, ...],
-    formula: Callable[[Any, Any], NormGradients],
-) -> NormGradients:
-    """Return the gradients of a backward pass that is not known.
+def gradients_of(options: road.Options, *operands: Any) -> NormGradients:
+    """Return the gradients that are due.
 
     Args:
-        rows: the rows of its family.
-        key: the key of the look-up; None if the pass cannot become known.
-        operands: the tensors of the family's rows, dy first, with dresidual_out.
         options: the norm's word and the options of the family's rows.
-        formula: computes the gradients of what kernels cannot read by torch's operators.
+        operands: the tensors of the family's rows, dy first, with dresidual_out, and with the rng of a dropout if there
+            is one; rstd packs the means too.
     """
+    rows = _DROPPED if operands[6:] else _BACKWARD
+    key, grads = None, None
+    if not (torch.is_grad_enabled() or is_dynamo_compiling()):
+        key, grads = getattr(native.calls, rows.name).gradients(operands, options)
+    return _gradients_first(rows, key, operands, options) if grads is None else grads
+
+
+def _gradients_first(
+    rows: FamilyCalls, key: Key | None, operands: tuple[Any, ...], options: road.Options
+) -> NormGradients:
+    """Return the gradients of a backward pass that is not known; without a key it cannot become known."""
     at = rows.inputs.index("dresidual_out")
     dy, dresidual_out = operands[0], operands[at]
     # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
     seen = is_dynamo_compiling() or dispatch_modes() > 0
     if not (seen or arrived_in_memory((dy, dresidual_out))):
-        return formula(operands, options)
+        return eager.plain_gradients_of_packed(operands, options)
     # The operator has a gradient, which is asked for only where gradients are enabled in a backward pass.
     if seen or torch.is_grad_enabled():
         return gradients_by_operator(rows, operands, options)
