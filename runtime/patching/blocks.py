@@ -44,13 +44,8 @@ def block_class(cls: Any) -> type[torch.nn.Module]:
     return block
 
 
-def _new(
-    cls: Any, added: tuple[int, ...], modulated: tuple[int, ...] = (), norms: tuple[str, ...] = ()
-) -> torch.nn.Module:
-    """Make a module that was pickled with a class of `fuse`.
-
-    Earlier releases pickled the additions that are replaced, and some of them neither modulations nor norms.
-    """
+def _new(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> torch.nn.Module:
+    """Make a module that was pickled with a class of `fuse`."""
     # A module whose class's text changed or is missing adds as before.
     with suppress(LeftAloneError):
         cls = _fused(cls, modulated, norms)
@@ -161,4 +156,4 @@ def _fused(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
         MODULATE: modulate,
         "_normforge_fuses": _fused_by(read(cls), modulated, norms),
     }
-    return derived(FusedBlock, cls, (_new, (cls, (), modulated, norms)), **namespace)
+    return derived(FusedBlock, cls, (_new, (cls, modulated, norms)), **namespace)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.patching import blocks, modulating
+from normforge.patching import modulating
 
 from ..calling import each_device
 from .models import DimlessRMSNorm, written
@@ -361,10 +361,6 @@ def test_copies_and_pickles_are_fused_and_can_be_unpatched(counted: Counted) -> 
         assert (type(other), type(other.norm)) == (ByFunction, torch.nn.LayerNorm)
         assert torch.equal(other(*given()), ByFunction.forward(other, *given()))
         assert counted.counts() == (0,)
-
-
-def test_a_pickle_of_a_release_without_modulations() -> None:
-    assert type(blocks._new(ByFunction, ())) is not ByFunction
 
 
 # Two branches modulate the result of one norm.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from normforge.families import replaced
 
 from ..calling import each_device, printed
 from ..thorough import THOROUGH
@@ -91,24 +89,6 @@ def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch
     module = ours((3, 64), 0.25)
     assert isinstance(module, theirs)
     assert str(module).partition("(")[2] == str(theirs((3, 64), 0.25)).partition("(")[2]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "home"),
-    [
-        ("modules", "LayerNorm", normforge),
-        ("modules", "AddRMSNorm", normforge),
-        ("gated_modules", "GatedRMSNorm", normforge),
-        ("grouping", "GroupNorm", normforge),
-        ("grouping", "group_norm", normforge),
-        ("gating", "gated_rms_norm", normforge),
-        ("modulation", "modulated_layer_norm", normforge),
-        ("functional", "rms_norm", normforge),
-        ("replaced", "Replacing", replaced),
-    ],
-)
-def test_pickles_of_older_releases_find_what_they_name(module: str, name: str, home: object) -> None:
-    assert pickle.loads(f"cnormforge.nn.{module}\n{name}\n.".encode()) is getattr(home, name)
 
 
 @THOROUGH
