@@ -21,6 +21,7 @@ from .primitives import (
     load_tile,
     merge_groups,
     moments_of,
+    rounded_square,
     row_moments,
     row_offset,
     scale_and_shift,
@@ -101,7 +102,7 @@ def ln_fwd_bf16_postaddnorm_rows(
         col_mask = cols < N if start + BLOCK > N else None
         centred = centre(chunks[start // BLOCK], pivot, col_mask)
         deviations = centred if deviations is None else deviations + centred
-        squares = centred * centred if squares is None else squares + centred * centred
+        squares = rounded_square(centred) if squares is None else squares + rounded_square(centred)
     deviations = sums_of_four(deviations, ROW_ALIGNMENT)
     squares = sums_of_four(squares, ROW_ALIGNMENT)
     shift, variance = row_moments(deviations, squares, N, 1)

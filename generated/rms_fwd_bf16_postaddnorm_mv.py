@@ -17,6 +17,7 @@ from .primitives import (
     load_swept,
     load_tile,
     moments_of,
+    rounded_square,
     row_offset,
     scale,
     scale_chunk,
@@ -80,7 +81,7 @@ def rms_fwd_bf16_postaddnorm_mv_rows(
         s += residual_row[start // BLOCK].to(tl.float32)
         s = as_stored(s, x_ptr, residual_out_ptr)
         chunks += (s,)
-        squares = s * s if squares is None else squares + s * s
+        squares = rounded_square(s) if squares is None else squares + rounded_square(s)
 
     # Store the sum; no load above could be moved up over it.
     for start in tl.static_range(0, N, BLOCK):

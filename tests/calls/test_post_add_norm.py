@@ -8,16 +8,8 @@ import pytest
 import torch
 
 import normforge
-from normforge import LayerNormOutput
+from normforge import LayerNormOutput, errors
 from normforge.codegen.values import Norm
-from normforge.errors import (
-    ConflictError,
-    GradientError,
-    IllegalCombinationError,
-    InvarianceError,
-    LayoutError,
-    ShapeError,
-)
 from normforge.reference.renormed import FORWARD as ORACLE
 
 from ..calling import LENGTHS, QUANTISED, agree, each_device, each_norm, same_bits
@@ -135,13 +127,13 @@ X = torch.randn(5, 64)
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [
-        ({"fquant": "static", "out_dtype": torch.int8}, IllegalCombinationError, "post_add_norm has no fquant static"),
-        ({"residual": torch.randn(5, 65)}, ShapeError, "residual has shape"),
-        ({"next_weight": torch.randn(65)}, ShapeError, "next_weight has shape"),
-        ({"weight_offset": 1.0, "weight": None}, ConflictError, "weight_offset=1.0 is added to weight"),
-        ({"x": X.clone().requires_grad_()}, GradientError, "call normforge.rms_norm_add"),
-        ({"out": torch.empty(5, 128)[:, :64]}, LayoutError, "it takes a contiguous tensor"),
-        ({"out": (both := torch.empty(5, 64)), "residual_out": both}, LayoutError, "overlaps"),
+        ({"fquant": "static", "out_dtype": torch.int8}, errors.IllegalCombinationError, "norm has no fquant static"),
+        ({"residual": torch.randn(5, 65)}, errors.ShapeError, "residual has shape"),
+        ({"next_weight": torch.randn(65)}, errors.ShapeError, "next_weight has shape"),
+        ({"weight_offset": 1.0, "weight": None}, errors.ConflictError, "weight_offset=1.0 is added to weight"),
+        ({"x": X.clone().requires_grad_()}, errors.GradientError, "call normforge.rms_norm_add"),
+        ({"out": torch.empty(5, 128)[:, :64]}, errors.LayoutError, "it takes a contiguous tensor"),
+        ({"out": (both := torch.empty(5, 64)), "residual_out": both}, errors.LayoutError, "overlaps"),
     ],
 )
 def test_refusals(others: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -151,15 +143,15 @@ def test_refusals(others: dict[str, Any], error: type[Exception], message: str) 
 
 def test_statistics_are_refused_where_their_bits_would_depend_on_the_batch() -> None:
     with normforge.batch_invariant():
-        with pytest.raises(InvarianceError, match="rstd of two norms is to be batch invariant"):
+        with pytest.raises(errors.InvarianceError, match="rstd of two norms is to be batch invariant"):
             normforge.renormed_rmsnorm2d_fwd(X, X.clone(), save_mv=True)
         assert normforge.renormed_rmsnorm2d_fwd(X, X.clone()).y.shape == X.shape
 
 
 def test_refusals_of_other_functions() -> None:
-    with pytest.raises(ConflictError, match=r"takes no fadd 'post_add_norm'; call normforge[.]renormed_rms"):
+    with pytest.raises(errors.ConflictError, match=r"takes no fadd 'post_add_norm'; call normforge[.]renormed_rms"):
         normforge.rmsnorm2d_fwd(X, residual=X.clone(), fadd="post_add_norm")
-    with pytest.raises(ConflictError, match="x_bias is not added where a second norm follows"):
+    with pytest.raises(errors.ConflictError, match="x_bias is not added where a second norm follows"):
         normforge.rms_norm_add(X, X.clone(), x_bias=X[0], next_norm=True)
-    with pytest.raises(ConflictError, match="next_norm"):
+    with pytest.raises(errors.ConflictError, match="next_norm"):
         normforge.rms_norm_add(X, X.clone(), next_norm="yes")  # type: ignore[call-overload]

@@ -51,3 +51,12 @@ def test_rows_at_worse_addresses_would_not_be() -> None:
     ]
     aligned, elsewhere = (compile_for(found.key, found.function, TARGET).asm for (found,) in keys)
     assert arithmetic(aligned) != arithmetic(elsewhere)
+
+
+@pytest.mark.parametrize("norm", ["ln", "rms"])
+def test_no_square_of_a_tile_is_fused_with_a_sum(norm: str) -> None:
+    """Of two products LLVM may fuse either, and did not take the same one for each row of a tile."""
+    with normforge.batch_invariant():
+        (key,) = normforge.compile_keys([129], [f"{norm}_fwd_fp32_postaddnorm_mv"], arch=TARGET.arch, rows=["many"])
+    ptx = compile_for(key.key, key.function, TARGET).asm["ptx"]
+    assert {added for _, added in re.findall(r"\.f32\s+%\w+, (%\w+), \1(.*);", ptx)} == {", 0f00000000"}
