@@ -23,7 +23,7 @@ from normforge.codegen.values import Norm
 from normforge.random_mask import dropped
 
 FAMILIES: Mapping[str, Family] = {
-    "plain": FORWARD,
+    **dict.fromkeys(("plain", "l2"), FORWARD),
     **{family.name: family for family in (ADDED, RENORMED, MODULATED, GATED, GROUP)},
 }
 # The families that add the residual behind a norm.
@@ -42,6 +42,13 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "without": ((), ("residual",), ("weight", "bias"), ("residual", "x_bias"), ("x_bias",)),
         "weight_offset": (0.0, 1.0),
         "dropout_p": (0.0, 0.3),
+    },
+    "l2": {
+        "norm": ("l2", "l2_clamped"),
+        "shape": ((3, 9, 40), (40,), (5, 40)),
+        "without": ((), ("weight",)),
+        # About as long as rows are, some of which are clamped then.
+        "eps": (EPS, 6.6),
     },
     "added": {
         "norm": ("layer", "rms"),
@@ -187,7 +194,7 @@ class Case:
         if "weight" in self["without"]:
             own.pop("weight_offset", None)
         dropped_at = own.pop("dropout_p", 0.0)
-        return own | ({"dropout_p": dropped_at, "dropout_rng": RNG} if dropped_at else {}) | {"eps": EPS}
+        return {"eps": EPS, **own} | ({"dropout_p": dropped_at, "dropout_rng": RNG} if dropped_at else {})
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -195,6 +202,8 @@ class Case:
         name = FAMILIES[self.family].functions[Norm(self["norm"])]
         if self.family == "plain":
             name = f"{'' if 'residual' in self['without'] else 'add_'}{Norm(self['norm']).row.function}"
+        if self.family == "l2":
+            name = Norm(self["norm"]).row.function
         if self.family == "added":
             name = f"{Norm(self['norm']).row.function}_add"
         function: Callable[..., Any] = getattr(normforge, name)
@@ -287,8 +296,11 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     else:
         size = case["group_size"] or s.shape[-1]
         rows = s.reshape(*s.shape[:-1], s.shape[-1] // size, size)
-    rows = rows - rows.mean(-1, keepdim=True) if Norm(case["norm"]).centres else rows
-    y = (rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt()).view(s.shape)
+    rows = rows - rows.mean(-1, keepdim=True) if case["norm"] == "layer" else rows
+    eps, squares = case["eps"] or EPS, rows.square()
+    squares = squares.sum(-1, keepdim=True) if case.family == "l2" else squares.mean(-1, keepdim=True)
+    size = squares.sqrt().clamp(min=eps) if case["norm"] == "l2_clamped" else (squares + eps).sqrt()
+    y = (rows / size).view(s.shape)
     # Channels lie behind the samples.
     end = (-1, *[1] * (s.dim() - 2)) if case.family == "group" else (-1,)
     y = y * (given["weight"] + (case["weight_offset"] or 0.0)).view(end) if "weight" in given else y
@@ -310,6 +322,8 @@ def gradients(outputs: Sequence[torch.Tensor], given: Tensors, arriving: Sequenc
     """Return the gradients of the operands that require one; None arrives at an output that nothing follows."""
     due = [name for name, tensor in given.items() if tensor.requires_grad]
     pairs = [(y, dy) for y, dy in zip(outputs, arriving, strict=True) if dy is not None and y.requires_grad]
+    if not due or not pairs:
+        return {}
     ends, at_ends = zip(*pairs, strict=True)
     found = torch.autograd.grad(ends, [given[name] for name in due], at_ends, allow_unused=True)
     return {name: gradient for name, gradient in zip(due, found, strict=True) if gradient is not None}
@@ -344,6 +358,18 @@ def check(
         run: makes the call some other way than eagerly by the case's function.
     """
     outputs = case.run(given) if run is None else run(given)
+    arriving = arriving_at(outputs) if arriving is None else arriving
+    hold(case, given, outputs, arriving, gradients(outputs, given, arriving))
+
+
+def hold(
+    case: Case,
+    given: Tensors,
+    outputs: Sequence[torch.Tensor],
+    arriving: Sequence[torch.Tensor | None],
+    found: Tensors,
+) -> None:
+    """Fail unless the outputs of a call, and the gradients for what arrived at them, are those of the formula."""
     with torch.no_grad():
         wanted = formula(case, doubled(given))
     coarse = coarser(given["x"].dtype, given.get("residual", given["x"]).dtype)
@@ -351,8 +377,7 @@ def check(
     for output, its in zip(outputs, wanted, strict=True):
         assert output.shape == its.shape
         close("output", output, its, FORWARD_TOLERANCES[coarser(output.dtype, coarse)])
-    arriving = arriving_at(outputs) if arriving is None else arriving
-    agree(given, gradients(outputs, given, arriving), exact(case, given, arriving), coarse)
+    agree(given, found, exact(case, given, arriving), coarse)
 
 
 def agree(given: Tensors, found: Tensors, wanted: Tensors, coarse: torch.dtype = torch.float32) -> None:

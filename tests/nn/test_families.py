@@ -34,13 +34,14 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 QUICK = dict.fromkeys(
     [
-        *cases("added", "renormed", *BOTH),
-        *cases("added", "renormed", vary=("norm", "without")),
+        *cases("l2", "added", "renormed", *BOTH),
+        *cases("l2", "added", "renormed", vary=("norm", "without", "eps")),
+        *(case for n in (1, 1500, 33000) for case in cases("l2", vary=("norm", "dtype"), shape=(5, n))),
         *cases(*BOTH, vary=("norm", "without")),
         *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
         *cases("gated", vary=("norm_before_gate", "group_size")),
         # Without rows.
-        *cases("plain", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
+        *cases("plain", "l2", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
         *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
     ]
 )
@@ -91,7 +92,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
         *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
         *cases("group", vary=("activation",)),
-        *cases("added", "renormed", vary=("norm",)),
+        *cases("l2", "added", "renormed", vary=("norm", "eps")),
         *(
             case
             for without in ((), ("residual",))
@@ -125,6 +126,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
     "case",
     [
         *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
+        *cases("l2", vary=("norm", "without", "eps")),
         *cases("added", "renormed", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
         *(
             case.but(group_size=size)
