@@ -69,14 +69,14 @@ def run(
     """
     started = time.monotonic()
     found: dict[str, R]
-    found, before = _read(asked.resume, header)
+    found, before = read(asked.resume, header)
     due = [case for name, case in cases.items() if name not in found]
     with closing(begin(due)) as results:
         for name, result in results:
             found[name] = result
             taken = time.monotonic() - started
             if asked.resume is not None:
-                _append(asked.resume, header, (name, result, before + taken))
+                append(asked.resume, header, (name, result, before + taken))
             if asked.minutes is not None and taken > 60 * asked.minutes:
                 break
     here = {name: found[name] for name in cases if name in found}
@@ -115,8 +115,12 @@ def _listed(work: Callable[[T], Iterable[R]], task: T) -> list[R]:
     return list(work(task))
 
 
-def _read(file: Path | None, header: Mapping[str, str]) -> tuple[dict[str, R], float]:
-    """Return the results in a file, and the seconds that they took."""
+def read(file: Path | None, header: Mapping[str, str]) -> tuple[dict[str, R], float]:
+    """Return the results in a file, and the seconds that they took.
+
+    Raises:
+        UsageError: the file has another header.
+    """
     found: dict[str, R] = {}
     seconds = 0.0
     if file is None or not file.exists():
@@ -140,7 +144,8 @@ def _read(file: Path | None, header: Mapping[str, str]) -> tuple[dict[str, R], f
     return found, seconds
 
 
-def _append(file: Path, header: Mapping[str, str], result: object) -> None:
+def append(file: Path, header: Mapping[str, str], result: object) -> None:
+    """Add a result, as `read` finds it, to a file that begins with the header."""
     is_new = not file.exists()
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as stream:

@@ -67,7 +67,7 @@ class Parts:
         self._deadline = float(os.environ.get(_DEADLINE, "inf")) if config.option.minutes is not None else float("inf")
         self._here = {} if self._file is None else environment()
         try:
-            self._passed = frozenset[str](parts._read(self._file, self._here)[0])
+            self._passed = frozenset[str](parts.read(self._file, self._here)[0])
         except UsageError as error:
             raise pytest.UsageError(str(error)) from error
         # Passed so far, of the phases of one test: a failed teardown is a failure too.
@@ -91,7 +91,7 @@ class Parts:
             return
         self._is_passing[report.nodeid] = self._is_passing.get(report.nodeid, True) and not report.failed
         if report.when == "teardown" and self._file is not None and self._is_passing[report.nodeid]:
-            parts._append(self._file, self._here, (report.nodeid, None, 0.0))
+            parts.append(self._file, self._here, (report.nodeid, None, 0.0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a part that ran out of time; pass one that found nothing left to run."""
