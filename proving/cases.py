@@ -294,7 +294,7 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     if case.family == "group":
         rows = s.reshape(len(s), case["num_groups"], math.prod(s.shape[1:]) // case["num_groups"])
     else:
-        size = case["group_size"] or s.shape[-1]
+        size = case["group_size"] or max(s.shape[-1], 1)
         rows = s.reshape(*s.shape[:-1], s.shape[-1] // size, size)
     rows = rows - rows.mean(-1, keepdim=True) if case["norm"] == "layer" else rows
     eps, squares = case["eps"] or EPS, rows.square()
@@ -349,7 +349,7 @@ def check(
     arriving: Sequence[torch.Tensor | None] | None = None,
     run: Callable[[Tensors], tuple[torch.Tensor, ...]] | None = None,
 ) -> None:
-    """Run a case, and fail unless outputs and gradients are fp64 autograd's, of the right shapes and dtypes.
+    """Run a case, and fail unless outputs and gradients are fp64 autograd's, and what the call reads is as it was.
 
     Args:
         case: a kind of call.
@@ -357,9 +357,13 @@ def check(
         arriving: the gradients that arrive at the outputs; None draws some.
         run: makes the call some other way than eagerly by the case's function.
     """
+    before = [(tensor, tensor.detach().clone()) for tensor in given.values()]
     outputs = case.run(given) if run is None else run(given)
     arriving = arriving_at(outputs) if arriving is None else arriving
-    hold(case, given, outputs, arriving, gradients(outputs, given, arriving))
+    before += [(dy, dy.clone()) for dy in arriving if dy is not None]
+    found = gradients(outputs, given, arriving)
+    assert all(torch.equal(*pair) for pair in before), "an operand, or a gradient that arrived, was written to"
+    hold(case, given, outputs, arriving, found)
 
 
 def hold(

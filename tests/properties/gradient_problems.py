@@ -1,16 +1,17 @@
-"""Random legal training steps through one norm, and random calls of the backward functions, held to the oracle."""
+"""Random legal training steps of every family, held to the formula, and random calls of the backward functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, product
 from typing import Any
 
 import torch
 
-import normforge
 from normforge.calls.outputs import NormGradients
+from proving.cases import AXES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
 
 from ..calls.shared import BACKWARD
 from . import oracle
@@ -18,22 +19,15 @@ from .memory import Memory, row_strides
 from .problems import (
     CASTS,
     FLOATS,
-    LAYOUTS,
     MOST_ELEMENTS,
     ROWS,
     VECTORS,
     Choose,
     Kind,
     Made,
-    Operand,
     Options,
     draw_leading,
 )
-
-_GRADIENTS = tuple(Operand(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
-_ANY = tuple(operand for operand in _GRADIENTS if operand.rows != "one value")
-_PARAMETERS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, (0, 0, 1)))
-_EPSILONS = (1e-5, 1e-6, 1e-3)
 
 
 def _some(*names: str) -> list[tuple[str, ...]]:
@@ -41,47 +35,49 @@ def _some(*names: str) -> list[tuple[str, ...]]:
     return [tuple(compress(names, taken)) for taken in product((True, True, False), repeat=len(names))]
 
 
-def _there(k: Kind) -> list[str]:
-    return ["x", *(name for name in ("residual", "weight", "bias") if getattr(k, name))]
+# Rows as short as these may be so nearly constant that rounding decides their gradients.
+_SHORTEST = 8
 
 
-def _shapes(k: Kind) -> list[tuple[int, ...]]:
-    """What is normalised: the last dimension, and in some calls the last two."""
-    if k.residual and k.entry == "function":
-        return [(k.n,)]
-    return [(k.n,), (k.n,), *[(a, k.n // a) for a in (1, 2, 3) if k.n % a == 0]]
+def _values(axis: str, k: Kind) -> tuple[Any, ...]:
+    values = axes(k.family).get(axis, (None,))
+    if axis == "group_size":
+        return tuple(size for size in values if size is None or max(k.n, _SHORTEST) % size == 0)
+    # A sum of 16 bits loses more than the gradients may be off, and every weight is offset or none.
+    usual = axis == "residual" or (axis == "weight_offset" and {"weight", "next_weight"} & {*k.without})
+    return values[:1] if usual else values
 
 
-# Training steps: what is called, the operands, which of them are trained, and the outputs that gradients arrive for.
+def _case(k: Kind) -> Case:
+    case = Case(k.family, tuple((axis, getattr(k, axis)) for axis in axes(k.family)))
+    return case.but(**{axis: values[0] for axis, values in axes(k.family).items() if not case.has(axis)})
+
+
+# Training steps of every family: the values on its axes, what is trained, and how gradients lie and where they arrive.
 STEPS: Options = {
-    "norm": lambda k: ("layer", "rms"),
-    "entry": lambda k: ("function", "module"),
-    "residual": lambda k: (*[None] * len(_ANY), *_ANY),
-    "weight": lambda k: (None, *_PARAMETERS),
-    "bias": lambda k: (None, *_PARAMETERS) if k.norm == "layer" else (None,),
-    "x": lambda k: _ANY,
-    "normalized": _shapes,
-    "trained": lambda k: _some(*_there(k)),
-    "through": lambda k: (
-        (("y",), ("y", "residual_out"), ("residual_out",))
-        if k.residual and {"x", "residual"} & {*k.trained}
-        else (("y",),)
-    ),
-    "dy": lambda k: _GRADIENTS,
-    "dresidual_out": lambda k: _GRADIENTS,
-    # A module with this option has a result of its own type.
-    "cast": lambda k: CASTS if k.entry == "function" else CASTS[:1],
+    "family": lambda k: tuple(AXES),
+    **{axis: partial(_values, axis) for axis in dict.fromkeys(axis for family in AXES for axis in axes(family))},
+    "trained": lambda k: _some(*(row.name for row in _case(k).rows)),
+    "gradient": lambda k: ("contiguous", "offset", "gapped", "transposed", "channels last"),
+    "through": lambda k: ((0, 1), (0,), (1,)),
 }
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: a kind, x's shape without what is normalised, eps, and the seed of the values."""
+    """A training step: a kind, x's shape without what is normalised, and the seed of the values."""
 
     kind: Kind
     leading: tuple[int, ...]
-    eps: float
     seed: int
+
+    @property
+    def case(self) -> Case:
+        """The step's case of the table of differentiable calls; of GroupNorm the table has the shapes, too."""
+        case = _case(self.kind)
+        # A sample of modulated rows is along a dimension.
+        leading = self.leading or ((1,) if case.family == "modulated" else ())
+        return case if case.family == "group" else case.but(shape=(*leading, max(self.kind.n, _SHORTEST)))
 
     def made(self, device: torch.device) -> MadeStep:
         """Its tensors, on a device."""
@@ -90,133 +86,53 @@ class Step:
 
 def draw_step(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], most: int = MOST_ELEMENTS) -> Step:
     """A random step of a kind; of at most so many elements."""
-    return Step(kind, draw_leading(choose, kind, shapes, most), choose(_EPSILONS), choose(range(1 << 16)))
+    return Step(kind, draw_leading(choose, kind, shapes, most), choose(range(1 << 16)))
 
 
-_FUNCTIONS: dict[tuple[str, bool], Callable[..., Any]] = {
-    ("layer", False): normforge.layer_norm,
-    ("layer", True): normforge.add_layer_norm,
-    ("rms", False): normforge.rms_norm,
-    ("rms", True): normforge.add_rms_norm,
-}
-_MODULES: dict[tuple[str, bool], Callable[..., torch.nn.Module]] = {
-    ("layer", False): normforge.LayerNorm,
-    ("layer", True): normforge.AddLayerNorm,
-    ("rms", False): normforge.RMSNorm,
-    ("rms", True): normforge.AddRMSNorm,
-}
-
-
-Results = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]
+Results = tuple[tuple[torch.Tensor, ...], Tensors]
 
 
 class MadeStep(Made):
-    """A training step's tensors in memory that is watched."""
+    """A training step's operands, whose memory is watched."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         super().__init__(step, device)
-        self.step, kind = step, step.kind
-        self._generator = torch.Generator(device).manual_seed(step.seed)
-        self._shape = (*step.leading, *kind.normalized)
-        shapes = {"x": self._shape, "residual": self._shape, "weight": kind.normalized, "bias": kind.normalized}
-        operands = {name: getattr(kind, name) for name in shapes}
-        self._memories = {
-            name: operand.memory(shapes[name], device, self._random(shapes[name]))
-            for name, operand in operands.items()
-            if operand is not None
-        }
-        self.tensors = {
-            name: memory.view.detach().requires_grad_(name in kind.trained) for name, memory in self._memories.items()
-        }
-        for name in kind.through:
-            gradient = kind.dy if name == "y" else kind.dresidual_out
-            self._memories[f"d{name}"] = gradient.memory(self._shape, device, self._random(self._shape))
+        self._case, self._kind = step.case, step.kind
+        self._given = operands(self._case, str(device), step.seed)
+        for name, tensor in self._given.items():
+            tensor.requires_grad_(name in step.kind.trained)
+        self._before = self._bytes()
 
-    def _random(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(tuple(shape), generator=self._generator, device=self._device)
+    def _bytes(self) -> Tensors:
+        """All memory that operands lie in, gaps too."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return {name: empty.clone().set_(tensor.untyped_storage()).clone() for name, tensor in self._given.items()}
 
-    def forward(self) -> dict[str, torch.Tensor]:
-        """y, and residual_out where there is a residual."""
-        step, kind, tensors = self.step, self.step.kind, self.tensors
-        adds = kind.residual is not None
-        rows = [tensors["x"], tensors["residual"]] if adds else [tensors["x"]]
-        if kind.entry == "module":
-            module = _MODULES[kind.norm, adds](kind.normalized, step.eps)
-            for name in ("weight", "bias") if kind.norm == "layer" else ("weight",):
-                tensor = tensors.get(name)
-                parameter = None if tensor is None else torch.nn.Parameter(tensor.detach(), name in kind.trained)
-                setattr(module, name, parameter)
-                if parameter is not None:
-                    tensors[name] = parameter
-            got = module(*rows)
-        else:
-            affine = [tensors.get("weight"), tensors.get("bias")] if kind.norm == "layer" else [tensors.get("weight")]
-            shape = [] if adds else [kind.normalized]
-            got = _FUNCTIONS[kind.norm, adds](*rows, *shape, *affine, step.eps, cast=kind.cast)
-        return {"y": got[0], "residual_out": got[1]} if adds else {"y": got}
+    def _arriving(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        lie = LAYOUTS[self._kind.gradient]
+        return [lie(dy) if at in self._kind.through else None for at, dy in enumerate(arriving_at(outputs))]
 
-    def backward(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The outputs."""
+        return self._case.run(self._given)
+
+    def backward(self, outputs: Sequence[torch.Tensor]) -> Tensors:
         """The gradients of what is trained."""
-        kind = self.step.kind
-        if not kind.trained:
-            return {}
-        through = [outputs[name] for name in kind.through]
-        arriving = [self._memories[f"d{name}"].view for name in kind.through]
-        wanted = [self.tensors[name] for name in kind.trained]
-        return dict(zip(kind.trained, torch.autograd.grad(through, wanted, arriving, allow_unused=True), strict=True))
+        return gradients(outputs, self._given, self._arriving(outputs))
 
     def run(self) -> Results:
         """The outputs, and the gradients of what is trained."""
         outputs = self.forward()
         return outputs, self.backward(outputs)
 
+    def check_untouched(self, *, refused: bool = False) -> None:
+        """Look at all memory that operands lie in."""
+        now = self._bytes()
+        assert not [name for name, before in self._before.items() if not torch.equal(now[name], before)]
+
     def _check(self, output: Results) -> None:
         outputs, found = output
-        kind, m, n, centres = self.step.kind, self._m, self._n, self.step.kind.norm == "layer"
-        y, residual_out = outputs["y"], outputs.get("residual_out")
-        expected = self.tensors["x"].dtype
-        assert (y.shape, y.dtype) == (self._shape, expected), f"y is {tuple(y.shape)} in {y.dtype}, not {expected}"
-        assert y.requires_grad == bool(kind.trained), f"y.requires_grad is {y.requires_grad}"
-        weight, bias = (self._vector(name) for name in ("weight", "bias"))
-        with torch.no_grad():
-            residual = self.tensors.get("residual")
-            s = oracle.total(self.tensors["x"], None, residual).reshape(m, n)
-            stored = None
-            if residual_out is not None and residual is not None:
-                stored = s.to(residual.dtype)
-                assert torch.equal(residual_out.reshape(m, n), stored), "residual_out is not x + residual, rounded once"
-                s = stored.float()
-            if m:
-                rows = oracle.statistics(s, centres, self.step.eps)
-                h = oracle.rounded_first(rows.h, kind.cast, y.dtype, self.tensors["x"].dtype)
-                value, _ = oracle.affine(h, weight, bias, 0.0)
-                oracle.hold("y", y.reshape(m, n), value, rows.determined)
-            rows = oracle.statistics(s, centres, self.step.eps)
-            _, factor = oracle.affine(rows.h, weight, bias, 0.0)
-            # Autograd brings what arrives into the output's own type.
-            arriving = {
-                name: self._memories[f"d{name}"].view.to(outputs[name].dtype).reshape(m, n) for name in kind.through
-            }
-            dy = arriving.get("y", torch.zeros_like(s))
-            # Rows that are read again are of the sum's type; of fp32 alone nothing was rounded.
-            read = self.tensors["x"] if stored is None else stored
-            fp32 = y.dtype is self.tensors["x"].dtype is torch.float32
-            weighted = rows.h if fp32 else oracle.rounded_first(rows.h, kind.cast, y.dtype, read.dtype)
-            want = oracle.gradients(rows, dy, factor, arriving.get("residual_out"), centres, weighted)
-            bounds = {"x": want.dx, "residual": want.dx, "weight": want.dweight, "bias": want.dbias}
-            for name, gradient in found.items():
-                tensor = self.tensors[name]
-                if gradient is None:
-                    assert name in ("weight", "bias"), f"d{name} is None"
-                    assert "y" not in kind.through, f"d{name} is None"
-                    continue
-                assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype), f"d{name}: {gradient.dtype}"
-                flat = gradient.reshape(-1) if name in ("weight", "bias") else gradient.reshape(m, n)
-                oracle.hold(f"d{name}", flat, bounds[name])
-
-    def _vector(self, name: str) -> torch.Tensor | None:
-        tensor = self.tensors.get(name)
-        return None if tensor is None else tensor.detach().reshape(-1)
+        hold(self._case, self._given, outputs, self._arriving(outputs), found)
 
 
 def _wants(k: Kind) -> list[tuple[str, ...]]:
