@@ -13,9 +13,10 @@ import normforge
 from normforge.compiled import rules
 
 from ..calling import each_device
+from ..nn.models import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, T5LayerNorm, randomised
 from ..thorough import THOROUGH
 from .graphs import ADD, Compiled
-from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, PostNorm, Stack, T5LayerNorm, gradients
+from .models import WIDTH, Block, PostNorm, Stack, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -212,7 +213,7 @@ def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monke
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=THOROUGH)], ids=str)
 @each_device
 def test_what_a_model_wrote_out_is_left_as_it_wrote_it(
-    device: str, cls: type[LlamaRMSNorm], weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    device: str, cls: type[torch.nn.Module], weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Operator for operator, forward and backward: what is compiled is what the model has unpatched.
 
@@ -220,7 +221,8 @@ def test_what_a_model_wrote_out_is_left_as_it_wrote_it(
     """
     left = rules.Left("rms", torch.bfloat16, 1, 64, scaled=True, recorded=True)
     monkeypatch.setattr(rules, "LEFT_TO_INDUCTOR", (left,))
-    model, x = cls().to(device, weight_dtype), rows(dtype=torch.bfloat16).detach().to(device).requires_grad_()
+    model = randomised(cls()).to(device, weight_dtype)
+    x = rows(dtype=torch.bfloat16).detach().to(device).requires_grad_()
     found = []
     for patched in (False, True):
         if patched:

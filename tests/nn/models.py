@@ -65,7 +65,7 @@ class _Weighted(torch.nn.Module):
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        h: torch.Tensor = wide / (wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+        h: torch.Tensor = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return h
 
 
@@ -116,7 +116,7 @@ class GemmaRMSNorm(_Weighted):
     """Multiplies by 1 + weight in fp32, then rounds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.factor(x) * (1 + self.weight.float())).to(x.dtype)
+        return (self.factor(x) * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class HalfOffsetRMSNorm(_Weighted):
