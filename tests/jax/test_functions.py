@@ -15,8 +15,8 @@ from normforge import reference
 from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
-from normforge.codegen.values import Norm  # isort: skip
 from normforge.errors import ConflictError, DTypeError, GradientError, ShapeError
+from proving.cases import Case, cases, formula, gradients
 
 from ..thorough import THOROUGH
 from .operations import arrays
@@ -44,35 +44,27 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected.detach().double().numpy(), rtol, atol)
 
 
-def normalised(norm: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    shape = x.shape[-1:]
-    if norm == "layer":
-        return torch.nn.functional.layer_norm(x, shape, weight, bias, 1e-5)
-    if norm == "l2":
-        return x / (x.square().sum(-1, keepdim=True) + 1e-5).sqrt() * weight
-    if norm == "l2_clamped":
-        return torch.nn.functional.normalize(x, dim=-1, eps=CLAMPED) * weight
-    return torch.nn.functional.rms_norm(x, shape, weight + 1, 1e-5)
+# Where a residual is added, if one is.
+ADDS = ("", "before", "behind")
 
 
-# The names of functions by where a residual is added.
-NAMES = {"": "{}_norm", "before": "add_{}_norm", "behind": "{}_norm_add"}
+def case_of(norm: str, adds: str) -> Case:
+    """The case of torch's function of the same name."""
+    family = "l2" if norm.startswith("l2") else "added" if adds == "behind" else "plain"
+    (case,) = cases(family, vary=(), norm=norm, without=("x_bias",) if adds else ("residual", "x_bias"))
+    return case.but(weight_offset=1.0) if norm == "rms" else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
 
 
-def called(norm: str, adds: str, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    """The norm and the sum, x itself where none is stored."""
-    operands = {"x": x, "weight": weight} | ({"bias": bias} if norm == "layer" else {})
-    more = {"residual": residual} if adds else {}
-    offset = {"weight_offset": 1.0} if norm == "rms" else {}
-    eps = CLAMPED if norm == "l2_clamped" else 1e-5
-    name = Norm(norm).row.function if norm.startswith("l2") else NAMES[adds].format(norm)
-    made = getattr(norms, name)(**operands, **more, **offset, eps=eps)
-    return made if isinstance(made, tuple) else (made, x)
+def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The norm, and the sum if one is stored."""
+    told = {name: case.arguments[name] for name in ("eps", "weight_offset") if case.arguments.get(name)}
+    made = getattr(norms, case.function.__name__)(**given, **told)
+    return made if isinstance(made, tuple) else (made,)
 
 
 CASES = [
     pytest.param(norm, adds, dtype, marks=[] if (norm, adds, dtype) in _FIRST else [THOROUGH])
-    for (norm, adds), dtype in product([*product(("layer", "rms"), NAMES), *_L2], FLOATS)
+    for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], FLOATS)
 ]
 
 
@@ -83,29 +75,31 @@ def check_gradients(
 
     Of a loss that takes the sum in as well; each gradient has its operand's type, and may be off by `scale` as much.
     """
-    x, residual, dy, dsum = arrays(1, shape, dtype, 4)
-    operands = (x, residual, *arrays(2, shape[-1:], "float32", 2))
+    case = case_of(norm, adds)
+    names = [row.name for row in case.rows]
+    x, residual, *arriving = arrays(1, shape, dtype, 4)
+    weight, bias = arrays(2, shape[-1:], "float32", 2)
+    every = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    operands = [every[name] for name in names]
 
     def loss(*given: Any) -> Any:
-        *operands, dy, dsum = given
-        y, total = called(norm, adds, *operands)
-        return jnp.sum(y.astype("float32") * dy) + jnp.sum(total.astype("float32") * dsum), (y, total)
+        outputs = called(case, dict(zip(names, given, strict=False)))
+        return sum(jnp.sum(y.astype("float32") * dy) for y, dy in zip(outputs, given[-2:], strict=False)), outputs
 
-    program = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True)).lower(*operands, dy, dsum).compile()
-    found, (y, total) = program(*operands, dy, dsum)
-    again = jax.tree.leaves(program(*operands, dy, dsum))
-    assert all(map(np.array_equal, jax.tree.leaves((found, (y, total))), again))
-    assert (y.dtype.name, total.dtype.name, y.shape) == (dtype, dtype, x.shape)
+    program = jax.jit(jax.grad(loss, range(len(names)), has_aux=True)).lower(*operands, *arriving).compile()
+    found, outputs = program(*operands, *arriving)
+    again = jax.tree.leaves(program(*operands, *arriving))
+    assert all(map(np.array_equal, jax.tree.leaves((found, outputs)), again))
+    assert {(output.dtype.name, output.shape) for output in outputs} == {(dtype, shape)}
     assert [gradient.dtype for gradient in found] == [operand.dtype for operand in operands]
 
-    leaves = [double(operand).requires_grad_() for operand in operands]
-    s = leaves[0] + leaves[1] if adds == "before" else leaves[0]
-    expected = normalised(norm, s, leaves[2], leaves[3]) + (leaves[1] if adds == "behind" else 0)
-    close(y, expected, atol, rtol)
-    close(total, s, atol, rtol)
-    torch.autograd.backward((expected * double(dy)).sum() + (s * double(dsum)).sum())
-    for gradient, leaf in zip(found, leaves, strict=True):
-        close(gradient, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, scale * atol, rtol)
+    leaves = {name: double(every[name]).requires_grad_() for name in names}
+    wanted = formula(case, leaves)
+    for output, its in zip(outputs, wanted, strict=True):
+        close(output, its, atol, rtol)
+    exact = gradients(wanted, leaves, [double(dy) for dy in arriving[: len(wanted)]])
+    for name, gradient in zip(names, found, strict=True):
+        close(gradient, exact[name], scale * atol, rtol)
     text: str = program.as_text()
     return text
 
