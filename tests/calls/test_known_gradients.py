@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from proving.cases import (
-    LAYOUTS,
-    Case,
-    Tensors,
-    agree,
-    cases,
-    coarser,
-    doubled,
-    exact,
-    formula,
-    gradients,
-    operands,
-)
+from proving.cases import LAYOUTS, Case, Tensors, agree, cases, doubled, formula, gradients, hold, operands
 
 from ..calling import each_device
 from ..thorough import THOROUGH
@@ -41,30 +30,21 @@ WITH_A_SUM = [MODULATED.but(without=without) for without in (("gate", "weight", 
 
 def arriving_at(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Return fixed numbers, in memory as the outputs lie."""
-    there = [each for each in outputs if each.requires_grad]
-    return [torch.empty_like(each).copy_(torch.linspace(-1, 1, each.numel()).view(each.shape)) for each in there]
+    return [torch.empty_like(each).copy_(torch.linspace(-1, 1, each.numel()).view(each.shape)) for each in outputs]
 
 
-def passed(case: Case, given: Tensors, dy: torch.Tensor | None = None) -> Tensors:
-    """Return the gradients of a call, of fixed numbers or of dy."""
+def passed(case: Case, given: Tensors, dy: torch.Tensor | None = None, *, holds: bool = False) -> Tensors:
+    """Return the gradients of a call, of fixed numbers or of dy; if told, hold the call against the formula."""
     outputs = case.run(given)
-    arriving = arriving_at(outputs)
+    arriving: list[torch.Tensor | None] = [*arriving_at(outputs)]
     arriving[:1] = arriving[:1] if dy is None else [dy]
-    return gradients([each for each in outputs if each.requires_grad], given, arriving)
-
-
-def held(case: Case, given: Tensors, dy: torch.Tensor | None = None) -> Tensors:
-    """Return the gradients of a call, which must be fp64 autograd's."""
-    found = passed(case, given, dy)
-    with torch.no_grad():
-        types = given["x"].dtype, given.get("residual", given["x"]).dtype
-        wanted = formula(case, given)
-        arriving = arriving_at(
-            tuple([each.to(dtype).requires_grad_() for each, dtype in zip(wanted, types, strict=False)])
-        )
-    arriving[:1] = arriving[:1] if dy is None else [dy]
-    agree(given, found, exact(case, given, arriving), coarser(given["x"].dtype, arriving[-1].dtype))
+    found = gradients(outputs, given, arriving)
+    if holds:
+        hold(case, given, outputs, arriving, found)
     return found
+
+
+held = partial(passed, holds=True)
 
 
 @pytest.mark.gpu

@@ -43,6 +43,9 @@ QUICK = dict.fromkeys(
         # Without rows.
         *cases("plain", "l2", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
         *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
+        # Without columns.
+        *cases("plain", "l2", vary=("norm",), shape=(3, 0)),
+        *cases("plain", vary=("norm",), shape=(3, 0), without=("residual", "x_bias")),
     ]
 )
 COMBINED = dict.fromkeys(

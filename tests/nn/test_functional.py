@@ -194,33 +194,6 @@ def test_strided_weights(norm: str, device: str) -> None:
     assert not wide.grad[1::2].any()
 
 
-@each_device
-@each_function
-def test_the_callers_gradient_is_not_written(norm: str, device: str) -> None:
-    case = plain(norm, shape=(3, 130))
-    given = operands(case, device)
-    outputs = case.run(given)
-    arriving = [torch.randn_like(output) for output in outputs]
-    before = [gradient.clone() for gradient in arriving]
-    gradients(outputs, given, arriving)
-    assert all(map(torch.equal, arriving, before))
-
-
-@pytest.mark.filterwarnings("ignore:Input .* not a double precision")
-@pytest.mark.parametrize("n", [1, 5, 300])
-@each_function
-def test_gradcheck(norm: str, n: int) -> None:
-    """Finite differences of the kernels themselves, with steps and tolerances that fp32 can bear."""
-    case = plain(norm, x_bias=True, shape=(2, n), weight_offset=0.5)
-    names, tensors = zip(*operands(case).items(), strict=True)
-
-    def function(*values: torch.Tensor) -> Any:
-        return case.function(**dict(zip(names, values, strict=True)), **{**case.arguments, "eps": 0.1})
-
-    # fast_mode compares one random projection instead of every element's column.
-    assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=n > 5)
-
-
 def test_a_graph_of_gradients_may_be_asked_for_and_not_used() -> None:
     case = plain("layer", shape=(3, 64))
     given = operands(case)

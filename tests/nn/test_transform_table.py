@@ -371,6 +371,9 @@ MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
     "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
     "functionalize": lambda module, x: func.functionalize(module)(x),
     "gradient penalty": _penalised,
+    "forward-mode of frozen parameters": lambda module, x: along(
+        lambda a, _: a + module.requires_grad_(False)(a), x, x.cos(), recorded=True
+    ),
 }
 
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +28,6 @@ from normforge.families import plain_calls, post_add
 from proving.cases import operands
 
 from ..calling import each_device, python, same_bits
-from ..thorough import THOROUGH
 from .models import randomised
 from .oracle import each_function, plain
 from .test_transform_table import GRAD, VMAP, Call, M, N, pair
@@ -168,24 +166,6 @@ def test_the_operators_refuse_a_tangent() -> None:
         dual = forward_ad.make_dual(x, x.cos())
         with pytest.raises(errors.GradientError, match=r"^x carries a tangent"):
             torch.ops.normforge.rmsnorm2d_fwd(dual, weight, 1e-6, 0.0, *modes)
-
-
-@each_device
-def test_a_frozen_residual_block_in_forward_mode(device: str) -> None:
-    model = torch.nn.Sequential(torch.nn.RMSNorm(N), torch.nn.Linear(N, N), torch.nn.LayerNorm(N)).to(device)
-    model.requires_grad_(False)
-    x, tangent = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
-
-    def directional() -> torch.Tensor:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, tangent)
-            along: torch.Tensor = forward_ad.unpack_dual((dual + model(dual)).square().sum()).tangent
-            return along
-
-    expected = directional()
-    normforge.patch(model)
-    model(x)
-    close(directional(), expected)
 
 
 @each_device
@@ -381,18 +361,6 @@ def test_make_fx_of_sizes_that_are_not_integers(mode: str) -> None:
 
 @each_device
 @each_function
-def test_rows_of_no_elements(norm: str, device: str) -> None:
-    x = torch.randn(M, 0, device=device, requires_grad=True)
-    weight = torch.randn(0, device=device, requires_grad=True)
-    function = getattr(normforge, f"{norm}_norm")
-    y = function(x, x, weight)[0] if norm.startswith("add") else function(x, (0,), weight)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
-    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
-
-
-@each_device
-@each_function
 def test_float64_in_any_place_runs_torchs_operator(norm: str, device: str) -> None:
     case = plain(norm, shape=(M, N))
     given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
@@ -416,34 +384,6 @@ for _ in range(3):
     assert process.stderr.splitlines() == [
         "a norm of float64 runs torch's own operator: normforge's kernels take float16, bfloat16 and float32"
     ]
-
-
-@THOROUGH
-@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
-def test_sequence_parallel(norm: str, mesh: DeviceMesh) -> None:
-    """Rows of a sharded tensor, forward and backward."""
-    models = [torch.nn.Sequential(getattr(library, norm)(64)) for library in (normforge, torch.nn)]
-    x = torch.randn(2, 4, 64)
-    y, expected = (parallelize_module(model, mesh, {"0": SequenceParallel()})(x) for model in models)
-    assert isinstance(y, DTensor)
-    assert y.placements == expected.placements
-    close(y.to_local(), expected.to_local())
-    ours, theirs = (
-        torch.autograd.grad(out.to_local().square().sum(), list(model.parameters()))
-        for out, model in zip((y, expected), models, strict=True)
-    )
-    pairs: Any = zip(ours, theirs, strict=True)
-    for a, b in pairs:
-        torch.testing.assert_close(a.to_local(), b.to_local(), rtol=1e-4, atol=1e-4)
-
-
-@THOROUGH
-def test_a_sum_of_sharded_rows(mesh: DeviceMesh) -> None:
-    x, residual = (distribute_tensor(torch.randn(4, 64), mesh, [Shard(0)]) for _ in range(2))
-    sums: Any = (*normforge.add_rms_norm(x, residual), x + residual)
-    y, total, expected = sums
-    close(total.to_local(), expected.to_local())
-    assert y.placements == x.placements
 
 
 def test_none_is_no_shape_of_a_sharded_tensor(mesh: DeviceMesh) -> None:

@@ -216,20 +216,6 @@ def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
     torch.testing.assert_close(dx_bias.double(), wanted.sum(0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("asking", ["x", "residual", "x_bias", "weight"])
-@each_norm
-def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str) -> None:
-    given = {"x": torch.randn(M, N), "residual": torch.randn(M, N), "x_bias": torch.randn(N), "weight": torch.randn(N)}
-    given[asking].requires_grad_()
-    modes: dict[str, Any] = {"fadd": "pre_add_store", "save_mv": True}
-    y, total, *statistics = registered.FORWARD[norm](*arguments(norm, {**given, **modes}))
-    assert (y.requires_grad, total.requires_grad) == (True, asking != "weight")
-    assert not any(statistic.requires_grad for statistic in statistics)
-    outputs = [y] if asking == "weight" else [y, total]
-    (gradient,) = torch.autograd.grad(outputs, given[asking], [torch.ones(M, N) for _ in outputs])
-    assert gradient.shape == given[asking].shape
-
-
 @pytest.mark.parametrize(
     ("modes", "message"),
     [
