@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .calls import CallsFile, calls_files
 from .command import DIFFERS, DONE, Parser, run
-from .emit import render_folder
+from .emit import own_files, render_folder
 from .errors import FolderError
 from .folder import Plan, plan
 from .manifest import Manifest, load_all
@@ -79,13 +79,14 @@ def carry_out(arguments: argparse.Namespace) -> int:
     if arguments.verb in _REPORTS:
         print(_REPORTS[arguments.verb](manifest))
         return DONE
-    planned = plan(arguments.out, render_folder(manifest.instances))
+    files = render_folder(manifest.instances)
+    planned = plan(arguments.out, own_files() | files if arguments.own else files)
     selects = arguments.filter is not None or arguments.where is not None
     if arguments.verb == "write" and arguments.own and not arguments.prune and (selects or not arguments.own_manifest):
         _refuse_to_prune(planned, "this selection" if selects else "this manifest")
     status = _ACTIONS[arguments.verb](manifest, planned, again)
-    # The functions emitted into the runtime depend on no manifest, so only runs into a checkout's own folder write
-    # them.
+    # Like `own_files`, the functions emitted into the runtime depend on no manifest, so only runs into a checkout's own
+    # folder write them.
     calls = calls_files(_ROOT, _shown(_ROOT)) if arguments.own else []
     return max(status, *[_with_calls(arguments.verb, each, again) for each in calls], DONE)
 

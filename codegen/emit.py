@@ -113,10 +113,19 @@ def shared_files(*, backward: bool, groups: bool = False) -> dict[str, str]:
     """
     files = {"__init__.py": render("package.py.j2"), "primitives.py": render("primitives.py.j2")}
     if backward:
-        files |= {name: render(f"{name}.j2") for name in ("finalise.py", "rotary.py")}
+        files["finalise.py"] = render("finalise.py.j2")
     if groups:
         files["group_primitives.py"] = render("group_primitives.py.j2")
     return files
+
+
+def own_files() -> dict[str, str]:
+    """Render the files of normforge's own folder that no manifest asks for: kernels of no mode, and what they need.
+
+    Raises:
+        TemplateError: a template is missing or cannot be rendered.
+    """
+    return {**shared_files(backward=True), "rotary.py": render("rotary.py.j2")}
 
 
 def render_module(mode: AnyMode, pipelines: Iterable[Pipeline]) -> str:

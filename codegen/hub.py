@@ -100,8 +100,6 @@ def layers_of(text: str) -> list[tuple[str, str]]:
 def _package() -> dict[str, str]:
     """Return the files of the Python package without `_ops.py`, which a build adds."""
     kernels = render_folder(_instances())
-    # No layer calls these.
-    del kernels["rotary.py"]
     modes = sorted(path.removesuffix(".py") for path in kernels if "_fwd_" in path or "_bwd_" in path)
     values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"]), "tiling": tiling}
     package = {"__init__.py": render("hub/package.py.j2", mark=MARK)}

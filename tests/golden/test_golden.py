@@ -102,10 +102,11 @@ def _texts() -> Iterator[tuple[str, str]]:
     ]
     folder = emit.render_folder(instances)
     yield from ((name, folder[name]) for name in _SHARED)
+    yield "rotary.py", emit.own_files()["rotary.py"]
     yield from ((path, calls.render_calls(path)) for path in EMITTED)
 
 
-_SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "rotary.py", "dispatch.py", "__init__.py")
+_SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "dispatch.py", "__init__.py")
 
 TEXTS = dict(_texts())
 

@@ -543,7 +543,7 @@ def test_operators_are_what_torch_wants(weights: bool) -> None:
     torch.library.opcheck(torch.ops.normforge.qk_norm_rope.default, (*tensors, *options))
     due = [torch.randn_like(operands[name]) for name in ("q", "k")]
     backward: Any = torch.ops.normforge.qk_norm_rope_backward.default
-    plain = [None if each is None else each.detach() for each in tensors]
+    plain: list[Any] = [None if each is None else each.detach() for each in tensors]
     torch.library.opcheck(backward, (*due, *plain, *options, [weights, False]))
     with pytest.raises(errors.ShapeError, match="k has shape"):
         torch.ops.normforge.qk_norm_rope.default(plain[0], plain[1][1:], *plain[2:], *options)
