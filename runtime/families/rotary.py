@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import prod
 from operator import or_
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -111,7 +111,7 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
         checks.check_tensor(name, each)
     q, k, positions = named["q"], named["k"], named["positions"]
     if is_sharded(*there.values()):
-        refuse_sharded()
+        raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
     if q.dim() < 3:
         raise ShapeError(f"q has shape {tuple(q.shape)}; it takes (..., heads, D), tokens before the heads")
     *leading, _, n = q.shape
@@ -137,11 +137,6 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
     if options[4] and not {"q_weight", "k_weight"}.issubset(there):
         raise ConflictError(f"weight_offset={options[4]} is added to both weights; pass q_weight and k_weight")
     checks.check_no_gradient("has none as an angle of the rotation", cos=named["cos"], sin=named["sin"])
-
-
-def refuse_sharded(*_: object) -> NoReturn:
-    """Raise for a call of DTensors."""
-    raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
 
 
 def _check_outs(operands: Operands, outs: Operands) -> None:

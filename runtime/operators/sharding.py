@@ -22,7 +22,6 @@ from ..codegen.families import Kind, Result
 from ..codegen.groups import GROUP
 from ..codegen.values import Direction, ScaleLayout
 from ..errors import LayoutError
-from ..families import rotary
 from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
@@ -42,9 +41,6 @@ def register(library: torch.library.Library) -> None:
             if outs or own == name:
                 for defined, compute in both(own, function).items():
                     rule(defined, partial(_sharded, takes, outs, compute))
-    for name in (rotary.NAME, f"{rotary.NAME}_backward"):
-        for defined in both(name, rotary.refuse_sharded):
-            rule(defined, rotary.refuse_sharded)
 
 
 def _sharded(
