@@ -193,7 +193,8 @@ def compiled(folder: str, step: str = "train") -> dict[str, float]:
 
 def test_what_models_gain_is_that_of_the_results() -> None:
     trained = gains("h200-models", "train", "bf16", "eager", "patch")
-    assert trained.keys() == SPECS.keys()
+    # Gemma 3 has a table of its own.
+    assert trained.keys() == SPECS.keys() - {"gemma3"}
     mean, dit = geometric_mean(trained.values()), trained.pop("dit")
     assert (min(trained, key=trained.__getitem__), max(trained, key=trained.__getitem__)) == ("gpt2", "qwen3")
     figures = (trained["gpt2"], trained["qwen3"])
@@ -201,7 +202,7 @@ def test_what_models_gain_is_that_of_the_results() -> None:
         form = "{:.2f} (GPT-2) to {:.2f} (Qwen3) times torch's speed, DiT at {:.2f}{} {:.2f} in the geometric mean"
         says(page, form, *figures, dit, between, mean)
     autocast = gains("h200-models-again", "train", "autocast", "eager", "patch")
-    assert autocast.keys() == SPECS.keys()
+    assert autocast.keys() == SPECS.keys() - {"gemma3"}
     form = "all eight train at {} times torch's speed, {:.2f} in the geometric mean"
     says(BENCHMARKS, form, span([*autocast.values()], ".2f"), geometric_mean(autocast.values()))
     applied = gains("h200-models", "train", "bf16", "eager", "liger-apply", of="patch")
