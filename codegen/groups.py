@@ -39,8 +39,18 @@ class Span(Enum):
 
     @classmethod
     def of(cls, num_groups: int) -> Span:
-        """Return the span of a call of the operator, which passes 0 or less for a span of channels."""
-        return cls.GROUP if num_groups > 0 else _CHANNEL_SPANS[-num_groups]
+        """Return the span of a call of the operator, which passes 0 or -1 for a span of channels.
+
+        Raises:
+            IllegalCombinationError: num_groups is less.
+        """
+        if num_groups > 0:
+            return cls.GROUP
+        if -num_groups >= len(_CHANNEL_SPANS):
+            raise IllegalCombinationError(
+                f"num_groups is {num_groups}; it takes 1 or more, or 0 for LayerNorm and -1 for RMSNorm of channels"
+            )
+        return _CHANNEL_SPANS[-num_groups]
 
     @property
     def num_groups(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ..codegen.groups import Span
 from ..dtypes import FLOATS
-from ..errors import DTypeError, LayoutError, ShapeError
+from ..errors import DTypeError, LayoutError
 from ..families import eager
 from ..families.group import row as group
 from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
@@ -52,9 +52,7 @@ def fake(args: Mapping[str, Any]) -> Results:
 def _checked(args: Mapping[str, Any]) -> GroupOptions:
     """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
     x, options = args["x"], GroupOptions._make([args.get(name) for name in GroupOptions._fields])
-    if options.num_groups < min(span.num_groups for span in Span):
-        raise ShapeError(f"num_groups is {options.num_groups}; it takes 1 or more, or 0 or -1 for a norm over channels")
-    if options.num_groups < 1 and group.are_channels_last(x) is not False:
+    if not Span.of(options.num_groups).is_group and group.are_channels_last(x) is not False:
         raise LayoutError(f"x has strides {x.stride()}; with num_groups {options.num_groups} it takes a contiguous x")
     if group.are_channels_last(x) is None:
         raise LayoutError(

@@ -12,7 +12,7 @@ from torch.nn import functional
 import normforge
 from normforge.codegen.groups import GroupMode, Span
 from normforge.codegen.values import Direction, DType, Pipeline
-from normforge.errors import ConflictError, DTypeError, ShapeError
+from normforge.errors import ConflictError, DTypeError, NormforgeError, ShapeError
 from normforge.kernels import pipelines
 from normforge.kernels.group_tiles import channel_tile
 from normforge.selection import dispatch
@@ -98,6 +98,29 @@ def test_positions_far_from_zero_keep_their_precision() -> None:
     for channels in (40, 2060):
         x, *vectors = drawn((1, channels, 20), far=1e4)
         close(over_channels("layer", x, *vectors), by_torch("layer", *[each.double() for each in (x, *vectors)]), 2e-5)
+
+
+@pytest.mark.parametrize("due", [(True, False), (False, True)])
+@each_norm
+def test_gradients_that_are_not_due_and_operands_that_are_not_there(norm: str, due: tuple[bool, bool]) -> None:
+    x, weight, _ = drawn((2, 20, 30), torch.bfloat16)
+    close(over_channels(norm, x), by_torch(norm, x.double()))
+    own = [each.requires_grad_(is_due) for each, is_due in zip((x, weight.float()), due, strict=True)]
+    double = [each.detach().double().requires_grad_(each.requires_grad) for each in own]
+    over_channels(norm, *own).sum().backward()
+    by_torch(norm, *double).sum().backward()
+    for each, exact in zip(own, double, strict=True):
+        assert (each.grad is None) == (exact.grad is None)
+        if each.grad is not None and exact.grad is not None:
+            close(each.grad, exact.grad, 2e-2)
+
+
+def test_operators_refuse_other_numbers_of_groups_and_other_layouts() -> None:
+    call: Any = torch.ops.normforge.group_norm
+    x, *vectors = drawn((2, 12, 5, 7))
+    for changed, groups, says in ((x, -2, "num_groups is -2"), (LAYOUTS["channels last"](x), 0, "a contiguous x")):
+        with pytest.raises(NormforgeError, match=says):
+            call(changed, *vectors, groups, EPS, "none", None, False)
 
 
 @each_norm
