@@ -196,11 +196,17 @@ def dtypes_of(operands: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | No
     return tuple([None if operand is None else operand.dtype for operand in operands])
 
 
+def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a gradient in the dtype of its operand."""
+    # A conversion to the same dtype takes a microsecond.
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
+
+
 def rounded(
     gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Iterable[object]
 ) -> list[torch.Tensor | None]:
     """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
     return [
-        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+        rounded_to(gradient, dtype) if needed and dtype is not None else None
         for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
     ]

@@ -16,7 +16,7 @@ from ..calls import native, road
 from ..calls.first import launched, resolved
 from ..calls.known import Key
 from ..calls.launch import Recorded
-from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
+from ..calls.outputs import NormGradients, dtype_of_all, rounded_to, unflattened, unpacked
 from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
@@ -229,11 +229,6 @@ WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
     for passed in (2, 3, 4, 5)
     for due in product((False, True), repeat=passed)
 }
-
-
-def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a gradient in the dtype of its operand."""
-    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
 def gradients_of(options: road.Options, *operands: Any) -> NormGradients:

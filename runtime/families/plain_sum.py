@@ -15,12 +15,13 @@ from ..calls import native
 from ..calls.backend import intercepted, is_served
 from ..calls.known import PlannedCall
 from ..calls.launch import Recorded, recorded_of, run
+from ..calls.outputs import rounded
 from ..calls.record import records
 from ..calls.road import as_operands, prepared
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
 from .operands import Operands, Options
-from .plain import CALLS, GRADIENTS, WANTS, full_options, rounded_to
+from .plain import CALLS, GRADIENTS, WANTS, full_options
 
 # y, and the statistics of the rows, or None if autograd does not record the norm.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -113,13 +114,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, for_x, for_residual = ctx.needs_input_grad
-        x_dtype, residual_dtype = ctx.dtypes
-        return (
-            None,
-            rounded_to(dtotal, x_dtype) if for_x else None,
-            rounded_to(dtotal, residual_dtype) if for_residual else None,
-        )
+        return None, *rounded((dtotal, dtotal), ctx.dtypes, ctx.needs_input_grad[1:])
 
 
 class _NormOfSum(torch.autograd.Function):
