@@ -1,4 +1,4 @@
-"""Calls that add a residual behind a dropout of x: the row of the family; `calls/road.py` has the rest."""
+"""Known calls that add a residual behind a dropout of x; `plain.py` has the row of the family."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from ..calls.known import PLAIN
 from ..calls.launch import recorded_of, run
 from ..calls.lookup import is_last
 from ..calls.randomness import settled
-from ..calls.road import calls_of
-from ..codegen.parameters import DROPPED
-from .eager import Dropout
 from .operands import Operands, Options
-from .plain import Dropping, full_options, record, record_known
-
-CALLS = calls_of(DROPPED, record=record, looked_up=(5, None))
+from .plain import DROPS, full_options, record_known
 
 
 def normalise_known(
@@ -39,11 +34,6 @@ def normalise_known(
     _, rng = settled(p, rng, x)
     planned = road.with_rng(planned, rng)
     if is_recorded:
-        return record_known((*operands, rng), full, recorded_of(planned), CALLS)
+        return record_known((*operands, rng), full, recorded_of(planned), DROPS)
     y, total, *_ = run(planned)
     return y, total
-
-
-def dropping(dropout: Dropout) -> Dropping:
-    """Return the dropout of a call of `plain.normalise`."""
-    return CALLS, (dropout.p,), (dropout.rng,)

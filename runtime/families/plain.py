@@ -21,7 +21,7 @@ from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
-from ..codegen.parameters import BACKWARD, DROPPED_BWD, FORWARD
+from ..codegen.parameters import BACKWARD, DROPPED, DROPPED_BWD, FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word
 from ..random_mask import dropped
@@ -30,16 +30,14 @@ from . import eager
 from .operands import Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
-_DROPPED = road.calls_of(DROPPED_BWD, name="dropped_gradients")
+_DROPPED_BACKWARD = road.calls_of(DROPPED_BWD, name="dropped_gradients")
 
-# A dropout of x: the row of its family, its probability, and its seed and offset.
-Dropping = tuple[FamilyCalls, tuple[float], tuple[torch.Tensor]]
 # A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
 Recording = tuple[road.Options, "Recorded | None"]
 
 
 @eager_only
-def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drops: Dropping | None = None) -> Any:
+def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drops: eager.Dropout | None = None) -> Any:
     """Run the kernel that serves arguments which `check_normalised` has passed, recording it where a gradient is due.
 
     Args:
@@ -52,7 +50,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
         y, and residual_out where there is a residual; both of x's shape.
     """
     rows = as_operands(operands, len(shape))
-    calls, p, rng = drops or (CALLS, (), ())
+    calls, p, rng = (CALLS, (), ()) if drops is None else (DROPS, (drops.p,), (drops.rng,))
     result = road.normalise(calls, (*rows, *rng), full_options(rows, options, *p))
     if not isinstance(result, tuple):
         return unflattened(result, shape)
@@ -64,13 +62,13 @@ def full_options(operands: road.Operands, options: Options, *p: float, saves: bo
     return (*options, "none" if operands[3] is None else "pre_add_store", *p, saves)
 
 
-def normalise_traced(operands: Operands, dimensions: int, options: Options, drops: Dropping | None = None) -> Any:
+def normalise_traced(operands: Operands, dimensions: int, options: Options, drops: eager.Dropout | None = None) -> Any:
     """Run `normalise` as one operator, behind the views and copies that the operator needs."""
     rows = as_operands(operands, dimensions)
     # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
     fadd = "none" if operands[3] is None else "pre_add_store"
-    calls, p, rng = drops or (CALLS, (), ())
+    calls, p, rng = (CALLS, (), ()) if drops is None else (DROPS, (drops.p,), (drops.rng,))
     y, total, _ = operate(calls, (*rows, *rng), (*options, fadd, *p, saves))
     shape = operands[0].shape
     return y.view(shape) if total is None else (y.view(shape), total.view(shape))
@@ -219,6 +217,8 @@ CALLS = road.calls_of(
     record=record,
     looked_up=(None, 5),
 )
+# Calls that add a residual behind a dropout of x, whose seed and offset are settled behind the look-up.
+DROPS = road.calls_of(DROPPED, record=record, looked_up=(5, None))
 record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 native.record_by("recorded", record_known)
 
@@ -239,7 +239,7 @@ def gradients_of(options: road.Options, *operands: Any) -> NormGradients:
         operands: the tensors of the family's rows, dy first, with dresidual_out, and with the rng of a dropout if there
             is one; rstd packs the means too.
     """
-    rows = _DROPPED if operands[6:] else _BACKWARD
+    rows = _DROPPED_BACKWARD if operands[6:] else _BACKWARD
     key, grads = None, None
     if not (torch.is_grad_enabled() or is_dynamo_compiling()):
         key, grads = getattr(native.calls, rows.name).gradients(operands, options)

@@ -175,7 +175,7 @@ def _first(
         result = _seen(operands, shape, options, left, drops)
     else:
         resolved: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
-        result = recorded.normalise(operands, shape, resolved, None if drops is None else dropout.dropping(drops))
+        result = recorded.normalise(operands, shape, resolved, drops)
     if drops is None or asked is None or not asked[2]:
         return result
     rows = (*x.shape[: -len(shape)], math.prod(shape))
@@ -223,7 +223,7 @@ def _seen(
         resolved = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
         return eager.plain(operands, shape, resolved, drops)
     resolved = (norm, eps, weight_offset, out_dtype, cast)
-    return recorded.normalise_traced(operands, len(shape), resolved, None if drops is None else dropout.dropping(drops))
+    return recorded.normalise_traced(operands, len(shape), resolved, drops)
 
 
 def by_parts(
