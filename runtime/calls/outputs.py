@@ -206,7 +206,5 @@ def rounded(
     gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Iterable[object]
 ) -> list[torch.Tensor | None]:
     """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
-    return [
-        rounded_to(gradient, dtype) if needed and dtype is not None else None
-        for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
-    ]
+    each = zip(gradients, dtypes, due, strict=True)
+    return [rounded_to(gradient, dtype) if needed and dtype is not None else None for gradient, dtype, needed in each]
