@@ -642,7 +642,7 @@ _POST_ADD_FUNCTIONS = FunctionalFunctions(
             "(Gemma Team, 2024) and OLMo 2 (OLMo Team, 2025). Differentiable; the backward pass saves x, and "
             f"{_statistics(norm)} per row. The gradient of residual is that of y. {_SECOND}",
             "With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the "
-            "next block does; in `batch_invariant()` another kernel does.",
+            "next block does.",
             "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors "
             "each rank normalises its rows. Autocast changes nothing.",
         )

@@ -87,7 +87,7 @@ def layer_norm_add(
     of residual is that of y. Torch's operators compute a gradient of the gradient, from the same formula.
 
     With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
-    does; in `batch_invariant()` another kernel does.
+    does.
 
     Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors each rank
     normalises its rows. Autocast changes nothing.
@@ -192,7 +192,7 @@ def rms_norm_add(
     is that of y. Torch's operators compute a gradient of the gradient, from the same formula.
 
     With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
-    does; in `batch_invariant()` another kernel does.
+    does.
 
     Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For DTensors each rank
     normalises its rows. Autocast changes nothing.

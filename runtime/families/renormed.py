@@ -17,11 +17,10 @@ from ..calls.road import Operands, Options, Outs, calls_of, launch_recorded, rec
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.parameters import RENORMED
 from ..errors import ConflictError
-from ..selection.invariance import is_on, refuse_others
 from . import eager, post_add
 from .operands import DEFAULT_EPS
 from .plain import WANTS, gradients_of
-from .plain_calls import handed_on, is_handed_on, normalise_family, normalise_last, with_offset
+from .plain_calls import handed_on, is_handed_on, normalise_family, with_offset
 from .plain_sum import Ahead
 
 
@@ -71,9 +70,6 @@ CALLS = calls_of(
 
 def forward(operands: Operands, options: Options, outs: Outs) -> LayerNormOutput:
     """Run a call of `renormed_layernorm2d_fwd` or `renormed_rmsnorm2d_fwd`."""
-    if options[-1]:
-        # See `add`.
-        refuse_others("rstd of two norms", "their kernel", "leave save_mv out")
     results: LayerNormOutput = road.launched_2d(CALLS, operands, road.options_2d(operands, options), outs)
     packed = results.rstd
     if packed is None:
@@ -129,11 +125,6 @@ def add(operands: Operands, options: Options, next_norm: bool) -> Any:
         raise ConflictError("x_bias is not added where a second norm follows; add it to x, or leave next_norm out")
     norm, eps, weight_offset, _, cast, *_ = options
     eps = DEFAULT_EPS if eps is None else eps
-    if is_on():
-        # The second rstd that the kernel saves differs in its last bit with a row's place in a tile: fp32, N = 129.
-        total = post_add.normalise(operands[:5], options)
-        given = (norm, eps, weight_offset, getattr(x, "dtype", None), cast)
-        return normalise_last((total, next_weight, next_bias, None, None), given), total
     return normalise(
         (x, weight, bias, residual, next_weight, next_bias, None), (norm, eps, weight_offset, cast, "none", None, None)
     )

@@ -110,6 +110,10 @@ def gated(x: torch.Tensor) -> Results:
 
 
 def renormed(x: torch.Tensor) -> Results:
+    return named(normforge.renormed_layernorm2d_fwd(x, x.flip(-1), weight=vector(1, x), save_mv=True))
+
+
+def renormed_backward(x: torch.Tensor) -> Results:
     leaf, residual = x.detach().requires_grad_(), x.flip(-1).requires_grad_()
     y, total = normforge.rms_norm_add(leaf, residual, vector(1, x), next_weight=vector(2, x))
     dx, dresidual = torch.autograd.grad((y, total), (leaf, residual), (x.flip(-1).contiguous(), x))
@@ -118,9 +122,10 @@ def renormed(x: torch.Tensor) -> Results:
 
 # What engines ask for; mostly with y in x's dtype too: few bits may hide that a row was added up otherwise.
 SERVING = (in_groups, by_given_scale, stored_twice, as_nvfp4)
+TWICE = (renormed, renormed_backward)
 CALLS: Mapping[str, Call] = {
     call.__name__: call
-    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated, renormed)
+    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated, *TWICE)
 }
 
 
