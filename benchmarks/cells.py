@@ -48,6 +48,8 @@ class Task(Enum):
     GATED_BACKWARD = "gated_backward"  # its dx, dgate, dweight and, for LayerNorm, dbias
     MODULATED = "modulated"  # y of a norm scaled and shifted by sample
     MODULATED_BACKWARD = "modulated_backward"  # its dx, dscale, dshift and, where x is gated, dgate and dresidual
+    RENORMED = "renormed"  # residual_out = residual + a norm of x, and y of the sum
+    RENORMED_BACKWARD = "renormed_backward"  # its dx, dresidual, and those of both norms' vectors
 
     @property
     def adds(self) -> bool:
@@ -62,17 +64,21 @@ class Task(Enum):
     @property
     def differentiates(self) -> bool:
         """Return True if the outputs are gradients."""
-        return self in (
-            Task.BACKWARD,
-            Task.GRAD_BOTH,
-            Task.GROUP_BACKWARD,
-            Task.GATED_BACKWARD,
-            Task.MODULATED_BACKWARD,
-        )
+        return self is Task.GRAD_BOTH or self.value.endswith("backward")
+
+    @property
+    def renorms(self) -> bool:
+        """Return True if a residual is added between two norms."""
+        return self in (Task.RENORMED, Task.RENORMED_BACKWARD)
 
 
 # Tensors of x's size that a task has to read and write, where they are not two.
-_WHOLE = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5, Task.GROUP_BACKWARD: 3, Task.GATED: 3, Task.GATED_BACKWARD: 5}
+_WHOLE = {
+    **dict.fromkeys((Task.BACKWARD, Task.GROUP_BACKWARD, Task.GATED), 3),
+    **dict.fromkeys((Task.GRAD_BOTH, Task.GATED_BACKWARD), 5),
+    Task.RENORMED: 4,
+    Task.RENORMED_BACKWARD: 6,
+}
 
 
 class Method(Enum):

@@ -56,8 +56,12 @@ class Inputs:
 
     def operands(self) -> dict[str, torch.Tensor]:
         """Return the tensors that have gradients, by name, in the order that functions take them in."""
-        modulated = isinstance(self.cell, ModulatedCell)
-        names = ("x", "scale", "shift", "gate", "residual") if modulated else ("x", "gate", "weight", "bias")
+        names: tuple[str, ...] = ("x", "gate", "weight", "bias")
+        if isinstance(self.cell, ModulatedCell):
+            names = ("x", "scale", "shift", "gate", "residual")
+        elif self.cell.task.renorms:
+            # The second norm's weight and bias are called scale and shift.
+            names = ("x", "residual", "weight", "bias", "scale", "shift")
         found = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -66,9 +70,8 @@ class Inputs:
         return {name: tensor.detach().requires_grad_() for name, tensor in self.operands().items()}
 
     def of_outputs(self) -> list[torch.Tensor]:
-        """Return the gradients of y and of a gated branch's sum. The sum's may be any rows, so the residual serves."""
-        modulated = isinstance(self.cell, ModulatedCell)
-        return [given for given in (self.dy, self.residual if modulated else None) if given is not None]
+        """Return the gradients of y and of the sum, if there is one. The sum's may be any rows: the residual serves."""
+        return [given for given in (self.dy, self.residual) if given is not None]
 
 
 def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
@@ -103,8 +106,10 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         given["x_scale"] = scale(1 if cell.one_scale else cell.m, 1, dtype=torch.float32)
     elif isinstance(cell, QuantisedCell) and cell.static:
         given["y_scale"] = torch.full((1,), _GIVEN_SCALE, device=device)
-    if cell.task.adds:
+    if cell.task.adds or cell.task.renorms:
         given["residual"] = whole()
+    if cell.task.renorms:
+        given |= {"scale": scale(columns), "shift": normal(columns) if cell.norm is Norm.LAYER else None}
     if cell.task.differentiates:
         given["dy"] = whole()
     if cell.task is Task.BACKWARD:

@@ -46,7 +46,7 @@ def _differentiated(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return y, and the sum of a gated branch, or the gradients of operands; some rows at a time."""
     differentiates = inputs.dy is not None
     operands, given = inputs.operands(), inputs.of_outputs()
-    vectors = {name: operands[name].double() for name in ("weight", "bias") if name in operands}
+    vectors = {name: operand.double() for name, operand in operands.items() if operand.dim() == 1}
     rows: dict[str, list[torch.Tensor]] = {}
     sums = {name: torch.zeros_like(vector) for name, vector in vectors.items() if differentiates}
     for some in chunks(inputs.x):

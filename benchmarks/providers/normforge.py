@@ -35,6 +35,11 @@ def _bind(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> Callable[[], A
         modulated: Any = normforge.modulated_layer_norm if layer else normforge.modulated_rms_norm
         scale, shift, *branch = others
         return partial(modulated, x, scale, shift, eps=eps, **dict(zip(("gate", "residual"), branch, strict=False)))
+    if cell.task.renorms:
+        behind: Any = normforge.layer_norm_add if layer else normforge.rms_norm_add
+        names = ("weight", "bias", "next_weight", "next_bias") if layer else ("weight", "next_weight")
+        residual, *vectors = others
+        return partial(behind, x, residual, eps=eps, **dict(zip(names, vectors, strict=True)))
     if isinstance(cell, QuantisedCell):
         quantised: Any = normforge.quantised_layer_norm if layer else normforge.quantised_rms_norm
         options = _quantisation(cell)

@@ -50,6 +50,8 @@ def test_ids_are_unique_and_someone_offers_each_cell(name: str) -> None:
         (GatedCell(Task.GATED, Norm.RMS, 16, 64), 6),
         (GatedCell(Task.GATED_BACKWARD, Norm.RMS, 16, 64), 10),
         (ModulatedCell(Task.MODULATED, Norm.RMS, 16, 64), 4),
+        (Cell(Task.RENORMED, Norm.RMS, 16, 64), 8),
+        (Cell(Task.RENORMED_BACKWARD, Norm.RMS, 16, 64), 12),
         (ModulatedCell(Task.MODULATED, Norm.RMS, 16, 64, gated=True), 8),
         (ModulatedCell(Task.MODULATED_BACKWARD, Norm.RMS, 16, 64), 6),
         (ModulatedCell(Task.MODULATED_BACKWARD, Norm.RMS, 16, 64, gated=True), 12),
