@@ -116,33 +116,25 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 
 def add(operands: Operands, options: Options, next_norm: bool) -> Any:
     """Run a call of a public function: post_add's, or one with a second norm; return y, or y and the sum."""
-    *_, next_weight, next_bias = operands
+    x, weight, bias, residual, x_bias, next_weight, next_bias = operands
     if next_norm is False and next_weight is None and next_bias is None:
         return post_add.normalise(operands[:5], options)
     check_flag("next_norm", next_norm)
-    x, weight, bias, residual, x_bias, *_ = operands
     if x_bias is not None:
         raise ConflictError("x_bias is not added where a second norm follows; add it to x, or leave next_norm out")
     norm, eps, weight_offset, _, cast, *_ = options
-    eps = DEFAULT_EPS if eps is None else eps
-    return normalise(
-        (x, weight, bias, residual, next_weight, next_bias, None), (norm, eps, weight_offset, cast, "none", None, None)
-    )
-
-
-def normalise(operands: Operands, options: Options) -> Any:
-    """Normalise, add and normalise again; return y, and the sum in residual's dtype."""
-    norm, _, weight_offset, *_ = options
-    result = None if is_dynamo_compiling() else native.calls.renormed.normalise(operands, options)
+    taken = (x, weight, bias, residual, next_weight, next_bias, None)
+    given = (norm, DEFAULT_EPS if eps is None else eps, weight_offset, cast, "none", None, None)
+    result = None if is_dynamo_compiling() else native.calls.renormed.normalise(taken, given)
     if result is not None:
         return result
-    if is_handed_on(operands):
-        args = road.named(CALLS, operands, options) | {"next_norm": True}
-        return handed_on(CALLS.functions[norm], operands, args, positional=2)
-    check_tensor("residual", operands[3])
+    if is_handed_on(taken):
+        args = road.named(CALLS, taken, given) | {"next_norm": True}
+        return handed_on(CALLS.functions[norm], taken, args, positional=2)
+    check_tensor("residual", residual)
     if norm == "layer" and weight_offset != 0.0:
-        (x, weight, bias, residual, next_weight, *others), given = with_offset(operands, options)
+        (*first, _, _), others = with_offset(operands, options)
         if next_weight is not None:
             (_, next_weight), _ = with_offset((x, next_weight), options)
-        return normalise((x, weight, bias, residual, next_weight, *others), given)
-    return normalise_family(CALLS, operands, options)
+        return add((*first, next_weight, next_bias), others, True)
+    return normalise_family(CALLS, taken, given)
