@@ -94,4 +94,5 @@ def load(folder: Path, what: str) -> Table:
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a small table of a page."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    cells = ([str(cell).replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -25,7 +25,7 @@ SUMMARIES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "soak": ("evidence", soak.summary),
     "mutants": ("evidence", mutants.summary),
     "versions": ("versions", matrix.summary),
-    "huggingface": ("huggingface", models.summary),
+    **{name: (name, models.summary) for name in ("huggingface", "diffusers", "timm")},
 }
 # Words of a section, or of a page with one section.
 MOST_WORDS = 500

@@ -288,3 +288,6 @@ def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
     assert {*re.findall(r", as .*?`(\w+)`", text.partition("## Models")[2].partition("## When")[0])} <= skipped
     form = "Of {} norm classes in transformers {} it takes {},"
     says(README, form, len(taken | skipped), survey.header["transformers"], len(taken))
+    for library in ("diffusers", "timm"):
+        outcomes = [row["outcome"] for row in load_table(ROOT, library).rows]
+        says(README, f"{{}} of {{}} in [{library}]", outcomes.count("taken"), len(outcomes))
