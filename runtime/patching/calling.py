@@ -22,10 +22,11 @@ from .text import calling
 def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return one of our functions that reads rows made by permuting a contiguous (B, C, ...) tensor where they are."""
 
-    def run(rows: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        if rows.dim() > 2 and rows.stride(-1) != 1 and rows.movedim(-1, 1).is_contiguous():
-            return function(rows.movedim(-1, 1), *args, **named, dim=1).movedim(1, -1)
-        return function(rows, *args, **named)
+    def run(rows: torch.Tensor, normalized_shape: Any, *args: Any, **named: Any) -> torch.Tensor:
+        is_one = tuple(normalized_shape) == rows.shape[-1:]
+        if is_one and rows.dim() > 2 and rows.stride(-1) != 1 and rows.movedim(-1, 1).is_contiguous():
+            return function(rows.movedim(-1, 1), normalized_shape, *args, **named, dim=1).movedim(1, -1)
+        return function(rows, normalized_shape, *args, **named)
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -85,6 +86,8 @@ def normalise_channels(operands: Operands, normalized_shape: Any, options: Optio
     is_tensor = isinstance(x, torch.Tensor)
     if is_tensor and x.dim() < 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}; with dim=1 it takes (B, C, ...), at least 2 dimensions")
+    if isinstance(normalized_shape, Sequence) and len(normalized_shape) > 1:
+        raise ShapeError(f"normalized_shape is {tuple(normalized_shape)}; with dim=1 it takes (C,), the channels alone")
     images = (x, weight, bias)
     key_args = ("layer", _SPANS[norm], DEFAULT_EPS if eps is None else eps, None, None)
     if is_tensor and is_last(normalized_shape, x.shape[1:2]):
