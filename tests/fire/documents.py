@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
+from string import Template
 
+import yaml
 from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
@@ -16,69 +19,9 @@ from normforge.codegen.values import Pipeline
 from .mutation import cut
 from .world import CANARY
 
-# What a group, a bucket or a key may be called.
-NAMES = (
-    "a",
-    "nbig",
-    "n128",
-    "",
-    "é",
-    "\u202e",
-    "../../x",
-    "/abs",
-    "x" * 300,
-    f'a"; {CANARY} = 1 #',
-    f"a\n{CANARY} = 1",
-    f"'''{CANARY}",
-    f"{{{{ {CANARY} }}}}",
-    f"{{% set {CANARY} = 1 %}}",
-    f"../../{CANARY}",
-    f"\x1b[31m{CANARY}",
-    f"a\x00{CANARY}",
-    "__import__('os').abort()",
-)
-
-# Values and whole lines that YAML, or a reader in a hurry, may take for something else.
-SCALARS = (
-    "",
-    "~",
-    "yes",
-    "0x10",
-    "1_000",
-    "-1",
-    "0",
-    ".inf",
-    "9" * 5000,
-    "٣",
-    "2024-01-01",
-    "!!int abc",
-    "!!binary abc",
-    "!!bool maybe",
-    "!!null x",
-    f"!!python/object/apply:os.system ['touch {CANARY}']",
-    f"!!python/object/new:pathlib.Path ['{CANARY}']",
-    "!!python/name:os.abort",
-    "!<tag:x> y",
-    "*a",
-    "&a [*a]",
-    "<<",
-    "{<<: *a}",
-    "[]",
-    "[a, a]",
-    "{a: b}",
-    "? a",
-    "|\n  a",
-    "'",
-    '"',
-    '"\\q"',
-    "@a",
-    "# a",
-    "a: b: c",
-    "\t",
-    "\ufeff",
-    "---",
-    "%YAML 9.9",
-)
+HOSTILE: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text())
+_WORDS = {"CANARY": CANARY, "LONG": "x" * 300, "ENDLESS": "9" * 5000}
+NAMES, SCALARS = ([Template(text).substitute(_WORDS) for text in HOSTILE[what]] for what in ("names", "scalars"))
 
 _BOMB = "bomb:\n" + "".join(f"  - &b{i} [{', '.join([f'*b{i - 1}'] * 9 if i else ['x'] * 9)}]\n" for i in range(9))
 _NESTED = ("[" * 3000, "{a: " * 3000, "- " * 3000)

@@ -11,30 +11,12 @@ import pytest
 from normforge.codegen import emit
 
 from ..thorough import THOROUGH
+from .documents import HOSTILE
 from .world import generate, new_world
 
 MANIFEST = "groups: {plain: {norm: [layer, rms], dtype_in: bf16, n: n128}}\n"
 
-# Lines of a template that nothing can be rendered from, or that make a module that is not Python.
-FRAGMENTS = (
-    b"{{ m.nothing }}",
-    b"{{ 1 / 0 }}",
-    b"{{ none.x.y }}",
-    b"{{ x | nothing }}",
-    b"{{ raise_(1) }}",
-    b"{{ summary(1, 2, 3) }}",
-    b"{{ '(' * 3000 }}",
-    b"{{",
-    b"{% if %}",
-    b"{% for",
-    b"{#",
-    b'{% include "/etc/passwd" %}',
-    b'{% import "nowhere.j2" as x %}',
-    b"{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    b"\xff",
-    b"\n  unindented = (",
-    b"'''",
-)
+FRAGMENTS = [text.encode("latin-1") for text in HOSTILE["templates"]]
 
 
 @pytest.fixture
