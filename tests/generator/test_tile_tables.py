@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from normforge.codegen import emit, tile_tables
 from normforge.codegen.errors import TileTableError
@@ -126,68 +128,22 @@ UNREAD = {
     one(f"!!python/object:os.system {TILE}"): "3: fwd_16bit: expected a tile, {pipeline, rows, block, warps, resident,",
     f"{one(TILE)}    some: {tile('rows', 2, 1024, 64)}\n": "5: fwd_16bit: warps is 64; a program has at most 32",
     f"{one(TILE)}    some: {tile('rows', 'two', 1024)}\n": "5: fwd_16bit: rows takes a whole number, not",
+    one(tile("rows", "1" * 5000, 1024)): "3: fwd_16bit: rows takes a whole number, not the whole number 1111",
 }
 
-HELD = "held is {}; only forward two_pass of modes that move x and y alone keeps chunks, 512 columns each, and no more "
-SPREAD = "pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two"
-SPREAD_BACKWARD = "pipeline spread, backward, takes rows: 2 or 4 and no held"
-STAGES = "stages is {}; forward spread and backward one_pass have 1 stage or more, and others 1; leave"
-MORE_STAGES = "stages is {}, and the shared memory of sm_90 holds {} of them; write stages: {}"
-CHUNKS = "a program would hold 64 chunks, each written out in the machine code; write "
-
-# Tiles that cannot be, by their class and their rows' lengths.
-IMPOSSIBLE = (
-    ("fwd_16bit", "1..1024", tile("one", 1, 1, 1), "unknown pipeline 'one'; use one "),
-    ("fwd_16bit", "1..1024", tile("rows", "two", 1, 1), "rows takes a whole number, not the word 'two'"),
-    ("fwd_16bit", "1..1024", tile("rows", "1" * 5000, 1024), "rows takes a whole number, not the whole number 1111"),
-    ("fwd_16bit", "1..1024", tile("rows", 3, 1024, 1), "rows is 3; it takes a power of"),
-    ("fwd_16bit", "1..1024", tile("rows", 1, 1024, 64), "warps is 64; a program has at most 32"),
-    ("fwd_16bit", "1..1024", tile("rows", 1, 1024), "pipeline rows takes several rows per program, and rows is"),
-    ("fwd_16bit", "1..1024", tile("two_pass", 2, 512), "pipeline two_pass takes one row per program, and rows is 2; "),
-    ("bwd_16bit", "1..1024", tile("two_pass", 1, 1024), "pipeline two_pass takes several rows per program, and"),
-    ("bwd_16bit_gate", "1..1024", tile("rows", 2, 512, 1), "pipeline rows takes whole rows of bwd_16bit_gate"),
-    ("fwd_16bit_scaled", "1..600", tile("rows", 2, 512, 1), "pipeline rows takes whole rows of fwd_16bit_scale"),
-    ("fwd_16bit_scaled", "1..600", tile("one_pass", 1, 64, 1), "block is 64; a chunk of fwd_16bit_scaled holds whole"),
-    ("fwd_32bit_add_scaled", "99..100", tile("two_pass", 1, 64, 1), "block is 64; a chunk of fwd_32bit_add_scaled hol"),
-    ("fwd_16bit", "1..", tile("rows", 2, 512, 1), "pipeline rows holds rows in registers and 1.. has no cap; take two"),
-    ("fwd_16bit", "1..", TILE, "pipeline one_pass holds a row in registers and 1.. has no cap; take two_pass"),
-    ("fwd_16bit", "1..1024", tile("rows", 8, 16), f"{CHUNKS}a wider block"),
-    ("fwd_16bit", "1..1024", tile("one_pass", 1, 16, 1), f"{CHUNKS}a wider block"),
-    ("fwd_16bit", "1024..1024", tile("two_pass", 1, 16, 1, held=64), f"{CHUNKS}held: 32 or less"),
-    ("fwd_16bit", "1..1024", tile("rows", 1 << 20, 1024), "a program would hold 1073741824 values on 4 warps, "),
-    ("fwd_16bit", "1..1024", tile("one_pass", 1, 512, resident=17), "resident is 17 programs of 4 warps; a multiproc"),
-    ("fwd_16bit", "1..1024", tile("one_pass", 1, 512, 32, resident=0), "resident is 0 programs of 32 warps; a multi"),
-    ("fwd_16bit", "1..1024", tile("one_pass", 1, 512, resident="all"), "resident takes a whole number, not the word "),
-    ("fwd_16bit", "512..1024", tile("one_pass", 1, 512, held=1), HELD.format(1)),
-    ("fwd_16bit_add", "512..1024", tile("two_pass", 1, 512, held=1), HELD.format(1)),
-    ("bwd_16bit", "512..1024", tile("two_pass", 1, 512, held=1), HELD.format(1)),
-    ("fwd_16bit", "1023..1024", tile("two_pass", 1, 512, held=2), f"{HELD.format(2)}than the shortest row of 1023..1"),
-    ("fwd_16bit_add", "1..1024", tile("spread", 1, 512, held=2), "pipeline spread, forward, is for modes that move x "),
-    ("fwd_32bit", "1..1024", tile("spread", 1, 512, held=2), "pipeline spread, forward, exchanges means as fp32, too "),
-    ("fwd_16bit", "1..1024", tile("spread", 2, 512, held=2), SPREAD),
-    ("fwd_16bit", "1..1024", tile("spread", 1, 512), SPREAD),
-    ("fwd_16bit", "1..1024", tile("spread", 1, 512, held=3), SPREAD),
-    ("bwd_16bit", "1..1024", tile("spread", 1, 512), SPREAD_BACKWARD),
-    ("bwd_32bit", "1..1024", tile("spread", 8, 512), SPREAD_BACKWARD),
-    ("bwd_16bit", "1..1024", tile("spread", 2, 512, held=1), SPREAD_BACKWARD),
-    ("bwd_16bit_gate", "1..1024", tile("spread", 2, 512), "pipeline spread is for norms without a gate; take two_pass"),
-    ("bwd_16bit_drop", "1..1024", tile("spread", 2, 512), "pipeline spread is for norms without a dropout; take two_"),
-    ("bwd_16bit_mod", "1..1024", tile("spread", 2, 512), "pipeline spread is for norms without a modulation; take tw"),
-    ("fwd_16bit", "1..1024", tile("two_pass", 1, 4, 1), "block is 4; forward two_pass takes 8 columns or more"),
-    ("fwd_16bit", "1..1024", tile("spread", 1, 1, 1, held=1), "block is 1; forward spread takes 2 columns or more"),
-    ("bwd_16bit", "1..16", tile("one_pass", 1, 1, 1), "block is 1; backward one_pass takes 2 columns or more"),
-    ("bwd_32bit", "1..16", tile("spread", 2, 1, 1), "block is 1; backward spread takes 2 columns or more"),
-    ("bwd_16bit", "1..1024", tile("one_pass", 1, 512, stages=0), STAGES.format(0)),
-    ("fwd_16bit", "1..1024", tile("two_pass", 1, 512, stages=3), STAGES.format(3)),
-    ("bwd_16bit", "1..1024", tile("one_pass", 1, 1024, resident=8, stages=8), MORE_STAGES.format(8, 7, 7)),
-    ("bwd_16bit_add", "1..1024", tile("one_pass", 1, 1024, resident=8, stages=7), MORE_STAGES.format(7, 5, 5)),
-    ("fwd_16bit", "1..1024", tile("spread", 1, 1024, resident=4, held=4, stages=9), MORE_STAGES.format(9, 7, 7)),
-    ("bwd_16bit_gate", "1..1024", tile("one_pass", 1, 512, stages=3), "stages is 3, and kernels with a gate have 1"),
+# By class and lengths of rows, tiles and messages.
+IMPOSSIBLE: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = yaml.safe_load(
+    Path(__file__).with_name("impossible_tiles.yaml").read_text()
 )
 
 WRONG = [
     *UNREAD.items(),
-    *((one(tile, lengths, kind), f"3: {kind}: {message}") for kind, lengths, tile, message in IMPOSSIBLE),
+    *(
+        (one(tile(**fields), lengths, kind), f"3: {kind}: {message}")
+        for kind, by_lengths in IMPOSSIBLE.items()
+        for lengths, tiles in by_lengths.items()
+        for fields, message in tiles
+    ),
 ]
 
 RIGHT = {
