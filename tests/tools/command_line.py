@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import yaml
+
 from normforge.tools.cli import main
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("run.yaml").read_text())
 
 
 def status(*argv: str) -> int:

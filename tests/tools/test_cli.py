@@ -19,7 +19,7 @@ from normforge.tools.cli import VERBS
 
 from ..calling import printed
 from ..thorough import THOROUGH
-from .command_line import status
+from .command_line import TABLE, status
 
 SMALL = ["run", "-m", "3", "-n", "48"]
 
@@ -98,41 +98,8 @@ def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
         assert "GB/s" in done.stdout
 
 
-REFUSED = [
-    *([verb, "--nonsense"] for verb in VERBS),
-    ["run", "-norm", "group", "-groups", "7"],
-    ["warmup"],
-    ["warmup", "--n", "64", "--row-stride", "weight=80"],
-    ["aot", "--n", "64", "--out", "kernels"],
-    ["aot", "--n", "64", "--arch", "sm_90"],
-    ["aot", "--n", "64", "--arch", "sm_90", "--out", "kernels", "--weight", "fp61"],
-    ["list", "nonsense"],
-    ["generate", "--list", "--count"],
-    ["generate", "--check", "--dry-run"],
-    ["generate", "--list", "--out", "x"],
-    ["generate", "kernels"],
-    ["hub", "file"],
-    ["backendbench", "file"],
-]
-# Arguments that the parser takes, and a table, a file or an architecture refuses.
-AOT = ["aot", "--out", "kernels", "--arch"]
-REFUSED_LATER = [
-    [*AOT, "sm_9000000000", "--n", "64"],
-    [*AOT, "sm_90", "--n", "64", "--multiprocessors", "0"],
-    [*AOT, "gfx942", "--n", "64", "--for", "jax"],
-    [*AOT, "sm_90", "--n", "64", "nonsense"],
-    [*AOT, "sm_90", "--n", "64", "--manifest", "no.yaml"],
-    [*AOT, "sm_90", "--n", "64", "--instances", "none"],
-    [*AOT, "sm_90", "--recorded", "no.yaml"],
-    ["warmup", "--list", "--arch", "nonsense", "--n", "64"],
-    ["warmup", "--n", "64", "gn_fwd_bf16"],
-    ["warmup", "--shape", "2x3/7"],
-    ["warmup", "--n", "64"],
-    ["tune"],
-    ["merge", "no.yaml", "--out", "merged.yaml"],
-    ["generate", "--manifest", "no.yaml"],
-    ["aot", "--out", "file", "--arch", "sm_90", "--n", "64"],
-]
+REFUSED = [*([verb, "--nonsense"] for verb in VERBS), *(line.split() for line in TABLE["unread"])]
+REFUSED_LATER = [line.split() for line in TABLE["refused later"]]
 
 
 # Torch takes from 3 seconds to half a minute, and the others tenths of a second.

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput
@@ -22,7 +21,7 @@ from normforge.tools.measured_run import Run
 from normforge.tools.problem import Problem, Strides
 from normforge.tools.run_options import parse
 
-from .command_line import status
+from .command_line import TABLE, status
 
 _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 
@@ -51,9 +50,6 @@ def test_an_equals_sign_and_a_space_mean_the_same() -> None:
     spaced = [word for name, value in options.items() for word in (f"-{name}", value)]
     joined = [f"-{name}={value}" for name, value in options.items()]
     assert parse(spaced, "run") == parse(joined, "run")
-
-
-TABLE: dict[str, dict[str, list[list[str]]]] = yaml.safe_load(Path(__file__).with_name("run.yaml").read_text())
 
 
 def lines(what: str) -> list[tuple[str, list[str]]]:
@@ -172,22 +168,7 @@ def flip(tensor: torch.Tensor) -> None:
     last[-1] ^= 0x40
 
 
-WRONG = [
-    "-m=5 -n=48 -fadd=1 -fquant=1 -save_mv=1",
-    "-m=5 -n=48 -norm=rms -heads=5",
-    "-m=6 -n=48 -samples=3 -xgate=1 -fadd=1",
-    "-m=6 -n=48 -gate=after_norm -save_mv=1",
-    "-m=5 -n=300 -prec_i=bf16 -prec_o=fp8 -fquant=2 -group_size=128 -scale_layout=column_major -save_unquant=1",
-    "-m=5 -n=130 -xbias=1 -bwd=1",
-    "-m=5 -n=130 -dropout=0.3 -fadd=1 -bwd=1",
-    "-m=27 -n=48 -samples=3 -fadd=1 -xgate=1 -bwd=1",
-    "-m=6 -n=48 -gate=before_norm -bwd=1",
-    "-norm=group -shape=3x8x5x6 -groups=4 -prec_i=fp32",
-    "-norm=group -shape=3x8x5x6 -groups=4 -prec_i=fp32 -bwd=1",
-]
-
-
-@pytest.mark.parametrize("argv", WRONG)
+@pytest.mark.parametrize("argv", TABLE["spoilt"])
 def test_one_wrong_number_of_any_output_is_found(argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one of a tensor, where the reference takes rows and samples by turns."""
     for module in (checked_run, group_run):

@@ -70,8 +70,8 @@ def decided(case: Case, sizes: Sizes = SIZES, many: Tile | None = None) -> tuple
     return outcome, outcome.winner
 
 
-def run(*argv: str) -> int:
-    return tune.main(parse([*argv, "--jobs", "0"], "normforge tune"), SIZES)
+def run(*argv: str | Path) -> int:
+    return tune.main(parse([*map(str, argv), "--jobs", "0"], "normforge tune"), SIZES)
 
 
 USUAL = [
@@ -235,7 +235,7 @@ def test_what_is_written_is_what_the_generator_takes(
 ) -> None:
     clock(lambda tile, _: 1.0 / tile.warps)
     out = tmp_path / "sm_90.yaml"
-    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "100") == 0
     ((_, tiles),) = tile_tables.read_table(out).rows[PLAIN]
     manifest = tmp_path / "mine.yaml"
     manifest.write_text("groups: {a: {norm: rms, dtype_in: bf16, n: n128}}\n")
@@ -250,7 +250,7 @@ def test_what_is_written_is_what_the_generator_takes(
 def test_a_table_is_called_after_this_gpu(clock: Callable[..., None], tmp_path: Path) -> None:
     clock(lambda tile, _: 1.0)
     with pytest.raises(TileTableError, match=r"this GPU's is sm_90; write --out .*sm_90\.yaml"):
-        run("--out", str(tmp_path / "mine.yaml"))
+        run("--out", tmp_path / "mine.yaml")
 
 
 # Two for each of the 16 processes that compile ahead: a case is compiled in a few seconds.

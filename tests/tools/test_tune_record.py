@@ -20,15 +20,12 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.tiling import CLASSES, standard_ladder
 from normforge.codegen.values import Pipeline
 from normforge.tools import budget, tile_trials, tune
-from normforge.tools.machine import Machine
 from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Tried, Winner
-from normforge.tools.tune_options import parse
 from normforge.tools.tune_record import Record
 
-CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
+from .test_tune import CARD, PLAIN, run
+
 HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
-SIZES = Sizes(bytes=2**10, few=(2,), some=(3,), checked=3)
-PLAIN = CLASSES[0]
 SHORT = [Row(PLAIN, bucket) for bucket in standard_ladder()[:3]]
 THREE = ("--only", "fwd_16bit", "--n", "128,256,512")
 
@@ -98,10 +95,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "tiles" / "sm_90.yaml"
-
-
-def run(*argv: str | Path) -> int:
-    return tune.main(parse([*map(str, argv), "--jobs", "0"], "normforge tune"), SIZES)
 
 
 def lengths(out: Path) -> list[str]:
