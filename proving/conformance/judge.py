@@ -1,5 +1,6 @@
 """How far results are off, in units of what is allowed: at most 1 passes. Sums and maxima, so that blocks of rows do.
 
+What fp32 arithmetic and one rounding explain is what `normforge run` holds results to, whichever suite a case is of.
 Nothing here waits for a GPU before a case is over; then the units of all its results are read at once.
 """
 
@@ -13,25 +14,17 @@ import torch
 from normforge.codegen.values import Rounding
 from normforge.dtypes import DTYPES
 from normforge.reference.norms import quantise
+from normforge.tools.compare import QUANTISATION_SLACK, STATISTICS, SUM_ERROR, TOLERANCES, _steps
 
 from .calls import Tensors
-from .case import BF16, FP16, FP32, Case, Close, Norm, Y
+from .case import Case, Close, Norm, Y
 from .expected import PER_ROW, SUMMED, Want, blocks, expected, rows_of
 
-# A value may be off by one step where z / y_scale lies within so much of qmax of the middle between two: fp32 holds
-# neither exactly.
-SLACK = 1e-5
 # int8 values that may be off at all; one may in a tensor too small for the share to be one. What lies within so much of
 # qmax of the edge between two is not counted: products of 16-bit values lie right there (0.6 % of one row looked
 # at) where the row's largest is a multiple of 127, and then any rounding before decides.
 SHARE = 1e-3
 TIE = 5e-7
-
-# What is due to arithmetic in fp32 and one rounding to the output's own type, whichever suite the case is of.
-OWN = {FP16: Close(2e-5, 1e-3), BF16: Close(2e-5, 8e-3), FP32: Close(2e-5, 1e-5)}
-OWN_STATISTICS = Close(1e-5, 1e-5)
-# An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
-OWN_SUM = 2e-6
 
 
 @dataclass(frozen=True)
@@ -95,12 +88,12 @@ class QuantisedTally:
         """
         if not got.numel():
             return
-        slack, tie = (share * self._dtype.qmax + extra for share in (SLACK, TIE))
+        slack, tie = (share * self._dtype.qmax + extra for share in (QUANTISATION_SLACK, TIE))
         low, tied_low, open_low, open_high, tied_high, high = (
-            steps(quantise(want + shift, self._dtype, self._rounding))
+            _steps(quantise(want + shift, self._dtype, self._rounding))
             for shift in (-slack, -tie, -extra, extra, tie, slack)
         )
-        actual = steps(got)
+        actual = _steps(got)
         # A step beyond what either rounding before the weight gives.
         off = (actual - torch.minimum(torch.maximum(actual, open_low), open_high)).abs()
         self._worst = torch.maximum(self._worst, off.max().double())
@@ -114,14 +107,6 @@ class QuantisedTally:
         if self._dtype.is_int:
             units = torch.maximum(units, self._off / max(1.0, SHARE * self._count))
         return units
-
-
-def steps(q: torch.Tensor) -> torch.Tensor:
-    """Rank the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
-    if q.dtype is torch.int8:
-        return q.to(torch.int32)
-    code = q.view(torch.uint8).to(torch.int32)
-    return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
 
 
 Tally = CloseTally | QuantisedTally
@@ -188,13 +173,13 @@ def _tallies(case: Case, name: str, got: torch.Tensor) -> tuple[Tally, Tally]:
     rules |= dict.fromkeys(SUMMED, tolerance.parameters) | dict.fromkeys(("dx", "dgate", "dresidual"), tolerance.dx)
     suite = own = rules.get(name, Close(0.0))
     if name in ("mean", "rstd"):
-        own = OWN_STATISTICS
+        own = Close(*STATISTICS)
     elif name == "y":
-        own = OWN[case.y]
+        own = Close(*TOLERANCES[case.y])
     elif name.startswith("d") and not case.is_beside:
         about = torch.finfo(got.dtype)
         # Half a step of the smallest numbers: fp16 has them from 6e-5 down.
-        own = Close(about.smallest_normal * about.eps / 2, OWN[got.dtype].rtol)
+        own = Close(about.smallest_normal * about.eps / 2, TOLERANCES[got.dtype].rtol)
     return CloseTally(suite, device), CloseTally(own, device)
 
 
@@ -209,4 +194,4 @@ def _stored(case: Case, name: str, want: Want, got: Tensors, part: slice) -> Wan
 def _count(tallies: tuple[Tally, Tally], got: torch.Tensor, want: Want) -> None:
     suite, own = tallies
     suite.add(got, want.value.reshape(got.shape), want.open)
-    own.add(got, want.value.reshape(got.shape), want.open + OWN_SUM * want.terms)
+    own.add(got, want.value.reshape(got.shape), want.open + SUM_ERROR * want.terms)
