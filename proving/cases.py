@@ -1,6 +1,6 @@
 """The table of differentiable calls by family: operands, formula and comparison, each written once.
 
-`AXES` lists how calls of a family differ. The operands and their shapes follow from the family's rows in
+`cases.yaml` lists how calls of a family differ. The operands and their shapes follow from the family's rows in
 `codegen/parameters.py`. A test asks for a slice of the table, `cases("gated", "group", vary=("norm", "dtype"))`.
 """
 
@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.nn import functional
 
 import normforge
@@ -33,70 +35,15 @@ EPS = 1e-5
 # The seed and the offset of what a dropout draws, unsigned and as int64.
 RNG, SIGNED_RNG = (3, 2**63 + 4), torch.tensor([3, 4 - 2**63])
 
-# Every way in which calls of a family differ; the first value is the usual one. An axis that neither `SETTINGS` names
-# nor a family's rows take is an argument of the function.
+
+def _frozen(values: Any) -> Any:
+    return tuple(map(_frozen, values)) if isinstance(values, list) else values
+
+
+# By family, every way in which its calls differ; the first value is the usual one.
 AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "plain": {
-        "norm": ("layer", "rms"),
-        "shape": ((3, 9, 40), (40,), (5, 40), (2, 3, 2, 40)),
-        "without": ((), ("residual",), ("weight", "bias"), ("residual", "x_bias"), ("x_bias",)),
-        "weight_offset": (0.0, 1.0),
-        "dropout_p": (0.0, 0.3),
-    },
-    "l2": {
-        "norm": ("l2", "l2_clamped"),
-        "shape": ((3, 9, 40), (40,), (5, 40)),
-        "without": ((), ("weight",)),
-        # About as long as rows are, some of which are clamped then.
-        "eps": (EPS, 6.6),
-    },
-    "added": {
-        "norm": ("layer", "rms"),
-        "shape": ((3, 9, 40), (40,), (5, 40)),
-        "without": ((), ("weight", "bias"), ("x_bias",)),
-        "weight_offset": (0.0, 1.0),
-    },
-    "renormed": {
-        "norm": ("layer", "rms"),
-        "shape": ((3, 9, 40), (40,), (5, 40)),
-        "without": (
-            (),
-            ("weight", "bias"),
-            ("next_weight", "next_bias"),
-            ("weight", "bias", "next_weight", "next_bias"),
-        ),
-        "weight_offset": (0.0, 1.0),
-        "next_norm": (True,),
-    },
-    "modulated": {
-        "norm": ("layer", "rms"),
-        "shape": ((3, 9, 40), (5, 40), (1, 3, 40), (3, 1, 40), (2, 3, 2, 40)),
-        "without": (
-            *((), ("gate",), ("gate", "residual")),
-            *(("weight", "bias"), ("gate", "weight", "bias"), ("gate", "residual", "weight", "bias")),
-        ),
-        "sharing": (
-            *(("sample",) * 3, ("row",) * 3, ("all",) * 3),
-            *(("sample", "all", "row"), ("row", "sample", "all"), ("all", "row", "sample")),
-            *(("sample", "all", "sample"), ("all", "sample", "all"), ("all", "all", "sample")),
-        ),
-    },
-    "gated": {
-        "norm": ("layer", "rms"),
-        "shape": ((3, 9, 40), (40,), (5, 40), (1, 3, 40), (2, 3, 2, 40)),
-        "without": ((), ("weight", "bias")),
-        "activation": ("silu", "sigmoid"),
-        "norm_before_gate": (True, False),
-        "group_size": (None, 8, 20, 40),
-    },
-    "group": {
-        "norm": ("layer",),
-        "shape": ((3, 12, 3, 4), (2, 8, 5), (3, 12)),
-        "without": ((), ("weight", "bias"), ("weight",), ("bias",)),
-        "activation": ("none", "silu"),
-        "num_groups": (4, 2, 1),
-        "layout": ("contiguous", "channels last", "gapped", "offset"),
-    },
+    family: {axis: _frozen(values) for axis, values in own.items()}
+    for family, own in yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).items()
 }
 # Axes of every family, unless the family has other values.
 SHARED: Mapping[str, tuple[Any, ...]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks.pages import section
 from normforge.codegen.groups import GroupMode
@@ -34,31 +35,7 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
 SEED = 0
-# What shows an error best: fp32 of 16-bit rows and of fp32 rows; a scale and gradients besides.
-SLICE = (
-    "ln_fwd_bf16_fp32_mv",
-    "ln_fwd_fp32_mv",
-    "ln_fwd_fp16_addst_mv",
-    "ln_fwd_bf16_int8_dq",
-    "rms_fwd_bf16_fp32_mv",
-    "ln_bwd_bf16",
-    "ln_bwd_fp32",
-    "rms_bwd_fp32",
-    "ln_fwd_fp16_cbw_mv",
-    "ln_fwd_bf16_int8_cbw_dq",
-    "rms_fwd_bf16_fp32_cbw_mv",
-    "rms_fwd_bf16_addst_cbw_mv",
-    "rms_fwd_fp32_bf16_cbw_mv",
-    "rms_bwd_bf16_cbw",
-    "ln_fwd_fp32_drop_addst_mv",
-    "rms_bwd_fp32_drop",
-    "rms_fwd_fp32_ga_mv",
-    "ln_fwd_fp32_gb_mv",
-    "ln_fwd_bf16_int8_ga_dq",
-    "rms_fwd_bf16_fp32_ga_sig_mv",
-    "rms_bwd_fp32_ga",
-    "ln_bwd_bf16_gb",
-)
+SLICE: list[str] = yaml.safe_load(Path(__file__).with_name("slice.yaml").read_text())
 
 
 GROUPS = [case for case in cases(CPU) if isinstance(case, GroupCase)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import yaml
 
 from normforge.codegen import calls, emit, tiling
 from normforge.codegen.groups import Activation, AnyMode, GroupMode, Span
@@ -28,40 +29,7 @@ ROOT = FOLDER.parent.parent
 # Paths of texts that are committed where they are used: that is what is reviewed.
 EMITTED = tuple(calls.TEMPLATES)
 
-MODES = tuple(
-    Mode.from_name(name)
-    for name in (
-        "ln_fwd_bf16_mv",
-        "rms_fwd_fp16",
-        "rms_fwd_bf16_postadd",
-        "ln_fwd_bf16_postaddnorm_mv",
-        "rms_fwd_fp16_int8_postaddnorm_cbw_dq_mv",
-        "ln_fwd_fp16_fp8_e4m3fn_add_dq_mv",
-        "rms_fwd_fp32_bf16_addst",
-        "rms_fwd_bf16_int8_xb_addst_sdq_trunc_sfp16_mv",
-        "ln_bwd_bf16_xb_addst",
-        "rms_bwd_fp32",
-        "rms_fwd_bf16_addst_cbw_mv",
-        "rms_bwd_bf16_cbw",
-        "rms_fwd_bf16_fp8_e4m3fn_addst_dq_g128_ue8m0p_uq",
-        "ln_fwd_bf16_fp8_e4m3fn_dq_g32_ue8m0_swz",
-        "rms_fwd_bf16_fp4_e2m1fn_addst_sdq_g16_e4m3",
-        "ln_fwd_fp16_int8_scq_qr",
-        "rms_fwd_bf16_fp8_e5m2_sq",
-        "rms_fwd_bf16_fp8_e4m3fn_sdq_ub_qr_uq",
-        "ln_fwd_bf16_xg_addst_mod_mv",
-        "ln_bwd_bf16_xg_addst_mod",
-        "ln_fwd_bf16_int8_xg_addst_mod_dq",
-        "ln_fwd_bf16_ga_grp",
-        "rms_fwd_bf16_int8_gb_sig_dq",
-        "ln_bwd_bf16_ga_grp",
-        "ln_bwd_fp16_gb",
-        "rms_bwd_fp32_ga",
-        "ln_fwd_bf16_drop_addst_mv",
-        "rms_bwd_bf16_xb_drop_addst",
-        "rms_fwd_fp8_e4m3fn_bf16_addst",
-    )
-)
+MODES = tuple(Mode.from_name(name) for name in yaml.safe_load((FOLDER / "modes.yaml").read_text()))
 
 GROUP_MODES = (
     GroupMode(DType.BF16, activation=Activation.SILU, channels_last=True),
