@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,18 @@ def random_calls() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     logging.disable(before)
+
+
+@pytest.fixture(scope="session")
+def op_infos() -> dict[str, Any]:
+    """The entries of PyTorch's table of operators, by name."""
+    from .conformance.test_opinfo import import_invocations
+
+    try:
+        invocations = import_invocations()
+    except ImportError as error:
+        pytest.skip(f"this PyTorch keeps its OpInfo samples elsewhere, or lacks what they need: {error}")
+    return {info.name.removeprefix("nn.functional."): info for info in invocations.op_db}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +27,8 @@ each_operator = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 each_float = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@pytest.fixture(scope="session")
-def op_infos() -> dict[str, Any]:
-    """The entries of PyTorch's table of operators, by name."""
-    try:
-        invocations = import_invocations()
-    except ImportError as error:
-        pytest.skip(f"this PyTorch keeps its OpInfo samples elsewhere, or lacks what they need: {error}")
-    return {info.name.removeprefix("nn.functional."): info for info in invocations.op_db}
-
-
 def import_invocations() -> ModuleType:
+    """PyTorch's table of operators, with samples of each."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("expecttest") is None:
             # PyTorch's test cases are of a class of expecttest's, which it does not install. Samples need none of it.
@@ -49,18 +40,17 @@ def import_invocations() -> ModuleType:
         return importlib.import_module("torch.testing._internal.common_methods_invocations")
 
 
-def _eager(function: Callable[..., torch.Tensor], sample: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Call and differentiate; leaves are those tensors of the sample that require a gradient."""
-    y = function(sample.input, *sample.args, **sample.kwargs)
-    tensors = [value for value in (sample.input, *sample.args) if isinstance(value, torch.Tensor)]
-    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    yield from (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def called(function: Callable[..., Any], sample: Any) -> list[torch.Tensor]:
+    """The results of a sample, and the gradients of the first by those of its tensors that require one."""
+    results = list(tensors(function(sample.input, *sample.args, **sample.kwargs)))
+    y = results[0]
+    leaves = [leaf for leaf in tensors((sample.input, sample.args, sample.kwargs)) if leaf.requires_grad]
     dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape).to(y.dtype)
-    return y.detach(), list(torch.autograd.grad(y, leaves, dy)) if leaves else []
-
-
-def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
-    assert (actual.dtype, actual.shape) == (dtype, exact.shape)
-    close("sample", actual, exact, TOLERANCE[dtype])
+    return [*results, *torch.autograd.grad(y, leaves, dy)]
 
 
 @each_device
@@ -72,12 +62,10 @@ def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str,
         if sample.kwargs.get("eps", 0.0) < 0:
             continue
         assert normforge.backend(sample.input) == "kernel"
-        got, gradients = _eager(getattr(normforge, name), sample)
-        exact = sample.transform(in_fp64)
-        want, exact_gradients = _eager(getattr(functional, name), exact)
-        _close(got, want, dtype)
-        for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
-            _close(gradient, exact_gradient, dtype)
+        exact = called(getattr(functional, name), sample.transform(in_fp64))
+        for got, want in zip(called(getattr(normforge, name), sample), exact, strict=True):
+            assert (got.dtype, got.shape) == (dtype, want.shape)
+            close("sample", got.detach(), want.detach(), TOLERANCE[dtype])
         count += 1
     assert count >= 5
 
