@@ -98,6 +98,14 @@ def quantising(dtype: torch.dtype, fquant: FusedQuant = FusedQuant.DYNAMIC) -> d
     return {"out_dtype": dtype} if dtype in FLOATS else {"out_dtype": dtype, "fquant": fquant}
 
 
+def status_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit status of a command line, whether it is returned or raised by argparse."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return int(str(stop.code))
+
+
 def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, under this one's environment with these changes; None unsets a variable."""
     merged = os.environ | {name: value for name, value in environment.items() if value is not None}

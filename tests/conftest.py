@@ -124,6 +124,19 @@ def random_calls() -> Iterator[None]:
     logging.disable(before)
 
 
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from proving.cold_warm.surroundings import one_rank
+
+    with one_rank():
+        yield init_device_mesh("cpu", (1,))
+
+
 @pytest.fixture(scope="session")
 def op_infos() -> dict[str, Any]:
     """The entries of PyTorch's table of operators, by name."""

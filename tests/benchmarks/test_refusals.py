@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import cli
 
+from ..calling import status_of
+
 SHARES = ("0/4", "5/4", "2", "1/0", "a/b", "-1/2", "1/2/3", "")
 REFUSED = [
     *((["beside", "old", "new", f"--within={bound}"], f"{bound!r} is no bound") for bound in ("-0.1", "nan", "3%")),
@@ -29,10 +31,6 @@ def test_what_cannot_be_done_is_refused(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        status = cli.main(argv)
-    except SystemExit as stop:
-        status = int(str(stop.code))
-    assert status == cli.USAGE
+    assert status_of(cli.main, argv) == cli.USAGE
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
 
@@ -158,16 +156,6 @@ def test_a_copy_of_what_is_negated_makes_nothing_known() -> None:
     assert same_bits(*outputs)
     with pytest.raises(errors.LayoutError, match="do not collapse to 3 row strides or fewer"):
         normforge.layernorm2d_fwd(rows)
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    """Of one process."""
-    if not dist.is_available():
-        pytest.skip("this build of torch has no torch.distributed")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "weight", "bias"])

@@ -20,6 +20,7 @@ from normforge.codegen.values import Norm
 from normforge.selection.table import Table, load_folder
 from normforge.tools import cli
 
+from ..calling import status_of
 from ..folders import distinct_tiles
 
 # In names and values that are never to reach an emitted file, and what such a one might make if it were run.
@@ -44,10 +45,7 @@ def command(argv: Sequence[str]) -> Outcome:
     """Run `normforge` with arguments; argparse's own refusals count as any other."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        try:
-            status = cli.main(argv)
-        except SystemExit as stop:
-            status = int(str(stop.code))
+        status = status_of(cli.main, argv)
     return Outcome(status, out.getvalue(), err.getvalue())
 
 

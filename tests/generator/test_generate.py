@@ -17,6 +17,7 @@ from normforge.codegen import calls, cli
 from normforge.codegen.emit import render_folder
 from normforge.codegen.manifest import Manifest, load
 
+from ..calling import status_of
 from ..thorough import THOROUGH
 from .conftest import TWO_GROUPS
 
@@ -44,10 +45,7 @@ def generate(
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, manifest: str = "mine.yaml") -> Outcome:
-        try:
-            status = cli.main(["--manifest", manifest, *arguments])
-        except SystemExit as exit:
-            status = int(exit.code or 0)
+        status = status_of(cli.main, ["--manifest", manifest, *arguments])
         return Outcome(status, *capsys.readouterr())
 
     return run

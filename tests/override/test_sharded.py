@@ -2,64 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from .conftest import override
 
-NORMS = {"layer": torch.nn.LayerNorm, "rms": torch.nn.RMSNorm}
+
+def in_sequence(norm: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    return parallelize_module(torch.nn.Sequential(norm), mesh, {"0": SequenceParallel()})
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """This process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def fully(norm: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), norm)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_sequence_parallel(norm: str, mesh: DeviceMesh, ran: list[str]) -> None:
-    model = parallelize_module(torch.nn.Sequential(NORMS[norm](16)), mesh, {"0": SequenceParallel()})
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+@pytest.mark.parametrize("shard", [in_sequence, fully])
+def test_local_parts_are_served(
+    shard: Callable[..., torch.nn.Module], norm: type[torch.nn.Module], mesh: DeviceMesh, ran: list[str]
+) -> None:
+    model = shard(norm(16), mesh)
     x = torch.randn(2, 4, 16)
 
     def called() -> list[torch.Tensor]:
+        model.zero_grad()
         y = model(x)
-        assert isinstance(y, DTensor)
-        gradients = torch.autograd.grad(y.to_local().square().sum(), list(model.parameters()))
-        return [y.to_local(), *[gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]]
+        assert isinstance(y, DTensor) == (shard is in_sequence)
+        y = y.to_local() if shard is in_sequence else y
+        torch.autograd.backward([y.square().sum()])
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [y.detach(), *[gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]]
 
     expected = called()
     assert not ran
     with override():
         actual = called()
     assert [name[-3:] for name in ran] == ["fwd", "bwd"]
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_fully_shard(norm: str, mesh: DeviceMesh, ran: list[str]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), NORMS[norm](16))
-    fully_shard(model, mesh=mesh)
-    x = torch.randn(4, 16)
-
-    def called() -> list[torch.Tensor]:
-        model.zero_grad()
-        torch.autograd.backward([model(x).square().sum()])
-        gradients = [parameter.grad for parameter in model.parameters()]
-        return [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
-
-    expected = called()
-    with override():
-        actual = called()
-    assert [name[-3:] for name in ran] == ["fwd", "bwd"]
-    assert len(actual) == len(expected) == len(list(model.parameters()))
+    assert len(actual) == len(expected) == 1 + len(list(model.parameters()))
     torch.testing.assert_close(actual, expected)

@@ -9,12 +9,11 @@ import yaml
 
 from normforge.tools.cli import main
 
+from ..calling import status_of
+
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("run.yaml").read_text())
 
 
 def status(*argv: str) -> int:
-    """The exit status of a command line, whether it is returned or raised by argparse."""
-    try:
-        return main(argv)
-    except SystemExit as stop:
-        return int(str(stop.code))
+    """The exit status of a command line."""
+    return status_of(main, argv)
