@@ -36,15 +36,17 @@ EPS = 1e-5
 RNG, SIGNED_RNG = (3, 2**63 + 4), torch.tensor([3, 4 - 2**63])
 
 
-def _frozen(values: Any) -> Any:
-    return tuple(map(_frozen, values)) if isinstance(values, list) else values
+def with_tuples(value: Any) -> Any:
+    """Return what YAML holds, with tuples for lists."""
+    if isinstance(value, dict):
+        return {name: with_tuples(each) for name, each in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 # By family, every way in which its calls differ; the first value is the usual one.
-AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    family: {axis: _frozen(values) for axis, values in own.items()}
-    for family, own in yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).items()
-}
+AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = with_tuples(
+    yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
+)
 # Axes of every family, unless the family has other values.
 SHARED: Mapping[str, tuple[Any, ...]] = {
     "dtype": FLOATS,

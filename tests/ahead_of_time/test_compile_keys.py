@@ -9,24 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import normforge
+from normforge import errors
 from normforge.ahead_of_time.compile_keys import compile_keys, find_target
 from normforge.ahead_of_time.stand_ins import Deployment, plans
 from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import DType, Norm
-from normforge.errors import (
-    ConflictError,
-    MissingInstanceError,
-    ShapeError,
-    TargetError,
-)
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
-from proving.cases import Case, cases, check, operands
+from proving.cases import Case, cases, check, operands, with_tuples
 
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
@@ -152,7 +148,7 @@ def test_an_instance_that_the_table_lacks_is_generated_or_refused(
     assert list(empty_cache.rglob("ln_fwd_fp16_xb.py"))
     monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    with pytest.raises(MissingInstanceError, match=r"no instance of .* serves ln_fwd_fp16_xb with N = 64"):
+    with pytest.raises(errors.MissingInstanceError, match=r"no instance of .* serves ln_fwd_fp16_xb with N = 64"):
         compile_keys([64], [asked], arch="sm_90")
 
 
@@ -191,80 +187,26 @@ def test_targets_that_are_named() -> None:
     assert named_target("sm_86", 84) == Target("sm_86", 32, 84)
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no length": ({"n": []}, ConflictError, "n is empty"),
-    "length": ({"n": [0]}, ShapeError, "n has 0, which is no row length"),
-    "text": ({"n": ["64"]}, ShapeError, "n has '64', which is no row length"),
-    "no modes": ({"modes": []}, ConflictError, "modes is empty"),
-    "mode": ({"modes": ["ln_fwd_bf61"]}, MissingInstanceError, "modes has 'ln_fwd_bf61'.* nearest are ln_fwd_bf16,"),
-    "weight": ({"weight_dtypes": [torch.int8]}, ConflictError, "weight_dtypes has torch.int8; it takes .* or None"),
-    "residual": ({"residual_dtypes": [None]}, ConflictError, r"residual_dtypes has None; it takes .*dtype\)$"),
-    "rows": ({"rows": ["all"]}, ConflictError, "rows has 'all'; it takes some of few, some, many, most"),
-    "cast": (
-        {"modes": ["rms_bwd_fp32_cbw"]},
-        ConflictError,
-        "rms_bwd_fp32_cbw rounds rows to dy's 16 bits, and dy_dtypes has torch.float32; add torch.float16",
-    ),
-    "wants": ({"wants": [("dX",)]}, ConflictError, "wants has 'dX'; it takes some of dx, dweight, dbias, dx_bias"),
-    "misaligned": ({"misaligned": [("y",)]}, ConflictError, "misaligned has 'y'; it takes names of arguments: x,"),
-    "stride": ({"row_strides": [8]}, ShapeError, "row_strides has 8, less than N = 64"),
-    "strides": ({"row_strides": [(64, 2)]}, ConflictError, r"row_strides has \(64, 2\); it takes a stride, or up to 3"),
-    "strides of text": ({"row_strides": ["64"]}, ConflictError, "row_strides has '64'; it takes a stride"),
-    "heads": ({"row_strides": [(512, 4, 8)]}, ShapeError, "row_strides has 512, 4, 8, whose rows of N = 64 overlap"),
-    "strides of": (
-        {"row_strides": [{"y": 64}]},
-        ConflictError,
-        "row_strides has 'y'; it takes names .*: x, residual, out",
-    ),
-    "sizes": (
-        {"row_strides": [{"x": (512, 4, 64), "out": (512, 2, 64)}]},
-        ConflictError,
-        r"and out is of another shape than the tensor of \(4,\) rows",
-    ),
-    "both": ({"device": 0}, ConflictError, "arch 'sm_90' and device 0 were both passed"),
-    "count": ({"arch": None, "multiprocessors": 3}, ConflictError, "multiprocessors=3 was passed without arch"),
-    **{
-        f"arch {arch}": (
-            {"arch": arch},
-            TargetError,
-            f"arch '{arch}' is no architecture that .* write one like sm_80, sm_89",
-        )
-        for arch in ("sm90", "sm_90a", "sm_70", "", "cpu")
-    },
-    "unknown count": ({"arch": "sm_86"}, TargetError, "how many multiprocessors GPUs of sm_86 have is not known"),
-    "no multiprocessor": ({"multiprocessors": 0}, TargetError, "multiprocessors=0 will not do"),
+# What calls of `compile_keys` have that is not refused.
+USUAL: dict[str, dict[str, Any]] = {
+    "of rows": {"n": [64], "modes": ["ln_fwd_bf16"]},
+    "of GroupNorm": {"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"]},
 }
-# What is refused of GroupNorm's shapes.
-BAD_SHAPES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "nothing": ({"shapes": []}, ConflictError, "n is empty, which leaves no call to compile for; pass row lengths, or"),
-    "no shapes": ({"shapes": [], "n": [64]}, ConflictError, r"depend on channels and .*shapes=\['2x320x64x64/32'\]"),
-    "lengths": ({"n": [64]}, ConflictError, "n has row lengths, and modes has none of those"),
-    "modes": ({"modes": ["ln_fwd_bf16"]}, ConflictError, "modes has 'ln_fwd_bf16', of rows, and n no length"),
-    "shapes": ({"n": [64], "modes": ["ln_fwd_bf16"]}, ConflictError, "shapes has those of GroupNorm, and modes has no"),
-    "no mode": ({"modes": None}, MissingInstanceError, "GroupNorm's of groups of 128 elements, as 2x64x64/32 has"),
-    "text": ({"shapes": ["2x64x64"]}, ShapeError, r"shapes has '2x64x64'; it takes x's shape and how many groups"),
-    "tuple": ({"shapes": [(2, 64, 64)]}, ShapeError, r"shapes has \(2, 64, 64\); it takes x's shape"),
-    "zero": ({"shapes": ["2x64x0/32"]}, ShapeError, "shapes has '2x64x0/32'; it takes x's shape"),
-    "groups": ({"shapes": ["2x64x64/48"]}, ShapeError, "48 groups do not divide 64 channels"),
-    "flat": ({"shapes": ["2x64/32"]}, ConflictError, "'2x64/32', and modes has gn_fwd_bf16; .* of channels_last have"),
-    "no space": (
-        {"shapes": ["2x64x1x1/32"], "modes": ["gn_fwd_bf16_cl"]},
-        ConflictError,
-        "such an x lies as modes without channels_last have it",
-    ),
-    "rows": ({"rows": ["many"]}, ConflictError, "groups in all samples are few .* and rows has many alone; add 'few'"),
-    "y": ({"y_dtypes": [None]}, ConflictError, "y_dtypes has None"),
-}
-REFUSED = [
-    *(({"n": [64], "modes": ["ln_fwd_bf16"]} | given, *said) for given, *said in BAD.values()),
-    *(({"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"]} | given, *said) for given, *said in BAD_SHAPES.values()),
-]
+BAD: dict[str, dict[str, tuple[dict[str, Any], str, str]]] = yaml.safe_load(
+    Path(__file__).with_name("refused.yaml").read_text()
+)
+BAD["of rows"]["weight"] = (
+    {"weight_dtypes": [torch.int8]},
+    *("ConflictError", "weight_dtypes has torch.int8; it takes .* or None"),
+)
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), REFUSED, ids=[*BAD, *BAD_SHAPES])
-def test_what_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        compile_keys(**{"arch": "sm_90"} | given)
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, rows in BAD.items() for name in rows])
+def test_what_is_refused(what: str, name: str) -> None:
+    given, error, message = BAD[what][name]
+    given = {key: [*map(with_tuples, each)] if isinstance(each, list) else each for key, each in given.items()}
+    with pytest.raises(getattr(errors, error), match=message):
+        compile_keys(**{"arch": "sm_90"} | USUAL[what] | given)
 
 
 # A row length for each way to walk a row, odd, as in tests/conformance/test_edges.py, and one with aligned rows.

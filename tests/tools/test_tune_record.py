@@ -31,8 +31,6 @@ THREE = ("--only", "fwd_16bit", "--n", "128,256,512")
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
 
-Decide = Callable[[Case, torch.device, Sizes, Callable[[], object]], Outcome]
-
 
 class Bench:
     """What stands in for a card: it takes so long for a case, and the last candidate always wins."""
