@@ -25,11 +25,13 @@ from normforge.codegen.values import Norm
 from normforge.random_mask import dropped
 
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("plain", "l2"), FORWARD),
+    **dict.fromkeys(("plain", "l2", "channels"), FORWARD),
     **{family.name: family for family in (ADDED, RENORMED, MODULATED, GATED, GROUP)},
 }
 # The families that add the residual behind a norm.
 BEHIND = ("added", "renormed")
+# The families of (B, C, ...).
+IMAGES = ("group", "channels")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 # The seed and the offset of what a dropout draws, unsigned and as int64.
@@ -123,6 +125,12 @@ class Case:
         return "-".join([f"{self.family}_{self['norm']}", *words]).replace("torch.", "")
 
     @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of vectors; channels lie behind the samples."""
+        shape: tuple[int, ...] = self["shape"]
+        return shape[1:2] if self.family in IMAGES else shape[-1:]
+
+    @property
     def rows(self) -> list[Parameter]:
         """The family's rows of tensors that the call has."""
         norm = Norm(self["norm"])
@@ -138,8 +146,8 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """The arguments that are no tensors, by name."""
         own = {axis: value for axis, value in self.at if axis not in SETTINGS}
-        if self.family == "plain" and "residual" in self["without"]:
-            own["normalized_shape"] = self["shape"][-1:]
+        if self.family in ("plain", "channels") and "residual" in self["without"]:
+            own["normalized_shape"] = self.size
         if "weight" in self["without"]:
             own.pop("weight_offset", None)
         dropped_at = own.pop("dropout_p", 0.0)
@@ -149,10 +157,8 @@ class Case:
     def function(self) -> Callable[..., Any]:
         """The public function."""
         name = FAMILIES[self.family].functions[Norm(self["norm"])]
-        if self.family == "plain":
-            name = f"{'' if 'residual' in self['without'] else 'add_'}{Norm(self['norm']).row.function}"
-        if self.family == "l2":
-            name = Norm(self["norm"]).row.function
+        if FAMILIES[self.family] is FORWARD:
+            name = f"{'add_' * self.has('residual')}{Norm(self['norm']).row.function}"
         if self.family == "added":
             name = f"{Norm(self['norm']).row.function}_add"
         function: Callable[..., Any] = getattr(normforge, name)
@@ -203,12 +209,11 @@ def operands(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     shape, found = case["shape"], {}
     sharing = dict(zip(("scale", "shift", "gate"), case["sharing"] or (), strict=False))
     for row in case.rows:
-        # Vectors of GroupNorm are as long as there are channels.
         size = {
             Kind.ROWS: shape,
             Kind.IMAGES: shape,
             Kind.SAMPLES: {"sample": (*shape[:1], shape[-1]), "row": shape}.get(sharing.get(row.name, ""), shape[-1:]),
-        }.get(row.kind, shape[1:2] if case.family == "group" else shape[-1:])
+        }.get(row.kind, case.size)
         of_rows = row.kind in (Kind.ROWS, Kind.SAMPLES, Kind.IMAGES)
         mean = {"x": 0.3, "weight": 1.0, "next_weight": 1.0}.get(row.name, 0.0)
         dtype = case["residual"] if row.name == "residual" else case["dtype"] if of_rows else case["vectors"]
@@ -230,6 +235,9 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
         shared = operand.dim() == 2 and s.dim() > 2
         return operand.view(operand.shape[0], *[1] * (s.dim() - 2), operand.shape[-1]) if shared else operand
 
+    if case.family == "channels":
+        (y,) = formula(replace(case, family="plain"), {**given, "x": given["x"].movedim(1, -1)})
+        return (y.movedim(-1, 1),)
     s = given["x"] + given.get("x_bias", 0.0)
     if case["dropout_p"]:
         s = dropped(s, case["dropout_p"], SIGNED_RNG.to(s.device))

@@ -96,7 +96,8 @@ def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(
     options: dict[str, Any] = {
         f"{name}_dtypes": [None if name in case["without"] else "same"] for name in ("weight", "bias")
     }
-    sizes = {"shapes": ["3x12x3x4/4"]} if case.family == "group" else {"n": 40, "rows": ["few"]}
+    shapes = {"group": "3x12x3x4/4", "channels": "2x12x5x7/1"}
+    sizes = {"shapes": [shapes[case.family]]} if case.family in shapes else {"n": 40, "rows": ["few"]}
     assert called == listed(*modes, **sizes, **options)
 
 

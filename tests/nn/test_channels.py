@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 import normforge
 from normforge.codegen.groups import GroupMode, Span
@@ -16,53 +14,20 @@ from normforge.errors import ConflictError, DTypeError, NormforgeError, ShapeErr
 from normforge.kernels import pipelines
 from normforge.kernels.group_tiles import channel_tile
 from normforge.selection import dispatch
-from proving.cases import LAYOUTS
+from proving.cases import EPS, Case, Tensors, cases, doubled, formula, operands
 
-from .groups import close
-
-NORMS = ("layer", "rms")
-each_norm = pytest.mark.parametrize("norm", NORMS)
-EPS = 1e-5
+from .groups import close, hold, innermost
 
 
-def over_channels(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None, **named: Any) -> Any:
-    """Call normforge's function with dim=1."""
-    function: Any = normforge.layer_norm if norm == "layer" else normforge.rms_norm
-    return function(x, x.shape[1:2], *vectors[: 1 + (norm == "layer")], eps=EPS, dim=1, **named)
+def both(shape: tuple[int, ...], *vary: str, **at: Any) -> list[Case]:
+    """Return the cases of both norms."""
+    return cases("channels", vary=("norm", *vary), shape=shape, **at)
 
 
-def by_torch(norm: str, x: torch.Tensor, *vectors: torch.Tensor | None) -> Any:
-    """Compute the same by torch's function on permuted rows."""
-    function: Any = functional.layer_norm if norm == "layer" else functional.rms_norm
-    rows = x.movedim(1, -1)
-    return function(rows, rows.shape[-1:], *vectors[: 1 + (norm == "layer")], eps=EPS).movedim(-1, 1)
-
-
-def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, far: float = 1.0) -> list[torch.Tensor]:
-    """Return x, whose mean is far from zero, weight and bias."""
-    torch.manual_seed(0)
-    sizes = (shape, shape[1:2], shape[1:2])
-    return [(far * at + torch.randn(size)).to(dtype) for at, size in zip((1, 0, 0), sizes, strict=True)]
-
-
-def hold(norm: str, given: list[torch.Tensor]) -> Any:
-    """Fail unless y and all gradients are those in fp64, also when the call is known; return y."""
-    own = [each.detach().requires_grad_() for each in given]
-    doubles = [each.detach().double().requires_grad_() for each in given]
-    dy = torch.randn(given[0].shape).to(given[0].dtype)
-    wanted = by_torch(norm, *doubles)
-    wanted.backward(dy.double())
-    for _ in range(2):
-        y = over_channels(norm, *own)
-        y.backward(dy)
-        close(y, wanted)
-        for name, found, exact in zip(("x", "weight", "bias"), own, doubles, strict=True):
-            if name != "bias" or norm == "layer":
-                assert found.grad is not None
-                assert exact.grad is not None
-                close(found.grad, exact.grad, 2e-5)
-            found.grad = None
-    return y
+def agree(case: Case, given: Tensors, sum_tolerance: float = 0.0) -> None:
+    """Fail unless y is that of the formula; no gradient is asked for."""
+    with torch.no_grad():
+        close(case.run(given)[0], formula(case, doubled(given))[0], sum_tolerance)
 
 
 SHAPES = {
@@ -75,76 +40,66 @@ SHAPES = {
     "channels read twice backward": (1, 1030, 9),
     "channels read twice": (1, 2049, 3),
 }
+SMALL = (2, 20, 6, 7)
+CASES = [case for shape in SHAPES.values() for case in both(shape, "layout")]
+CASES += [case for dtype in (torch.bfloat16, torch.float16) for case in both(SMALL, dtype=dtype, vectors=dtype)]
+CASES += both(SMALL, dtype=torch.bfloat16, without=("residual", "x_bias", "weight", "bias"))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
-@each_norm
-def test_results(norm: str, layout: str, shape: tuple[int, ...]) -> None:
-    x, *vectors = drawn(shape)
-    x = LAYOUTS["channels last"](x) if layout == "channels last" else x
-    y = hold(norm, [x, *vectors])
-    assert (y if layout == "contiguous" else y.movedim(1, -1)).is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each_norm
-def test_results_of_16_bits(norm: str, dtype: torch.dtype) -> None:
-    assert hold(norm, drawn((2, 20, 6, 7), dtype)).dtype is dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: Case) -> None:
+    """Also of a call that is known; memory with gaps is copied."""
+    for seed in range(2):
+        y = hold(case, operands(case, seed=seed))["y"]
+        assert (y.movedim(1, -1) if case["layout"] == "channels last" else y).is_contiguous()
 
 
 def test_positions_far_from_zero_keep_their_precision() -> None:
     """An fp32 mean of 1e4 is off by 5e-4, much beside a spread of 1."""
     for channels in (40, 2060):
-        x, *vectors = drawn((1, channels, 20), far=1e4)
-        close(over_channels("layer", x, *vectors), by_torch("layer", *[each.double() for each in (x, *vectors)]), 2e-5)
+        case = both((1, channels, 20))[0]
+        given = operands(case)
+        agree(case, {**given, "x": given["x"] + 1e4}, 2e-5)
 
 
-@pytest.mark.parametrize("due", [(True, False), (False, True)])
-@each_norm
-def test_gradients_that_are_not_due_and_operands_that_are_not_there(norm: str, due: tuple[bool, bool]) -> None:
-    x, weight, _ = drawn((2, 20, 30), torch.bfloat16)
-    close(over_channels(norm, x), by_torch(norm, x.double()))
-    own = [each.requires_grad_(is_due) for each, is_due in zip((x, weight.float()), due, strict=True)]
-    double = [each.detach().double().requires_grad_(each.requires_grad) for each in own]
-    over_channels(norm, *own).sum().backward()
-    by_torch(norm, *double).sum().backward()
-    for each, exact in zip(own, double, strict=True):
-        assert (each.grad is None) == (exact.grad is None)
-        if each.grad is not None and exact.grad is not None:
-            close(each.grad, exact.grad, 2e-2)
+@pytest.mark.parametrize("due", ["x", "weight"])
+@pytest.mark.parametrize("case", both(SMALL, dtype=torch.bfloat16), ids=str)
+def test_gradients_that_are_not_due(case: Case, due: str) -> None:
+    given = operands(case)
+    hold(case, {name: tensor.requires_grad_(name == due) for name, tensor in given.items()}, sum_tolerance=2e-2)
 
 
 def test_operators_refuse_other_numbers_of_groups_and_other_layouts() -> None:
     call: Any = torch.ops.normforge.group_norm
-    x, *vectors = drawn((2, 12, 5, 7))
-    for changed, groups, says in ((x, -2, "num_groups is -2"), (LAYOUTS["channels last"](x), 0, "a contiguous x")):
+    x, *vectors = operands(both(SMALL)[0]).values()
+    for changed, groups, says in ((x, -2, "num_groups is -2"), (innermost(x), 0, "a contiguous x")):
         with pytest.raises(NormforgeError, match=says):
             call(changed, *vectors, groups, EPS, "none", None, False)
 
 
-@each_norm
-def test_memory_around_x_is_never_read_nor_written(norm: str) -> None:
+@pytest.mark.parametrize("case", both((2, 20, 9)), ids=str)
+def test_memory_around_x_is_never_read_nor_written(case: Case) -> None:
     around = torch.full((3, 2 * 20 * 9), torch.nan)
-    x, *vectors = drawn((2, 20, 9))
-    around[1] = x.flatten()
-    found = over_channels(norm, around[1].view(x.shape), *vectors)
-    close(found, by_torch(norm, *[each.double() for each in (x, *vectors)]))
+    given = operands(case)
+    around[1] = given["x"].detach().flatten()
+    agree(case, {**given, "x": around[1].view(case["shape"])})
     assert around[::2].isnan().all()
 
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_what_is_not_finite_stays_at_its_position(at: int) -> None:
-    x, *vectors = drawn((2, 20, 30))
-    clean = over_channels("layer", x, *vectors)
-    x[at, 3, 7] = torch.inf
-    y = over_channels("layer", x, *vectors)
+    case = both((2, 20, 30))[0]
+    given = {name: tensor.detach() for name, tensor in operands(case).items()}
+    (clean,) = case.run(given)
+    given["x"][at, 3, 7] = torch.inf
+    (y,) = case.run(given)
     assert y[at, :, 7].isnan().all()
     y[at, :, 7] = clean[at, :, 7]
     assert torch.equal(y, clean)
 
 
-def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither layout of x is, nor a gradient in x's layout; kernels read the very memory."""
     from normforge.calls import launch
 
@@ -156,71 +111,25 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_sized(plan, sized, addresses, *others, **named)
 
     monkeypatch.setattr(launch, "run_sized", seen)
-    for layout in (torch.contiguous_format, torch.channels_last):
-        x, weight, bias = drawn((2, 24, 6, 5))
-        x = x.to(memory_format=layout).requires_grad_()
-        y = over_channels("layer", x, weight, bias)
-        dy = torch.ones_like(y)
-        y.backward(dy)
-        assert {x.data_ptr(), dy.data_ptr()} <= read
-        assert x.grad is not None
-        assert x.grad.is_contiguous(memory_format=layout)
+    case = both(SMALL, layout=layout)[0]
+    given = operands(case)
+    dy = torch.ones_like(given["x"])
+    found = hold(case, given, dy)
+    assert {given["x"].data_ptr(), dy.data_ptr()} <= read
+    assert found["x"].stride() == given["x"].stride()
 
 
-@each_norm
-def test_another_layout_is_copied_once_and_another_gradient_too(norm: str) -> None:
-    x, *vectors = drawn((2, 20, 6, 10))
-    hold(norm, [x[..., ::2], *vectors])
-    own = x.detach().requires_grad_()
-    y = over_channels(norm, own, *vectors)
-    dy = torch.randn(2, 6, 10, 20).movedim(-1, 1)
-    double = x.double().requires_grad_()
-    by_torch(norm, double, *[each.double() for each in vectors]).backward(dy.double())
-    y.backward(dy)
-    assert own.grad is not None
-    assert double.grad is not None
-    close(own.grad, double.grad, 2e-5)
-
-
-@each_norm
-def test_second_derivatives(norm: str) -> None:
-    x, *vectors = drawn((2, 12, 5))
-    found = []
-    for run in (over_channels, by_torch):
-        own, double = [each.clone().requires_grad_() for each in (x, vectors[0])], vectors[1]
-        (grad,) = torch.autograd.grad(run(norm, *own, double).sin().sum(), own[0], create_graph=True)
-        found.append(torch.autograd.grad(grad.sin().sum(), own))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-
-
-@each_norm
-def test_transforms_and_double_precision_take_torchs_operator(norm: str) -> None:
-    x, *vectors = drawn((2, 12, 5))
-    several = torch.stack([x, 2 * x])
-    mapped = torch.func.vmap(lambda x: over_channels(norm, x, *vectors))(several)
-    torch.testing.assert_close(mapped[1], by_torch(norm, several[1], *vectors))
-    assert torch.equal(over_channels(norm, x.double()), by_torch(norm, x.double()))
-
-
-@each_norm
-def test_compiled(norm: str) -> None:
-    x, *vectors = drawn((2, 12, 5, 7))
-    own = x.requires_grad_()
-    compiled: Any = torch.compile(partial(over_channels, norm), backend="aot_eager", fullgraph=True, dynamic=False)
-    y = compiled(own, *vectors)
-    assert torch.equal(y, over_channels(norm, own, *vectors))
-    (found,) = torch.autograd.grad(y.sin().sum(), own)
-    (wanted,) = torch.autograd.grad(over_channels(norm, own, *vectors).sin().sum(), own)
-    assert torch.equal(found, wanted)
+@pytest.mark.parametrize("case", both(SMALL), ids=str)
+def test_a_gradient_in_another_layout_is_copied(case: Case) -> None:
+    hold(case, dy=innermost(torch.randn(SMALL)))
 
 
 @pytest.mark.parametrize("channels", [40, 1030])
 def test_several_tiles_a_program(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over positions are those of all tiles that a program takes."""
     monkeypatch.setattr(pipelines.Row, "programs", lambda *_: 2)
-    x, *vectors = drawn((3, channels, 70))
     with dispatch.using(dispatch.loaded()):
-        hold("layer", [x, *vectors])
+        hold(both((3, channels, 70))[0])
 
 
 def test_an_invariant_kernel_is_that_of_any_image() -> None:
@@ -236,19 +145,15 @@ def test_an_invariant_kernel_is_that_of_any_image() -> None:
 @pytest.mark.parametrize("channels", [24, 1030, 2049])
 def test_batch_invariance(channels: int) -> None:
     """A position's bits depend on neither its place, the number of samples nor the size of the image."""
-    x, *vectors = drawn((3, channels, 33))
-    with normforge.batch_invariant():
-        for norm in NORMS:
-            own = x.clone().requires_grad_()
-            y = over_channels(norm, own, *vectors)
-            y.backward(torch.ones_like(y))
-            part = x[1:2, :, 5:21].clone().requires_grad_()
-            of_part = over_channels(norm, part, *vectors)
-            of_part.backward(torch.ones_like(of_part))
-            assert own.grad is not None
-            assert part.grad is not None
-            assert torch.equal(y[1:2, :, 5:21], of_part)
-            assert torch.equal(own.grad[1:2, :, 5:21], part.grad)
+    for case in both((3, channels, 33)):
+        given = operands(case)
+        part = {**given, "x": given["x"].detach()[1:2, :, 5:21].clone().requires_grad_()}
+        with normforge.batch_invariant():
+            (whole, dx), (alone, dx_alone) = (
+                (y := case.run(each)[0], torch.autograd.grad(y.sum(), each["x"])[0]) for each in (given, part)
+            )
+        assert torch.equal(whole[1:2, :, 5:21], alone)
+        assert torch.equal(dx[1:2, :, 5:21], dx_alone)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -95,7 +95,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
         *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
         *cases("group", vary=("activation",)),
-        *cases("l2", "added", "renormed", vary=("norm", "eps")),
+        *cases("l2", "added", "renormed", "channels", vary=("norm", "eps")),
         *(
             case
             for without in ((), ("residual",))
@@ -137,7 +137,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
             for case in cases("gated", vary=("norm", "activation", "norm_before_gate"), shape=(3, 8))
         ),
         # Torch's own operator computes no gradient of a bias without a weight.
-        *cases("group", vary=("without", "activation"), shape=(2, 8, 3)),
+        *cases("group", "channels", vary=("norm", "without", "activation"), shape=(2, 8, 3)),
     ],
     ids=str,
 )

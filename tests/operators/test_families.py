@@ -21,7 +21,7 @@ from .families import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_family,
 from .registered import by_name
 
 COMPILED = [
-    *cases("l2", "added", "renormed", vary=("norm",), layout="gapped"),
+    *cases("l2", "added", "renormed", "channels", vary=("norm",), layout="gapped"),
     *cases("modulated", vary=("norm",), layout="gapped"),
     *cases("gated", vary=("norm",), layout="gapped", norm_before_gate=False, group_size=8),
     *cases("group", vary=(), layout="contiguous", activation="silu"),

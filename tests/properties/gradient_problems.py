@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from normforge.calls.outputs import NormGradients
-from proving.cases import AXES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
+from proving.cases import AXES, IMAGES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
 
 from ..calls.shared import BACKWARD
 from . import oracle
@@ -73,11 +73,11 @@ class Step:
 
     @property
     def case(self) -> Case:
-        """The step's case of the table of differentiable calls; of GroupNorm the table has the shapes, too."""
+        """The step's case of the table of differentiable calls; of images the table has the shapes, too."""
         case = _case(self.kind)
         # A sample of modulated rows is along a dimension.
         leading = self.leading or ((1,) if case.family == "modulated" else ())
-        return case if case.family == "group" else case.but(shape=(*leading, max(self.kind.n, _SHORTEST)))
+        return case if case.family in IMAGES else case.but(shape=(*leading, max(self.kind.n, _SHORTEST)))
 
     def made(self, device: torch.device) -> MadeStep:
         """Its tensors, on a device."""
