@@ -38,6 +38,7 @@ NORMS = ("layer", "rms", "add_layer", "add_rms")
 GROUPS = 4
 ALL = (*NORMS, "group", "modulated", "gated")
 DROPPED = ("dropped_layer", "dropped_rms")
+ROTARY = "rotary"
 # What dropout_rng is given, and the same as `dropped` takes it.
 STATE, STATE_TENSOR = (3, 4), torch.tensor([3, 4])
 
@@ -54,6 +55,7 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
     """A function by normforge, known already, and the same by torch's operators."""
     weight, bias = (torch.randn(N, device=device, requires_grad=requires_grad) for _ in range(2))
     added = torch.randn(M, N, device=device)
+    cos, sin = torch.randn(2, M, N // 2, device=device)
 
     def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
         total = x + r if norm.startswith("add") else x
@@ -65,6 +67,9 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
             return layer_norm(x, (N,), w, bias, EPS) * (1 + r) + bias
         if norm == "gated":
             return functional.rms_norm(x, (N,), w, EPS) * functional.silu(r)
+        if norm == ROTARY:
+            first, second = functional.rms_norm(x, (N,), w, EPS).chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         is_rms = norm.endswith("rms")
         y = functional.rms_norm(total, (N,), w, EPS) if is_rms else layer_norm(total, (N,), w, bias, EPS)
         return y * total if norm.startswith(("add", "drop")) else y
@@ -76,6 +81,8 @@ def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tupl
             return normforge.modulated_layer_norm(x, r, bias, weight=w, bias=bias, eps=EPS)
         if norm == "gated":
             return normforge.gated_rms_norm(x, r, w, eps=EPS)
+        if norm == ROTARY:
+            return normforge.qk_norm_rope(x.unsqueeze(-2), r.unsqueeze(-2), w, w, cos, sin, eps=EPS)[0].squeeze(-2)
         function: Any = getattr(normforge, f"{norm.replace('dropped', 'add')}_norm")
         first = r if norm.startswith(("add", "drop")) else (N,)
         drops: dict[str, Any] = {"dropout_p": 0.3, "dropout_rng": STATE} if norm in DROPPED else {}
@@ -271,11 +278,15 @@ CASES = [
     for norm in ALL
     if (name, norm) not in _NOT_TORCHS
 ]
-# Dropout takes those that differentiate, and those that map it.
+# Dropout takes those that differentiate, and those that map it; rotary embeddings are traced, too.
 CASES += [
     pytest.param(TRANSFORMS[name], norm, id=f"{name}-{norm}")
-    for name in ("vmap", "grad", "jvp", "double backward")
-    for norm in DROPPED
+    for names, norms in (
+        (("vmap", "grad", "jvp", "double backward"), (*DROPPED, ROTARY)),
+        (("jit.trace", "fx.symbolic_trace", "make_fx of backward", "hessian"), (ROTARY,)),
+    )
+    for name in names
+    for norm in norms
 ]
 
 
