@@ -163,6 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight_offset": ({"weight_offset": 1.0}, ConflictError, "go with dim=-1"),
     "x_bias": ({"x_bias": torch.ones(12)}, ConflictError, "go with dim=-1"),
     "another size": ({"normalized_shape": (5,)}, ShapeError, "normalized_shape is"),
+    "two sizes": ({"normalized_shape": (5, 12)}, ShapeError, "the channels alone"),
     "a size alone": ({"normalized_shape": 12}, DTypeError, "normalized_shape is 12"),
     "another weight": ({"weight": torch.ones(5)}, ShapeError, "weight has shape"),
     "eps": ({"eps": -1.0}, ConflictError, "eps=-1.0 will not do"),

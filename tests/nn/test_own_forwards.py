@@ -74,6 +74,7 @@ def centred(m: Any, x: torch.Tensor) -> Any:
 # Norms, the class of ours that they get, and the shape of an x.
 TAKEN: dict[str, tuple[Callable[[], torch.nn.Module], type, tuple[int, ...]]] = {
     "channels": (lambda: LayerNorm2d(WIDTH), CallingNorm, (2, WIDTH, 3, 2)),
+    "channels and columns": (lambda: LayerNorm2d((2, WIDTH)), CallingNorm, (2, WIDTH, 3, 2)),
     "fp32 by super": (lambda: GroupNorm32(4, WIDTH), CallingNorm, (2, WIDTH, 5)),
     "no bias": (MinimalNorm, CallingNorm, (5, WIDTH)),
     "a bias": (lambda: MinimalNorm(bias=True), CallingNorm, (5, WIDTH)),
