@@ -281,12 +281,12 @@ def _group_calls(
         return call_in_memory(mode, size, tensors, {name: dtype for name, dtype in due.items() if dtype})
 
     for weight, names in product(dtypes(deployment.weight_dtypes), deployment.misaligned):
-        for bias in [weight] if deployment.bias_dtypes is None else dtypes(deployment.bias_dtypes):
+        biases = deployment.bias_dtypes if mode.span.centres else (None,)
+        for bias in [weight] if biases is None else dtypes(biases):
             operands = {"x": own, "weight": weight, "bias": bias}
             if mode.is_backward:
                 for dy, wants in product(dtypes(deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
-                    vectors = {"dweight": weight, "dbias": bias}
-                    due = {name: dtype for name, dtype in vectors.items() if name in wants}
+                    due = {name: dtype for name, dtype in (("dweight", weight), ("dbias", bias)) if name in wants}
                     if any(due.values()) or "dx" in wants:
                         yield call({"dy": dy, **operands}, {"dx": own, **due}), names
             else:
