@@ -493,7 +493,7 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
     raises=(
         "ShapeError: normalized_shape is not what x's shape ends in, or is not the shape of each vector.",
         *_PLAIN_RAISES,
-        f"{_NUMBERS}; or dim is neither -1 nor 1, or 1 with an argument that it does not take.",
+        f"{_NUMBERS}; or dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.",
         _OTHERS,
     ),
     rows=FORWARD,
@@ -779,7 +779,7 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
     ),
 )
 
-_HEADS = f"{_ANY_FLOATS}, the tokens and the heads on any stride each, as in a packed qkv"
+_HEADS = f"{_ANY_FLOATS}; tokens and heads may each have any stride, as in a packed qkv"
 _ROTARY = Family(
     direction=FORWARD.direction,
     functions={Norm.RMS: "qk_norm_rope"},
@@ -787,7 +787,7 @@ _ROTARY = Family(
         replace(row, functional=True)
         for row in (
             replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
-            replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), of q's dtype and tokens."), positional=True),
+            replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens."), positional=True),
             *(
                 replace(
                     _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"(D,), {_ANY_FLOATS}, or None for 1."),
@@ -811,7 +811,7 @@ _ROTARY = Family(
                 "positions",
                 Kind.ROWS,
                 "None",
-                "int32 or int64, one for each token: the rows of cos and sin, which no kernel checks. None is the "
+                "int32 or int64, one per token: its row of cos and sin, which kernels do not check. None takes the "
                 "token's own row.",
             ),
             replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),

@@ -574,14 +574,14 @@ def qk_norm_rope(
     operators compute the same where kernels cannot run, as described in `layer_norm`. Autocast changes nothing.
 
     Args:
-        q: (..., Hq, D), fp16, bf16, fp32 or fp64, the tokens and the heads on any stride each, as in a packed qkv.
-        k: (..., Hk, D), of q's dtype and tokens.
+        q: (..., Hq, D), fp16, bf16, fp32 or fp64; tokens and heads may each have any stride, as in a packed qkv.
+        k: (..., Hk, D), with q's dtype and tokens.
         q_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
         k_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
         cos: (..., rotary_dim / 2), fp16, bf16, fp32 or fp64: a row for each token, in q's leading dimensions or in one;
             with positions (max_position, rotary_dim / 2).
         sin: as cos. Neither has a gradient.
-        positions: int32 or int64, one for each token: the rows of cos and sin, which no kernel checks. None is the
+        positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check. None takes the
             token's own row.
         norm: "rms", "layer" or "l2".
         eps: added to the mean square, to the variance, or to the sum of squares.

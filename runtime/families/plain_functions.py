@@ -76,7 +76,7 @@ def layer_norm(
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
-            dim is neither -1 nor 1, or 1 with an argument that it does not take.
+            dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, bias, None, x_bias)
@@ -145,7 +145,7 @@ def rms_norm(
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
-            dim is neither -1 nor 1, or 1 with an argument that it does not take.
+            dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, None, x_bias)

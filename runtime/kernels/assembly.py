@@ -415,8 +415,8 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
 def finisher(n: int, target: Target, sums: Mapping[str, str | None], *, of_parts: bool = False) -> Recipe | None:
     """Return the kernel that adds up partial sums of n columns, or None if no sum is wanted.
 
-    The grid is the grid of one part. With `of_parts`, several parts are in the third dimension. `sums` is as in
-    `Facts`.
+    The grid is the grid of one part. With `of_parts`, several parts are in the third dimension. `Facts` describes
+    `sums`.
     """
     if not any(sums.values()):
         return None
