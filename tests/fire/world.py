@@ -16,6 +16,7 @@ import torch
 from hypothesis import event
 
 import normforge
+from normforge.codegen.groups import Span
 from normforge.codegen.values import Norm
 from normforge.selection.table import Table, load_folder
 from normforge.tools import cli
@@ -26,7 +27,9 @@ from ..folders import distinct_tiles
 # In names and values that are never to reach an emitted file, and what such a one might make if it were run.
 CANARY = "INJECTED"
 
-_NAMES = re.compile(r"(?:__init__|(?:group_)?primitives|dispatch|finalise|(?:ln|rms|gn)_(?:fwd|bwd)_\w+)\.py", re.ASCII)
+_PREFIXES = "|".join([*(norm.prefix for norm in Norm), *(span.prefix for span in Span)])
+_SHARED = "__init__|(?:group_)?primitives|dispatch|finalise"
+_NAMES = re.compile(rf"(?:{_SHARED}|(?:{_PREFIXES})_(?:fwd|bwd)_\w+)\.py", re.ASCII)
 # What is nobody's: Python's cache, and the lock that a killed run leaves.
 PASSING = ("__pycache__", ".normforge-lock")
 _KERNEL = re.compile(r"^def (\w+)\(", re.MULTILINE)
