@@ -801,8 +801,9 @@ _ROTARY = Family(
                 for name, meaning in (
                     (
                         "cos",
-                        f"(..., rotary_dim / 2), {_ANY_FLOATS}: a row for each token, in q's leading dimensions or in "
-                        "one; with positions (max_position, rotary_dim / 2).",
+                        f"(..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); {_ANY_FLOATS}. "
+                        "Rows are tokens, in q's leading dimensions, the last of these, or one; with positions "
+                        "(max_position, ...).",
                     ),
                     ("sin", "as cos. Neither has a gradient."),
                 )
@@ -811,8 +812,8 @@ _ROTARY = Family(
                 "positions",
                 Kind.ROWS,
                 "None",
-                "int32 or int64, one per token: its row of cos and sin, which kernels do not check. None takes the "
-                "token's own row.",
+                "int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of "
+                "rows without positions. None takes the token's own row.",
             ),
             replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),
             _row("eps", Kind.NUMBER, "1e-6", "added to the mean square, to the variance, or to the sum of squares."),

@@ -108,17 +108,33 @@ def load_angles(
     positions_ptr,
     tokens,
     row_mask,
+    period,
     table_row_stride,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Read the cosines and sines of each row's token: rows of the tables are positions, or else tokens."""
-    cols = tl.arange(0, BLOCK)[None, :]
-    at = tokens if positions_ptr is None else tl.load(positions_ptr + tokens, mask=row_mask, other=0)
-    offsets = tl.multiple_of(at.to(tl.int64) * table_row_stride, (ALIGNMENT, ALIGNMENT)) + cols
-    mask = row_mask & (cols < HALF)
-    return load_chunk(cos_ptr, offsets, mask), load_chunk(sin_ptr, offsets, mask)
+    """Read the cosines and then the sines of each row's token, each for both columns of the pairs.
+
+    Rows of the tables are positions, or else tokens.
+    """
+    at = tokens % period
+    if positions_ptr is not None:
+        at = tl.load(positions_ptr + at, mask=row_mask, other=0)
+    starts = tl.multiple_of(at.to(tl.int64) * table_row_stride, (ALIGNMENT, ALIGNMENT))
+    if WHOLE:
+        cos_first, cos_second, _ = load_heads(cos_ptr, starts, row_mask, 2 * HALF, HALF, BLOCK, 1, INTERLEAVED)
+        sin_first, sin_second, _ = load_heads(sin_ptr, starts, row_mask, 2 * HALF, HALF, BLOCK, 1, INTERLEAVED)
+    else:
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = row_mask & (cols < HALF)
+        cos_first = load_chunk(cos_ptr, starts + cols, mask)
+        sin_first = load_chunk(sin_ptr, starts + cols, mask)
+        cos_second = cos_first
+        sin_second = sin_first
+    return cos_first, cos_second, sin_first, sin_second
 
 
 @triton.jit
@@ -142,6 +158,7 @@ def embed_heads(
     x_head_stride,
     y_token_stride,
     y_head_stride,
+    period,
     table_row_stride,
     eps,
     weight_offset,
@@ -156,6 +173,7 @@ def embed_heads(
     CENTRES: tl.constexpr,  # whether the norm subtracts the mean
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
+    WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
 ):
     """Normalise and rotate ROWS heads of one tensor."""
     rows = (program.to(M.dtype) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -173,13 +191,26 @@ def embed_heads(
         first *= w_first + weight_offset
         second *= w_second + weight_offset
         rest *= w_rest + weight_offset
-    cos, sin = load_angles(cos_ptr, sin_ptr, positions_ptr, tokens, row_mask, table_row_stride, HALF, BLOCK, ALIGNMENT)
+    cos_first, cos_second, sin_first, sin_second = load_angles(
+        cos_ptr,
+        sin_ptr,
+        positions_ptr,
+        tokens,
+        row_mask,
+        period,
+        table_row_stride,
+        HALF,
+        BLOCK,
+        ALIGNMENT,
+        INTERLEAVED,
+        WHOLE,
+    )
     starts = starts_of(tokens, rows % HEADS, y_token_stride, y_head_stride, ALIGNMENT)
     store_heads(
         y_ptr,
         starts,
-        first * cos - second * sin,
-        second * cos + first * sin,
+        first * cos_first - second * sin_first,
+        second * cos_second + first * sin_second,
         rest,
         row_mask,
         N,
@@ -201,6 +232,7 @@ def embed_heads(
         "q_out_head_stride",
         "k_out_token_stride",
         "k_out_head_stride",
+        "period",
         "table_row_stride",
     ]
 )
@@ -209,9 +241,9 @@ def qk_norm_rope_fwd(
     k_ptr,  # (M, K_HEADS, N)
     q_weight_ptr,  # (N,) or None
     k_weight_ptr,  # (N,) or None
-    cos_ptr,  # (positions, HALF), or (M, HALF) without positions
+    cos_ptr,  # (positions, HALF or 2 * HALF); without positions (period, ...)
     sin_ptr,  # like cos_ptr
-    positions_ptr,  # (M,) of integers, or None
+    positions_ptr,  # (period,) of integers, or None
     q_out_ptr,  # like q, and may be q
     k_out_ptr,  # like k, and may be k
     M,  # tokens, of a type that counts the heads of all
@@ -223,6 +255,7 @@ def qk_norm_rope_fwd(
     q_out_head_stride,
     k_out_token_stride,
     k_out_head_stride,
+    period,  # tokens after which positions, or else the rows of tables, begin again
     table_row_stride,  # elements from one row of cos and of sin to the next
     eps,  # added to the mean square, variance or sum of squares
     weight_offset,  # added to the weights
@@ -238,6 +271,7 @@ def qk_norm_rope_fwd(
     CENTRES: tl.constexpr,  # whether the norm subtracts the mean
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
+    WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Normalise and rotate the heads of q and k: the grid is the blocks of q's heads, and behind them those of k's."""
@@ -258,6 +292,7 @@ def qk_norm_rope_fwd(
             q_head_stride,
             q_out_token_stride,
             q_out_head_stride,
+            period,
             table_row_stride,
             eps,
             weight_offset,
@@ -272,6 +307,7 @@ def qk_norm_rope_fwd(
             CENTRES,
             AVERAGES,
             ROUNDS_FIRST,
+            WHOLE,
         )
     else:
         embed_heads(
@@ -287,6 +323,7 @@ def qk_norm_rope_fwd(
             k_head_stride,
             k_out_token_stride,
             k_out_head_stride,
+            period,
             table_row_stride,
             eps,
             weight_offset,
@@ -301,6 +338,7 @@ def qk_norm_rope_fwd(
             CENTRES,
             AVERAGES,
             ROUNDS_FIRST,
+            WHOLE,
         )
 
 
@@ -321,6 +359,7 @@ def head_gradients(
     x_head_stride,
     dx_token_stride,
     dx_head_stride,
+    period,
     table_row_stride,
     eps,
     weight_offset,
@@ -335,6 +374,7 @@ def head_gradients(
     CENTRES: tl.constexpr,  # whether the norm subtracts the mean
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
+    WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
 ):
     """Compute the gradients of one tensor, and this program's part of the sums over its heads."""
     dweight_first = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -348,11 +388,22 @@ def head_gradients(
         first, second, rest = load_heads(x_ptr, starts, row_mask, N, HALF, BLOCK, REST, INTERLEAVED)
         starts = starts_of(tokens, rows % HEADS, dy_token_stride, dy_head_stride, ALIGNMENT)
         dy_first, dy_second, g_rest = load_heads(dy_ptr, starts, row_mask, N, HALF, BLOCK, REST, INTERLEAVED)
-        cos, sin = load_angles(
-            cos_ptr, sin_ptr, positions_ptr, tokens, row_mask, table_row_stride, HALF, BLOCK, ALIGNMENT
+        cos_first, cos_second, sin_first, sin_second = load_angles(
+            cos_ptr,
+            sin_ptr,
+            positions_ptr,
+            tokens,
+            row_mask,
+            period,
+            table_row_stride,
+            HALF,
+            BLOCK,
+            ALIGNMENT,
+            INTERLEAVED,
+            WHOLE,
         )
-        g_first = dy_first * cos + dy_second * sin
-        g_second = dy_second * cos - dy_first * sin
+        g_first = dy_first * cos_first + dy_second * sin_second
+        g_second = dy_second * cos_second - dy_first * sin_first
         first, second, rest, rstd = normalised(
             first, second, rest, row_mask, eps, N, HALF, BLOCK, REST, CENTRES, AVERAGES
         )
@@ -403,6 +454,7 @@ def head_gradients(
         "dq_head_stride",
         "dk_token_stride",
         "dk_head_stride",
+        "period",
         "table_row_stride",
     ]
 )
@@ -413,9 +465,9 @@ def qk_norm_rope_bwd(
     k_ptr,  # like dk_out
     q_weight_ptr,  # (N,) or None
     k_weight_ptr,  # (N,) or None
-    cos_ptr,  # (positions, HALF), or (M, HALF) without positions
+    cos_ptr,  # (positions, HALF or 2 * HALF); without positions (period, ...)
     sin_ptr,  # like cos_ptr
-    positions_ptr,  # (M,) of integers, or None
+    positions_ptr,  # (period,) of integers, or None
     dq_ptr,  # like q
     dk_ptr,  # like k
     dq_weight_partials_ptr,  # (programs, N) fp32, or None
@@ -433,6 +485,7 @@ def qk_norm_rope_bwd(
     dq_head_stride,
     dk_token_stride,
     dk_head_stride,
+    period,  # tokens after which positions, or else the rows of tables, begin again
     table_row_stride,  # elements from one row of cos and of sin to the next
     eps,  # added to the mean square, variance or sum of squares
     weight_offset,  # added to the weights
@@ -448,6 +501,7 @@ def qk_norm_rope_bwd(
     CENTRES: tl.constexpr,  # whether the norm subtracts the mean
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
+    WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Compute the gradients of q and k, whose statistics are computed again: the grid is programs, and q or k."""
@@ -469,6 +523,7 @@ def qk_norm_rope_bwd(
             q_head_stride,
             dq_token_stride,
             dq_head_stride,
+            period,
             table_row_stride,
             eps,
             weight_offset,
@@ -483,6 +538,7 @@ def qk_norm_rope_bwd(
             CENTRES,
             AVERAGES,
             ROUNDS_FIRST,
+            WHOLE,
         )
     else:
         head_gradients(
@@ -501,6 +557,7 @@ def qk_norm_rope_bwd(
             k_head_stride,
             dk_token_stride,
             dk_head_stride,
+            period,
             table_row_stride,
             eps,
             weight_offset,
@@ -515,4 +572,5 @@ def qk_norm_rope_bwd(
             CENTRES,
             AVERAGES,
             ROUNDS_FIRST,
+            WHOLE,
         )

@@ -487,22 +487,33 @@ def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1
 # Queries and keys: the norm of each head, and its rotary embedding.
 
 
+def embedded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate all columns of x; tables have a column for each pair or for each column, and broadcast against x."""
+    axis, pairs = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
+    first, second = torch.unflatten(x, -1, pairs).unbind(axis)
+    whole = cos.shape[-1] == x.shape[-1]
+    by_cos, by_sin = [torch.unflatten(each, -1, pairs).unbind(axis) if whole else [each] * 2 for each in (cos, sin)]
+    turned = first * by_cos[0] - second * by_sin[0], second * by_cos[1] + first * by_sin[1]
+    return torch.stack(turned, axis).flatten(-2)
+
+
 def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Return the results of `rotary.normalise` for the same tensors and checked options, differentiable."""
     q, k, q_weight, k_weight, cos, sin, positions = operands
     norm, eps, interleaved, rotary_dim, weight_offset, cast = options
-    axis, half = -1 if interleaved else -2, rotary_dim // 2
-    cos, sin = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
+    leading = q.shape[:-2]
+    rows = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
+    # All tokens in one dimension, or dimensions that broadcast against q's.
+    by_cos, by_sin = [
+        each.reshape(*leading, each.shape[-1]) if len(each) == math.prod(leading) else each for each in rows
+    ]
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         h = _norm(norm, widened(x), _last_dimension(x), None, None, eps)
         to = _rounded_to(cast, x.dtype, x.dtype)
         y = _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), None)
-        by_cos, by_sin = [each.reshape(*x.shape[:-2], 1, half) for each in (cos, sin)]
-        pairs = y[..., :rotary_dim].view(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
-        first, second = pairs.unbind(axis)
-        turned = torch.stack((first * by_cos - second * by_sin, second * by_cos + first * by_sin), axis)
-        return torch.cat((turned.flatten(-2), y[..., rotary_dim:]), -1).to(x.dtype)
+        turned = embedded(y[..., :rotary_dim], by_cos.unsqueeze(-2), by_sin.unsqueeze(-2), interleaved)
+        return torch.cat((turned, y[..., rotary_dim:]), -1).to(x.dtype)
 
     return rotated(q, q_weight), rotated(k, k_weight)
 

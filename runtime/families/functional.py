@@ -578,11 +578,11 @@ def qk_norm_rope(
         k: (..., Hk, D), with q's dtype and tokens.
         q_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
         k_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
-        cos: (..., rotary_dim / 2), fp16, bf16, fp32 or fp64: a row for each token, in q's leading dimensions or in one;
-            with positions (max_position, rotary_dim / 2).
+        cos: (..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); fp16, bf16, fp32 or fp64.
+            Rows are tokens, in q's leading dimensions, the last of these, or one; with positions (max_position, ...).
         sin: as cos. Neither has a gradient.
-        positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check. None takes the
-            token's own row.
+        positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of
+            rows without positions. None takes the token's own row.
         norm: "rms", "layer" or "l2".
         eps: added to the mean square, to the variance, or to the sum of squares.
         interleaved: True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).

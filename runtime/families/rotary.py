@@ -115,13 +115,14 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
     if q.dim() < 3:
         raise ShapeError(f"q has shape {tuple(q.shape)}; it takes (..., heads, D), tokens before the heads")
     *leading, _, n = q.shape
-    of_tokens: list[tuple[int, ...]] = [tuple(leading), (prod(leading),)]
+    # All tokens in one dimension, or the last dimensions of tokens, of which the others share values.
+    of_tokens = [tuple(leading), (prod(leading),), *_shared(leading)]
     rows = of_tokens if positions is None else [tuple(named["cos"].shape[:1])]
     shapes = {
         "k": [(*leading, *k.shape[-2:-1], n)],
         "q_weight": [(n,)],
         "k_weight": [(n,)],
-        "cos": [(*each, options[3] // 2) for each in rows],
+        "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])],
         "sin": [tuple(named["cos"].shape)],
         "positions": of_tokens,
     }
@@ -137,6 +138,12 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
     if options[4] and not {"q_weight", "k_weight"}.issubset(there):
         raise ConflictError(f"weight_offset={options[4]} is added to both weights; pass q_weight and k_weight")
     checks.check_no_gradient("has none as an angle of the rotation", cos=named["cos"], sin=named["sin"])
+
+
+def _shared(leading: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes of values that tokens share: the last leading dimensions of q, also behind dimensions of 1."""
+    tails = [tuple(leading[at:]) for at in range(1, len(leading))]
+    return [each for tail in tails for each in (tail, (*[1] * (len(leading) - len(tail)), *tail))]
 
 
 def _check_outs(operands: Operands, outs: Operands) -> None:
@@ -270,6 +277,7 @@ def _planned(
         stand_in = make and torch.empty(make[0], dtype=make[2], device="meta")
         tensors.setdefault(name, _laid_out(name, stand_in))
     strides: dict[str, int] = {"table_row_stride": rows["cos"].stride(0)}
+    by_token = rows["cos"] if rows["positions"] is None else rows["positions"]
     for name, each in tensors.items():
         if each is not None and each.dim() == 3:
             strides |= {f"{name}_token_stride": each.stride(0), f"{name}_head_stride": each.stride(1)}
@@ -283,7 +291,7 @@ def _planned(
         part=None,
         types={f"{name}_ptr": pointer(each) for name, each in tensors.items()}
         | {"M": row_count_type(m * max(q_heads, k_heads)), "eps": "fp32", "weight_offset": "fp32"},
-        strides=strides,
+        strides={**strides, "period": by_token.shape[0]},
         constants={
             "Q_HEADS": q_heads,
             "K_HEADS": k_heads,
@@ -297,6 +305,7 @@ def _planned(
             "CENTRES": Norm(norm).centres,
             "AVERAGES": Norm(norm).row.averages,
             "ROUNDS_FIRST": Cast(cast).comes_first,
+            "WHOLE": rows["cos"].shape[1] == rotary_dim,
             "PDL": target.launches_early,
         },
         warps=_WARPS,

@@ -45,6 +45,7 @@ class Case:
     norm: str = "rms"
     interleaved: bool = False
     positions: bool = False
+    whole: bool = False
     weights: bool = True
     weight_offset: float = 0.0
     eps: float = 1e-6
@@ -58,6 +59,7 @@ CASES = (
     Case(n=80, rotary_dim=32, norm="layer", interleaved=True, positions=True, dtype=torch.float32),
     Case(n=80, rotary_dim=32, norm="l2", dtype=torch.float32),
     Case(n=96, rotary_dim=96, positions=True, dtype=torch.float16),
+    *(Case(n=n, rotary_dim=48, interleaved=each, whole=True) for n, each in ((48, False), (80, True))),
     Case(n=128, rotary_dim=64, weights=False),
     # Gemma adds 1 to the weight.
     Case(weight_offset=1.0, eps=0.0, q_heads=3, k_heads=1),
@@ -78,7 +80,8 @@ def given(case: Case, device: str = "cpu") -> Tensors:
     if case.weights:
         operands |= {"q_weight": torch.randn(case.n, device=device), "k_weight": torch.randn(case.n, device=device)}
     positions = torch.randperm(case.tokens + 3, device=device)[: case.tokens] if case.positions else None
-    angles = torch.randn(case.tokens + 3 * case.positions, case.rotary_dim // 2, device=device)
+    columns = case.rotary_dim // (1 if case.whole else 2)
+    angles = torch.randn(case.tokens + 3 * case.positions, columns, device=device)
     return operands | {"cos": angles.cos(), "sin": angles.sin(), "positions": positions}
 
 
@@ -95,10 +98,12 @@ def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
     rows = slice(None) if operands["positions"] is None else operands["positions"]
     cos, sin = (operands[table][rows].unsqueeze(1) for table in ("cos", "sin"))
     rotated, rest = z[..., : case.rotary_dim], z[..., case.rotary_dim :]
-    pairs = rotated.reshape(*rotated.shape[:-1], *((-1, 2) if case.interleaved else (2, -1)))
-    first, second = pairs.unbind(-1 if case.interleaved else -2)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1 if case.interleaved else -2)
-    return torch.cat((turned.flatten(-2), rest), -1)
+    pairs, at = ((-1, 2), -1) if case.interleaved else ((2, -1), -2)
+    first, second = rotated.reshape(*rotated.shape[:-1], *pairs).unbind(at)
+    beside = torch.stack((-second, first), at).flatten(-2)
+    if not case.whole:
+        cos, sin = (torch.stack((each, each), at).flatten(-2) for each in (cos, sin))
+    return torch.cat((rotated * cos + beside * sin, rest), -1)
 
 
 OPTIONS = ("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast")
@@ -164,6 +169,21 @@ def test_outputs_and_gradients(case: Case, device: str) -> None:
         # The later ones are known calls, of other tensors.
         torch.manual_seed(seed)
         check(case, given(case, device))
+
+
+@each_device
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+def test_tokens_of_several_sequences_may_share_rows(positions: bool, whole: bool, device: str) -> None:
+    case = Case(positions=positions, whole=whole)
+    operands = given(case, device)
+    several: Tensors = operands | {name: operands[name].expand(3, *operands[name].shape) for name in ("q", "k")}
+    rows = ("positions",) if positions else ("cos", "sin")
+    alone = call(case, operands)
+    for sizes in ((), (1,), (3,)):
+        shared = {name: operands[name].expand(*sizes, *operands[name].shape) for name in rows}
+        for found, wanted in zip(call(case, several | shared), alone, strict=True):
+            assert all(same_bits(each, wanted) for each in found)
 
 
 @each_device
@@ -313,7 +333,7 @@ REFUSED: Refused = {
         "tokens of k": ({"k": K[1:]}, r"k has shape \(4, 2, 64\)"),
         "columns of k": ({"k": K[..., 1:]}, "k has shape"),
         "a weight": ({"k_weight": WEIGHT[1:]}, r"k_weight has shape \(63,\)"),
-        "tables": ({"cos": torch.ones(5, 64)}, r"cos has shape \(5, 64\).* it takes \(5, 32\)"),
+        "tables": ({"cos": torch.ones(5, 63)}, r"cos has shape \(5, 63\).* it takes \(5, 32\) or \(5, 64\)"),
         "two tables": ({"sin": torch.ones(7, 32)}, r"sin has shape \(7, 32\)"),
         "rows of a table": ({"cos": torch.ones(6, 32)}, r"cos has shape \(6, 32\)"),
         "mRoPE": ({"positions": torch.ones(3, 5).long()}, r"positions has shape \(3, 5\).*mRoPE"),
