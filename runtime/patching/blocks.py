@@ -16,19 +16,21 @@ from ..families.replaced import Derived, Replacing, derived
 from .modulating import formula_of, modulate
 from .probing import mixed_in
 from .report import Fused, LeftAloneError
+from .rotating import Rotary
+from .rotating import formula_of as rotation_of
 from .sums import Sums, may_follow, rounds_once
-from .text import MODULATE, SUMS, Forward, Modulation, outside, read, rewritten
+from .text import MODULATE, ROTARY, SUMS, Forward, Modulation, outside, read, rewritten
 
 
 class FusedBlock(Derived):
     """The base class of every class that `fuse` makes.
 
-    A class's recipe has the class that it was made of, the modulations that are replaced, and the names of the norms
-    whose sums are fused.
+    A class's recipe has the class that it was made of, the modulations that are replaced, the names of the norms whose
+    sums are fused, and whether the rotation is replaced.
     """
 
     # The norms that are computed together with the sum before them, with their modulation, with the gradient of their
-    # input, which is added again, and with the sum of their result.
+    # input, which is added again, with the sum of their result, and with the rotation of their result.
     _normforge_fuses: tuple[tuple[str, ...], ...]
 
     def extra_repr(self) -> str:
@@ -44,11 +46,11 @@ def block_class(cls: Any) -> type[torch.nn.Module]:
     return block
 
 
-def _new(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> torch.nn.Module:
+def _new(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...], rotates: bool = False) -> torch.nn.Module:
     """Make a module that was pickled with a class of `fuse`."""
     # A module whose class's text changed or is missing adds as before.
     with suppress(LeftAloneError):
-        cls = _fused(cls, modulated, norms)
+        cls = _fused(cls, modulated, norms, rotates)
     module: torch.nn.Module = cls.__new__(cls)
     return module
 
@@ -86,16 +88,17 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | None:
             raise
         return None
     modulated = tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
+    rotated = _rotated_by(module, forward)
     # Fusing a norm with its modulation saves more than fusing it with the sum before it.
-    names = {forward.modulations[which].norm for which in modulated}
+    names = {*(forward.modulations[which].norm for which in modulated), *rotated}
     norms = tuple(name for name in followers if name not in names)
-    if modulated or (adds and followers and forward.sums):
+    if modulated or rotated or (adds and followers and forward.sums):
         if "forward" in vars(module):
             raise LeftAloneError("its forward is overridden on the instance")
         if mixed := mixed_in(cls):
             raise LeftAloneError(f"{cls.__name__} is also a {mixed}; patch before it is made one")
-        if any(fuses := _fused_by(forward, modulated, norms)):
-            module.__class__ = _fused(cls, modulated, norms)
+        if any(fuses := _fused_by(forward, modulated, norms, rotated)):
+            module.__class__ = _fused(cls, modulated, norms, bool(rotated))
             return Fused(path, cls, *fuses)
     if adds and (reason := _why_unfused(module, forward, followers)) is not None:
         raise LeftAloneError(reason)
@@ -125,14 +128,17 @@ def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str
     return "no norm is called directly behind a sum, or with what is added later" if followers else None
 
 
-def _fused_by(forward: Forward, modulated: tuple[int, ...], norms: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _fused_by(
+    forward: Forward, modulated: tuple[int, ...], norms: tuple[str, ...], rotated: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
     """Return the names of the norms that are fused, in the order of the fields of `Fused`."""
     sums = forward.sums_with(norms, modulated)
     behind = dict.fromkeys(each.behind for each in sums if each.behind in norms)
     inputs = {name for each in sums for name in each.inputs}
     names = dict.fromkeys(forward.modulations[which].norm for which in modulated)
     added = {each.added for each in sums}
-    return tuple(behind), tuple(names), *(tuple(name for name in norms if name in some) for some in (inputs, added))
+    those_in = (tuple(name for name in norms if name in some) for some in (inputs, added))
+    return tuple(behind), tuple(names), *those_in, rotated
 
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
@@ -147,13 +153,25 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
     return formula_of(function, len(modulation.args), keywords) is not None
 
 
+def _rotated_by(module: torch.nn.Module, forward: Forward) -> tuple[str, ...]:
+    """Return the names of the norms of q and k whose results a forward rotates; none where no kernel serves both."""
+    rotation = forward.rotation
+    if rotation is None or not all(may_follow(module._modules.get(name)) for name in rotation.norms):
+        return ()
+    formula = rotation_of(outside(forward.function, rotation.node.func))
+    return () if formula is None else rotation.norms
+
+
 @cache
-def _fused(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...]) -> Any:
-    """Return the class whose forward fuses some modulations, and the sums of some norms, cached by arguments."""
+def _fused(cls: Any, modulated: tuple[int, ...], norms: tuple[str, ...], rotates: bool) -> Any:
+    """Return the class whose forward fuses some modulations, sums of some norms, and its rotation, cached."""
+    forward = read(cls)
+    rotated = forward.rotation.norms if rotates and forward.rotation is not None else ()
     namespace = {
-        "forward": rewritten(cls, norms, modulated),
+        "forward": rewritten(cls, norms, modulated, rotates),
         SUMS: Sums,
         MODULATE: modulate,
-        "_normforge_fuses": _fused_by(read(cls), modulated, norms),
+        ROTARY: Rotary,
+        "_normforge_fuses": _fused_by(forward, modulated, norms, rotated),
     }
-    return derived(FusedBlock, cls, (_new, (cls, modulated, norms)), **namespace)
+    return derived(FusedBlock, cls, (_new, (cls, modulated, norms, rotates)), **namespace)

@@ -11,20 +11,20 @@ something else only for other sizes, or only under other settings of torch, is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import product
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
-from .function_state import Reads
-from .probing import apart, attempt
+from .probing import Draw, recognised
 from .sums import is_bare, is_taken, is_within, options_of, rounds_once, vectors_of
+
+# B differs from T, because (B, N) would otherwise pass for (T, N). The last size is close to a model's own.
+_SIZES = ((2, 3, 8), (3, 1, 16), (1, 260, 72))
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,17 @@ class Formula:
     scale: int
     by_sample: bool
 
+    def trials(self, function: Any, draw: Draw, positional: int, named: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+        """Yield what the function returns for random operands, each with what this formula gives."""
+        for samples, tokens, width in _SIZES:
+            y, beside = draw(samples, tokens, width), draw(2, samples, 1, width)
+            wanted = y * (1 + beside[self.scale]) + beside[1 - self.scale]
+            operands = tuple(beside.squeeze(2) if self.by_sample else beside)
+            keywords = dict(zip(named, operands[positional:], strict=True))
+            yield function(y, *operands[:positional], **keywords), wanted
 
-_FORMULAS = [Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False))]
-_TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
+
+_FORMULAS = tuple(Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False)))
 
 # An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
@@ -79,48 +87,8 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
         positional: how many of the two operands it takes by position, behind the rows.
         named: the names of the others.
     """
-    if function.__class__ is not FunctionType:
-        return None
-    reads, formula = _tried(function, positional, named)
-    # A function that reads what may change unseen is never fused.
-    if not (reads.names or reads.still()):
-        _tried.cache_clear()
-        _, formula = _tried(function, positional, named)
+    formula: Formula | None = recognised(function, _FORMULAS, positional, named)
     return formula
-
-
-# A lambda in a forward is another function in each call.
-@lru_cache(maxsize=256)
-def _tried(function: FunctionType, positional: int, named: tuple[str, ...]) -> tuple[Reads, Formula | None]:
-    """Try a function, and return what it reads and the modulation that it computes."""
-    reads = Reads()
-    reads.follow(function)
-
-    def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
-        return function(y, *operands[:positional], **dict(zip(named, operands[positional:], strict=True)))
-
-    with apart():
-        formula = next((each for each in _FORMULAS if attempt(partial(_computes, called, each, reads), False)), None)
-    return reads, None if reads.names else formula
-
-
-# B differs from T, because (B, N) would otherwise pass for (T, N). The last size is close to a model's own.
-_SIZES = ((2, 3, 8), (3, 1, 16), (1, 260, 72))
-
-
-def _computes(called: Callable[..., Any], formula: Formula, reads: Reads) -> bool:
-    """Return True if a function computes a formula, and have its reads watched; raise what the function raises."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    for (samples, tokens, width), (dtype, tolerance) in product(_SIZES, _TYPES):
-        y = torch.randn(samples, tokens, width, generator=generator, dtype=torch.float64).to(dtype)
-        beside = torch.randn(2, samples, 1, width, generator=generator, dtype=torch.float64).to(dtype)
-        wanted = y * (1 + beside[formula.scale]) + beside[1 - formula.scale]
-        operands = (beside.squeeze(2) if formula.by_sample else beside).clone()
-        called(y.clone(), *operands)
-        with reads:
-            actual = called(y, *operands)
-        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
-    return True
 
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from numbers import Real
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -308,6 +309,60 @@ def apart() -> Iterator[None]:
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
     ):
         yield
+
+
+# Makes a random tensor of a size.
+Draw = Callable[..., torch.Tensor]
+_FUNCTION_TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
+
+
+def recognised(function: Any, formulas: tuple[Any, ...], *how: Any) -> Any:
+    """Return the formula that a function computes, identified by calling the function on random operands.
+
+    Args:
+        function: anything; only functions of Python's are tried.
+        formulas: hashable objects with a method `trials(function, draw, *how)`, which yields what the function returns
+            for tensors that `draw` makes, each with what the formula gives.
+        how: how the function is called.
+
+    Returns:
+        The first formula that fits; None if none does, or if the function reads what may change unseen.
+    """
+    if function.__class__ is not FunctionType:
+        return None
+    reads, formula = _tried(function, formulas, *how)
+    if not (reads.names or reads.still()):
+        _tried.cache_clear()
+        _, formula = _tried(function, formulas, *how)
+    return formula
+
+
+# A lambda in a forward is another function in each call.
+@lru_cache(maxsize=256)
+def _tried(function: FunctionType, formulas: tuple[Any, ...], *how: Any) -> tuple[Reads, Any]:
+    """Try a function, and return what it reads and the formula that it computes."""
+    reads = Reads()
+    reads.follow(function)
+
+    # The first calls may import, and fill caches.
+    contexts: tuple[Any, ...] = (nullcontext(), reads)
+
+    def fits(formula: Any) -> bool:
+        for watched, (dtype, tolerance) in product(contexts, _FUNCTION_TYPES):
+            draw = partial(_drawn, torch.Generator("cpu").manual_seed(0), dtype)
+            with watched:
+                results = [*formula.trials(function, draw, *how)]
+            for actual, wanted in results:
+                torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+        return True
+
+    with apart():
+        formula = next((each for each in formulas if attempt(partial(fits, each), False)), None)
+    return reads, None if reads.names else formula
+
+
+def _drawn(generator: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
 
 
 # Rows and a weight to try a forward with.

@@ -51,7 +51,7 @@ class Bypassed(_Left):
 
 
 class Fused(NamedTuple):
-    """A block whose sums are computed together with norms, or norms with their modulation.
+    """A block whose sums are computed together with norms, or norms with their modulation or rotary embedding.
 
     Attributes:
         path: where it stands in the model; the first of several places.
@@ -61,6 +61,8 @@ class Fused(NamedTuple):
         gradients: the names of the block's own norms whose input is added again, as a residual, and whose backward
             kernel adds the residual's gradient.
         added: the names of the block's own norms that are computed together with the sum of their result.
+        rotated: the names of the block's own norms of queries and keys that are computed together with their rotary
+            embedding.
     """
 
     path: str
@@ -69,6 +71,7 @@ class Fused(NamedTuple):
     modulated: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
+    rotated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         phrases = {
@@ -76,6 +79,7 @@ class Fused(NamedTuple):
             "gradients of residuals with those of {}": self.gradients,
             "{} with the modulation": self.modulated,
             "{} with the sum behind": self.added,
+            "{} with the rotary embedding": self.rotated,
         }
         return "; ".join(phrase.format(", ".join(names)) for phrase, names in phrases.items() if names)
 

@@ -150,7 +150,7 @@ class Sums:
         if dtype is not residual.dtype or x.shape != residual.shape or not is_of_length(norm, x.shape[-1]):
             return None
         options = options_of(norm, dtype, x)
-        launched = self._launched(add_ahead, norm, (x, *vectors_of(norm), residual, None), options)
+        launched = self._fused(norm, add_ahead, (x, *vectors_of(norm), residual, None), options)
         return None if launched is None else _Joined(launched[0], launched[1], norm, options)
 
     def _add_later(self, name: str | None, later: _Later, residual: Any) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class Sums:
         is_alike = is_bare(behind) and is_taken(behind, x) and options_of(behind, x.dtype, x) == options
         if is_alike and x.dtype is dtype is residual.dtype:
             of_both = (word, eps, weight_offset, cast, "none", None, None)
-            launched = self._launched(renormed.add_ahead, norm, (*operands, *vectors_of(behind), None), of_both)
+            launched = self._fused(norm, renormed.add_ahead, (*operands, *vectors_of(behind), None), of_both)
             if launched is not None:
                 self._joined = _Joined(launched[0], launched[1], behind, options)
                 return self._joined.total
@@ -173,25 +173,27 @@ class Sums:
         if dtype is not residual.dtype and not (rounds_once(norm) and is_within(dtype, residual.dtype)):
             return None
         given = (word, eps, weight_offset, None, cast, "post_add", None)
-        total: torch.Tensor | None = self._launched(post_add.normalise, norm, (*operands, None), given)
+        total: torch.Tensor | None = self._fused(norm, post_add.normalise, (*operands, None), given)
         return total
 
-    def _launched(
-        self, launch: Callable[..., Any], norm: torch.nn.Module, operands: tuple[Any, ...], options: Any
-    ) -> Any:
-        """Compute a sum together with a norm; return None in a block that no kernel serves."""
-        if self._block in _unserved:
-            return None
-        try:
-            return launch(operands, options)
-        except NormforgeError as error:
-            _unserved.add(self._block)
-            logger.warning("a residual add and %s are left two kernels: %s", type(norm).__name__, error)
-            return None
+    def _fused(self, norm: torch.nn.Module, launch: Callable[..., Any], operands: tuple[Any, ...], options: Any) -> Any:
+        return fused(self._block, norm, "a residual add", launch, operands, options)
 
 
-# Blocks with a sum and a norm that no kernel serves.
+# Blocks with norms that no kernel computes together with what is beside them.
 _unserved: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def fused(block: torch.nn.Module, norm: torch.nn.Module, beside: str, launch: Callable[..., Any], *args: Any) -> Any:
+    """Compute a norm together with what is beside it; return None in a block that no kernel serves."""
+    if block in _unserved:
+        return None
+    try:
+        return launch(*args)
+    except NormforgeError as error:
+        _unserved.add(block)
+        logger.warning("%s and %s are left two kernels: %s", beside, type(norm).__name__, error)
+        return None
 
 
 def _state(x: torch.Tensor) -> tuple[Any, ...]:

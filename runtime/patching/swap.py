@@ -108,6 +108,10 @@ def patch(
     Where no kernel can, the norm is called and its result is modulated as before: if x is not (B, T, N), for example,
     or if the norm has a hook.
 
+    `patch` fuses the norms of queries and keys with their rotary embedding, if the forward calls `rotate(q, k, cos,
+    sin)` on their results, or on transposes of them. The function is identified by running it on random inputs. One
+    kernel computes both and rounds once; see `qk_norm_rope`.
+
     A `torch.nn.Sequential` in which a `torch.nn.SiLU` follows a GroupNorm becomes a `GroupNormSequential`, which
     computes both in one kernel. A SiLU that a model applies to a GroupNorm's result in its own forward is not fused;
     use `GroupNorm(..., activation="silu")` there.
@@ -121,8 +125,8 @@ def patch(
         cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
             so. With False the kernel multiplies in fp32 and rounds once: this takes less time and memory, and results
             differ by a rounding; a Llama norm then returns its input's dtype.
-        fuse: whether to fuse residual adds with the norms behind them, and modulations with the norms before them,
-            wherever torch.compile does not trace; and SiLU with the GroupNorm before it.
+        fuse: whether to fuse residual adds with the norms behind them, and modulations and rotary embeddings with the
+            norms before them, wherever torch.compile does not trace; and SiLU with the GroupNorm before it.
         compile_passes: whether to fuse where torch.compile traces, in every model of the process: switches
             `normforge.compile_passes` on if a norm was swapped. False leaves the passes unchanged.
 

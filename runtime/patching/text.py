@@ -1,4 +1,4 @@
-"""Read the text of a class's forward, and rewrite it to add, normalise and modulate by functions of normforge.
+"""Read the text of a class's forward, and rewrite it to add, normalise, modulate and rotate by functions of normforge.
 
 Reading finds the forward's sums, the norms called with them, and where a norm's result is scaled and shifted, or added.
 The text is followed in the order in which it runs. The norm *directly behind* a sum is called before any other code can
@@ -8,8 +8,11 @@ A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`
 scale)` with any function. The norm's result may first be assigned to a name, if the very next statement assigns the
 modulated rows to the same name. A sum `residual + self.norm(x)` is found by the same rules.
 
-Rewriting replaces only `a + b`, calls of norms and modulations of a norm's result. The rest of the forward stays, with
-its decorators, defaults and closure. The text is used only if compiling it gives the code that the class runs.
+A rotation is `q, k = rotate(q, k, cos, sin)`, with any function, if q and k are results of norms, transposed at most.
+
+Rewriting replaces only `a + b`, calls of norms, and modulations and rotations of a norm's result. The rest of the
+forward stays, with its decorators, defaults and closure. The text is used only if compiling it gives the code that the
+class runs.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from .function_state import content_of
 from .probing import attempt
 from .report import LeftAloneError
 
-# The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
-# `sums.Sums`, by whose methods the forward adds and calls norms.
-SUMS = "_normforge_sums"
+# Attributes of its module that a rewritten forward calls first, and the variables that it keeps the results in: a
+# `sums.Sums`, by whose methods it adds and calls norms, and a `rotating.Rotary`, by whose methods it normalises and
+# rotates q and k.
+SUMS, ROTARY = "_normforge_sums", "_normforge_rotary"
 
 # The attribute that a rewritten forward calls to modulate a norm's result. Its arguments: the function, or None for a
 # written-out expression; the norm; the norm's input; the function's other arguments.
@@ -287,6 +291,71 @@ def _is_view(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS
 
 
+# Rotations
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A call `q, k = function(q, k, cos, sin)` in a forward, of the results of two norms.
+
+    Attributes:
+        node: the call.
+        calls: the calls of the norms of q and of k.
+    """
+
+    node: ast.Call
+    calls: tuple[Any, Any]
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of the norms in their module."""
+        return tuple(call.func.attr for call in self.calls)
+
+
+def _rotation_in(statements: list[ast.stmt], first: str) -> Rotation | None:
+    """Return the rotation among a forward's own statements, which all run in turn; None if there is none."""
+    for at, statement in enumerate(statements):
+        match statement:
+            case ast.Assign(
+                [ast.Tuple([ast.Name(a), ast.Name(b)])],
+                ast.Call(function, [ast.Name(q), ast.Name(k), cos, sin], []) as node,
+            ) if (a, b) == (q, k) and q != k and dotted(function) and _is_quiet(cos) and _is_quiet(sin):
+                q_call, k_call = (_normalised(name, statements[:at], first) for name in (q, k))
+                if q_call and k_call:
+                    return Rotation(node, (q_call, k_call))
+    return None
+
+
+def _normalised(name: str, statements: list[ast.stmt], first: str) -> Any:
+    """Return the call of a norm whose result a variable has after some statements, or a transpose of the result."""
+    for statement in reversed(statements):
+        if isinstance(statement, ast.If) and not statement.orelse and not _mentions(statement.test, name):
+            # If the branch is not taken the norm is not called, and then no norm waits.
+            if any(_mentions(each, name) for each in statement.body):
+                return _normalised(name, statement.body, first)
+        elif _mentions(statement, name):
+            match statement:
+                case ast.Assign([ast.Name(target)], value) if target == name:
+                    within = _transposed(value)
+                    if isinstance(within, ast.Name):
+                        continue
+                    return _call_of_norm(within, first)
+            return None
+    return None
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
+def _transposed(node: ast.expr) -> ast.expr:
+    """Return what an expression transposes, `x.transpose(1, 2)`; the expression itself if it transposes nothing."""
+    match node:
+        case ast.Call(ast.Attribute(rows, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
+            return rows
+    return node
+
+
 # Reading
 
 
@@ -298,11 +367,13 @@ class Forward:
         function: the function itself, without decorators.
         sums: its additions, in the order of the text, without those of inner scopes.
         modulations: its modulations of the results of norms. Pickles of blocks hold positions in this order.
+        rotation: its rotation of the results of norms, if any.
     """
 
     function: types.FunctionType
     sums: tuple[Sum, ...]
     modulations: tuple[Modulation, ...]
+    rotation: Rotation | None
 
     def sums_with(self, norms: Collection[str], modulated: Iterable[int]) -> list[Sum]:
         """Return the sums that are computed together with norms, and are part of no modulation that is replaced."""
@@ -343,7 +414,8 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
             sums[each.node].addend = each.call
         else:
             modulations.append(each)
-    return Forward(function, tuple(sums.values()), tuple(modulations)), tree, definition
+    rotation = _rotation_in(definition.body, first)
+    return Forward(function, tuple(sums.values()), tuple(modulations), rotation), tree, definition
 
 
 def _definition_in(tree: ast.Module, function: types.FunctionType) -> ast.FunctionDef:
@@ -424,13 +496,14 @@ def calling(cls: Any, functions: Mapping[Any, str], keywords: Collection[str]) -
     return _remade(cls, tree, old)
 
 
-def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Callable[..., Any]:
+def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int], rotates: bool) -> Callable[..., Any]:
     """Return a class's forward, decorated as before, with some of its operations replaced by calls of ours.
 
     Args:
         cls: the class.
         norms: the names of the norms whose calls are replaced, with the sums that they are called with.
         modulated: the modulations to replace.
+        rotates: whether to replace the rotation.
 
     Raises:
         LeftAloneError: the forward cannot be read, or a decorator holds the function in an unknown way.
@@ -438,7 +511,8 @@ def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int]) -> Cal
     # Read anew, because nodes are replaced in the tree.
     forward, tree, definition = _read(cls)
     modulations = [forward.modulations[which] for which in modulated]
-    _Replacing(definition, forward.sums_with(norms, modulated), modulations, norms)
+    rotation = forward.rotation if rotates else None
+    _Replacing(definition, forward.sums_with(norms, modulated), modulations, rotation, norms)
     return _remade(cls, tree, forward.function)
 
 
@@ -454,7 +528,12 @@ class _Replacing(ast.NodeTransformer):
     """Puts calls in the place of additions, norms and modulations, in the body of a function."""
 
     def __init__(
-        self, definition: ast.FunctionDef, sums: list[Sum], modulations: list[Modulation], norms: Collection[str]
+        self,
+        definition: ast.FunctionDef,
+        sums: list[Sum],
+        modulations: list[Modulation],
+        rotation: Rotation | None,
+        norms: Collection[str],
     ) -> None:
         self._first = definition.args.args[0].arg
         self._sums = {each.node: each.behind for each in sums}
@@ -463,10 +542,13 @@ class _Replacing(ast.NodeTransformer):
         self._branches = {branch for each in sums for branch in each.branches}
         self._modulations = {each.node: each for each in modulations}
         self._dropped = {each.before for each in modulations}
+        self._rotated: Any = rotation and rotation.node
+        self._waiting = dict(zip(rotation.calls, "qk", strict=True)) if rotation else {}
         definition.body = [node for node in map(self.visit, definition.body) if node is not None]
-        if sums:
-            begins = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
-            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], begins))
+        for name, is_needed in ((SUMS, sums), (ROTARY, rotation)):
+            if is_needed:
+                begins = _called(self._first, name, [ast.Name(self._first, ast.Load())])
+                definition.body.insert(0, ast.Assign([ast.Name(name, ast.Store())], begins))
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, _SCOPES):
@@ -476,6 +558,11 @@ class _Replacing(ast.NodeTransformer):
         if node in self._modulations:
             return ast.copy_location(self._modulated(self._modulations[node]), node)
         self.generic_visit(node)
+        if node in self._waiting:
+            call: Any = node
+            return _called(ROTARY, "normalise", [ast.Constant(self._waiting[node]), call.func, *call.args])
+        if node is self._rotated:
+            return ast.copy_location(_called(ROTARY, "rotate", [node.func, *node.args]), node)
         if isinstance(node, ast.If) and node in self._branches:
             node.body.insert(0, ast.Expr(_called(SUMS, "forget", [])))
         elif isinstance(node, ast.BinOp) and node in self._sums:

@@ -1,0 +1,152 @@
+"""Norms of queries and keys that a model's own forward rotates, computed together with the rotary embedding.
+
+An attention module that `patch` fused makes a `Rotary` for each call. Between the norms and the function that rotates,
+the forward only transposes their results (see `text`), so that the norms can wait for the rotation. A function like
+Llama's `apply_rotary_pos_emb(q, k, cos, sin)` is identified by calling it on random inputs, as in `modulating`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..calls.backend import is_served
+from ..calls.known import PLAIN
+from ..errors import PatchError
+from ..families.eager import embedded
+from ..families.functional import qk_norm_rope
+from .probing import Draw, recognised
+from .sums import fused, is_bare, is_of_length, options_of, vectors_of
+
+# Samples, tokens, heads of q and of k, and columns of a head.
+_SIZES = ((2, 3, 4, 2, 8), (1, 5, 2, 2, 64))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A function of q and k (B, heads, T, N), cosines and sines (B, T, N): it rotates q and k.
+
+    Attributes:
+        interleaved: whether columns 2 i and 2 i + 1 form a pair; otherwise i and i + half of those that are rotated.
+        reads_half: whether it reads the first half of the tables' columns, a column for each pair.
+        may_pass: whether it takes tables of fewer columns, and leaves the columns behind those as they are.
+    """
+
+    interleaved: bool
+    reads_half: bool
+    may_pass: bool
+
+    def trials(self, function: Any, draw: Draw) -> Iterator[tuple[Any, Any]]:
+        """Yield what the function returns for random operands, each with what this formula gives."""
+        for (samples, tokens, q_heads, k_heads, n), few in product(_SIZES, (False, True)[: 1 + self.may_pass]):
+            rows = [draw(samples, heads, tokens, n) for heads in (q_heads, k_heads)]
+            cos, sin = draw(2, samples, tokens, n // 2 if few else n)
+            by_cos, by_sin = (each.unsqueeze(1) for each in self.read(cos, sin))
+            parts = [x.tensor_split([cos.shape[-1]], -1) for x in rows]
+            wanted = [torch.cat((embedded(x, by_cos, by_sin, self.interleaved), passed), -1) for x, passed in parts]
+            yield function(*rows, cos, sin), tuple(wanted)
+
+    def read(self, *tables: torch.Tensor) -> list[torch.Tensor]:
+        """Return the columns of tables that are read."""
+        return [each[..., : each.shape[-1] // 2] if self.reads_half else each for each in tables]
+
+
+_FORMULAS = tuple(
+    Formula(interleaved, reads_half, may_pass)
+    for may_pass in (True, False)
+    for interleaved, reads_half in ((False, False), (True, True), (True, False))
+)
+
+
+def formula_of(function: Any) -> Formula | None:
+    """Return the rotation that a function of q, k, cos and sin computes; None if it computes anything else."""
+    formula: Formula | None = recognised(function, _FORMULAS)
+    return formula
+
+
+class Rotary:
+    """The norms of queries and keys in one call of a forward, which are computed with their rotary embedding."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        self._block = block
+        self._waiting: dict[str, Any] = {}
+
+    def normalise(self, which: str, norm: Any, x: Any) -> Any:
+        """Return norm(x), or x, whose norm waits for `rotate`.
+
+        Args:
+            which: "q" or "k".
+            norm: the norm, or whatever else the forward calls by its name.
+            x: its input.
+        """
+        # Compiled graphs show the norm and the rotation.
+        if is_dynamo_compiling() or not PLAIN.issuperset((x.__class__,)) or x.dim() != 4 or not is_bare(norm):
+            return norm(x)
+        self._waiting[which] = norm, _version(x)
+        return x
+
+    def rotate(self, function: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        """Return function(q, k, cos, sin) of the normalised q and k."""
+        norms = [self._norm_of(which, x) for which, x in (("q", q), ("k", k))]
+        formula = None if None in norms else formula_of(function)
+        if formula is not None:
+            args = (formula, norms, (q, k), (cos, sin))
+            rotated = fused(self._block, norms[0], "a rotary embedding", _normalised_and_rotated, *args)
+            if rotated is not None:
+                return rotated
+        return function(*[x if norm is None else norm(x) for norm, x in zip(norms, (q, k), strict=True)], cos, sin)
+
+    def _norm_of(self, which: str, x: Any) -> Any:
+        norm, version = self._waiting.pop(which, (None, None))
+        if norm is not None and _version(x) != version:
+            raise PatchError(
+                f"rows were written to between a {type(norm).__name__} and the rotary embedding, which patch computes "
+                "together; unpatch the model, and patch it with fuse=False"
+            )
+        return norm
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return None if x.is_inference() else x._version
+
+
+def _normalised_and_rotated(formula: Formula, norms: Any, rows: Any, tables: Any) -> tuple[torch.Tensor, ...] | None:
+    """Return q and k, normalised and rotated; None where the kernel's results would differ from the forward's."""
+    (cos, sin), (q, k) = tables, (x.transpose(1, 2) for x in rows)
+    (q_weight, q_bias), (k_weight, k_bias) = map(vectors_of, norms)
+    if not PLAIN.issuperset((cos.__class__, sin.__class__)) or not is_served((q, k, q_weight, k_weight, cos, sin)):
+        return None
+    word, eps, weight_offset, y_dtype, cast = options = options_of(norms[0], q.dtype, q)
+    samples, tokens, _, n = q.shape
+    *leading, rotated = cos.shape if cos.dim() else (0,)
+    is_fitting = (
+        options == options_of(norms[1], k.dtype, k)
+        and {y_dtype} == {each.dtype for each in (q, k, cos, sin)}
+        and q_bias is k_bias is None
+        and not (weight_offset and (q_weight is None or k_weight is None))
+        and (*k.shape[:2], k.shape[3]) == (samples, tokens, n)
+        and all(is_of_length(norm, n) for norm in norms)
+        and leading in ([1, tokens], [samples, tokens])
+        and cos.shape == sin.shape
+        and not (cos.requires_grad or sin.requires_grad)
+        and (rotated == n or (formula.may_pass and 0 < rotated < n))
+        and rotated % 2 == 0
+    )
+    if not is_fitting:
+        return None
+    y = qk_norm_rope(
+        *(q, k, q_weight, k_weight, *formula.read(cos, sin)),
+        norm=word,
+        eps=eps,
+        interleaved=formula.interleaved,
+        rotary_dim=rotated,
+        weight_offset=weight_offset,
+        cast=cast,
+    )
+    return tuple(each.transpose(1, 2) for each in y)

@@ -1,0 +1,232 @@
+"""Attention whose norms of queries and keys `patch` computes together with their rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.errors import FrozenError, PatchError
+from normforge.patching import rotating
+
+from .models import GemmaRMSNorm, LlamaRMSNorm, randomised, written
+from .twins import Counted, assert_near, copies, results, twins
+
+SAMPLES, TOKENS, WIDTH, COLUMNS = 2, 5, 48, 8
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Return what columns are turned towards, as Llama's rotate_half."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate all columns, as Llama does."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
+
+
+def rotate_some(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as many columns as the tables have, as GPT-NeoX does."""
+    columns = cos.shape[-1]
+    turned = rotate(q[..., :columns], k[..., :columns], cos, sin)
+    passed = q[..., columns:], k[..., columns:]
+    return torch.cat((turned[0], passed[0]), -1), torch.cat((turned[1], passed[1]), -1)
+
+
+def rotate_pairs(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate columns that adjoin by the first half of the tables, as GLM does."""
+    cos, sin = (each[..., : each.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for each in (cos, sin))
+    q_beside, k_beside = (torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k))
+    return q * cos + q_beside * sin, k * cos + k_beside * sin
+
+
+def rotate_back(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the other way round, which no kernel does."""
+    return rotate(q, k, cos, -sin)
+
+
+class Attention(torch.nn.Module):
+    """What attention with norms of queries and keys holds; two heads of keys serve four of queries."""
+
+    norms: Any = LlamaRMSNorm
+    sizes = (COLUMNS, COLUMNS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Linear(WIDTH, 4 * COLUMNS)
+        self.k_proj = torch.nn.Linear(WIDTH, 2 * COLUMNS)
+        self.q_norm, self.k_norm = (self.norms(size) for size in self.sizes)
+        self.on = True
+
+
+SIGNATURE = "def forward(self, x, cos, sin):"
+PROJECTED = tuple(f"{x} = self.{x}_proj(x).unflatten(-1, (-1, {COLUMNS}))" for x in "qk")
+TRANSPOSED = tuple(f"{x} = {x}.transpose(1, 2)" for x in "qk")
+NORMALISED = tuple(f"{x} = self.{x}_norm({x})" for x in "qk")
+ROTATED = "q, k = rotate(q, k, cos, sin)"
+RETURNED = "return torch.cat((q, k), 1).flatten(1)"
+
+# Forwards in which both norms are computed with the rotation.
+FUSED: dict[str, tuple[str, ...]] = {
+    "norms_in_place_of_rows": (
+        *(
+            f"{x} = self.{x}_norm(self.{x}_proj(x).unflatten(-1, (-1, {COLUMNS}))).transpose(1, 2)"  # Qwen3
+            for x in "qk"
+        ),
+        ROTATED,
+    ),
+    "norms_of_transposed_rows": (*PROJECTED, *TRANSPOSED, *NORMALISED, ROTATED),  # Gemma 3
+    "norms_in_a_branch": (
+        *PROJECTED,
+        "if self.on:",
+        *(f"    {line}" for line in NORMALISED),
+        *TRANSPOSED,
+        ROTATED,
+    ),  # GLM
+    "some_columns": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_some(q, k, cos[..., :4], sin[..., :4])"),
+    "pairs": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_pairs(q, k, cos, sin)"),
+}
+
+# Forwards in which they are not.
+LEFT: dict[str, tuple[str, ...]] = {
+    "another_function": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_back(q, k, cos, sin)"),
+    "a_rotation_in_a_branch": (*PROJECTED, *TRANSPOSED, *NORMALISED, "if self.on:", f"    {ROTATED}"),
+    "a_result_that_is_read": (*PROJECTED, *TRANSPOSED, *NORMALISED, "size = q.abs().amax()", ROTATED),
+    "norms_behind_the_rotation": (*PROJECTED, *TRANSPOSED, ROTATED, *NORMALISED),  # Hunyuan
+    "one_norm": (*PROJECTED, *TRANSPOSED, NORMALISED[0], ROTATED, NORMALISED[1]),
+    "norms_in_a_loop": (
+        *PROJECTED,
+        *TRANSPOSED,
+        "for _ in range(1):",
+        *(f"    {line}" for line in NORMALISED),
+        ROTATED,
+    ),
+    "one_of_two_branches": (
+        *(*PROJECTED, *TRANSPOSED, NORMALISED[1]),
+        *("if self.on:", f"    {NORMALISED[0]}", "else:", "    q = q + 1", ROTATED),
+    ),
+    "rows_that_are_transposed_within": (
+        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.transpose(2, 3).transpose(2, 3).transpose(1, 2)" for x in "qk")),
+        ROTATED,
+    ),
+}
+
+
+def attention(body: tuple[str, ...], **attributes: Any) -> Any:
+    """Return a module with a forward of these lines."""
+    base = type("Attention", (Attention,), attributes)
+    return randomised(written(base, "Written", SIGNATURE, *body, RETURNED, names=globals())())
+
+
+# Pickles find a class by its name.
+Pickled = written(Attention, "Pickled", SIGNATURE, *FUSED["norms_in_place_of_rows"], RETURNED, names=globals())
+
+
+def inputs(samples: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, and tables whose two halves differ; of one sample, they serve all."""
+    angles = torch.randn(samples, TOKENS, COLUMNS)
+    return torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """How many rotations were computed together with norms."""
+    return Counted(monkeypatch, rotating, "_normalised_and_rotated")
+
+
+def assert_alike(model: Any, patched: Any, *given: torch.Tensor, tolerance: float = 2e-6) -> None:
+    """Fail unless a model and its patched copy agree in their results and gradients."""
+    (wanted, wanted_grads), (actual, grads) = results(model, *given), results(patched, *given)
+    assert_near({"y": actual, **grads}, {"y": wanted, **wanted_grads}, tolerance, 1.0)
+    assert actual.dtype is wanted.dtype
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_norms_are_computed_with_their_rotation(name: str, norm: Any, computed: Counted) -> None:
+    # A LayerNorm's bias has no place in the kernel.
+    norms = (lambda n: torch.nn.LayerNorm(n, bias=False)) if norm is torch.nn.LayerNorm else norm
+    model = attention(FUSED[name], norms=staticmethod(norms))
+    patched = twins(model)[1]
+    for samples in (1, SAMPLES):
+        assert_alike(model, patched, *inputs(samples))
+    assert computed.counts() == (2,)
+    bf16 = [each.bfloat16() for each in (model, patched)]
+    assert_alike(*bf16, *inputs(dtype=torch.bfloat16), tolerance=4e-2)
+    assert computed.counts() == (1,)
+
+
+def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
+    model, patched = twins(randomised(Pickled()))
+    given = inputs()
+    for each in (patched, *copies(patched)):
+        assert "q_norm, k_norm with the rotary embedding" in repr(each)
+        assert_alike(model, each, *given)
+    assert computed.counts() == (3,)
+    normforge.unpatch(patched)
+    assert type(patched) is type(model)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_forwards_are_left_alone(name: str) -> None:
+    model = attention(LEFT[name])
+    ours = twins(model)[1]
+    assert type(ours) is type(model)
+    assert_alike(model, ours, *inputs())
+
+
+def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -> None:
+    model, ours = twins(attention(FUSED["norms_of_transposed_rows"]))
+    x, cos, sin = inputs()
+    for tables in (
+        (cos.clone().requires_grad_(), sin),
+        (cos.double(), sin.double()),
+        (cos[:, :1], sin[:, :1]),
+        (cos[..., :1], sin[..., :1]),
+    ):
+        torch.testing.assert_close(ours(x, *tables), model(x, *tables), rtol=2e-6, atol=2e-6)
+    model.q_norm.variance_epsilon = ours.q_norm.variance_epsilon = 0.5
+    torch.testing.assert_close(ours(x, cos, sin), model(x, cos, sin), rtol=2e-6, atol=2e-6)
+    assert computed.counts() == (0,)
+
+
+def test_where_no_kernel_is_loaded_both_are_left_apart(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def refuse(*args: Any, **named: Any) -> None:
+        raise FrozenError("no kernel here")
+
+    monkeypatch.setattr(rotating, "qk_norm_rope", refuse)
+    model, ours = twins(attention(FUSED["pairs"]))
+    for _ in range(2):
+        assert_alike(model, ours, *inputs())
+    (message,) = {record.message for record in caplog.records}
+    assert message == "a rotary embedding and LlamaRMSNorm are left two kernels: no kernel here"
+
+
+def test_a_norm_with_a_hook_sees_the_rows_that_it_saw() -> None:
+    model, ours = twins(attention(FUSED["norms_in_place_of_rows"]))
+    seen: list[torch.Size] = []
+    for each in (model, ours):
+        each.q_norm.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    given = inputs()
+    assert_alike(model, ours, *given)
+    assert seen == [(SAMPLES, TOKENS, 4, COLUMNS)] * 2
+
+
+def test_rows_that_are_written_to_while_a_norm_waits_are_an_error() -> None:
+    body = (*PROJECTED, "rows = q", *TRANSPOSED, *NORMALISED, "rows.zero_()", ROTATED)
+    ours = twins(attention(body))[1]
+    with (
+        torch.no_grad(),
+        pytest.raises(PatchError, match=r"^rows were written to between a LlamaRMSNorm and .*; .* fuse=False"),
+    ):
+        ours(*inputs())
