@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,7 +13,11 @@ from normforge.codegen.model import Mode
 from normforge.dtypes import TORCH_DTYPES
 from normforge.tools.compare import compare, compare_gradients
 
+T = TypeVar("T")
+
 EPS = 1e-5
+# What a slot of an exchange holds before a program has published there.
+EMPTY = -1
 # RMSNorm's weight_offset.
 OFFSET = 0.5
 _ALIKE: dict[str, Any] = {
@@ -26,9 +31,35 @@ _ALIKE: dict[str, Any] = {
 }
 
 
-def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-    """Launch a kernel; values are matched with parameters by name, and one that there is no value for is None."""
-    kernel[grid](*[(_ALIKE | values).get(name) for name in kernel.arg_names])
+def run(kernel: Any, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], constants: dict[str, Any]) -> None:
+    """Launch a kernel; values are matched with parameters by name, and one that there is no value for is None.
+
+    Args:
+        kernel: the `triton.JITFunction`.
+        grid: programs in each dimension.
+        tensors: what it reads and writes, by name, x among them.
+        constants: what differs from one launch of a mode to the next.
+    """
+    x = tensors["x"]
+    values = _ALIKE | {"M": len(x), "N": x.shape[1], "row_stride": x.stride(0)} | constants
+    for name, tensor in tensors.items():
+        values[f"{name}_ptr"] = tensor
+        if tensor.dim() == 2:
+            values[f"{name}_row_stride"] = tensor.stride(0)
+    kernel[grid](*map(values.get, kernel.arg_names))
+
+
+def run_team(launch: Callable[[dict[str, torch.Tensor]], T], slices: int, rows: int) -> T:
+    """Return what a launch makes of rows that several programs share, through the exchange that it is given.
+
+    The interpreter runs one program after another, so that a program finds empty slots where a later one publishes.
+    What a program publishes depends on its own slice alone: a second launch finds what the first one published.
+    """
+    exchange = torch.full((rows * slices,), EMPTY)
+    # A row of one slice has nobody to wait for.
+    for _ in range(slices > 1):
+        launch({"exchange": exchange})
+    return launch({"exchange": exchange})
 
 
 def saved(mode: Mode, x: torch.Tensor, x_bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -38,62 +69,41 @@ def saved(mode: Mode, x: torch.Tensor, x_bias: torch.Tensor | None) -> dict[str,
 
 
 def run_backward(
-    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], values: dict[str, Any]
+    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> NormGradients:
     """Launch a backward kernel whose grid ends in the programs that share the rows, and add up what they leave.
 
-    Args:
-        kernel: the `triton.JITFunction`.
-        grid: programs in each dimension.
-        mode: the kernel's.
-        given: its operands by name, statistics and memory for an exchange among them; dx only where it is wanted.
-        values: constants.
+    Statistics are among the tensors that are given, and dx only where it is wanted.
     """
-    m, n = given["x"].shape
     names = ["dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if mode.x_bias else [])]
-    partials = {name: torch.full((grid[-1], n), float("nan")) for name in names}
-    tensors = given | partials
-    pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    strides = {f"{name}_row_stride": tensor.stride(0) for name, tensor in tensors.items() if tensor.dim() == 2}
-    run(kernel, grid, {"dx_row_stride": n, "M": m, "N": n} | pointers | strides | values)
+    partials = {name: torch.full((grid[-1], given["x"].shape[1]), float("nan")) for name in names}
+    run(kernel, grid, given | partials, {"dx_row_stride": given["x"].shape[1], **constants})
     sums = {name: partial.sum(0) for name, partial in partials.items()}
-    return NormGradients(given.get("dx"), sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
+    return NormGradients(given.get("dx"), sums["dweight"], sums.get("dbias"), sums.get("dx_bias"))
 
 
 def run_forward(
-    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], values: dict[str, Any]
+    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> LayerNormOutput:
-    """Launch a forward kernel on tensors by name, x among them; y and what is kept of rows begin as NaN.
-
-    Args:
-        kernel: the `triton.JITFunction`.
-        grid: programs in each dimension.
-        mode: the kernel's.
-        given: its operands by name, memory for an exchange among them, and where y and residual_out are to lie.
-        values: constants.
-    """
+    """Launch a forward kernel, whose y, unless it is given, and statistics begin as NaN."""
     m, n = given["x"].shape
-    out = TORCH_DTYPES[mode.dtype_out]
-    y = given.get("y", torch.full((m, n * out.itemsize), 0xFF, dtype=torch.uint8).view(out))
-    kept = {name: torch.full((m,), float("nan")) for name in ("mean", "rstd", "y_scale")}
-    # What is encoded is stored as bytes.
-    tensors = kept | given | {"y": y.view(torch.uint8) if mode.dtype_out.is_fp8 else y}
-    pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    strides = {f"{name}_row_stride": tensor.stride(0) for name, tensor in tensors.items() if tensor.dim() == 2}
-    run(kernel, grid, {"row_stride": given["x"].stride(0), "M": m, "N": n} | pointers | strides | values)
+    y = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_out])
+    mean, rstd = (torch.full((m,), float("nan")) for _ in range(2))
+    tensors = {"y": y, "mean": mean, "rstd": rstd} | given
+    run(kernel, grid, tensors, constants)
     return LayerNormOutput(
-        y,
+        tensors["y"],
         given.get("residual_out"),
-        kept["y_scale"] if mode.fquant.quantises else None,
-        kept["mean"] if mode.save_mv and mode.norm.centres else None,
-        kept["rstd"] if mode.save_mv else None,
+        None,
+        mean if mode.save_mv and mode.norm.centres else None,
+        rstd if mode.save_mv else None,
     )
 
 
 def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors: dict[str, Any]) -> None:
     """Hold every output against the oracle's."""
-    asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast}
-    asked |= {"fadd": mode.fadd, "fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
+    asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast, "fadd": mode.fadd}
+    asked["out_dtype"] = TORCH_DTYPES[mode.dtype_out]
     asked |= {} if mode.norm.centres else {"weight_offset": OFFSET}
     expected = reference.FORWARD[mode.norm](x, **vectors, **asked)
     findings = compare(actual, expected)

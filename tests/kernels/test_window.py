@@ -68,8 +68,10 @@ def run_window(
         (True, VECTOR, torch.bfloat16, None),
         (False, VECTOR, torch.float16, None),
         (False, ROWS, torch.float32, DType.FP32),
+        # Alone in their memory: nothing is before the first row, and nothing but a vector's rest after the last.
+        (False, ROWS, None, None),
     ],
-    ids=["", "mv", "fp16_vectors", "fp32_y"],
+    ids=["", "mv", "fp16_vectors", "fp32_y", "alone"],
 )
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -80,13 +82,14 @@ def test_rows_are_right_and_what_is_beside_them_stays(
     dtype: DType,
     save_mv: bool,
     programs: int,
-    vector_dtype: torch.dtype,
+    vector_dtype: torch.dtype | None,
     out: DType | None,
     package: Path,
 ) -> None:
     names = ("weight", "bias") if norm.centres else ("weight",)
-    vectors = {name: torch.randn(shape[0]).to(vector_dtype) for name in names}
-    run_window(package, Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors, programs)
+    vectors = {name: torch.randn(shape[0], dtype=vector_dtype) for name in names if vector_dtype}
+    guard = 2 * VECTOR if vectors else 0
+    run_window(package, Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, guard, vectors, programs)
 
 
 @pytest.mark.parametrize("shape", [(8, 9, 16), (505, 507, 128)], ids=["ends", "between"])
@@ -100,10 +103,3 @@ def test_rows_are_rounded_before_the_weight(shape: tuple[int, int, int], package
     h = rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt()
     # To the bit, but where the last bit of a sum tips a rounding.
     assert (y != (h.to(y.dtype).float() * weight).to(y.dtype)).float().mean() < 0.02
-
-
-@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_rows_may_fill_their_memory(shape: tuple[int, int, int], norm: Norm, package: Path) -> None:
-    """Without weight and bias; nothing is before the first row, and nothing but a vector's rest after the last."""
-    run_window(package, Mode(norm, DType.BF16, DType.BF16), shape, 0, {})
