@@ -30,11 +30,6 @@ _REGISTERS = 65536
 _MOST_REGISTERS = 255
 
 
-def register_cap(tile: Tile) -> int:
-    """Registers a thread may have if a multiprocessor is to hold as many programs as the tile says."""
-    return min(_REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
-
-
 def instance_of(mode: Mode, n: int) -> Instance:
     """The instance of a mode, over the standard ladder, for rows of n elements."""
     bucket = next(bucket for bucket in standard_ladder() if n in bucket)
@@ -48,6 +43,12 @@ class Usage:
     registers: int
     stack: int
     local: int
+
+    def assert_fits(self, tile: Tile, most_stack: int = 0) -> None:
+        """Fail unless a multiprocessor holds as many programs as the tile says, and next to nothing is spilled."""
+        assert self.registers <= min(_REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
+        assert self.local == 0
+        assert self.stack <= most_stack
 
 
 def usage(compiled: Any) -> Usage:

@@ -91,13 +91,6 @@ def every_case() -> tuple[Case, ...]:
     )
 
 
-@cache
-def array(strength: int) -> tuple[Case, ...]:
-    """The covering array of so many columns together."""
-    return tuple(covering(every_case(), columns, strength))
-
-
-@cache
 def of_the_table() -> tuple[Case, ...]:
     """Each kernel of each mode of the loaded table, for each architecture."""
     modes = {entry.mode for entry in normforge.instances()}
@@ -113,21 +106,13 @@ def in_turn(cases: Sequence[Case], kind: Callable[[Case], Hashable]) -> Iterator
         yield same[turn % len(same)]
 
 
-def kernels_in_turn() -> Iterator[Case]:
-    """Yield each kernel of the loaded table for one architecture."""
-    return in_turn(of_the_table(), lambda case: (case.mode, case.part))
-
-
-def modes_in_turn() -> Iterator[Case]:
-    """Yield one kernel of each mode of the loaded table for one architecture."""
-    return in_turn(of_the_table(), lambda case: case.mode)
-
-
 def quick() -> tuple[Case, ...]:
-    """What is compiled first."""
-    return (*array(1), *modes_in_turn())
+    """What is compiled first: one kernel of each mode of the loaded table among it."""
+    return (*covering(every_case(), columns, 1), *in_turn(of_the_table(), lambda case: case.mode))
 
 
 def thorough() -> tuple[Case, ...]:
     """What is compiled where there is time, what came first among it."""
-    return every_case() if os.environ.get("NORMFORGE_ALL_TARGETS") == "1" else (*array(2), *kernels_in_turn())
+    if os.environ.get("NORMFORGE_ALL_TARGETS") == "1":
+        return every_case()
+    return (*covering(every_case(), columns, 2), *in_turn(of_the_table(), lambda case: (case.mode, case.part)))

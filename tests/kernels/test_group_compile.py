@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -42,13 +44,19 @@ CASES = [
 ]
 
 
-def plan_of(mode: GroupMode, arch: str, sizes: tuple[int, int, int] = (CHANNELS, GROUPS, POSITIONS)) -> Plan:
-    """Launches of tensors in x's dtype, with everything that there can be."""
-    own, family = TORCH_DTYPES[mode.dtype_in], family_of(mode)
+def compiled(
+    mode: GroupMode, sizes: tuple[int, int, int], m: int, arch: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name and the texts of each kernel that walks x, of tensors in x's dtype with all that there can be."""
+    own, family, target = TORCH_DTYPES[mode.dtype_in], family_of(mode), named_target(arch)
     tensors = {row.name: torch.empty(0, dtype=own, device="cpu") for row in family.inputs}
     dtypes = {row.name: torch.float32 if row.name in ("mean", "rstd") else own for row in family.results}
     call = call_in_memory(mode, sizes, tensors, dtypes)
-    return Plan(call, slots_of(call, ()), named_target(arch))
+    ready = Plan(call, slots_of(call, ()), target).prepared(m)
+    for launcher in ready.launchers[: len(ready.assembly.walkers)]:
+        asm = compile_for(launcher.key, launcher.kernel, target).asm
+        assert ".local " not in asm.get("ptx", "")
+        yield launcher.key.symbol, asm
 
 
 def _tiles_that_change_threads(text: str, *, in_loop: bool) -> list[str]:
@@ -77,19 +85,14 @@ def _tiles_that_change_threads(text: str, *, in_loop: bool) -> list[str]:
 )
 def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
     mode, pipeline, arch = case
-    target = named_target(arch)
     n = CHANNELS // GROUPS * POSITIONS
     with dispatch.using(RetiledTable(dispatch.loaded(), on_demand.generate(mode, n, "a test"), TILES[pipeline])):
-        ready = plan_of(mode, arch).prepared(2 * GROUPS)
-        launchers = ready.launchers[: len(ready.assembly.walkers)]
-        assert launchers[-1].key.symbol == mode.kernel(pipeline)
-        for launcher in launchers:
-            compiled = compile_for(launcher.key, launcher.kernel, target)
-            in_loop = pipeline is Pipeline.TWO_PASS and "scf.for" in compiled.asm["ttgir"]
-            assert not _tiles_that_change_threads(compiled.asm["ttgir"], in_loop=in_loop)
-            if target.is_nvidia:
-                assert ".local " not in compiled.asm["ptx"]
-                assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
+        found = dict(compiled(mode, (CHANNELS, GROUPS, POSITIONS), 2 * GROUPS, arch))
+        assert mode.kernel(pipeline) in found
+        for asm in found.values():
+            in_loop = pipeline is Pipeline.TWO_PASS and "scf.for" in asm["ttgir"]
+            assert not _tiles_that_change_threads(asm["ttgir"], in_loop=in_loop)
+            assert "ptx" not in asm or "ld.global.v4" in asm["ptx"] or "cp.async" in asm["ptx"]
 
 
 # Channels and positions: chunks of channels in registers, positions that a shorter vector or none divides, and channels
@@ -114,13 +117,8 @@ CHANNEL_CASES = [
 )
 def test_norms_over_channels_compile(case: tuple[GroupMode, tuple[int, int], str]) -> None:
     mode, (channels, positions), arch = case
-    target = named_target(arch)
-    ready = plan_of(mode, arch, (channels, 1, positions)).prepared(8)
-    for launcher in ready.launchers[: len(ready.assembly.walkers)]:
-        compiled = compile_for(launcher.key, launcher.kernel, target)
-        assert not _tiles_that_change_threads(compiled.asm["ttgir"], in_loop=mode.is_backward)
-        if target.is_nvidia:
-            assert ".local " not in compiled.asm["ptx"]
-            # As many neighbouring positions at once as divide the image, up to 16 bytes.
-            words = min(16, math.gcd(positions, 8) * mode.dtype_in.itemsize) // 4
-            assert words < 2 or re.search(rf"ld\.global\S*\.v{words}\.b32", compiled.asm["ptx"])
+    # As many neighbouring positions at once as divide the image, up to 16 bytes.
+    words = min(16, math.gcd(positions, 8) * mode.dtype_in.itemsize) // 4
+    for _, asm in compiled(mode, (channels, 1, positions), 8, arch):
+        assert not _tiles_that_change_threads(asm["ttgir"], in_loop=mode.is_backward)
+        assert words < 2 or "ptx" not in asm or re.search(rf"ld\.global\S*\.v{words}\.b32", asm["ptx"])
