@@ -5,7 +5,7 @@ A mode that is not in the table is generated on demand, as a call's would be.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
 from ..covering import axes_of, covering, every_mode, parametrize
+from .compile_cases import parts_of
 from .problems import Problem, mixed_dtypes
 
 # For each kernel a row of a few chunks, the last of them ragged, and the tile that takes it so. Rows of odd length
@@ -33,32 +34,18 @@ CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
 BACKWARD_ROWS = {Pipeline.TWO_PASS: 2}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel of a mode that is run."""
-
-    mode: Mode
-    part: Pipeline | Part
-
-    @property
-    def name(self) -> str:
-        """The kernel's."""
-        return self.mode.kernel(self.part)
+Case = tuple[Mode, Pipeline | Part]
 
 
 def columns(case: Case) -> tuple[Any, ...]:
-    return (*axes_of(case.mode), case.part)
+    mode, part = case
+    return (*axes_of(mode), part)
 
 
 @cache
 def every_case() -> tuple[Case, ...]:
     """In the interpreter programs cannot wait for one another, so that `spread` is left out."""
-    return tuple(
-        Case(mode, part)
-        for mode in every_mode()
-        for part in CALLS
-        if part in mode.pipelines or (part is Part.WINDOW and mode.has_window)
-    )
+    return tuple((mode, part) for mode in every_mode() for part in parts_of(mode) if part in CALLS)
 
 
 @cache
@@ -69,12 +56,13 @@ def array(strength: int) -> tuple[Case, ...]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the arrays to the test that runs them."""
     if "case" in metafunc.fixturenames:
-        parametrize(metafunc, "case", lambda: array(2), lambda: array(3), lambda case: case.name)
+        parametrize(metafunc, "case", lambda: array(2), lambda: array(3), lambda case: case[0].kernel(case[1]))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_mode(case: Case, device: str) -> None:
-    mode, (n, tile) = case.mode, CALLS[case.part]
+    mode, part = case
+    n, tile = CALLS[part]
     if mode.is_backward:
         tile = replace(tile, rows=BACKWARD_ROWS.get(tile.pipeline, tile.rows))
     entry = dispatch.find(mode, n)
