@@ -32,10 +32,15 @@ groups:
 """
 
 
+def contents(folder: Path | str) -> dict[str, str]:
+    """The text of every file of a folder."""
+    return {path.name: path.read_text() for path in Path(folder).iterdir()}
+
+
 @pytest.fixture
-def manifest_file(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
-        path = tmp_path / "mine.yaml"
+def file(tmp_path: Path) -> Callable[..., Path]:
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -43,8 +48,8 @@ def manifest_file(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def expand(manifest_file: Callable[[str], Path]) -> Callable[[str], Manifest]:
-    return lambda text: load(manifest_file(text))
+def expand(file: Callable[..., Path]) -> Callable[[str], Manifest]:
+    return lambda text: load(file(text))
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from normforge.codegen.folder import plan
 from normforge.codegen.manifest import Manifest
 from normforge.codegen.select import select
 
+from .conftest import contents
+
 
 @pytest.fixture
 def old(two_groups: Manifest) -> dict[str, str]:
@@ -35,23 +37,6 @@ def new(two_groups: Manifest) -> dict[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "kernels"
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()}
-
-
-def test_apply_makes_the_folder_what_was_rendered(folder: Path, old: dict[str, str], new: dict[str, str]) -> None:
-    plan(folder, old).apply()
-    assert contents(folder) == old
-    planned = plan(folder, new)
-    assert planned.missing == ("rms_fwd_fp16.py", "rms_fwd_bf16.py")
-    assert set(planned.changed) == {"primitives.py", "ln_fwd_fp16.py", "dispatch.py"}
-    assert planned.unchanged == ("__init__.py", "ln_fwd_bf16.py")
-    assert planned.stale == ("ln_fwd_bf16_int8_dq.py", "ln_fwd_bf16_int8_sdq.py")
-    planned.apply()
-    assert contents(folder) == new
-    assert plan(folder, new).is_clean
 
 
 def test_files_have_the_permissions_of_any_new_file(folder: Path, old: dict[str, str]) -> None:

@@ -44,8 +44,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "message"), CASES, ids=range(len(CASES)))
-def test_rejected(manifest_file: Callable[[str], Path], text: str, message: str) -> None:
-    refused(manifest_file(text), f":{message}")
+def test_rejected(file: Callable[..., Path], text: str, message: str) -> None:
+    refused(file(text), f":{message}")
 
 
 def refused(path: Path, message: str) -> None:

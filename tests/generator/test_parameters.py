@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
-from normforge.codegen.families import REQUIRED, Family, Parameter
+from normforge.codegen.families import REQUIRED, Family
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from normforge.codegen.public import PUBLIC
@@ -21,66 +20,43 @@ from normforge.families import public
 
 # The families whose public functions are emitted.
 EMITTED = (FORWARD, BACKWARD, *(functions.family for functions in PUBLIC))
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(public, name) for family in EMITTED for name in family.functions.values()
-}
-
-
-def functions_of(families: tuple[Family, ...]) -> pytest.MarkDecorator:
-    cases = [pytest.param(family, norm, id=family.functions[norm]) for family in families for norm in family.functions]
-    return pytest.mark.parametrize(("family", "norm"), cases)
-
-
-each_emitted_function = functions_of(EMITTED)
-
-
-def in_one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def assert_is_row(parameter: inspect.Parameter, row: Parameter, norm: Norm) -> None:
-    """Fail unless a function's parameter has the annotation and the default of its row."""
-    written = row.default[norm]
-    assert parameter.annotation == row.annotation
-    assert (parameter.default is parameter.empty) == (written == REQUIRED)
-    if written != REQUIRED:
-        assert written == str(parameter.default) or ast.literal_eval(written) == parameter.default
-
-
-@each_emitted_function
-def test_the_function_has_the_signature_of_its_rows(family: Family, norm: Norm) -> None:
-    signature = inspect.signature(FUNCTIONS[family.functions[norm]])
-    rows = family.of(norm)
-    assert list(signature.parameters) == [row.name for row in rows]
-    for row, parameter in zip(rows, signature.parameters.values(), strict=True):
-        assert_is_row(parameter, row, norm)
-        assert (parameter.kind is parameter.KEYWORD_ONLY) == (not row.positional)
-
-
-@each_emitted_function
-def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> None:
-    said = in_one_line(inspect.getdoc(FUNCTIONS[family.functions[norm]]) or "")
-    assert "see `" not in said
-    for row in family.of(norm):
-        assert f"{row.name}: {family.meaning(row, norm)}" in said
-
-
 # What a public function has instead of rows that autograd and x decide, and of those.
-OTHERWISE = {
+OTHERWISE: dict[Family, tuple[set[str], set[str]]] = {
     MODULATED: ({"fquant", "out_dtype", "save_mv"}, set()),
     # Gating and groups are in the words of Mamba2.
     GATED: ({"weight_offset", "fquant", "out_dtype", "save_mv", "gating"}, {"norm_before_gate", "group_size"}),
 }
 
 
-@functions_of(tuple(OTHERWISE))
-def test_public_functions_take_what_their_rows_say(family: Family, norm: Norm) -> None:
-    left_out, own = OTHERWISE[family]
-    signature = inspect.signature(getattr(normforge, family.functions[norm])).parameters
+def functions_of(families: Iterable[Family]) -> pytest.MarkDecorator:
+    cases = [pytest.param(family, norm, id=family.functions[norm]) for family in families for norm in family.functions]
+    return pytest.mark.parametrize(("family", "norm"), cases)
+
+
+@functions_of((*EMITTED, *OTHERWISE))
+def test_a_function_takes_what_its_rows_say(family: Family, norm: Norm) -> None:
+    """With the annotations and the defaults of the rows; where the function is emitted, in their order."""
+    left_out, own = OTHERWISE.get(family, (set(), set()))
+    of = normforge if family in OTHERWISE else public
+    signature = inspect.signature(getattr(of, family.functions[norm])).parameters
     rows = {row.name: row for row in family.of(norm) if row.name not in left_out}
     assert set(signature) == rows.keys() | own
+    assert family in OTHERWISE or list(signature) == list(rows)
     for name, row in rows.items():
-        assert_is_row(signature[name], row, norm)
+        parameter, default = signature[name], row.default[norm]
+        assert parameter.annotation == row.annotation
+        assert (parameter.default is parameter.empty) == (default == REQUIRED)
+        if default != REQUIRED:
+            assert default == str(parameter.default) or ast.literal_eval(default) == parameter.default
+        assert family in OTHERWISE or (parameter.kind is parameter.KEYWORD_ONLY) == (not row.positional)
+
+
+@functions_of(EMITTED)
+def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> None:
+    said = " ".join((inspect.getdoc(getattr(public, family.functions[norm])) or "").split())
+    assert "see `" not in said
+    for row in family.of(norm):
+        assert f"{row.name}: {family.meaning(row, norm)}" in said
 
 
 def test_the_results_are_what_is_returned() -> None:

@@ -13,7 +13,7 @@ import yaml
 from normforge.codegen import emit, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import ANY, Bucket, Tile, Tiles
-from normforge.codegen.manifest import load
+from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, write_table
@@ -41,16 +41,6 @@ fwd_16bit:
 """
 
 
-@pytest.fixture
-def table_file(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
-        path = tmp_path / "sm_90.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("bucket", "block"),
     [
@@ -65,9 +55,9 @@ def table_file(tmp_path: Path) -> Callable[[str], Path]:
     ids=lambda value: str(value),
 )
 def test_a_bucket_takes_the_range_that_holds_its_longest_row(
-    bucket: Bucket, block: int | None, table_file: Callable[[str], Path]
+    bucket: Bucket, block: int | None, file: Callable[..., Path]
 ) -> None:
-    tables = {"sm_90": read_table(table_file(TABLE))}
+    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml"))}
     generic = generic_tiles(PLAIN, bucket)
     by_arch = dict(tiles_of(LN_BF16, bucket, tables))
     assert list(by_arch) == [ANY, "sm_90"]
@@ -75,18 +65,16 @@ def test_a_bucket_takes_the_range_that_holds_its_longest_row(
     assert by_arch["sm_90"].large.block == (generic.large.block if block is None else block)
 
 
-def test_another_class_keeps_the_rule(table_file: Callable[[str], Path]) -> None:
-    tables = {"sm_90": read_table(table_file(TABLE))}
+def test_another_class_keeps_the_rule(file: Callable[..., Path]) -> None:
+    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml"))}
     mode = Mode(Norm.RMS, DType.FP32, DType.FP32)
     for bucket in standard_ladder():
         assert dict(tiles_of(mode, bucket, tables))["sm_90"] == generic_tiles(class_of(mode), bucket)
 
 
-def test_the_table_that_is_emitted_has_a_ladder_an_architecture(
-    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path]
-) -> None:
-    tables = {"sm_90": read_table(table_file(TABLE)), "gfx942": TileTable({})}
-    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], n: [n2048, n128]}\n")
+def test_the_table_that_is_emitted_has_a_ladder_an_architecture(file: Callable[..., Path]) -> None:
+    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml")), "gfx942": TileTable({})}
+    path = file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], n: [n2048, n128]}\n")
     text = emit.render_folder(load(path, tables).instances)["dispatch.py"]
     names: dict[str, dict[str, dict[str, object]]] = {}
     exec(text, names)
@@ -160,22 +148,20 @@ RIGHT = {
 
 @pytest.mark.parametrize(("kind", "lengths", "tile"), RIGHT.values(), ids=RIGHT)
 def test_what_is_right_is_read_and_written_as_it_was(
-    kind: str, lengths: str, tile: str, table_file: Callable[[str], Path]
+    kind: str, lengths: str, tile: str, file: Callable[..., Path]
 ) -> None:
     text = f"# a remark\n\n{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"
     for whole in (text, f"{text}    some: {tile}\n", f"{text}    some: {tile}\n    ragged: {tile}\n"):
-        assert write_table(read_table(table_file(whole)), "# a remark") == whole
+        assert write_table(read_table(file(whole, "sm_90.yaml")), "# a remark") == whole
 
 
-def test_a_tile_for_some_rows_is_in_the_dispatch_table(
-    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_tile_for_some_rows_is_in_the_dispatch_table(file: Callable[..., Path], tmp_path: Path) -> None:
     """And nothing of it is where no table has one."""
-    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: bf16, n: n1024}\n")
+    path = file("groups:\n  a: {norm: rms, dtype_in: bf16, n: n1024}\n")
     text = one(TILE, "512..1024")
     some = "{pipeline: two_pass, rows: 1, block: 512, warps: 2}"
     for extra, expected in (("", False), (f"    some: {some}\n", True)):
-        tables = {"sm_90": read_table(table_file(text + extra))}
+        tables = {"sm_90": read_table(file(text + extra, "sm_90.yaml"))}
         instances = load(path, tables).instances
         dispatch_file = emit.render_folder(instances)["dispatch.py"]
         assert ("SOME_M = 2048\n" in dispatch_file) == ("SOME_M" in dispatch_file) == expected
@@ -186,12 +172,10 @@ def test_a_tile_for_some_rows_is_in_the_dispatch_table(
         assert ("def rms_fwd_bf16_two_pass(" in module) == expected
 
 
-def test_a_module_holds_a_spread_kernel_where_a_table_takes_one(
-    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path]
-) -> None:
+def test_a_module_holds_a_spread_kernel_where_a_table_takes_one(file: Callable[..., Path]) -> None:
     kind, lengths, tile = RIGHT["spread"]
-    tables = {"sm_90": read_table(table_file(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"))}
-    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], fadd: [none, pre_add], n: [n2048, nbig]}\n")
+    tables = {"sm_90": read_table(file(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n", "sm_90.yaml"))}
+    path = file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], fadd: [none, pre_add], n: [n2048, nbig]}\n")
     files = emit.render_folder(load(path, tables).instances)
     modules = {name[:-3]: text for name, text in files.items() if name.startswith("rms_")}
     for part in ("spread", "window"):
@@ -199,18 +183,17 @@ def test_a_module_holds_a_spread_kernel_where_a_table_takes_one(
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_wrong_names_file_and_line(text: str, message: str, table_file: Callable[[str], Path]) -> None:
-    path = table_file(text)
+def test_what_is_wrong_names_file_and_line(text: str, message: str, file: Callable[..., Path]) -> None:
+    path = file(text, "sm_90.yaml")
     with pytest.raises(TileTableError) as caught:
         read_table(path)
     assert str(caught.value).startswith(f"{path}:{message}")
 
 
 @pytest.mark.parametrize("name", ["spread", "spread_backward"])
-def test_no_row_is_spread_where_programs_cannot_wait_for_one_another(name: str, tmp_path: Path) -> None:
+def test_no_row_is_spread_where_programs_cannot_wait_for_one_another(name: str, file: Callable[..., Path]) -> None:
     kind, lengths, tile = RIGHT[name]
-    path = tmp_path / "gfx942.yaml"
-    path.write_text(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n")
+    path = file(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n", "gfx942.yaml")
     with pytest.raises(TileTableError) as caught:
         read_table(path)
     problem = "pipeline spread needs PTX, which gfx942 does not run; take two_pass"
@@ -331,14 +314,12 @@ def test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be() 
         assert measured(of_groups, bucket, table) == Tiles(expected, whole)
 
 
-def test_every_mode_of_a_manifest_has_the_tiles_that_it_has_on_demand(tmp_path: Path) -> None:
+def test_every_mode_of_a_manifest_has_the_tiles_that_it_has_on_demand(expand: Callable[[str], Manifest]) -> None:
     """Also where modes of one class differ in what a thread holds: backward with a gate of samples, and without."""
-    manifest = tmp_path / "mine.yaml"
-    manifest.write_text(
+    instances = expand(
         "groups:\n  mine:\n    norm: layer\n    dtype_in: bf16\n    n: [n1024, n2048]\n    direction: bwd\n"
         "    fadd: [none, pre_add_store]\n    modulated: true\n    x_gate: [true, false]\n"
-    )
-    instances = [entry.instance for entry in load(manifest).entries]
+    ).instances
     assert {instance.mode.x_gate for instance in instances} == {True, False}  # type: ignore[union-attr]  # no GroupMode
     for instance in instances:
         assert instance.tiles == tiles_of(instance.mode, instance.bucket), instance.name

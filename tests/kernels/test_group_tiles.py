@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.tile_limits import why_not
-from normforge.codegen.tiling import GROUP_CLASSES, GROUP_PARTS, power_of_two, standard_ladder
+from normforge.codegen.tiling import GROUP_PARTS, power_of_two
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose, cut
@@ -68,21 +66,3 @@ def test_programs_that_wait_fit_the_gpu() -> None:
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("sm_90"))[0] == tile
     assert choose(mode, long, (tile,), named_target("sm_90"))[0] == GROUP_PARTS
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("gfx942"))[0] == GROUP_PARTS
-
-
-@pytest.mark.parametrize(
-    ("tile", "says"),
-    [
-        (Tile(Pipeline.ROWS, 4, 128, 1), "GroupNorm has no pipeline rows with rows 4"),
-        (Tile(Pipeline.ONE_PASS, 1, 128, 1, held=2), "held is 2: one_pass holds whole groups"),
-        (Tile(Pipeline.SPREAD, 4, 128, 1, held=2), "GroupNorm has no pipeline spread with rows 4"),
-        (Tile(Pipeline.TWO_PASS, 32, 128, 1, held=2), "rows is 32"),
-        (Tile(Pipeline.TWO_PASS, 1, 128, 1), "held is 0"),
-        (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=1), "held is 1: a part is summed around the mean"),
-        (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=3), "held is 3; it takes a power of two"),
-        (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=2, stages=2), "only spread has a loop over groups"),
-        (Tile(Pipeline.TWO_PASS, 1, 16384, 1, held=2), "a program would hold 32768 values on 1 warps"),
-    ],
-)
-def test_tiles_that_no_kernel_takes(tile: Tile, says: str) -> None:
-    assert says in (why_not(GROUP_CLASSES[0], standard_ladder()[5], tile, "sm_90") or "")
