@@ -20,13 +20,7 @@ from normforge.selection.table import FORMAT
 from ..calling import check, printed
 from ..folders import PLAIN, RMS, instance, write
 
-pytestmark = pytest.mark.usefixtures("fresh_table")
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing is generated here: what a table does not hold is missing.
-    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def names() -> list[str]:

@@ -16,12 +16,7 @@ from normforge.errors import MissingInstanceError
 
 from ..folders import PLAIN, RMS, instance, write
 
-pytestmark = pytest.mark.usefixtures("fresh_table")
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def miss(x: torch.Tensor, **keywords: Any) -> str:

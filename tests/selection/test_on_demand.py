@@ -8,7 +8,7 @@ import os
 import py_compile
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import normforge
 from normforge import settings
 from normforge.codegen import emit
+from normforge.codegen.model import Mode
 from normforge.errors import CacheError, MissingInstanceError, SettingError
 from normforge.selection import dispatch, on_demand
 
@@ -55,6 +56,21 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+def miss() -> None:
+    """Call for what the table lacks, without rows, so that nothing is launched."""
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+
+
+@pytest.fixture
+def filled(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cache that an earlier process filled: this one has imported nothing from there."""
+    miss()
+    monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
+    monkeypatch.setattr(dispatch, "plans", {})
+    on_demand._package.cache_clear()
+    return folder_of(empty_cache)
+
+
 @each_pipeline
 @each_norm
 def test_a_miss_is_generated_and_right(norm: str, n: int, empty_cache: Path) -> None:
@@ -65,7 +81,10 @@ def test_a_miss_is_generated_and_right(norm: str, n: int, empty_cache: Path) -> 
     assert not empty_cache.exists(), "naming an instance generates nothing"
     check(norm, x, torch.randn(n), **ASK)
     assert [entry.name for entry in normforge.instances()] == [*before, name]
-    assert set(files(folder_of(empty_cache))) == {*SHARED, f"{name.rsplit('_', 1)[0]}.py"}
+    mode, made = Mode.from_name(name.rsplit("_", 1)[0]), files(folder_of(empty_cache))
+    assert set(made) == {*SHARED, f"{mode.name}.py"}
+    # Whichever row length comes first.
+    assert made[f"{mode.name}.py"] == emit.render_module(mode, mode.pipelines).encode()
     assert normforge.which(x, **ASK, norm=norm) == name
 
 
@@ -82,14 +101,6 @@ def test_modules_share_a_folder_within_a_tick_of_the_clock(empty_cache: Path, mo
     check("rms", torch.randn(2, 64), **ASK)
 
 
-def test_the_module_is_the_generators(empty_cache: Path) -> None:
-    """The bytes do not depend on which row length came first."""
-    normforge.layernorm2d_fwd(torch.randn(2, 1500), **ASK)
-    first = files(folder_of(empty_cache))
-    normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
-    assert files(folder_of(empty_cache)) == first
-
-
 @THOROUGH
 def test_the_next_process_takes_what_is_there(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -103,16 +114,11 @@ def test_the_next_process_takes_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [f"{MODE}.py", "primitives.py", "__init__.py"])
 @pytest.mark.parametrize("spoil", [lambda text: text[: len(text) // 2], lambda text: "raise SystemExit\n" + text])
-def test_a_file_that_is_not_the_generators_is_replaced(
-    name: str, spoil: Callable[[str], str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_the_generators_is_replaced(name: str, spoil: Callable[[str], str], filled: Path) -> None:
+    right = files(filled)
+    (filled / name).write_text(spoil((filled / name).read_text()))
     check("layer", torch.randn(2, 64), **ASK)
-    folder = folder_of(empty_cache)
-    right = files(folder)
-    (folder / name).write_text(spoil((folder / name).read_text()))
-    forget(monkeypatch)
-    check("layer", torch.randn(2, 64), **ASK)
-    assert files(folder) == right
+    assert files(filled) == right
 
 
 def test_the_digest_is_of_the_templates(
@@ -197,15 +203,6 @@ def test_a_policy_that_is_none(empty_cache: Path, monkeypatch: pytest.MonkeyPatc
             function(torch.randn(2, 64), **ASK)
 
 
-def modes_of(cache: Path) -> tuple[set[int], set[int]]:
-    """The permissions of all folders of a cache, itself included, and of all files."""
-
-    def modes(paths: Iterable[Path]) -> set[int]:
-        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
-
-    return modes([cache, folder_of(cache)]), modes(folder_of(cache).glob("*.py"))
-
-
 @pytest.mark.parametrize(
     ("umask", "folder_mode", "file_mode"),
     [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600), (0o000, 0o775, 0o664)],
@@ -216,33 +213,25 @@ def test_others_may_read_the_cache_as_the_umask_says(
     """And never write to it, whatever the umask says: code is imported from there."""
     before = os.umask(umask)
     try:
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+        miss()
     finally:
         os.umask(before)
-    assert modes_of(empty_cache) == ({folder_mode}, {file_mode})
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (empty_cache, *empty_cache.rglob("*"))}
+    assert modes == {path: file_mode if path.is_file() else folder_mode for path in modes}
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has imported nothing from the cache."""
-    monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
-    monkeypatch.setattr(dispatch, "plans", {})
-    on_demand._package.cache_clear()
-
-
-def test_a_cache_that_root_filled_is_used_and_not_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    forget(monkeypatch)
+@pytest.mark.usefixtures("filled")
+def test_a_cache_that_root_filled_is_used_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_ROOT", os.getuid())
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a file was written"))
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    miss()
 
 
-def refused(why: str, cache: Path) -> None:
-    """A call whose kernel has to be generated into a cache is refused for a reason."""
-    folder = cache / on_demand.cache_folder().name
+def refused(why: str, folder: Path) -> None:
+    """A call whose kernel has to be generated into a folder is refused for a reason."""
     with pytest.raises(CacheError) as raised:
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+        miss()
     assert str(raised.value) == (
         f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no other "
         "user may write to"
@@ -250,32 +239,26 @@ def refused(why: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["above", "cache", "folder"])
-def test_a_folder_that_everybody_may_write_to_is_no_cache(
-    which: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    forget(monkeypatch)
-    path = {"above": empty_cache.parent, "cache": empty_cache, "folder": folder_of(empty_cache)}[which]
+def test_a_folder_that_everybody_may_write_to_is_no_cache(which: str, filled: Path) -> None:
+    path = {"above": filled.parent.parent, "cache": filled.parent, "folder": filled}[which]
     path.chmod(0o777)
-    refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", empty_cache)
+    refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", filled)
     path.chmod(0o1777)
     if which == "folder":
-        refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", empty_cache)
+        refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", filled)
     else:
         # As /tmp is: only its owner can rename or remove what is in it.
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+        miss()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o1777])
 @pytest.mark.parametrize("which", ["cache", "folder"])
 def test_what_another_user_owns_is_no_cache(
-    which: str, mode: int, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+    which: str, mode: int, filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever owns a folder may put another in its place, or other files into it, whatever its permissions say."""
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    forget(monkeypatch)
-    empty_cache.chmod(mode)
-    path = empty_cache if which == "cache" else folder_of(empty_cache)
+    filled.parent.chmod(mode)
+    path = filled.parent if which == "cache" else filled
     stranger = path.lstat().st_ino
     lstat = Path.lstat
 
@@ -286,17 +269,14 @@ def test_what_another_user_owns_is_no_cache(
         return os.stat_result(fields)
 
     monkeypatch.setattr(Path, "lstat", owned)
-    refused(f"{path} belongs to user 54321", empty_cache)
+    refused(f"{path} belongs to user 54321", filled)
 
 
-def test_a_link_in_the_cache_is_not_followed(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_in_the_cache_is_not_followed(filled: Path, tmp_path: Path) -> None:
     """Where everybody may write, it could lead to any folder of the user's."""
-    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    forget(monkeypatch)
-    folder = folder_of(empty_cache)
-    folder.rename(empty_cache.parent / "elsewhere")
-    folder.symlink_to(empty_cache.parent / "elsewhere")
-    refused(f"{folder} is a symbolic link", empty_cache)
+    filled.rename(tmp_path / "elsewhere")
+    filled.symlink_to(tmp_path / "elsewhere")
+    refused(f"{filled} is a symbolic link", filled)
 
 
 @THOROUGH
@@ -322,14 +302,13 @@ def test_bytecode_in_the_cache_is_neither_read_nor_written(tmp_path: Path) -> No
 def test_what_was_generated_does_not_outlive_the_table(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.empty(0, 64)
-    normforge.layernorm2d_fwd(x, **ASK)
+    miss()
     normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
     assert [entry.name for entry in normforge.instances()] == ["ln_fwd_fp32_n128"]
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
     for function in (normforge.layernorm2d_fwd, normforge.which):
         with pytest.raises(MissingInstanceError):
-            function(x, **ASK)
+            function(torch.empty(0, 64), **ASK)
 
 
 @THOROUGH

@@ -121,23 +121,20 @@ def test_each_row_length_has_the_entry_whose_bucket_holds_it(n: int) -> None:
     assert served
 
 
-WHICH: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
-    "ln_fwd_fp32": (torch.float32, {}, "layer"),
-    "rms_fwd_bf16": (torch.bfloat16, {}, "rms"),
-    "ln_fwd_fp16_addst_mv": (torch.float16, {"fadd": 1, "save_mv": True}, "layer"),
-    "rms_fwd_fp16_add": (torch.float16, {"fadd": 2}, "rms"),
-    "ln_fwd_bf16_int8_dq": (torch.bfloat16, {"fquant": 2}, "layer"),
-    "ln_fwd_fp16_fp32_xb": (torch.float16, {"out_dtype": torch.float32, "x_bias": torch.ones(1)}, "layer"),
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+# By mode x's type and the keywords of a call; vectors are of as many ones as rows have columns.
+WHICH: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "ln_fwd_fp32": (FP32, {}),
+    "rms_fwd_bf16": (BF16, {}),
+    "ln_fwd_fp16_addst_mv": (FP16, {"fadd": 1, "save_mv": True}),
+    "rms_fwd_fp16_add": (FP16, {"fadd": 2}),
+    "ln_fwd_bf16_int8_dq": (BF16, {"fquant": 2}),
+    "ln_fwd_fp16_fp32_xb": (FP16, {"out_dtype": FP32, "x_bias": 1}),
     "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": (
-        torch.bfloat16,
-        {"fadd": 1, "fquant": 1, "smooth_scale": torch.ones(1), "out_dtype": torch.float8_e4m3fn},
-        "rms",
+        BF16,
+        {"fadd": 1, "fquant": 1, "smooth_scale": 1, "out_dtype": torch.float8_e4m3fn},
     ),
-    "ln_fwd_fp32_int8_dq_trunc_sfp16": (
-        torch.float32,
-        {"fquant": 2, "rounding": "truncate", "scale_dtype": torch.float16},
-        "layer",
-    ),
+    "ln_fwd_fp32_int8_dq_trunc_sfp16": (FP32, {"fquant": 2, "rounding": "truncate", "scale_dtype": FP16}),
 }
 BUCKETS = {"rows": "n128", "one_pass": "n1536", "two_pass": "n65536"}
 
@@ -145,19 +142,19 @@ BUCKETS = {"rows": "n128", "one_pass": "n1536", "two_pass": "n65536"}
 @pytest.mark.parametrize("pipeline", LENGTHS)
 @pytest.mark.parametrize("mode", WHICH)
 def test_which(mode: str, pipeline: str) -> None:
-    dtype, keywords, norm = WHICH[mode]
-    n = LENGTHS[pipeline]
+    (dtype, keywords), n = WHICH[mode], LENGTHS[pipeline]
     x = torch.empty(2, n, dtype=dtype)
-    keywords = {k: v.expand(n).contiguous() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
-    if keywords.get("fadd"):
+    keywords = keywords | {name: torch.ones(n) for name in ("x_bias", "smooth_scale") if name in keywords}
+    if "fadd" in keywords:
         keywords["residual"] = x.clone()
-    before = normforge.instances()
+    before, norm = normforge.instances(), "rms" if mode.startswith("rms") else "layer"
     assert normforge.which(x, **keywords, norm=norm) == f"{mode}_{BUCKETS[pipeline]}"
     assert normforge.instances() == before, "which() generates nothing"
 
 
 def test_which_takes_what_the_call_takes() -> None:
-    x, weight, bias = torch.empty(2, 64), torch.empty(64), torch.empty(64)
+    """And no row."""
+    x, weight, bias = torch.empty(0, 64), torch.empty(64), torch.empty(64)
     assert normforge.which(x, weight, bias) == normforge.which(x=x, weight=weight, bias=bias) == "ln_fwd_fp32_n128"
     with pytest.raises(TypeError, match="too many positional arguments"):
         normforge.which(x, weight, bias, norm="rms")
@@ -165,7 +162,3 @@ def test_which_takes_what_the_call_takes() -> None:
         normforge.which(x, fad=1)
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         normforge.which()
-
-
-def test_which_needs_no_rows() -> None:
-    assert normforge.which(torch.empty(0, 64)) == "ln_fwd_fp32_n128"
