@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -51,87 +49,56 @@ def problems(entry: Entry, tile: Tile) -> list[Problem]:
 _PROBLEMS = 3
 
 
-def turns(entry: Entry, device: str) -> list[tuple[int, Tile]]:
-    """Each problem with one of the entry's tiles at least, and each tile with one of the problems at least."""
-    # In the interpreter programs run one after another, and cannot wait for each other.
-    tiles = [tile for tile in distinct_tiles(entry) if device == "cuda" or tile.pipeline is not Pipeline.SPREAD]
-    return [(turn % _PROBLEMS, tiles[turn % len(tiles)]) for turn in range(max(_PROBLEMS, len(tiles)))]
-
-
-@dataclass(frozen=True)
-class Share:
-    """One of an instance's turns, or all the others.
-
-    Attributes:
-        entry: the instance.
-        place: among the table's; neighbours begin with different turns.
-        is_first: which of the two.
-    """
-
-    entry: Entry
-    place: int
-    is_first: bool
-
-    @property
-    def name(self) -> str:
-        """The instance's name, and whether this is the rest."""
-        return self.entry.name if self.is_first else f"{self.entry.name}-rest"
-
-    @property
-    def kind(self) -> Hashable:
-        """What the first of stands for the others: one turn of each instance, of long rows of one for each pipeline."""
-        if not self.is_first:
-            return None
-        if self.entry.first <= _LONGEST_QUICK:
-            return self.entry.name
-        return mode_of(self.entry.mode).direction, frozenset(tile.pipeline for tile in distinct_tiles(self.entry))
-
-    def turns(self, device: str) -> list[tuple[int, Tile]]:
-        """Which problem with which tile, in order."""
-        every = turns(self.entry, device)
-        first = self.place % len(every)
-        if self.is_first:
-            return [every[first]]
-        rest = every[first + 1 :] + every[:first]
-        return rest[:1] if device == "cpu" and self.entry.first > _LONGEST_INTERPRETED else rest
-
-
+Share = tuple[Entry, int, bool]
 # The interpreter takes up to a hundredth of a second for such a row.
 _LONGEST_QUICK = 1024
 # Longer rows take the same kernels in as many tenths of a second: two turns of each instance, and a card runs all.
 _LONGEST_INTERPRETED = 16384
 
 
-def shares(*, backward: bool) -> list[Any]:
-    """Each instance of a direction, in two shares."""
-    entries = enumerate(entry for entry in dispatch.loaded() if mode_of(entry.mode).is_backward is backward)
-    both = [Share(entry, place, is_first) for place, entry in entries for is_first in (True, False)]
-    return first_of_each(both, lambda share: share.kind, lambda share: share.name)
+def turns(share: Share, device: str) -> list[tuple[int, Tile]]:
+    """Which problem with which tile, in order: one of an instance's turns, or all the others.
+
+    Each problem has one of the tiles at least, and each tile one of the problems; instances side by side in the table
+    begin with different turns.
+    """
+    entry, place, is_first = share
+    # In the interpreter programs run one after another, and cannot wait for each other.
+    tiles = [tile for tile in distinct_tiles(entry) if device == "cuda" or tile.pipeline is not Pipeline.SPREAD]
+    count = max(_PROBLEMS, len(tiles))
+    in_order = [(place + turn) % count for turn in range(count)]
+    every = [(turn % _PROBLEMS, tiles[turn % len(tiles)]) for turn in in_order]
+    if is_first:
+        return every[:1]
+    return every[1:2] if device == "cpu" and entry.first > _LONGEST_INTERPRETED else every[1:]
 
 
-def check(share: Share, device: str) -> None:
-    for index, tile in share.turns(device):
-        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
-            assert problems(share.entry, tile)[index].check(device) in (share.entry.name, "")
+def kind(share: Share) -> Hashable:
+    """What the first of stands for the others: one turn of each instance, of long rows of one for each pipeline."""
+    entry, _, is_first = share
+    if not is_first:
+        return None
+    if entry.first <= _LONGEST_QUICK:
+        return entry.name
+    return mode_of(entry.mode).direction, frozenset(tile.pipeline for tile in distinct_tiles(entry))
+
+
+SHARES = first_of_each(
+    [
+        (entry, place, is_first)
+        for backward in (False, True)
+        for place, entry in enumerate(each for each in dispatch.loaded() if mode_of(each.mode).is_backward is backward)
+        for is_first in (True, False)
+    ],
+    kind,
+    lambda share: share[0].name if share[2] else f"{share[0].name}-rest",
+)
 
 
 @each_device
-@pytest.mark.parametrize("share", shares(backward=False))
+@pytest.mark.parametrize("share", SHARES)
 def test_instance(share: Share, device: str) -> None:
-    check(share, device)
-
-
-@each_device
-@pytest.mark.parametrize("share", shares(backward=True))
-def test_gradient_instance(share: Share, device: str) -> None:
-    check(share, device)
-
-
-def test_shares_have_every_turn_once() -> None:
-    for direction in (False, True):
-        for parameter in shares(backward=direction):
-            (share,) = parameter.values
-            other = replace(share, is_first=not share.is_first)
-            assert sorted(share.turns("cuda") + other.turns("cuda"), key=str) == sorted(
-                turns(share.entry, "cuda"), key=str
-            )
+    entry = share[0]
+    for index, tile in turns(share, device):
+        with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+            assert problems(entry, tile)[index].check(device) in (entry.name, "")
