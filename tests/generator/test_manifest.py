@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
-from pathlib import Path
 
 import pytest
-import yaml
 
-from normforge.codegen.groups import AnyMode
-from normforge.codegen.manifest import Manifest, load
+from normforge.codegen.manifest import Manifest
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import DType, Norm
@@ -89,18 +85,3 @@ def test_buckets_ascend_whatever_order_n_and_groups_name_them_in(expand: Callabl
     )
     assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_n512", "rms_fwd_fp16_nbig"]
     assert [entry.group for entry in manifest.entries] == ["b", "a", "a"]
-
-
-def test_the_default_set_is_the_cross_product_of_each_groups_lists(repository: Path) -> None:
-    """Counted from the text itself, since a user may add groups and buckets, change them, or remove some."""
-    path = repository / "instances.yaml"
-    manifest, text = load(path), yaml.safe_load(path.read_text())
-    found: dict[str, dict[AnyMode, set[str]]] = {name: {} for name in text["groups"]}
-    for entry in manifest.entries:
-        found[entry.group].setdefault(entry.instance.mode, set()).add(entry.instance.bucket.name)
-    for group, modes in found.items():
-        axes = {**text.get("defaults", {}), **(text["groups"][group] or {})}
-        asked = axes.pop("n", "all")
-        assert len(modes) == prod(len(values) if isinstance(values, list) else 1 for values in axes.values()), group
-        every = {bucket.name for bucket in manifest.buckets}
-        assert all(buckets == every if asked == "all" else buckets <= every for buckets in modes.values()), group

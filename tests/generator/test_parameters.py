@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable
 from dataclasses import fields
 
 import pytest
@@ -28,12 +27,14 @@ OTHERWISE: dict[Family, tuple[set[str], set[str]]] = {
 }
 
 
-def functions_of(families: Iterable[Family]) -> pytest.MarkDecorator:
-    cases = [pytest.param(family, norm, id=family.functions[norm]) for family in families for norm in family.functions]
-    return pytest.mark.parametrize(("family", "norm"), cases)
-
-
-@functions_of((*EMITTED, *OTHERWISE))
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [
+        pytest.param(family, norm, id=family.functions[norm])
+        for family in (*EMITTED, *OTHERWISE)
+        for norm in family.functions
+    ],
+)
 def test_a_function_takes_what_its_rows_say(family: Family, norm: Norm) -> None:
     """With the annotations and the defaults of the rows; where the function is emitted, in their order."""
     left_out, own = OTHERWISE.get(family, (set(), set()))
@@ -49,14 +50,6 @@ def test_a_function_takes_what_its_rows_say(family: Family, norm: Norm) -> None:
         if default != REQUIRED:
             assert default == str(parameter.default) or ast.literal_eval(default) == parameter.default
         assert family in OTHERWISE or (parameter.kind is parameter.KEYWORD_ONLY) == (not row.positional)
-
-
-@functions_of(EMITTED)
-def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> None:
-    said = " ".join((inspect.getdoc(getattr(public, family.functions[norm])) or "").split())
-    assert "see `" not in said
-    for row in family.of(norm):
-        assert f"{row.name}: {family.meaning(row, norm)}" in said
 
 
 def test_the_results_are_what_is_returned() -> None:

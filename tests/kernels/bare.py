@@ -68,6 +68,26 @@ def saved(mode: Mode, x: torch.Tensor, x_bias: torch.Tensor | None) -> dict[str,
     return {name: each for name, each in (("mean", of.mean), ("rstd", of.rstd)) if each is not None}
 
 
+def hard_rows(n: int, large: float = 1e6) -> dict[str, torch.Tensor]:
+    """Rows whose mean, or some of whose values, are large beside what is left when they are taken off."""
+    noise, at = torch.randn(n), torch.arange(n)
+    # Around the first values of lanes and of chunks of 256.
+    places = {"the_start": 0, "a_lane": 3, "the_last_lane": 255, "the_second_chunk": 256, "the_end": n - 1}
+    outliers = {f"outlier_at_{name}": torch.where(at == min(to, n - 1), large, noise) for name, to in places.items()}
+    return outliers | {
+        "noise": noise,
+        "offset": 1e4 + 1e-2 * noise,
+        "offset_by_steps": 1e4 + 64 * noise.round(),
+        "negative_offset": -0.3 * large + noise,
+        "constant": torch.full((n,), 12345.678),
+        "zeros": torch.zeros(n),
+        "every_lane_starts_far_away": torch.where(at < 256, 1e4, 1e-2 * noise),
+        "half_the_lanes_start_far_away": torch.where(at < 128, 0.1 * large, noise),
+        "two_levels": torch.where(at % 2 == 0, 1e4, -1e4) + 1e-2 * noise,
+        "slices_far_apart": noise + 1e4 * (at // 512 % 2),
+    }
+
+
 def run_backward(
     kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> NormGradients:

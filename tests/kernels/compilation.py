@@ -12,15 +12,16 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import CompileKey
-from normforge.codegen.instance import Instance, Tile
+from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.tile_tables import tiles_of
-from normforge.codegen.tiling import WARP, standard_ladder
+from normforge.codegen.tiling import WARP
 from normforge.codegen.values import Part, Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch, on_demand
 from normforge.selection.table import RetiledTable
+
+from ..folders import instance
 
 TARGETS = tuple(map(named_target, ("sm_80", "sm_90", "sm_100", "gfx942")))
 NVIDIA = tuple(target for target in TARGETS if target.is_nvidia)
@@ -28,12 +29,6 @@ SM_90 = TARGETS[1]
 
 _REGISTERS = 65536
 _MOST_REGISTERS = 255
-
-
-def instance_of(mode: Mode, n: int) -> Instance:
-    """The instance of a mode, over the standard ladder, for rows of n elements."""
-    bucket = next(bucket for bucket in standard_ladder() if n in bucket)
-    return Instance(mode, bucket, tiles_of(mode, bucket))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def keys_of(
         operands: the element type of weight and bias.
         residual: that of the residual and of the sum that is stored.
     """
-    tile = tile or instance_of(mode, n).tile
+    tile = tile or instance(mode, n).tile
     types: dict[str, Any] = {"weight_dtypes": [operands], "residual_dtypes": [residual], "dy_dtypes": [torch.bfloat16]}
     entry = dispatch.find(mode, n)
     if tile.pipeline is Pipeline.SPREAD:
@@ -111,6 +106,6 @@ def compiled(
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
     """
-    symbol = mode.kernel(part or (tile or instance_of(mode, n).tile).pipeline)
+    symbol = mode.kernel(part or (tile or instance(mode, n).tile).pipeline)
     (key,) = [key for key in keys_of(mode, n, target, tile, **types) if key.key.symbol == symbol]
     return compile_for(key.key, key.function, target)

@@ -20,7 +20,8 @@ from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.gpu import Target
 
 from ..covering import axes_of, covering, every_mode
-from .compilation import TARGETS, instance_of
+from ..folders import instance
+from .compilation import TARGETS
 
 # For each kernel a row length that takes it by rule, and leaves a ragged chunk to mask.
 LENGTHS: dict[Pipeline | Part, int] = {
@@ -62,7 +63,7 @@ class Case:
         """How it runs: as the rule for any architecture says, with many rows."""
         if self.part is Pipeline.SPREAD:
             return SPREAD_TILES[self.mode.direction]
-        return instance_of(self.mode, self.n).tile
+        return instance(self.mode, self.n).tile
 
 
 def columns(case: Case) -> tuple[Any, ...]:

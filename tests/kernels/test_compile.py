@@ -29,9 +29,10 @@ from normforge.kernels.gpu import Target
 from normforge.kernels.pipelines import window_tile
 
 from ..covering import every_mode, parametrize
+from ..folders import instance
 from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
-from .compilation import NVIDIA, SM_90, TARGETS, binary_of, compiled, instance_of, usage
+from .compilation import NVIDIA, SM_90, TARGETS, binary_of, compiled, usage
 from .compile_cases import LENGTHS, SPREAD_TILES, Case
 
 pytestmark = pytest.mark.compile
@@ -117,7 +118,7 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(n: int, vector: str | None
 def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int) -> None:
     """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    tile = window_tile(mode, instance_of(mode, n).tile, n, few=False)
+    tile = window_tile(mode, instance(mode, n).tile, n, few=False)
     # Operands of fp32 are moved by 32 bits as well.
     ptx = compiled(mode, n, part=Part.WINDOW).asm["ptx"]
     moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
@@ -133,7 +134,7 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int) -> None:
 def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int) -> None:
     """As pairs, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    tile = window_tile(mode, instance_of(mode, n).tile, n, few=False)
+    tile = window_tile(mode, instance(mode, n).tile, n, few=False)
     usage(compiled(mode, n, part=Part.WINDOW, operands=torch.bfloat16)).assert_fits(tile)
 
 
@@ -142,7 +143,7 @@ def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int) -> No
 def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm) -> None:
     """As pairs, beside the row at hand and the next: what sm_90 takes, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    measured = dict(instance_of(mode, n).tiles)[SM_90.arch]
+    measured = dict(instance(mode, n).tiles)[SM_90.arch]
     spread = {tile for tile in measured.every if tile.pipeline is Pipeline.SPREAD}
     for tile in {SPREAD_TILES[Direction.FORWARD], *spread}:
         usage(compiled(mode, n, tile=tile, operands=torch.bfloat16)).assert_fits(tile)
@@ -183,7 +184,7 @@ SHARED_MEMORY = 228
 def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: torch.dtype) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
-    tiles = dict(instance_of(mode, n).tiles)[SM_90.arch].every
+    tiles = dict(instance(mode, n).tiles)[SM_90.arch].every
     spread = {tile for tile in tiles if tile.pipeline is Pipeline.SPREAD}
     assert spread
     for tile in (*spread, SPREAD_TILES[Direction.FORWARD], Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=6)):
@@ -230,7 +231,7 @@ BACKWARD_MODES = (
     Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
     Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
 )
-BACKWARD_INSTANCES = [instance_of(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
+BACKWARD_INSTANCES = [instance(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
 ONE_A_PIPELINE = first_of_each(
     zip(BACKWARD_INSTANCES, BACKWARD_LENGTHS * len(BACKWARD_MODES), strict=True),
     lambda case: (case[0].mode, dict(case[0].tiles)[SM_90.arch].large.pipeline),
@@ -241,10 +242,10 @@ ONE_A_PIPELINE = first_of_each(
 @pytest.mark.parametrize("backward", ONE_A_PIPELINE)
 def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[Instance, int]) -> None:
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
-    instance, n = backward
-    mode = instance.mode
+    made, n = backward
+    mode = made.mode
     assert isinstance(mode, Mode)
-    for tile in {instance.tile, dict(instance.tiles)[SM_90.arch].large}:
+    for tile in {made.tile, dict(made.tiles)[SM_90.arch].large}:
         spilled = PREFERRED_SPILLS.get((mode.norm, n), MOST_SPILLED[mode.fadd])
         usage(compiled(mode, n, tile=tile)).assert_fits(tile, spilled)
 
@@ -263,7 +264,7 @@ def test_an_fp8_x_is_read_by_8_bytes_a_thread_and_decoded(target: Target, dtype:
         ptx = found.asm["ptx"]
         word = dtype.value.removeprefix("fp8_").removesuffix("fn")
         assert (f"cvt.rn.f16x2.{word}x2" in ptx) is target.converts_to_fp8
-        assert ptx.count("ld.global.v2.b32") == 4096 // instance_of(mode, 4096).tile.block
+        assert ptx.count("ld.global.v2.b32") == 4096 // instance(mode, 4096).tile.block
         assert usage(found).local == usage(found).stack == 0
 
 
@@ -272,21 +273,14 @@ def test_an_fp8_x_is_multiplied_before_it_is_added() -> None:
     ptx = compiled(FP8_SUM, 4096).asm["ptx"]
     products = re.findall(r"fma\.rn\.f32\s+%r\d+, (%r\d+), (%r\d+), 0f00000000;", ptx)
     # Of the squares the first of each sum are added to zero as well.
-    assert sum(value != scale for value, scale in products) == 4096 // (instance_of(FP8_SUM, 4096).tile.warps * 32)
+    assert sum(value != scale for value, scale in products) == 4096 // (instance(FP8_SUM, 4096).tile.warps * 32)
 
 
 @pytest.mark.parametrize("n", [128, 768])
 def test_each_thread_reads_the_scales_of_its_rows_once(n: int) -> None:
     """Of a column a thread would read one for each value of the row that it holds: 16."""
     mode = replace(FP8_SUM, fadd=FusedAdd.NONE)
-    assert compiled(mode, n).asm["ptx"].count("ld.global.b32") <= instance_of(mode, n).tile.rows
-
-
-def test_fp8_is_converted_by_instruction_where_there_is_one() -> None:
-    mode = Mode(Norm.LAYER, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
-    texts = {target.arch: compiled(mode, 4096, target).asm["ptx"] for target in NVIDIA}
-    instruction = "cvt.rn.satfinite.e4m3x2.f32"
-    assert {name: instruction in ptx for name, ptx in texts.items()} == {"sm_80": False, "sm_90": True, "sm_100": True}
+    assert compiled(mode, n).asm["ptx"].count("ld.global.b32") <= instance(mode, n).tile.rows
 
 
 # Groups of a warp's width, and what block-scaled products take, in tiles.
@@ -353,12 +347,12 @@ def test_addresses_of_scales_are_multiplied_once_a_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3FN, DType.FP8_E5M2])
-def test_saturating_keeps_nan(dtype: DType) -> None:
+@pytest.mark.parametrize("target", NVIDIA, ids=lambda target: target.arch)
+def test_saturating_keeps_nan(target: Target, dtype: DType) -> None:
     """NumPy's minima return NaN whatever is asked, so that the interpreter cannot tell; PTX's do where they say so."""
-    mode = Mode(Norm.RMS, DType.BF16, dtype, fquant=FusedQuant.STATIC)
-    texts = {target.arch: compiled(mode, 4096, target).asm["ptx"] for target in TARGETS[:2]}
-    for text in texts.values():
-        assert not re.findall(r"(?:min|max)\.f32", text)
+    ptx = compiled(Mode(Norm.RMS, DType.BF16, dtype, fquant=FusedQuant.STATIC), 4096, target).asm["ptx"]
+    assert not re.findall(r"(?:min|max)\.f32", ptx)
     # One instruction for both ends, and one for two values, which keeps NaN too.
-    assert "min.NaN.xorsign.abs.f32" in texts["sm_90"]
-    assert f"cvt.rn.satfinite.{dtype.value.removeprefix('fp8_').removesuffix('fn')}x2.f32" in texts["sm_90"]
+    word = dtype.value.removeprefix("fp8_").removesuffix("fn")
+    for instruction in ("min.NaN.xorsign.abs.f32", f"cvt.rn.satfinite.{word}x2.f32"):
+        assert (instruction in ptx) is target.converts_to_fp8

@@ -13,7 +13,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm, Pipeline
 from normforge.kernels.gpu import Target
 
-from .compilation import SM_90, TARGETS, binary_of, compiled, instance_of, usage
+from ..folders import instance
+from .compilation import SM_90, TARGETS, binary_of, compiled, usage
 
 pytestmark = pytest.mark.compile
 
@@ -70,13 +71,10 @@ def test_chunks_of_a_row_that_is_read_again_are_unrolled_and_its_last_is_masked(
     assert sum(map(bool, loads)) == masked * (3 * (1 + mode.fadd.adds) + 2)
 
 
-def test_chunks_that_are_many_are_taken_one_by_one() -> None:
+def test_chunks_that_are_many_or_quantised_are_taken_one_by_one() -> None:
+    """Four quantised ones side by side spill."""
     assert "scf.for" in ttgir_of(PLAIN, 9 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
     assert "scf.for" not in ttgir_of(PLAIN, 8 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
-
-
-def test_chunks_that_are_quantised_are_taken_one_by_one() -> None:
-    """Four of them side by side spill."""
     assert "scf.for" in ttgir_of(QUANT, 32768, Tile(Pipeline.TWO_PASS, 1, 8192, 32))
 
 
@@ -88,5 +86,5 @@ def test_rows_that_are_read_again_spill_next_to_nothing(mode: Mode, n: int) -> N
     Of five chunks and more with an add some is spilled, and that is faster all the same: LayerNorm of 114792 columns
     takes an H200 375 us with 312 bytes spilled, and 390 with its chunks one by one.
     """
-    tile = dict(instance_of(mode, n).tiles)[SM_90.arch].large
+    tile = dict(instance(mode, n).tiles)[SM_90.arch].large
     usage(compiled(mode, n, tile=tile, operands=torch.bfloat16)).assert_fits(tile, most_stack=32)

@@ -21,7 +21,7 @@ from normforge.codegen.values import Cast, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from ..norms import FULL
-from .bare import EMPTY, check_forward, run_forward, run_team
+from .bare import EMPTY, check_forward, hard_rows, run_forward, run_team
 from .rendering import kernel_of
 
 # Untyped, as everything generated; Triton looks a device function up by the name it is called by.
@@ -136,25 +136,12 @@ publish_bits: Any = triton.jit(_publish_bits)
 SLICE, SLICE_BLOCK = 512, 128
 
 
-def made_up_rows(n: int) -> dict[str, torch.Tensor]:
-    noise = torch.randn(n)
-    return {
-        "noise": noise,
-        "offset": 1e4 + 1e-2 * noise,
-        "offset_by_steps": 1e4 + 64 * noise.round(),
-        "constant": torch.full((n,), 12345.678),
-        "slices_far_apart": noise + 1e4 * (torch.arange(n) // SLICE % 2),
-        "early_outlier": torch.where(torch.arange(n) == 3, 5e4, noise),
-        "late_outlier": torch.where(torch.arange(n) == min(400, n - 1), 5e4, noise),
-    }
-
-
 @pytest.mark.parametrize("n", [1, 5, 512, 515, 1000, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", made_up_rows(1))
+@pytest.mark.parametrize("name", hard_rows(1))
 def test_moments_of_a_slice(name: str, dtype: torch.dtype, n: int) -> None:
     """No table spreads rows of fp32; in 16 bits a constant and noise of 1e-2 are one value, whose variance is 0."""
-    x = made_up_rows(n)[name].to(dtype)
+    x = hard_rows(n, 5e4)[name].to(dtype)
     parts = slices_of(x)
     mean, variance = torch.empty(len(parts)), torch.empty(len(parts))
     moments_of_slice[(len(parts),)](x, mean, variance, n, SLICE, SLICE_BLOCK)
@@ -165,9 +152,9 @@ def test_moments_of_a_slice(name: str, dtype: torch.dtype, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 512, 513, 1000, 3000])
-@pytest.mark.parametrize("name", made_up_rows(1))
+@pytest.mark.parametrize("name", hard_rows(1))
 def test_slices_merge_into_the_moments_of_their_row(name: str, n: int) -> None:
-    x = made_up_rows(n)[name]
+    x = hard_rows(n, 5e4)[name]
     parts = slices_of(x)
     means = torch.stack([part.mean() for part in parts]).float()
     variances = torch.stack([part.var(correction=0) for part in parts]).float()

@@ -34,6 +34,12 @@ UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
         (1024, (2, 2), False, SM_90, 1),
         (1024, (4, 2), False, SM_90, 1),
         (1023, (4, 4), False, SM_90, 4),
+        # Another byte a column leaves no room for the third of 13 KiB.
+        (1024, (4, 4, 4, 1), True, SM_90, 3),
+        (1024, (4, 4, 4, 2), True, SM_90, 2),
+        (1024, (2, 2), True, named_target("sm_80"), 5),
+        (1024, (2, 2), True, named_target("sm_89"), 3),
+        (1024, (2, 2), True, named_target("sm_100"), 6),
         (1024, (2, 2), True, named_target("gfx942"), 1),
         (1024, (2, 2), True, Target("cpu", 32, 1, compiles=False), 1),
     ],

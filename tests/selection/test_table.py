@@ -25,23 +25,6 @@ def committed() -> tuple[Entry, ...]:
     return tuple(dispatch.loaded())
 
 
-def test_every_entry_is_its_row() -> None:
-    rows = {
-        (f"{mode}_{row[2]}", arch): (mode, row)
-        for mode, ladders in TABLE.items()
-        for arch, ladder in ladders.items()
-        for row in ladder
-    }
-    for entry in committed():
-        for arch, tiles in entry.tiles:
-            mode, row = rows.pop((entry.name, arch))
-            kernel = entry.kernel(tiles.large.pipeline)
-            assert (entry.mode, kernel) == (mode, f"{mode}_{tiles.large.pipeline.value}")
-            assert (entry.first, entry.last, entry.bucket, *tiles.row) == row
-    assert not rows
-    assert len(committed()) > 100
-
-
 def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
     tiles: dict[str, tuple[Any, Any]] = {
         "any": (("rows", 8, 64, 2), ("rows", 1, 64, 1)),
