@@ -72,22 +72,6 @@ def test_another_class_keeps_the_rule(file: Callable[..., Path]) -> None:
         assert dict(tiles_of(mode, bucket, tables))["sm_90"] == generic_tiles(class_of(mode), bucket)
 
 
-def test_the_table_that_is_emitted_has_a_ladder_an_architecture(file: Callable[..., Path]) -> None:
-    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml")), "gfx942": TileTable({})}
-    path = file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], n: [n2048, n128]}\n")
-    text = emit.render_folder(load(path, tables).instances)["dispatch.py"]
-    names: dict[str, dict[str, dict[str, object]]] = {}
-    exec(text, names)
-    assert {mode: list(ladders) for mode, ladders in names["TABLE"].items()} == {
-        "rms_fwd_bf16": [ANY, "sm_90"],
-        "rms_fwd_fp32": [ANY],
-    }
-    assert names["TABLE"]["rms_fwd_bf16"]["sm_90"] == (
-        (1, 128, "n128", ("rows", 4, 512, 2), ("one_pass", 1, 512, 4)),
-        (1537, 2048, "n2048", ("one_pass", 1, 256, 1), ("one_pass", 1, 4096, 16)),
-    )
-
-
 TILE = "{pipeline: one_pass, rows: 1, block: 512, warps: 4}"
 
 

@@ -124,14 +124,6 @@ def test_a_kernel_compiled_ahead_of_time_is_taken_first(
     assert asked == [OTHER]
 
 
-def test_the_compiler_is_told_what_the_key_says() -> None:
-    source = KEY.source(Function())
-    types = {"x_ptr": "*bf16", "weight_ptr": "constexpr", "x_row_stride": "i32", "eps": "fp32", "N": "constexpr"}
-    assert source.signature == types
-    assert source.constants == {(1,): None, (4,): 4096}
-    assert source.attrs == {(0,): [["tt.divisibility", 16]]}
-
-
 def test_a_key_reads_as_a_call() -> None:
     arguments = "(x_ptr=*bf16:16, weight_ptr=None, x_row_stride=i32, eps=fp32, N=4096, num_warps=4)"
     assert str(KEY) == f"somewhere.ln_fwd_bf16:ln_fwd_bf16_rows{arguments}"

@@ -19,6 +19,7 @@ from normforge.selection import dispatch
 from normforge.upstream.dynamo_guards import allocator
 
 H200 = named_target("sm_90")
+LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 
 
 def tile(pipeline: Pipeline, **fields: int) -> Tile:
@@ -61,9 +62,18 @@ def test_a_window_needs_rows_of_x_and_y_that_start_alike(
     misaligned: tuple[str, ...], row_stride: int, window: bool
 ) -> None:
     strides = {"x_row_stride": row_stride, "y_row_stride": 4099}
-    mode = Mode(Norm.LAYER, DType.BF16, DType.BF16)
     pointers = [f"{name}_ptr" for name in misaligned]
-    assert takes_window(mode, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
+    assert takes_window(LN_BF16, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "n", "window"),
+    [("one_pass", 8191, True), ("two_pass", 4099, True), ("two_pass", 8191, False), ("two_pass", 4096, False)],
+)
+def test_rows_that_start_anywhere_are_held_where_others_are_read_twice(pipeline: str, n: int, window: bool) -> None:
+    """What reads a row twice reads it element by element where no vector starts it."""
+    strides = {"x_row_stride": n, "y_row_stride": n}
+    assert takes_window(LN_BF16, tile(Pipeline(pipeline)), n, strides, []) == window
 
 
 @pytest.mark.parametrize("mode", ["ln_fwd_bf16", "ln_bwd_bf16"])

@@ -101,17 +101,6 @@ def test_modules_share_a_folder_within_a_tick_of_the_clock(empty_cache: Path, mo
     check("rms", torch.randn(2, 64), **ASK)
 
 
-@THOROUGH
-def test_the_next_process_takes_what_is_there(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    said, q = printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines()
-    assert said.startswith(f"generated {MODE}_n128 into {cache}")
-    assert q == Q
-    kept = {path: path.stat().st_mtime_ns for path in folder_of(cache).glob("*.py")}
-    assert printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines() == [Q], "nothing was generated, and nothing says so"
-    assert {path: path.stat().st_mtime_ns for path in folder_of(cache).glob("*.py")} == kept
-
-
 @pytest.mark.parametrize("name", [f"{MODE}.py", "primitives.py", "__init__.py"])
 @pytest.mark.parametrize("spoil", [lambda text: text[: len(text) // 2], lambda text: "raise SystemExit\n" + text])
 def test_a_file_that_is_not_the_generators_is_replaced(name: str, spoil: Callable[[str], str], filled: Path) -> None:
