@@ -10,7 +10,9 @@ import torch
 from normforge import LayerNormOutput, reference
 from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Mode
+from normforge.codegen.values import Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
+from normforge.selection import on_demand
 from normforge.tools.compare import compare, compare_gradients
 
 T = TypeVar("T")
@@ -31,16 +33,23 @@ _ALIKE: dict[str, Any] = {
 }
 
 
-def run(kernel: Any, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], constants: dict[str, Any]) -> None:
+def run(
+    mode: Mode,
+    part: Pipeline | Part,
+    grid: tuple[int, ...],
+    tensors: dict[str, torch.Tensor],
+    constants: dict[str, Any],
+) -> None:
     """Launch a kernel; values are matched with parameters by name, and one that there is no value for is None.
 
     Args:
-        kernel: the `triton.JITFunction`.
+        mode: the kernel's, whose module is generated with every pipeline.
+        part: which of the mode's kernels.
         grid: programs in each dimension.
         tensors: what it reads and writes, by name, x among them.
         constants: what differs from one launch of a mode to the next.
     """
-    x = tensors["x"]
+    kernel, x = on_demand.generate(mode, 64, "a test").load(part), tensors["x"]
     values = _ALIKE | {"M": len(x), "N": x.shape[1], "row_stride": x.stride(0)} | constants
     for name, tensor in tensors.items():
         values[f"{name}_ptr"] = tensor
@@ -89,7 +98,11 @@ def hard_rows(n: int, large: float = 1e6) -> dict[str, torch.Tensor]:
 
 
 def run_backward(
-    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], constants: dict[str, Any]
+    mode: Mode,
+    part: Pipeline | Part,
+    grid: tuple[int, ...],
+    given: dict[str, torch.Tensor],
+    constants: dict[str, Any],
 ) -> NormGradients:
     """Launch a backward kernel whose grid ends in the programs that share the rows, and add up what they leave.
 
@@ -97,20 +110,24 @@ def run_backward(
     """
     names = ["dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if mode.x_bias else [])]
     partials = {name: torch.full((grid[-1], given["x"].shape[1]), float("nan")) for name in names}
-    run(kernel, grid, given | partials, {"dx_row_stride": given["x"].shape[1], **constants})
+    run(mode, part, grid, given | partials, {"dx_row_stride": given["x"].shape[1], **constants})
     sums = {name: partial.sum(0) for name, partial in partials.items()}
     return NormGradients(given.get("dx"), sums["dweight"], sums.get("dbias"), sums.get("dx_bias"))
 
 
 def run_forward(
-    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], constants: dict[str, Any]
+    mode: Mode,
+    part: Pipeline | Part,
+    grid: tuple[int, ...],
+    given: dict[str, torch.Tensor],
+    constants: dict[str, Any],
 ) -> LayerNormOutput:
     """Launch a forward kernel, whose y, unless it is given, and statistics begin as NaN."""
     m, n = given["x"].shape
     y = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_out])
     mean, rstd = (torch.full((m,), float("nan")) for _ in range(2))
     tensors = {"y": y, "mean": mean, "rstd": rstd} | given
-    run(kernel, grid, tensors, constants)
+    run(mode, part, grid, tensors, constants)
     return LayerNormOutput(
         tensors["y"],
         given.get("residual_out"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from normforge.dtypes import TORCH_DTYPES
 
 from ..norms import FULL
 from .bare import check_gradients, run_backward, run_team, saved
-from .rendering import kernel_of
 
 MODES = [
     Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD, cast=cast)
@@ -81,17 +79,16 @@ def test_gradients(
     dy: torch.dtype,
     lacks: str,
     mode: Mode,
-    package: Path,
 ) -> None:
-    operands, kernel = draw(mode, m, n, dy, lacks), kernel_of(package, mode, pipeline)
+    operands = draw(mode, m, n, dy, lacks)
     dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
     given = operands if lacks == "dx" else operands | {"dx": dx}
     if pipeline is Pipeline.SPREAD:
         slices, rows = -(-n // cut["BLOCK"]), -(-m // cut["ROWS"]) * cut["ROWS"]
         constants = cut | {"PEERS": power_of_two(slices)}
         found = run_team(
-            lambda exchange: run_backward(kernel, (slices, programs), mode, given | exchange, constants), slices, rows
+            lambda exchange: run_backward(mode, pipeline, (slices, programs), given | exchange, constants), slices, rows
         )
     else:
-        found = run_backward(kernel, (programs,), mode, given, cut)
+        found = run_backward(mode, pipeline, (programs,), given, cut)
     check_gradients(found, mode, operands)

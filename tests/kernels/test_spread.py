@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from normforge.dtypes import TORCH_DTYPES
 
 from ..norms import FULL
 from .bare import EMPTY, check_forward, hard_rows, run_forward, run_team
-from .rendering import kernel_of
 
 # Untyped, as everything generated; Triton looks a device function up by the name it is called by.
 primitives = import_module("normforge.generated.primitives")
@@ -45,19 +43,18 @@ MODES = [
 
 
 def run(
-    package: Path, mode: Mode, teams: int, x: torch.Tensor, vectors: dict[str, torch.Tensor], *, paired: bool = False
+    mode: Mode, teams: int, x: torch.Tensor, vectors: dict[str, torch.Tensor], *, paired: bool = False
 ) -> LayerNormOutput:
     m, n = x.shape
     slices = -(-n // (BLOCK * HELD))
     cut = {"BLOCK": BLOCK, "HELD": HELD, "PEERS": power_of_two(slices), "PAIRED": paired}
-    kernel = kernel_of(package, mode, Pipeline.SPREAD)
 
     def launch(exchange: dict[str, torch.Tensor]) -> LayerNormOutput:
         given = vectors | {"x": x} | exchange
         if mode.fadd.stores:
             # In place, where a row that another team has stored is loaded once more for nothing.
             given["residual"] = given["residual_out"] = vectors["residual"].clone()
-        return run_forward(kernel, (slices, teams), mode, given, cut)
+        return run_forward(mode, Pipeline.SPREAD, (slices, teams), given, cut)
 
     return run_team(launch, slices, m)
 
@@ -70,9 +67,7 @@ def run(
         *((129, 4, 3, False), (300, 7, 2, True), (512, 3, 1, True), (1000, 5, 4, False)),
     ],
 )
-def test_a_team_publishes_what_its_rows_need(
-    n: int, m: int, teams: int, paired: bool, mode: Mode, package: Path
-) -> None:
+def test_a_team_publishes_what_its_rows_need(n: int, m: int, teams: int, paired: bool, mode: Mode) -> None:
     """One slice a row, then ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
     dtype = TORCH_DTYPES[mode.dtype_in]
     x = (torch.randn(m, n + (4 if paired else 3)) * 2 + 5).to(dtype)[:, :n]
@@ -82,15 +77,15 @@ def test_a_team_publishes_what_its_rows_need(
     vectors = {name: torch.randn(n).to(other) for name in names}
     if mode.fadd.adds:
         vectors["residual"] = torch.randn(m, n + 2).to(other)[:, :n]
-    check_forward(run(package, mode, teams, x, vectors, paired=paired), mode, x, vectors)
+    check_forward(run(mode, teams, x, vectors, paired=paired), mode, x, vectors)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
-def test_a_row_of_1e4_and_the_noise_that_16_bits_leave(dtype: DType, package: Path) -> None:
+def test_a_row_of_1e4_and_the_noise_that_16_bits_leave(dtype: DType) -> None:
     """A mean that is published is rounded to fp32: that is 5e-4 at 1e4, where fp16 steps by 8 and bf16 by 64."""
     mode, step = Mode(Norm.LAYER, dtype, dtype, save_mv=True), {DType.FP16: 8.0, DType.BF16: 64.0}[dtype]
     x = (10048.0 + step * torch.randint(-1, 2, (2, 1000))).to(TORCH_DTYPES[dtype])
-    check_forward(run(package, mode, 1, x, {}), mode, x, {})
+    check_forward(run(mode, 1, x, {}), mode, x, {})
 
 
 def slices_of(row: torch.Tensor) -> list[torch.Tensor]:

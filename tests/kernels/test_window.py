@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from normforge.codegen.values import Cast, DType, Norm, Part
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import EPS, check_forward, run_forward
-from .rendering import kernel_of
 
 VECTOR = 8
 # Enough rows for each distance from a vector's start, and, on VECTOR programs, for one that takes three.
@@ -39,7 +36,6 @@ def rows_in(memory: torch.Tensor, first: int, n: int, stride: int) -> torch.Tens
 
 
 def run_window(
-    package: Path,
     mode: Mode,
     shape: tuple[int, int, int],
     guard: int,
@@ -52,8 +48,8 @@ def run_window(
     y_memory = torch.full((elements,), UNTOUCHED, dtype=TORCH_DTYPES[mode.dtype_out])
     x, y = rows_in(x_memory, guard, n, stride), rows_in(y_memory, guard, n, stride)
     x.copy_(torch.randn(ROWS, n) * 3 + 1)
-    kernel, given = kernel_of(package, mode, Part.WINDOW), vectors | {"x": x, "y": y}
-    made = run_forward(kernel, (programs,), mode, given, {"BLOCK": block, "VECTOR": VECTOR})
+    given, constants = vectors | {"x": x, "y": y}, {"BLOCK": block, "VECTOR": VECTOR}
+    made = run_forward(mode, Part.WINDOW, (programs,), given, constants)
     check_forward(made, mode, x, vectors)
     beside = torch.ones(elements, dtype=torch.bool)
     rows_in(beside, guard, n, stride).fill_(False)
@@ -84,21 +80,20 @@ def test_rows_are_right_and_what_is_beside_them_stays(
     programs: int,
     vector_dtype: torch.dtype | None,
     out: DType | None,
-    package: Path,
 ) -> None:
     names = ("weight", "bias") if norm.centres else ("weight",)
     vectors = {name: torch.randn(shape[0], dtype=vector_dtype) for name in names if vector_dtype}
     guard = 2 * VECTOR if vectors else 0
-    run_window(package, Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, guard, vectors, programs)
+    run_window(Mode(norm, dtype, out or dtype, save_mv=save_mv), shape, guard, vectors, programs)
 
 
 @pytest.mark.parametrize("shape", [(8, 9, 16), (505, 507, 128)], ids=["ends", "between"])
-def test_rows_are_rounded_before_the_weight(shape: tuple[int, int, int], package: Path) -> None:
+def test_rows_are_rounded_before_the_weight(shape: tuple[int, int, int]) -> None:
     """Of short rows nearly all is in the vectors at the ends, of long ones between them."""
     # In bf16 the interpreter cuts where hardware rounds.
     mode = Mode(Norm.LAYER, DType.FP16, DType.FP16, cast=Cast.BEFORE_WEIGHT)
     weight = torch.randn(shape[0])
-    x, y = run_window(package, mode, shape, 2 * VECTOR, {"weight": weight})
+    x, y = run_window(mode, shape, 2 * VECTOR, {"weight": weight})
     rows = x.double() - x.double().mean(-1, keepdim=True)
     h = rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt()
     # To the bit, but where the last bit of a sum tips a rounding.
