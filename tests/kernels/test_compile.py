@@ -28,7 +28,7 @@ from normforge.codegen.values import (
 from normforge.kernels.gpu import Target
 from normforge.kernels.pipelines import window_tile
 
-from ..covering import every_mode, parametrize
+from ..covering import parametrize
 from ..folders import instance
 from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
@@ -46,18 +46,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_compiles(case: Case) -> None:
     assert compiled(case.mode, case.n, case.target, case.tile, case.part).asm[binary_of(case.target)]
-
-
-@THOROUGH
-def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
-    """By rule; a window takes the place of one_pass where rows start anywhere, row_terms goes with two_pass."""
-    expected: dict[Pipeline | Part, Pipeline] = {part: part for part in Pipeline}
-    expected |= {Part.WINDOW: Pipeline.ONE_PASS, Part.ROW_TERMS: Pipeline.TWO_PASS}
-    for part in {case.part for case in compile_cases.every_case()}:
-        modes = [mode for mode in every_mode() if part in compile_cases.parts_of(mode)]
-        assert {Case(mode, part, SM_90).tile.pipeline for mode in modes} == {expected[part]}
-    # GroupNorm's kernels, of which the committed table holds none, are compiled by test_group_compile.py.
-    assert set(LENGTHS) == {*Pipeline, *(part for part in Part if not part.is_of_groups)}
 
 
 LAYER_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
@@ -303,45 +291,30 @@ _SCALED: dict[str, dict[str, Any]] = {
 }
 
 
+def _ptx_of_chunks(n: int, **scaled: Any) -> str:
+    """PTX of quantised rows, whose scales are given unless they are of groups: a warp has a group of each chunk."""
+    mode = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
+    if scaled:
+        mode = replace(mode, fquant=FusedQuant.DYNAMIC, **scaled)
+    return str(compiled(mode, n, tile=Tile(Pipeline.ONE_PASS, 1, 1024, 8)).asm["ptx"])
+
+
 @pytest.mark.parametrize("scaled", _SCALED.values(), ids=_SCALED)
 def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str, Any]) -> None:
-    """No barrier beyond those of a kernel whose scale is given: a warp of this tile has a group of each chunk."""
-    static = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
-    grouped = replace(static, fquant=FusedQuant.DYNAMIC, **scaled)
-    tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
-
-    def barriers(mode: Mode) -> int:
-        return len(re.findall(r"bar\.sync", compiled(mode, 4096, tile=tile).asm["ptx"]))
-
-    assert barriers(grouped) == barriers(static)
-
-
-_IN_CHUNKS = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
-
-
-def _ptx_of_chunks(n: int) -> str:
-    """PTX of a row in chunks of 1024, with a scale for each group of 128."""
-    mode = Mode(
-        Norm.RMS,
-        DType.BF16,
-        DType.FP8_E4M3FN,
-        FusedAdd.PRE_ADD_STORE,
-        FusedQuant.DYNAMIC,
-        group_size=ScaleGroup.G128,
-    )
-    return str(compiled(mode, n, tile=_IN_CHUNKS).asm["ptx"])
+    """No barrier beyond those of a kernel whose scale is given."""
+    assert _ptx_of_chunks(4096, **scaled).count("bar.sync") == _ptx_of_chunks(4096).count("bar.sync")
 
 
 def test_chunks_with_scales_of_groups_are_under_way_together() -> None:
     """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
-    ptx = _ptx_of_chunks(5120)
+    ptx = _ptx_of_chunks(5120, group_size=ScaleGroup.G128)
     assert ptx.rindex("ld.global") < ptx.index("@there st.global")
     assert "div.rn" not in ptx
 
 
 def test_addresses_of_scales_are_multiplied_once_a_row() -> None:
     def multiplications(n: int) -> int:
-        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(n)))
+        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(n, group_size=ScaleGroup.G128)))
 
     assert multiplications(7168) == multiplications(5120)
 

@@ -25,13 +25,19 @@ def committed() -> tuple[Entry, ...]:
     return tuple(dispatch.loaded())
 
 
+def entry_of(mode: str, length: tuple[int, int], tiles: dict[str, tuple[Any, ...]], *bounds: int) -> Entry:
+    """The entry of a table with one bucket, by the tiles of each architecture."""
+    ladders: dict[str, Any] = {arch: ((*length, f"n{length[1]}", *each),) for arch, each in tiles.items()}
+    (entry,) = entries_of("nowhere", {mode: ladders}, *bounds)
+    return entry
+
+
 def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
-    tiles: dict[str, tuple[Any, Any]] = {
+    tiles = {
         "any": (("rows", 8, 64, 2), ("rows", 1, 64, 1)),
         "sm_90": (("one_pass", 1, 64, 1), ("rows", 2, 64, 1)),
     }
-    ladders: dict[str, Any] = {arch: ((1, 64, "n64", *pair),) for arch, pair in tiles.items()}
-    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, 512)
+    entry = entry_of("rms_fwd_fp32", (1, 64), tiles, 512)
     taken = {(m, arch): entry.tile(m, 64, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
     for (m, arch), tile in taken.items():
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
@@ -41,9 +47,8 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
 
 def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     many, few, some = ("rows", 8, 64, 2), ("rows", 1, 64, 1), ("one_pass", 1, 64, 2)
-    rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, some), "gfx942": (many, few, few, some)}
-    ladders: dict[str, Any] = {arch: ((1, 64, "n64", *tiles),) for arch, tiles in rows.items()}
-    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, 256, 2048)
+    tiles = {"any": (many, few), "sm_90": (many, few, many, some), "gfx942": (many, few, few, some)}
+    entry = entry_of("rms_fwd_fp32", (1, 64), tiles, 256, 2048)
     expected = {1: few, 256: few, 257: some, 2048: some, 2049: many, 2**31: many}
     for m, tile in expected.items():
         assert [entry.tile(m, 64, arch).row for arch in ("sm_90", "gfx942")] == [tile, tile]
@@ -57,9 +62,8 @@ def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
 
 def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     many, few, ragged = ("two_pass", 1, 1024, 4), ("one_pass", 1, 512, 2), ("rows", 2, 256, 2)
-    rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, many, ragged)}
-    ladders: dict[str, Any] = {arch: ((513, 1024, "n1024", *tiles),) for arch, tiles in rows.items()}
-    (entry,) = entries_of("nowhere", {"ln_fwd_bf16": ladders}, 256, 2048)
+    tiles = {"any": (many, few), "sm_90": (many, few, many, many, ragged)}
+    entry = entry_of("ln_fwd_bf16", (513, 1024), tiles, 256, 2048)
     for m, n, expected in (
         (2049, 1024, many),
         (2049, 1000, many),
@@ -77,8 +81,7 @@ def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_
 def test_a_table_without_tiles_for_some_rows_has_their_class_all_the_same() -> None:
     """So that a recording of calls says what another table takes."""
     assert {(entry.small_m, entry.some_m) for entry in committed()} == {(SMALL_M, SOME_M)}
-    ladders = {"any": ((1, 64, "n64", ("rows", 8, 64, 2), ("rows", 1, 64, 1)),)}
-    (entry,) = entries_of("nowhere", {"rms_fwd_fp32": ladders}, SOME_M + 1)
+    entry = entry_of("rms_fwd_fp32", (1, 64), {"any": (("rows", 8, 64, 2), ("rows", 1, 64, 1))}, SOME_M + 1)
     assert entry.some_m > SOME_M + 1
 
 
