@@ -94,12 +94,12 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launcher, "_module", None)
 
 
-def kernel(signature: dict[str, Any] = SIGNATURE, **different: Any) -> Any:
-    about = {"launch_pdl": False, "launch_cooperative_grid": False, "target": SimpleNamespace(backend="cuda")}
-    given = {"packed_metadata": (4, 1, 1024), "function": FUNCTION}
-    given |= {name: value for name, value in different.items() if name in given}
-    about |= {name: value for name, value in different.items() if name in about}
-    return SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(**about), **given)
+def kernel(
+    signature: dict[str, Any] = SIGNATURE, packed: Any = (4, 1, 1024), function: Any = FUNCTION, backend: str = "cuda"
+) -> Any:
+    about = {"launch_pdl": False, "launch_cooperative_grid": False, "target": SimpleNamespace(backend=backend)}
+    parts = {"src": SimpleNamespace(signature=signature), "metadata": SimpleNamespace(**about)}
+    return SimpleNamespace(packed_metadata=packed, function=function, **parts)
 
 
 def stream_of(device: int) -> int:
@@ -127,27 +127,18 @@ def launched_with(at: int, value: Any, driver: Driver) -> int:
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "bits"),
+    ("at", "bits"),
     [
-        (0, 0, 0),
-        (0, True, 1),
-        (2, 2**63, 2**63),
-        (4, 2**31 - 1, 2**31 - 1),
-        (4, -(2**31), 2**31),
-        (4, numpy.int64(9), 9),
-        (5, 2**63 - 1, 2**63 - 1),
-        (5, -1, 2**64 - 1),
-        (5, numpy.int32(-2), 2**64 - 2),
-        (3, 0.1, 0x3DCCCCCD),
-        (3, 1, 0x3F800000),
-        (3, -1.0, 0xBF800000),
-        (3, numpy.float32(0.5), 0x3F000000),
-        (3, 1e-46, 0),
-        (3, 1e300, 0x7F800000),
+        (0, {0: 0, True: 1}),
+        (2, {2**63: 2**63}),
+        (4, {2**31 - 1: 2**31 - 1, -(2**31): 2**31, numpy.int64(9): 9}),
+        (5, {2**63 - 1: 2**63 - 1, -1: 2**64 - 1, numpy.int32(-2): 2**64 - 2}),
+        (3, {0.1: 0x3DCCCCCD, 1: 0x3F800000, -1.0: 0xBF800000, numpy.float32(0.5): 0x3F000000}),
+        (3, {1e-46: 0, 1e300: 0x7F800000}),
     ],
 )
-def test_values_are_converted(at: int, value: Any, bits: int, driver: Driver) -> None:
-    assert launched_with(at, value, driver) == bits
+def test_values_are_converted(at: int, bits: dict[Any, int], driver: Driver) -> None:
+    assert {value: launched_with(at, value, driver) for value in bits} == bits
 
 
 class Broken:
@@ -159,54 +150,42 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "error"),
+    ("at", "error", "values"),
     [
-        (0, -1, OverflowError),
-        (0, 2**64, OverflowError),
-        (0, 1.0, TypeError),
-        (0, None, TypeError),
-        (0, numpy.int64(5), TypeError),
-        (0, torch.zeros(1), TypeError),
-        (4, 2**31, OverflowError),
-        (4, -(2**31) - 1, OverflowError),
-        (4, 2**70, OverflowError),
-        (4, 7.0, TypeError),
-        (4, "7", TypeError),
-        (4, Broken(), LookupError),
-        (5, 2**63, OverflowError),
-        (5, None, TypeError),
-        (3, "0.5", TypeError),
-        (3, None, TypeError),
-        (3, 10**400, OverflowError),
-        (3, Broken(), LookupError),
+        (0, OverflowError, (-1, 2**64)),
+        (0, TypeError, (1.0, None, numpy.int64(5), torch.zeros(1))),
+        (4, OverflowError, (2**31, -(2**31) - 1, 2**70)),
+        (4, TypeError, (7.0, "7")),
+        (4, LookupError, (Broken(),)),
+        (5, OverflowError, (2**63,)),
+        (5, TypeError, (None,)),
+        (3, OverflowError, (10**400,)),
+        (3, TypeError, ("0.5", None)),
+        (3, LookupError, (Broken(),)),
     ],
 )
-def test_a_wrong_value_is_an_error_and_no_launch(at: int, value: Any, error: type[Exception], driver: Driver) -> None:
-    with pytest.raises(error):
-        launched_with(at, value, driver)
+def test_a_wrong_value_is_an_error_and_no_launch(
+    at: int, error: type[Exception], values: tuple[Any, ...], driver: Driver
+) -> None:
+    for value in values:
+        with pytest.raises(error):
+            launched_with(at, value, driver)
     assert driver.get("launches") == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("error", "calls"),
     [
-        ((), TypeError),
-        ((GRID,), TypeError),
-        ((GRID, VALUES, 1), TypeError),
-        (([5, 2, 1], VALUES), TypeError),
-        (((5, 2), VALUES), TypeError),
-        (((5, 2, 1.0), VALUES), TypeError),
-        (((5, 2, -1), VALUES), OverflowError),
-        (((2**31, 1, 1), VALUES), OverflowError),
-        (((2**70, 1, 1), VALUES), OverflowError),
-        ((GRID, VALUES[:-1]), TypeError),
-        ((GRID, (*VALUES, 0)), TypeError),
-        ((GRID, list(VALUES)), TypeError),
+        (TypeError, [(), (GRID,), (GRID, VALUES, 1)]),
+        (TypeError, [(grid, VALUES) for grid in ([5, 2, 1], (5, 2), (5, 2, 1.0))]),
+        (TypeError, [(GRID, values) for values in (VALUES[:-1], (*VALUES, 0), list(VALUES))]),
+        (OverflowError, [(grid, VALUES) for grid in ((5, 2, -1), (2**31, 1, 1), (2**70, 1, 1))]),
     ],
 )
-def test_a_wrong_call_is_an_error_and_no_launch(given: Any, error: type[Exception], driver: Driver) -> None:
-    with pytest.raises(error):
-        prepare()(*given)
+def test_a_wrong_call_is_an_error_and_no_launch(error: type[Exception], calls: Any, driver: Driver) -> None:
+    for call in calls:
+        with pytest.raises(error):
+            prepare()(*call)
     with pytest.raises(TypeError):
         prepare()(GRID, values=VALUES)
     assert driver.get("launches") == 0
@@ -350,9 +329,9 @@ TOO_MANY = {f"p{at}_ptr": "*fp32" for at in range(129)}
     [
         (kernel({**SIGNATURE, "row_stride": "u64"}), TAKEN, "u64"),
         (kernel({**SIGNATURE, "x_ptr": "tensordesc<fp16[64, 64]>"}), TAKEN, "tensordesc"),
-        (kernel(packed_metadata=(4, 2, 0)), TAKEN, "clusters of 2"),
-        (kernel(packed_metadata=(0, 1, 0)), TAKEN, "0 threads"),
-        (kernel(target=SimpleNamespace(backend="hip")), TAKEN, "hip"),
+        (kernel(packed=(4, 2, 0)), TAKEN, "clusters of 2"),
+        (kernel(packed=(0, 1, 0)), TAKEN, "0 threads"),
+        (kernel(backend="hip"), TAKEN, "hip"),
         (SimpleNamespace(), TAKEN, "metadata"),
         (kernel(), TAKEN[:-1], "zip"),
         (kernel(), (triton_launcher.Slot(6), *TAKEN[1:]), "place 6 of 6"),

@@ -134,7 +134,9 @@ def test_another_vendors_launcher_is_called_itself() -> None:
 
 
 @pytest.mark.parametrize("declared", [declared_36, declared_37])
-def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any]) -> None:
+def test_hooks_are_honoured_from_when_they_are_set(
+    declared: Any, hook: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch, calls = bound(declared)
     launch(GRID, VALUES)
     hooks = triton.knobs.runtime
@@ -143,14 +145,10 @@ def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any
     hooks.launch_enter_hook.remove(hook.append)
     launch(GRID, VALUES)
     assert calls[1][0] == "C"
-
-
-def test_a_hook_in_the_chains_place_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, calls = bound(declared_37)
-    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", print)
+    # A hook in the place of a chain.
+    monkeypatch.setattr(hooks, "launch_exit_hook", print)
     launch(GRID, VALUES)
-    assert calls[0][0] == "launcher"
-    assert calls[0][9] is print
+    assert calls[2] == ("launcher", *GRID, STREAM, FUNCTION, METADATA, *hooked[:2], print, *TAKEN)
 
 
 class Unknown:
