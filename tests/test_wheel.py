@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from .thorough import THOROUGH
 ROOT = Path(__file__).resolve().parent.parent
 # As a workflow of GitHub's names the repository that it builds from.
 HOME = "https://server.example/owner/name"
+# Folders of sources that are packages in normforge; runtime/ is normforge itself.
+INNER = ("codegen", "generated", "templates", "tools")
 
 # A mode that normforge's own table lacks: only the user's folder can serve it.
 MANIFEST = """\
@@ -41,39 +45,22 @@ groups:
 
 
 @dataclass(frozen=True)
-class Installed:
-    """A virtual environment that holds the wheel and, through a .pth file, this process's dependencies."""
-
-    environment: Path
-    added: set[str]
-
-    def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the installed `normforge` command outside the repository."""
-        return self._run("normforge", *argv, cwd=cwd, **variables)
-
-    def python(self, code: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run code in the environment, likewise."""
-        return self._run("python", "-c", code, cwd=cwd, **variables)
-
-    def _run(self, program: str, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(
-            [self.environment / "bin" / program, *argv],
-            cwd=cwd,
-            env=inherited | {"TRITON_INTERPRET": "1"} | variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-
-@dataclass(frozen=True)
 class Built:
-    """A wheel, the folder that it was unpacked into, and files that building left beside the sources."""
+    """A wheel, the folder that the wheel was unpacked into, and files that building left beside the sources."""
 
     wheel: Path
     packages: Path
     left_in_clone: set[str]
+
+
+def _files(folder: Path) -> set[str]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if "__pycache__" not in path.parts}
+
+
+def _python(*arguments: str | Path) -> None:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -82,41 +69,45 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     base = tmp_path_factory.mktemp("wheel")
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
-    cloned = _files(source, "**/*")
+    cloned = _files(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GITHUB_SERVER_URL", HOME.removesuffix("/owner/name"))
         patch.setenv("GITHUB_REPOSITORY", "owner/name")
-        _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
+        _python("-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
     (wheel,) = (base / "dist").glob("*.whl")
     shutil.unpack_archive(wheel, base / "unpacked", "zip")
-    return Built(wheel, base / "unpacked", _files(source, "**/*") - cloned)
+    return Built(wheel, base / "unpacked", _files(source) - cloned)
 
 
 @pytest.fixture(scope="module")
-def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def run(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return what runs a command in an environment of the wheel, with this process's dependencies by a .pth file."""
     environment = tmp_path_factory.mktemp("installed") / "environment"
-    _python(sys.executable, "-m", "venv", "--without-pip", environment)
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    before = _names(packages)
+    _python("-m", "venv", "--without-pip", environment)
     options = ("install", "--quiet", "--no-index", "--no-deps")
-    _python(sys.executable, "-m", "pip", "--python", environment, *options, built.wheel)
-    added = _names(packages) - before
-    (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
-    return Installed(environment, added)
+    _python("-m", "pip", "--python", environment, *options, built.wheel)
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program: str, *argv: str, cwd: Path, status: int = 0, **variables: str) -> str:
+        done = subprocess.run(
+            [environment / "bin" / program, *argv],
+            cwd=cwd,
+            env=inherited | {"TRITON_INTERPRET": "1"} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
-def _names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def _python(*command: str | Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@THOROUGH
-def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
-    assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
+def test_only_normforge_lands_in_site_packages(built: Built) -> None:
+    expected = {"normforge", f"normforge-{normforge.__version__}.dist-info"}
+    assert {path.name for path in built.packages.iterdir()} == expected
 
 
 def test_building_leaves_nothing_in_the_clone(built: Built) -> None:
@@ -158,61 +149,32 @@ def test_its_size_is_what_the_readme_says(built: Built) -> None:
     assert float(said[1]) / 3 < built.wheel.stat().st_size / 1e6 < float(said[1])
 
 
-# Folders of sources, the packages that have them in the wheel, and their files.
-SOURCES = (
-    ("runtime", "normforge", "**/*.py"),
-    ("runtime", "normforge", "py.typed"),
-    ("runtime", "normforge", "**/*.c"),
-    ("codegen", "normforge/codegen", "*.py"),
-    ("codegen/tiles", "normforge/codegen/tiles", "*.yaml"),
-    ("generated", "normforge/generated", "*.py"),
-    ("templates", "normforge/templates", "*"),
-    ("tools", "normforge/tools", "*.py"),
-)
-
-
 def test_every_source_is_in_the_wheel(built: Built) -> None:
-    for folder, package, pattern in SOURCES:
-        expected = _files(ROOT / folder, pattern)
-        assert expected
-        there = _files(built.packages / package, pattern)
-        others = ("codegen/", "generated/", "tools/") if package == "normforge" else ()
-        assert {name for name in there if not name.startswith(others)} == expected, (folder, pattern)
-
-
-def _files(folder: Path, pattern: str) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.glob(pattern) if path.is_file()}
+    inner = {f"{folder}/{name}" for folder in INNER for name in _files(ROOT / folder)}
+    assert _files(built.packages / "normforge") == inner | _files(ROOT / "runtime")
 
 
 @THOROUGH
-def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_path: Path) -> None:
+def test_a_users_own_kernels_are_generated_and_run(run: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MANIFEST)
-    generated = installed.run("generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)
-    assert generated.returncode == 0, generated.stdout + generated.stderr
-    mine = {"NORMFORGE_INSTANCES": "kernels", "NORMFORGE_ON_MISS": "error"}
-
-    listed = installed.run("list", cwd=tmp_path, **mine)
-    assert "1 of 1 instances" in listed.stdout, listed.stderr
-
-    ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", "-save_mv", "1", cwd=tmp_path, **mine)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "ln_fwd_fp16_xb_mv_n64" in ran.stdout
-    assert ran.stdout.split()[-2:] == ["valid", "yes"]
-
-    missed = installed.run("run", "-m", "4", "-n", "64", cwd=tmp_path, **mine)
-    assert missed.returncode == 2
-    assert "ln_fwd_fp16" in missed.stderr
+    run("normforge", "generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)
+    mine: dict[str, Any] = {"cwd": tmp_path, "NORMFORGE_INSTANCES": "kernels", "NORMFORGE_ON_MISS": "error"}
+    problem = ("normforge", "run", "-m", "4", "-n", "64")
+    assert "1 of 1 instances" in run("normforge", "list", **mine)
+    ran = run(*problem, "-xbias", "1", "-save_mv", "1", **mine)
+    assert "ln_fwd_fp16_xb_mv_n64" in ran
+    assert re.search(r"^valid +yes$", ran, re.MULTILINE)
+    assert "ln_fwd_fp16" in run(*problem, status=2, **mine)
 
 
 @THOROUGH
-def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> None:
-    ran = installed.run("run", "-m", "4", "-n", "64", cwd=tmp_path, NORMFORGE_ON_MISS="error")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "ln_fwd_fp16_n128" in ran.stdout
+def test_the_kernels_it_came_with_run(run: Callable[..., str], tmp_path: Path) -> None:
+    ran = run("normforge", "run", "-m", "4", "-n", "64", cwd=tmp_path, NORMFORGE_ON_MISS="error")
+    assert "ln_fwd_fp16_n128" in ran
 
 
 @THOROUGH
-def test_engines_find_their_plugs(installed: Installed, tmp_path: Path) -> None:
+def test_engines_find_their_plugs(run: Callable[..., str], tmp_path: Path) -> None:
     """Loaded as engines load them, where no engine is: what is registered is theirs to say, later."""
     code = """
 from importlib.metadata import entry_points
@@ -220,13 +182,12 @@ for group in ("vllm.general_plugins", "sglang.srt.plugins"):
     (plug,) = [each for each in entry_points(group=group) if each.name == "normforge"]
     print(plug.load().__module__)
 """
-    found = installed.python(code, cwd=tmp_path)
-    assert found.stdout.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"], found.stderr
+    found = run("python", "-c", code, cwd=tmp_path)
+    assert found.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"]
 
 
 @THOROUGH
-def test_a_repository_for_hugging_face_is_written(installed: Installed, tmp_path: Path) -> None:
-    wrote = installed.run("hub", "norms", cwd=tmp_path)
-    assert wrote.returncode == 0, wrote.stderr
+def test_a_repository_for_hugging_face_is_written(run: Callable[..., str], tmp_path: Path) -> None:
+    run("normforge", "hub", "norms", cwd=tmp_path)
     for name in ("build.toml", "flake.nix", "torch-ext/normforge_norms/layers.py", "build/torch-cuda/metadata.json"):
         assert (tmp_path / "norms" / name).is_file()
