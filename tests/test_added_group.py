@@ -27,7 +27,7 @@ READERS = (
     *("tests/selection/test_table.py", "tests/test_wheel.py::test_its_size_is_what_the_readme_says"),
 )
 PAGE = "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/how-to/generate.md]"
-_QUICK = "not compile and not gpu and not thorough"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
 def run(tree: Path, *arguments: str) -> str:
@@ -45,14 +45,7 @@ def test_tests_pass_with_a_group_more(repository: Path) -> None:
         with (tree / "instances.yaml").open("a") as manifest:
             manifest.write(GROUP)
         assert "0 removed" in run(tree, "generate.py")
-        run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", _QUICK, *READERS)
-        assert "1 passed" in run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", PAGE)
-        assert "2 passed" in run(
-            tree,
-            "-m",
-            "pytest",
-            "-q",
-            "tests/kernels/test_instances.py",
-            "-k",
-            "rms_fwd_bf16_fp8_e5m2_dq_n and not rest",
-        )
+        run(tree, *PYTEST, "-m", "not compile and not gpu and not thorough", *READERS)
+        assert "1 passed" in run(tree, *PYTEST, PAGE)
+        new = "rms_fwd_bf16_fp8_e5m2_dq_n and not rest"
+        assert "2 passed" in run(tree, *PYTEST, "tests/kernels/test_instances.py", "-k", new)
