@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -106,12 +107,21 @@ def status_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return int(str(stop.code))
 
 
+def module_at(path: Path, name: str) -> Any:
+    """Import a file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    # A dataclass looks its module up there.
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, under this one's environment with these changes; None unsets a variable."""
-    merged = os.environ | {name: value for name, value in environment.items() if value is not None}
-    for name, value in environment.items():
-        if value is None:
-            merged.pop(name, None)
+    changed: dict[str, str | None] = {**os.environ, **environment}
+    merged = {name: value for name, value in changed.items() if value is not None}
     return subprocess.run([sys.executable, "-c", code], env=merged, capture_output=True, text=True, check=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,8 @@ from normforge.errors import DeviceError
 from normforge.override.served import OPERATORS
 from normforge.tools.cli import main
 from proving.cases import close
+
+from ..calling import module_at
 
 aten: Any = torch.ops.aten
 
@@ -35,11 +36,7 @@ def loaded(folder: Path) -> dict[str, Callable[..., Any]]:
     found = {}
     for place in folder.iterdir():
         file = min(file.name for file in place.iterdir() if file.name.startswith(f"{place.name}_implementation"))
-        spec = importlib.util.spec_from_file_location(f"op_{place.name}", place / file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = module_at(place / file, f"op_{place.name}")
         # A dot of an operator's name is two underscores.
         operator, overload = place.name.rsplit("__", 1)
         assert hasattr(getattr(aten, operator), overload)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from normforge.codegen import cli as generator
 from normforge.tools import list_instances
 from normforge.tools.cli import VERBS
 
-from ..calling import printed
+from ..calling import printed, python
 from ..thorough import THOROUGH
 from .command_line import TABLE, status
 
@@ -26,15 +25,9 @@ SMALL = ["run", "-m", "3", "-n", "48"]
 
 def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own, where no GPU is to be seen and only `environment` speaks of Triton."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "normforge", *argv],
-        env=inherited | hidden | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    hidden: dict[str, str | None] = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    code = f"import runpy, sys; sys.argv[1:] = {argv!r}; runpy.run_module('normforge', run_name='__main__')"
+    return python(code, **(hidden | environment))
 
 
 def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
-import importlib.util
 import json
 import re
 import runpy
@@ -29,6 +28,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import source_of
 from normforge.tools.cli import main
 
+from ..calling import module_at
 from ..thorough import THOROUGH
 
 VARIANT = Path("build", "torch-cuda")
@@ -48,12 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def package(folder: Path) -> Iterator[Any]:
     """The package of a variant, imported as kernels 0.17's importer does it: by its metadata's id."""
     name = json.loads((folder / VARIANT / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, folder / VARIANT / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield module_at(folder / VARIANT / "__init__.py", name)
     for each in [each for each in sys.modules if each.partition(".")[0] == name]:
         del sys.modules[each]
 
