@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
+import inspect
 import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -137,9 +140,7 @@ def test_a_folder_is_brought_up_to_date_and_others_files_are_left(
 class Module(torch.nn.Module):
     """A module with what a layer's forward reads: parameters, and an epsilon under every name."""
 
-    def __init__(
-        self, package: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, affine: bool = True
-    ) -> None:
+    def __init__(self, package: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, affine: bool = True):
         super().__init__()
         self.normalized_shape = shape
         self.eps = self.variance_epsilon = EPS
@@ -147,9 +148,8 @@ class Module(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(shape).to(dtype)) if affine and name == "LayerNorm" else None
         self.layer = getattr(package.layers, name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer.forward(self, x)
-        return y
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer.forward(self, x)
 
 
 def expected(name: str, shape: tuple[int, ...], x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.Tensor:
@@ -288,30 +288,23 @@ def of_repository(
     launch = package.layers.norms.launch
     found: Described = []
 
-    class Kernel:
-        def __init__(self, symbol: str, names: tuple[str, ...]) -> None:
-            self.symbol, self.names = symbol, names
+    def noting(symbol: str, names: Sequence[str]) -> Any:
+        def launched(grid: tuple[int, ...], **given: Any) -> None:
+            told = {name for name in given if name not in names or (name.isupper() and name != "M")}
+            found.append((symbol, {name: given[name] for name in told}, grid))
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def record(**given: Any) -> None:
-                options = {name for name in given if name not in self.names}
-                told = {name: given[name] for name in self.names if name.isupper() and name != "M"}
-                found.append((self.symbol, {**told, **{name: given[name] for name in options}}, grid))
-
-            return record
+        kernel = MagicMock()
+        kernel.__getitem__.side_effect = lambda grid: partial(launched, grid)
+        return kernel
 
     def kernel(mode: str, part: str) -> Any:
         _, names = original(mode, part)
-        return Kernel(f"{mode}_{part}", names), names
+        return noting(f"{mode}_{part}", names), names
 
-    original = launch._kernel
-    finaliser = launch.finalise.sum_partials
-    summing = (
-        tuple(finaliser.arg_names) if hasattr(finaliser, "arg_names") else tuple(finaliser.fn.__code__.co_varnames)
-    )
+    original, sums = launch._kernel, launch.finalise.sum_partials
     with monkeypatch.context() as patch:
         patch.setattr(launch, "_kernel", kernel)
-        patch.setattr(launch.finalise, "sum_partials", Kernel("sum_partials", summing))
+        patch.setattr(launch.finalise, "sum_partials", noting("sum_partials", inspect.getfullargspec(sums.fn).args))
         patch.setattr(launch, "_device", lambda _: (target.arch, target.warp_size, target.multiprocessors))
         patch.setattr(launch, "INTERPRETED", False)
         dtype = {word: dtype for dtype, word in launch.DTYPES.items()}[mode.dtype_in.value]
