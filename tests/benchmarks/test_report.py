@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.report import tables_of
-from benchmarks.results import Results
 
 from .small import results
 
 LARGE, LONG = (Cell(Task.FORWARD, Norm.LAYER, 32768 * 4096 // n, n, group="256 MiB") for n in (4096, 8192))
 
 
-@pytest.fixture
-def forward() -> Results:
-    return results(
-        "forward",
-        (LARGE, "copy", 100.0),
-        (LARGE, "eager", 200.0),
-        (LARGE, "quack", 110.0),
-        (LARGE, "normforge", 104.0),
-        (LONG, "copy", 100.0),
-        (LONG, "eager", 130.0),
-        (LONG, "quack", 0.0),
-        (LONG, "normforge", 125.0),
-    )
-
-
-def test_a_table_has_a_line_a_cell_and_names_failures(forward: Results, tmp_path: Path) -> None:
-    forward.save(tmp_path)
+def test_a_table_has_a_line_a_cell_and_names_failures(tmp_path: Path) -> None:
+    times = {
+        LARGE: {"copy": 100.0, "eager": 200.0, "quack": 110.0, "normforge": 104.0},
+        LONG: {"copy": 100.0, "eager": 130.0, "quack": 0.0, "normforge": 125.0},
+    }
+    results("forward", *((cell, name, us) for cell, row in times.items() for name, us in row.items())).save(tmp_path)
     (((line, (grid,)),)) = tables_of(tmp_path).items()
     assert line == "Measured on a test, revision none."
     assert grid.title == "Forward: forward, ln_bf16"

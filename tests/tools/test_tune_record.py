@@ -103,14 +103,6 @@ def head(out: Path) -> list[str]:
     return tile_tables.read_head(out).splitlines()
 
 
-def joined(comments: list[str]) -> str:
-    return " ".join(line.removeprefix("# ") for line in comments)
-
-
-def report(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_run_that_ends_early_has_its_finished_rows_and_goes_on_behind_them(
     interrupted: bool, bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
@@ -289,7 +281,7 @@ def test_several_write_one_table_at_once(out: Path) -> None:
     table = tile_tables.read_table(out)
     assert [len(table.rows[kind]) for kind in CLASSES[:2]] == [8, 8]
     assert set(Record(out, None, environment).resume(rows).kept) == set(rows)
-    said = joined(head(out))
+    said = " ".join(line.removeprefix("# ") for line in head(out))
     assert said.count("Measured by") == 1
     assert said.endswith(": fwd_16bit 1..3072, fwd_16bit_rms 1..3072")
     assert sorted(path.name for path in out.parent.iterdir()) == ["sm_90.jsonl", "sm_90.yaml"]
