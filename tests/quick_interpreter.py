@@ -23,9 +23,9 @@ def install() -> None:
     # Looked through before a launch has replaced anything: a device function may know another of them than its kernel.
     for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins_of(package)
-    interpreter._patch_builtin = _patch_builtin(interpreter)
-    interpreter._patch_lang = _patch_lang(interpreter)
-    interpreter._get_np_dtype = _get_np_dtype(interpreter)
+    interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_lang
+    interpreter._get_np_dtype = _get_np_dtype
     builder = interpreter.interpreter_builder
     # Each sum, difference and product of integers is computed again in 64 bits, for an assertion that is only made in
     # debug mode: 30 % of the time that kernels took.
@@ -50,37 +50,27 @@ def _is_replaced(language: Any) -> bool:
     return not (tl.core.is_builtin(language.load) or tl.core.is_builtin(language.tensor.__add__))
 
 
-def _patch_builtin(interpreter: ModuleType) -> Callable[..., None]:
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        for name in _builtins_of(package):
-            member = getattr(package, name)
-            if tl.core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    return patch_builtin
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins_of(package):
+        member = getattr(package, name)
+        if tl.core.is_builtin(member):
+            interpreter._patch_attr(package, name, member, builder, scope)
 
 
-def _patch_lang(interpreter: ModuleType) -> Callable[..., Any]:
-    patch = interpreter._patch_lang
-
-    def patch_lang(function: Callable[..., Any]) -> Any:
-        languages = _languages_of(function)
-        if languages and all(map(_is_replaced, languages)):
-            return interpreter._LangPatchScope()
-        return patch(function)
-
-    return patch_lang
+_patch_whole_lang, _np_dtype_of_element = interpreter._patch_lang, cache(interpreter._get_np_dtype)
 
 
-def _get_np_dtype(interpreter: ModuleType) -> Callable[..., Any]:
-    of_element = cache(interpreter._get_np_dtype)
+def _patch_lang(function: Callable[..., Any]) -> Any:
+    languages = _languages_of(function)
+    if languages and all(map(_is_replaced, languages)):
+        return interpreter._LangPatchScope()
+    return _patch_whole_lang(function)
 
-    def get_np_dtype(dtype: Any) -> Any:
-        # A block's type has no hash, and a pointer's is that of its name.
-        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        return of_element(tl.uint64 if isinstance(element, tl.pointer_type) else element)
 
-    return get_np_dtype
+def _get_np_dtype(dtype: Any) -> Any:
+    # A block's type has no hash, and a pointer's is that of its name.
+    element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    return _np_dtype_of_element(tl.uint64 if isinstance(element, tl.pointer_type) else element)
 
 
 def _remember_shapes() -> None:

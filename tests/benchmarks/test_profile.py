@@ -16,39 +16,39 @@ from normforge.kernels import obtain as obtaining
 from normforge.selection import dispatch
 
 MARK = "a call"
-GPU, HOST, AUTOGRAD = 0, 4242, 4243
+HOST, AUTOGRAD = 4242, 4243
 
 MAIN = Kernel("ln_bwd_bf16_one_pass", (264, 1, 1), 512, 128, 4096, 50, 2.0)
 FINALISE = Kernel("ln_bwd_bf16_finalise", (64, 1, 1), 128, 40, 0, 3, 64 / 132)
 FLUSH = Kernel("void at::native::vectorized_elementwise_kernel<...>", (1048576, 1, 1), 128, 16, 0, 100, 7943.76)
 
 
-def _range(ts: float, dur: float, cat: str = "user_annotation", name: str = MARK) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": HOST, "tid": HOST, "ts": ts, "dur": dur, "args": {}}
+def _event(cat: str, name: str, ts: float, dur: float, thread: int = HOST, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": HOST, "tid": thread, "ts": ts, "dur": dur, "args": args}
+
+
+def _range(ts: float, dur: float) -> dict[str, Any]:
+    return _event("user_annotation", MARK, ts, dur)
 
 
 def _launch(
     kernel: Kernel, asked: float, ts: float, dur: float, correlation: int, thread: int = HOST
 ) -> list[dict[str, Any]]:
     """The events of a launch, as Kineto writes them: the driver's function, what ran, and the arrow between them."""
-    assert kernel.grid is not None
-    args = {
-        "device": GPU,
-        "correlation": correlation,
+    about = {
         "registers per thread": kernel.registers,
         "shared memory": kernel.shared_bytes,
         "blocks per SM": kernel.programs_per_sm,
-        "grid": list(kernel.grid),
+        "grid": kernel.grid,
         "block": [kernel.threads, 1, 1],
         "est. achieved occupancy %": kernel.occupancy_percent,
     }
-    arrow = {"id": correlation, "cat": "ac2g", "name": "ac2g"}
-    launch = _range(asked, 3.0, "cuda_driver", "cuLaunchKernelEx")
+    arrow = {"id": correlation, "cat": "ac2g", "name": "ac2g", "pid": HOST, "tid": thread, "ts": asked}
     return [
-        launch | {"tid": thread, "args": {"cbid": 652, "correlation": correlation}},
-        {"ph": "s", **arrow, "pid": HOST, "tid": thread, "ts": asked},
-        _range(ts, dur, "kernel", kernel.name) | {"pid": GPU, "tid": 7, "args": args},
-        {"ph": "f", **arrow, "pid": GPU, "tid": 7, "ts": ts, "bp": "e"},
+        _event("cuda_driver", "cuLaunchKernelEx", asked, 3.0, thread, correlation=correlation),
+        {"ph": "s", **arrow},
+        _event("kernel", kernel.name, ts, dur, correlation=correlation, **about),
+        {"ph": "f", **arrow, "ts": ts, "bp": "e"},
     ]
 
 
@@ -57,9 +57,9 @@ def _trace(*events: Any) -> dict[str, Any]:
     flat = [event for each in events for event in (each if isinstance(each, list) else [each])]
     named = {"ph": "M", "name": "process_name", "ts": 0.0, "pid": HOST, "tid": 0, "args": {"name": "python"}}
     end = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 9000.0}
-    span = _range(0.0, 9000.0, "Trace", "PyTorch Profiler (0)")
+    span = _event("Trace", "PyTorch Profiler (0)", 0.0, 9000.0)
     # What a device did for a range: it begins late, and lacks what other threads launched.
-    mirrored = _range(700.0, 60.0, "gpu_user_annotation")
+    mirrored = _event("gpu_user_annotation", MARK, 700.0, 60.0)
     return {"schemaVersion": 1, "deviceProperties": [], "traceEvents": [named, *flat, span, mirrored, end]}
 
 

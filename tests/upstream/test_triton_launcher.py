@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from inspect import Parameter, Signature
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import triton
 
 from normforge.upstream import triton_launcher
+from normforge.upstream.triton_launcher import DECLARED
 
 GRID, STREAM, FUNCTION, METADATA = (5, 2, 1), 1234, 99, (4, 1, 0)
 VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
@@ -20,44 +22,22 @@ VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
 ARGUMENTS = triton_launcher.Arguments(itemgetter(1, 0, 3, 2, 4), len(VALUES), FIXED, device=0)
 TAKEN = (0x20, 0x10, 64, 7, 128)
 
+# The parameters of launchers that Triton 3.6 makes, and Triton from 3.7 on.
+TAKEN_BY_36, TAKEN_BY_37 = DECLARED
+
 Calls = list[tuple[Any, ...]]
 
 
-def declared_36(calls: Calls, **attributes: Any) -> Any:
-    """A launcher as Triton 3.6 makes them."""
+def launcher(takes: tuple[str, ...], calls: Calls, **attributes: Any) -> Any:
+    """A launcher that declares these parameters."""
 
     class CudaLauncher:
-        def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
-            calls.append(("launcher", gridX, gridY, gridZ, stream, function, *args))
+        def __call__(self, *given: Any) -> None:
+            calls.append(("launcher", *given))
 
-    return with_attributes(CudaLauncher(), calls, attributes)
-
-
-def declared_37(calls: Calls, **attributes: Any) -> Any:
-    """A launcher as Triton makes them from 3.7 on."""
-
-    class CudaLauncher:
-        def __call__(
-            self,
-            gridX: int,
-            gridY: int,
-            gridZ: int,
-            stream: int,
-            function: int,
-            kernel_metadata: Any,
-            launch_metadata: Any,
-            launch_enter_hook: Any,
-            launch_exit_hook: Any,
-            *args: Any,
-        ) -> None:
-            head = (gridX, gridY, gridZ, stream, function)
-            hooked = (kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook)
-            calls.append(("launcher", *head, *hooked, *args))
-
-    return with_attributes(CudaLauncher(), calls, attributes)
-
-
-def with_attributes(launcher: Any, calls: Calls, attributes: dict[str, Any]) -> Any:
+    call: Any = CudaLauncher.__call__
+    call.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in takes])
+    made = CudaLauncher()
     usual = {
         "launch": lambda *given: calls.append(("C", *given)),
         "launch_cooperative_grid": True,
@@ -67,8 +47,8 @@ def with_attributes(launcher: Any, calls: Calls, attributes: dict[str, Any]) -> 
         "arg_annotations": "annotations",
         "kernel_signature": b"signature",
     }
-    vars(launcher).update(usual | attributes)
-    return launcher
+    vars(made).update(usual | attributes)
+    return made
 
 
 def compiled(launcher: Any) -> Any:
@@ -78,10 +58,10 @@ def compiled(launcher: Any) -> Any:
     return SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA, launch_metadata=metadata)
 
 
-def bound(declared: Any, **attributes: Any) -> tuple[triton_launcher.Launch, Calls]:
+def bound(takes: tuple[str, ...], **attributes: Any) -> tuple[triton_launcher.Launch, Calls]:
     """Return a launch by a launcher that is declared so, and a list of the calls that it makes."""
     calls: Calls = []
-    launch = triton_launcher.bind(compiled(declared(calls, **attributes)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(launcher(takes, calls, **attributes)), ARGUMENTS)
     assert launch is not None
     return launch, calls
 
@@ -102,42 +82,44 @@ def hook() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("declared", "others"),
+    ("takes", "others"),
     [
-        (declared_36, (None, None, METADATA, None, None, None, *TAKEN)),
-        (declared_37, (METADATA, *[None] * 5, "annotations", b"signature", TAKEN)),
+        (TAKEN_BY_36, (None, None, METADATA, None, None, None, *TAKEN)),
+        (TAKEN_BY_37, (METADATA, *[None] * 5, "annotations", b"signature", TAKEN)),
     ],
 )
-def test_each_release_is_given_its_arguments_as_it_takes_them(declared: Any, others: tuple[Any, ...]) -> None:
-    launch, calls = bound(declared)
+def test_each_release_is_given_its_arguments_as_it_takes_them(takes: tuple[str, ...], others: tuple[Any, ...]) -> None:
+    launch, calls = bound(takes)
     launch(GRID, VALUES)
     assert calls == [("C", *GRID, STREAM, FUNCTION, True, False, *others)]
 
 
-@pytest.mark.parametrize("declared", [declared_36, declared_37])
+@pytest.mark.parametrize("takes", DECLARED)
 @pytest.mark.parametrize("more", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"gsan_enabled": True}])
-def test_a_launch_that_is_more_than_one_call_goes_through_the_launcher(declared: Any, more: dict[str, Any]) -> None:
-    launch, calls = bound(declared, **more)
+def test_a_launch_that_is_more_than_one_call_goes_through_the_launcher(
+    takes: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    launch, calls = bound(takes, **more)
     launch(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
 
 
 def test_another_vendors_launcher_is_called_itself() -> None:
     calls: Calls = []
-    launcher = declared_37(calls)
-    type(launcher).__name__ = "HIPLauncher"
-    del launcher.global_scratch_size
-    launch = triton_launcher.bind(compiled(launcher), ARGUMENTS)
+    theirs = launcher(TAKEN_BY_37, calls)
+    type(theirs).__name__ = "HIPLauncher"
+    del theirs.global_scratch_size
+    launch = triton_launcher.bind(compiled(theirs), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
 
 
-@pytest.mark.parametrize("declared", [declared_36, declared_37])
+@pytest.mark.parametrize("takes", DECLARED)
 def test_hooks_are_honoured_from_when_they_are_set(
-    declared: Any, hook: list[Any], monkeypatch: pytest.MonkeyPatch
+    takes: tuple[str, ...], hook: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, calls = bound(declared)
+    launch, calls = bound(takes)
     launch(GRID, VALUES)
     hooks = triton.knobs.runtime
     hooked = (f"about {GRID} {STREAM} 5", hooks.launch_enter_hook, hooks.launch_exit_hook)
@@ -151,31 +133,22 @@ def test_hooks_are_honoured_from_when_they_are_set(
     assert calls[2] == ("launcher", *GRID, STREAM, FUNCTION, METADATA, *hooked[:2], print, *TAKEN)
 
 
-class Unknown:
-    """A launcher of a release to come."""
-
-    def __call__(self, launch: Any) -> None:
-        raise AssertionError(f"called with {launch}")
-
-
-class Renamed:
-    """One that does without an attribute."""
-
-    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
-        raise AssertionError("called")
-
-
-Renamed.__name__ = "CudaLauncher"
+def renamed() -> Any:
+    """A launcher that does without its attributes."""
+    made = launcher(TAKEN_BY_37, [])
+    vars(made).clear()
+    return made
 
 
 @pytest.mark.parametrize(
-    ("launcher", "why"), [(Unknown(), "it takes self, launch"), (Renamed(), "global_scratch_size")]
+    ("unknown", "why"),
+    [(launcher(("self", "launch"), []), "it takes self, launch"), (renamed(), "global_scratch_size")],
 )
 def test_what_is_not_known_is_left_alone_and_said_once(
-    launcher: Any, why: str, caplog: pytest.LogCaptureFixture
+    unknown: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "normforge"):
-        assert [triton_launcher.bind(compiled(launcher), ARGUMENTS) for _ in range(3)] == [None] * 3
+        assert [triton_launcher.bind(compiled(unknown), ARGUMENTS) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert why in record.getMessage()
     assert "public interface" in record.getMessage()
@@ -194,5 +167,5 @@ def test_the_triton_here_is_known() -> None:
     from triton.backends.amd.driver import HIPLauncher
     from triton.backends.nvidia.driver import CudaLauncher
 
-    for launcher in (CudaLauncher, HIPLauncher):
-        assert triton_launcher.declared(launcher) in triton_launcher.DECLARED
+    for declares in (CudaLauncher, HIPLauncher):
+        assert triton_launcher.declared(declares) in DECLARED
