@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,13 +33,6 @@ class Block:
     line: int
     language: str
     text: str
-
-    @property
-    def source(self) -> str:
-        """Return the block's Python code; of a session, without the output."""
-        if self.language == "python":
-            return self.text
-        return "".join(example.source for example in doctest.DocTestParser().get_examples(self.text))
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line} ({self.language})"

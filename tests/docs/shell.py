@@ -99,10 +99,8 @@ def make_shell(base: Path) -> Shell:
         path = shell.bin / name
         path.write_text(_STAND_IN.format(calls=str(shell.calls)))
         path.chmod(0o755)
-    for name in (".venv/bin/pytest", ".venv/bin/python"):
-        path = shell.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(shell.bin / path.name)
+    (shell.folder / ".venv").mkdir()
+    (shell.folder / ".venv" / "bin").symlink_to(shell.bin)
     return shell
 
 
