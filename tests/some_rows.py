@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from normforge.codegen.instance import Tiles
-from normforge.selection.table import Entry, Table
+from normforge.selection.table import Table
 
 
 def with_some(tiles: Tiles) -> Tiles:
@@ -17,8 +17,5 @@ class SomeTable(Table):
     """Another table, with such tiles."""
 
     def __init__(self, table: Table) -> None:
-        super().__init__(table.where, map(_with_some, table))
-
-
-def _with_some(entry: Entry) -> Entry:
-    return replace(entry, tiles=tuple((arch, with_some(tiles)) for arch, tiles in entry.tiles))
+        tiles = (tuple((arch, with_some(tiles)) for arch, tiles in entry.tiles) for entry in table)
+        super().__init__(table.where, map(lambda entry, tiles: replace(entry, tiles=tiles), table, tiles))
