@@ -184,10 +184,3 @@ for group in ("vllm.general_plugins", "sglang.srt.plugins"):
 """
     found = run("python", "-c", code, cwd=tmp_path)
     assert found.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"]
-
-
-@THOROUGH
-def test_a_repository_for_hugging_face_is_written(run: Callable[..., str], tmp_path: Path) -> None:
-    run("normforge", "hub", "norms", cwd=tmp_path)
-    for name in ("build.toml", "flake.nix", "torch-ext/normforge_norms/layers.py", "build/torch-cuda/metadata.json"):
-        assert (tmp_path / "norms" / name).is_file()

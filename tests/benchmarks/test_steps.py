@@ -39,14 +39,10 @@ WIDTHS = {
 }
 
 
-def named(provider: Provider) -> str:
-    return provider.name
-
-
 # A row of one chunk, one whose stride only 8 divides, and one of two chunks of which the last is masked.
 @pytest.mark.parametrize("n", [96, 1000, 1032])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("provider", [*FORWARD, *BACKWARD], ids=named)
+@pytest.mark.parametrize("provider", [*FORWARD, *BACKWARD], ids=lambda provider: provider.name)
 def test_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
     task, m, group = (Task.FORWARD, 3, "forward") if provider in FORWARD else (Task.BACKWARD, 7, "backward")
     inputs = make_inputs(Cell(task, Norm.LAYER, m, n, dtype, group=f"steps, {group}"), torch.device("cpu"))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pages import section
+
 from ..test_examples import example
 from ..thorough import THOROUGH
 from .pages import ROOT, doc, links
@@ -22,8 +24,7 @@ def script() -> Any:
 
 @pytest.mark.parametrize("name", ["variances", "sums"])
 def test_tables_are_what_the_script_computes(script: Any, name: str) -> None:
-    between = PAGE.read_text().partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0]
-    assert between.strip() == script.TABLES[name]()
+    assert section(PAGE, name) == script.TABLES[name]()
 
 
 def test_a_pivot_alone_keeps_rows_far_from_zero(script: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,11 +41,8 @@ def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == f"2 of {len(every)} instances"
 
 
-def interrupt(*_: object, **__: object) -> int:
-    raise KeyboardInterrupt
-
-
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(list_instances, "main", interrupt)
     assert status("list") == 130
     assert capsys.readouterr().err == "normforge list: interrupted\n"

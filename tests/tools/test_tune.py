@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,33 +109,41 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     assert outcome.winner.tile == tiles[-1] != outcome.present == present
 
 
-@THOROUGH
-def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[..., None]) -> None:
-    case = Case(PLAIN, N128, Size.LARGE)
-    present, other, *_ = case.tiles(CARD.device)
-    for ms, expected in ((0.995, present), (0.98, other)):
-        clock(lambda tile, _, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))
-        outcome, winner = decided(case)
-        assert (winner.tile, outcome.present, outcome.present_ms) == (expected, present, 1.0)
+MANY = Tile(Pipeline.ROWS, 2, 128, 8)
 
 
+# The times of the first tiles for many rows and for a few, and the place of the tile that wins.
 @pytest.mark.usefixtures("few_tiles")
-def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for_a_few(
-    clock: Callable[..., None],
+@pytest.mark.parametrize(
+    ("size", "ms", "few_ms", "wins"),
+    [
+        # The present tile, which is the first, stays unless another is clearly faster.
+        (Size.LARGE, [1.0, 0.995], [], 0),
+        (Size.LARGE, [1.0, 0.98], [], 1),
+        # The tile for every M is fast for many rows, and the fastest of those for a few.
+        (Size.INVARIANT, [1.0, 1.02, 1.05], [1.0, 0.9, 0.1], 1),
+        (Size.INVARIANT, [1.0, 1.02, 1.05], [1.0, 0.995, 0.1], 0),
+        (Size.INVARIANT, [1.2, 1.02, 1.0], [0.1, 0.9, 0.8], 2),
+        # Some rows get a tile that is clearly faster than that for many, which is the second.
+        (Size.SOME, [2.0, 1.0, 0.98], [2.0, 1.0, 0.98], 2),
+        (Size.SOME, [2.0, 1.0, 0.995], [2.0, 1.0, 0.995], 1),
+        (Size.SOME, [0.98, 1.0, 0.975], [0.98, 1.0, 0.975], 0),
+        (Size.SOME, [0.995, 1.0, 0.99], [0.995, 1.0, 0.99], 1),
+    ],
+)
+def test_the_tile_that_wins(
+    size: Size, ms: list[float], few_ms: list[float], wins: int, clock: Callable[..., None]
 ) -> None:
-    case = Case(PLAIN, N128, Size.INVARIANT)
-    present, other, third, *_ = case.tiles(CARD.device)
-    for many, few, expected in (
-        ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.9, third: 0.1}, other),
-        ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.995, third: 0.1}, present),
-        ({present: 1.2, other: 1.02, third: 1.0}, {present: 0.1, other: 0.9, third: 0.8}, third),
-    ):
-        clock(lambda tile, _, many=many: many.get(tile, 2.0), lambda tile, _, few=few: few.get(tile, 2.0))
-        outcome, winner = decided(case)
-        assert (winner.tile, winner.ms) == (expected, many[expected])
-        times = {each.tile: each.few_ms for each in outcome.tried if each.few_ms is not None}
-        assert expected in times
-        assert times.items() <= few.items()
+    case, many = Case(PLAIN, N128, size), MANY if size is Size.SOME else None
+    tiles = case.tiles(CARD.device, many)
+    of_many, of_few = (dict(zip(tiles, times, strict=False)) for times in (ms, few_ms))
+    clock(lambda tile, _: of_many.get(tile, 3.0), lambda tile, _: of_few.get(tile, 3.0))
+    outcome, winner = decided(case, SIZES, many)
+    assert (winner.tile, outcome.present, outcome.present_ms) == (tiles[wins], tiles[0], pytest.approx(ms[0]))
+    assert winner.ms == pytest.approx(ms[wins])
+    timed = {each.tile: each.few_ms for each in outcome.tried if each.few_ms is not None}
+    assert timed.items() <= of_few.items()
+    assert (winner.tile in timed) == (size is Size.INVARIANT)
 
 
 @pytest.mark.usefixtures("few_tiles")
@@ -175,24 +184,13 @@ def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(clock: Callable[
 
 
 @THOROUGH
-def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[..., None]) -> None:
+def test_some_rows_may_take_the_tile_that_a_run_finds_for_many(clock: Callable[..., None]) -> None:
     case = Case(PLAIN, N128, Size.SOME)
     assert case.rows(Sizes()) == (512, 1024, 2048)
-    many = Tile(Pipeline.ROWS, 2, 128, 8)
-    present, instead, other, *_ = tiles = case.tiles(CARD.device, many)
-    assert instead == many
+    _, instead, other, *_ = tiles = case.tiles(CARD.device, MANY)
+    assert instead == MANY
     both = {tile for size in (Size.LARGE, Size.SMALL) for tile in replace(case, size=size).tiles(CARD.device)[1:]}
     assert both <= {*tiles}
-    for ms, expected in (
-        ({present: 2.0, many: 1.0, other: 0.98}, other),
-        ({present: 2.0, many: 1.0, other: 0.995}, many),
-        ({present: 0.98, many: 1.0, other: 0.975}, present),
-        ({present: 0.995, many: 1.0, other: 0.99}, many),
-    ):
-        clock(lambda tile, _, ms=ms: ms.get(tile, 3.0))
-        _, winner = decided(case, SIZES, many)
-        assert winner.tile == expected
-    # What a run finds for many rows is what some are held against.
     clock(lambda tile, _: 1.0 if tile == other else 2.0)
     outcomes = tile_trials.Row(PLAIN, N128).decide(CARD.device, SIZES, lambda: None)
     assert {outcome.case.size for outcome in outcomes} == {*Size}
@@ -214,7 +212,7 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
         if trial.tile == wrong:
             run = replace(run, validate=lambda outputs: (Finding("y", 1.0, 0.0, ok=False),))
         if trial.tile == failing:
-            run = replace(run, call=out_of_registers)
+            run = replace(run, call=Mock(side_effect=RuntimeError("out of registers\nand more")))
         return check(trial, run)
 
     monkeypatch.setattr(tile_trials, "_why_not", why_not)
@@ -223,10 +221,6 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
         "y differ from the reference",
         "RuntimeError: out of registers",
     ]
-
-
-def out_of_registers() -> tuple[Any, ...]:
-    raise RuntimeError("out of registers\nand more")
 
 
 @THOROUGH
