@@ -118,11 +118,16 @@ def module_at(path: Path, name: str) -> Any:
     return module
 
 
-def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, under this one's environment with these changes; None unsets a variable."""
+def command(*argv: str | Path, cwd: Path | None = None, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Run a command under this process's environment with these changes; None unsets a variable."""
     changed: dict[str, str | None] = {**os.environ, **environment}
     merged = {name: value for name, value in changed.items() if value is not None}
-    return subprocess.run([sys.executable, "-c", code], env=merged, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, cwd=cwd, env=merged, capture_output=True, text=True, check=False)
+
+
+def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own; see `command`."""
+    return command(sys.executable, "-c", code, **environment)
 
 
 def printed(code: str, **environment: str | None) -> str:

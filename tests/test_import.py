@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import normforge
 from normforge import reference
 
-from .calling import printed, python
+from .calling import command, printed, python
 from .test_house import MOST_MODULES
 from .thorough import THOROUGH
 
@@ -71,8 +70,8 @@ def test_the_command_starts_without_torch(how: str, tmp_path: Path) -> None:
     script = tmp_path / "normforge"
     script.write_text("import sys\nfrom normforge.tools.cli import main\nsys.exit(main())\n")
     started = ["-m", "normforge"] if how == "module" else [str(script)]
-    command = [sys.executable, "-X", "importtime", *started, "generate", "--list"]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    process = command(sys.executable, "-X", "importtime", *started, "generate", "--list")
+    assert process.returncode == 0
     brought = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
     assert "normforge.tools.cli" in brought
     assert not {"torch", "triton"} & brought
@@ -85,9 +84,8 @@ def test_another_program_has_the_operators_though_it_is_started_as_a_module(modu
     (tmp_path / "theirs" / "__init__.py").write_text("import normforge\n")
     for name in ("__main__", "normforge"):
         (tmp_path / "theirs" / f"{name}.py").write_text("import torch; print(torch.ops.normforge.rmsnorm2d_fwd)\n")
-    command = [sys.executable, "-m", module]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == "normforge.rmsnorm2d_fwd"
+    process = command(sys.executable, "-m", module, cwd=tmp_path)
+    assert process.stdout.strip() == "normforge.rmsnorm2d_fwd", process.stderr
 
 
 def test_names_are_where_type_checkers_find_them() -> None:

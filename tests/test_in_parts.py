@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from .calling import command
 from .thorough import LONG, THOROUGH
 
 _PLUGIN = """
@@ -52,8 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, repository: Path, *options: str) -> tuple[int, str]:
     # Python's path holds the repository alone, so that `tests` is this package.
     code = f"import sys, pytest; sys.path.insert(0, {str(repository)!r}); sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = command(sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *options, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 import normforge
 
+from .calling import command
 from .thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,8 +57,8 @@ def _files(folder: Path) -> set[str]:
     return {str(path) for path in paths if "__pycache__" not in path.parts}
 
 
-def _python(*arguments: str | Path) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+def _python(*arguments: str | Path, **environment: str) -> None:
+    done = command(sys.executable, *arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -70,10 +69,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
     cloned = _files(source)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GITHUB_SERVER_URL", HOME.removesuffix("/owner/name"))
-        patch.setenv("GITHUB_REPOSITORY", "owner/name")
-        _python("-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
+    github = {"GITHUB_SERVER_URL": HOME.removesuffix("/owner/name"), "GITHUB_REPOSITORY": "owner/name"}
+    _python("-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source, **github)
     (wheel,) = (base / "dist").glob("*.whl")
     shutil.unpack_archive(wheel, base / "unpacked", "zip")
     return Built(wheel, base / "unpacked", _files(source) - cloned)
@@ -82,23 +79,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="module")
 def run(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return what runs a command in an environment of the wheel, with this process's dependencies by a .pth file."""
-    environment = tmp_path_factory.mktemp("installed") / "environment"
-    _python("-m", "venv", "--without-pip", environment)
+    home = tmp_path_factory.mktemp("installed") / "environment"
+    _python("-m", "venv", "--without-pip", home)
     options = ("install", "--quiet", "--no-index", "--no-deps")
-    _python("-m", "pip", "--python", environment, *options, built.wheel)
-    (packages,) = (environment / "lib").glob("python*/site-packages")
+    _python("-m", "pip", "--python", home, *options, built.wheel)
+    (packages,) = (home / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(program: str, *argv: str, cwd: Path, status: int = 0, **variables: str) -> str:
-        done = subprocess.run(
-            [environment / "bin" / program, *argv],
-            cwd=cwd,
-            env=inherited | {"TRITON_INTERPRET": "1"} | variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = command(home / "bin" / program, *argv, cwd=cwd, PYTHONPATH=None, TRITON_INTERPRET="1", **variables)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
@@ -14,7 +12,6 @@ import pytest
 from benchmarks.cells import Task
 from benchmarks.chosen import OVERVIEW, RESULTS
 from benchmarks.models.specs import SPECS
-from benchmarks.models.table import Row as ModelRow
 from benchmarks.models.table import load as load_models
 from benchmarks.overview import SECTION, overview
 from benchmarks.pages import section
@@ -175,24 +172,26 @@ def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profil
             assert checked.rule.suite == "host" or missed <= profiled
 
 
-def models(folder: str, step: str, dtype: str, run: str) -> Iterator[ModelRow]:
+def times(folder: str, step: str, run: str = "eager", dtype: str = "bf16") -> dict[tuple[str, str], float]:
+    """Return milliseconds by model and variant."""
     table = load_models(RESULTS / folder)
     assert table is not None
-    yield from (row for row in table.rows.values() if row.ms and row.key[1:4] == (dtype, step, run))
+    rows = [row for row in table.rows.values() if row.key[1:4] == (dtype, step, run)]
+    return {(row.model, row.variant): row.ms for row in rows if row.ms}
 
 
-def gains(folder: str, step: str, dtype: str, run: str, variant: str, of: str = "torch") -> dict[str, float]:
+def gains(folder: str, step: str = "train", variant: str = "patch", of: str = "torch", **at: str) -> dict[str, float]:
     """Return how many times the speed of another variant one has, by model."""
-    ms = {(row.model, row.variant): row.ms or math.nan for row in models(folder, step, dtype, run)}
+    ms = times(folder, step, **at)
     return {model: ms[model, of] / time for (model, name), time in ms.items() if name == variant and (model, of) in ms}
 
 
 def compiled(folder: str, step: str = "train") -> dict[str, float]:
-    return gains(folder, step, "bf16", "compile", "patch-passes")
+    return gains(folder, step, run="compile", variant="patch-passes")
 
 
 def test_what_models_gain_is_that_of_the_results() -> None:
-    trained = gains("h200-models", "train", "bf16", "eager", "patch")
+    trained = gains("h200-models")
     # Gemma 3 has a table of its own.
     assert trained.keys() == SPECS.keys() - {"gemma3"}
     mean, dit = geometric_mean(trained.values()), trained.pop("dit")
@@ -201,11 +200,11 @@ def test_what_models_gain_is_that_of_the_results() -> None:
     for page, between in ((README, ";"), (BENCHMARKS, ",")):
         form = "{:.2f} (GPT-2) to {:.2f} (Qwen3) times torch's speed, DiT at {:.2f}{} {:.2f} in the geometric mean"
         says(page, form, *figures, dit, between, mean)
-    autocast = gains("h200-models-again", "train", "autocast", "eager", "patch")
+    autocast = gains("h200-models-again", dtype="autocast")
     assert autocast.keys() == SPECS.keys() - {"gemma3"}
     form = "all eight train at {} times torch's speed, {:.2f} in the geometric mean"
     says(BENCHMARKS, form, span([*autocast.values()], ".2f"), geometric_mean(autocast.values()))
-    applied = gains("h200-models", "train", "bf16", "eager", "liger-apply", of="patch")
+    applied = gains("h200-models", variant="liger-apply", of="patch")
     form = "{:.2f}, {:.2f} and {:.2f} times as fast as `patch`"
     says(BENCHMARKS, form, *(applied[model] for model in ("llama", "qwen3", "gemma")))
 
@@ -224,11 +223,11 @@ def test_what_compiled_models_gain_is_that_of_the_results() -> None:
 
 
 def test_what_decoding_gains_is_that_of_the_results() -> None:
-    decoded = gains("h200-models", "decode", "bf16", "eager", "patch")
+    decoded = gains("h200-models", "decode")
     decoded.pop("gpt2")
     says(README, "RMSNorm models gain {}", span([*decoded.values()], ".2f"))
-    ms = {row.variant: row.ms for row in models("h200-models", "decode", "bf16", "eager") if row.model == "gpt2"}
-    says(README, "GPT-2 takes {:.1f} ms where torch takes {:.1f}", ms["patch"], ms["torch"])
+    ms = times("h200-models", "decode")
+    says(README, "GPT-2 takes {:.1f} ms where torch takes {:.1f}", ms["gpt2", "patch"], ms["gpt2", "torch"])
     runs = {(row["run"], row["variant"]): float(row["ms"]) for row in records("h200-models-decode", "models")}
     graphs, eager = ([runs[run, name] for name in ("patch-passes", "torch", "patch")] for run in ("graphs", "compile"))
     page = doc("torch-compile")
@@ -238,12 +237,12 @@ def test_what_decoding_gains_is_that_of_the_results() -> None:
 
 def test_what_models_gain_on_slower_hosts_is_that_of_the_results() -> None:
     slower = ("h200-models-again", "h200-models-third")
-    trained = [gains(folder, "train", "bf16", "eager", "patch") for folder in slower]
+    trained = [gains(folder) for folder in slower]
     (mean,) = {f"{geometric_mean(each.values()):.2f}" for each in trained}
     assert all(each["dit"] < 1 for each in trained)
     says(README, "On two slower hosts it was {}, and DiT gained nothing", mean)
     says(BENCHMARKS, "**On two slower hosts** the mean was {}.", mean)
-    decoded = [gains(folder, "decode", "bf16", "eager", "patch")["gpt2"] for folder in slower]
+    decoded = [gains(folder, "decode")["gpt2"] for folder in slower]
     says(BENCHMARKS, "GPT-2's decoding ran at {}.", span(decoded, ".2f"))
 
 
@@ -253,7 +252,7 @@ def test_the_page_of_h100s_has_the_figures_of_the_results() -> None:
         for folder in ("h100-quantised", "h200-quantised")
     ]
     says(H100, "An H100's memory copies at up to {:.1f} TB/s, an H200's at {:.1f}", *fastest)
-    trained = gains("h100-models", "train", "bf16", "eager", "patch")
+    trained = gains("h100-models")
     assert (min(trained, key=trained.__getitem__), max(trained, key=trained.__getitem__)) == ("gpt2", "qwen3")
     form = "in all eight models: {:.2f} (GPT-2) to {:.2f} (Qwen3) times torch's speed, {:.2f} in the geometric mean"
     says(H100, form, trained["gpt2"], trained["qwen3"], geometric_mean(trained.values()))

@@ -17,14 +17,14 @@ from normforge.codegen import cli as generator
 from normforge.tools import list_instances
 from normforge.tools.cli import VERBS
 
-from ..calling import printed, python
+from ..calling import command, printed, python
 from ..thorough import THOROUGH
 from .command_line import TABLE, status
 
 SMALL = ["run", "-m", "3", "-n", "48"]
 
 
-def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def normforge_command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own, where no GPU is to be seen and only `environment` speaks of Triton."""
     hidden: dict[str, str | None] = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     code = f"import runpy, sys; sys.argv[1:] = {argv!r}; runpy.run_module('normforge', run_name='__main__')"
@@ -69,7 +69,7 @@ def test_a_list_onto_a_full_disk_is_an_error() -> None:
 def test_without_a_gpu_the_interpreter_is_turned_on_unless_it_is_forbidden(
     environment: dict[str, str], ended: int, said: str
 ) -> None:
-    done = command(*SMALL, **environment)
+    done = normforge_command(*SMALL, **environment)
     assert done.returncode == ended, done.stderr
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -79,7 +79,7 @@ def test_without_a_gpu_the_interpreter_is_turned_on_unless_it_is_forbidden(
 @pytest.mark.gpu
 @pytest.mark.parametrize("verb", [["run", "-m=64", "-n=4096", "-json"], ["demo"]], ids=["run", "demo"])
 def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
-    done = command(*verb, CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
+    done = normforge_command(*verb, CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.cuda.get_device_name(0) in done.stdout
     assert "interpreter" not in done.stdout + done.stderr
@@ -147,7 +147,7 @@ def test_bash_completes(line: str, expected: set[str], tmp_path: Path, capsys: p
     words = line.split(" ")
     asked = f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}"
     script = f"{capsys.readouterr().out}\n{asked}\n_shtab_normforge\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command("bash", "-c", script, cwd=tmp_path)
     assert expected <= set(done.stdout.split()), done.stderr
     if words[-1]:
         assert set(done.stdout.split()) == expected
