@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.values import FusedQuant, Rounding
 from normforge.tools.compare import compare
+
+T = TypeVar("T")
 
 # A row length that each pipeline serves, with a ragged last chunk where there are several.
 LENGTHS = {"rows": 64, "one_pass": 1500, "two_pass": 33000}
@@ -40,6 +42,12 @@ each_norm = pytest.mark.parametrize("norm", FORWARD)
 each_pipeline = pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 each_quantised = pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+
+
+def there(value: T | None) -> T:
+    """Return a value, which must not be None."""
+    assert value is not None
+    return value
 
 
 def check(
@@ -86,9 +94,7 @@ def assert_squares_overflow_to_zeros(m: int, n: int, value: float, device: str) 
     x = rows.repeat(m // 3, 1)
     layer = normforge.layernorm2d_fwd(x, None, None, save_mv=True)
     rms = normforge.rmsnorm2d_fwd(x, None, save_mv=True)
-    assert rms.rstd is not None
-    assert layer.rstd is not None
-    for zeros in (rms.y, rms.rstd, layer.y, layer.rstd.view(-1, 3)[:, 1:]):
+    for zeros in (rms.y, there(rms.rstd), layer.y, there(layer.rstd).view(-1, 3)[:, 1:]):
         assert torch.equal(zeros, torch.zeros_like(zeros))
     again = normforge.layernorm2d_fwd(x.bfloat16(), None, None).y
     assert torch.equal(again, torch.zeros_like(again))
@@ -109,16 +115,14 @@ def status_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
 def module_at(path: Path, name: str) -> Any:
     """Import a file as a module of this name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = there(importlib.util.spec_from_file_location(name, path))
     # A dataclass looks its module up there.
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    there(spec.loader).exec_module(module)
     return module
 
 
-def command(*argv: str | Path, cwd: Path | None = None, **environment: str | None) -> subprocess.CompletedProcess[str]:
+def command(*argv: str | Path, cwd: Path | str = ".", **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Run a command under this process's environment with these changes; None unsets a variable."""
     changed: dict[str, str | None] = {**os.environ, **environment}
     merged = {name: value for name, value in changed.items() if value is not None}

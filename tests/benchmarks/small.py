@@ -15,6 +15,8 @@ from benchmarks.results import OK, Results, load, make_row
 from benchmarks.runner import Plan
 from benchmarks.timing import Spread
 
+from ..calling import there
+
 HEADER = {"device": "a test", "revision": "none"}
 CELLS = tuple(Cell(Task.FORWARD, Norm.LAYER, 3, n, group="small") for n in (64, 128))
 SUITE = Suite("forward", "Forward", Method.COLD, CELLS)
@@ -55,6 +57,4 @@ def results(suite: str, *figures: tuple[Cell, str, float]) -> Results:
 
 def loaded(folder: Path, suite: str = "forward") -> Results:
     """Results that a folder has to hold."""
-    found = load(folder, suite)
-    assert found is not None
-    return found
+    return there(load(folder, suite))

@@ -27,6 +27,8 @@ from benchmarks.providers import every_provider
 from benchmarks.runner import prepare
 from benchmarks.suites import SUITES
 
+from ..calling import there
+
 CPU = torch.device("cpu")
 Outputs = dict[str, torch.Tensor]
 
@@ -125,9 +127,7 @@ def test_what_is_wrong_or_missing_is_refused(
     cell: Cell, name: str, spoil: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     inputs = make_inputs(cell, CPU)
-    build = every_provider()["eager"].builder(cell)
-    assert build is not None
-    prepared = build(inputs)
+    prepared = there(every_provider()["eager"].builder(cell))(inputs)
     outputs, expected = prepared.outputs(prepared.call()), expect(inputs)
     check(outputs, expected, inputs)
     with pytest.raises(WrongOutputError, match=message):
@@ -140,8 +140,7 @@ def test_a_dropout_is_held_to_the_mask_that_it_drew() -> None:
     inputs = make_inputs(Cell(Task.DROP_ADD, Norm.LAYER, 64, 96), CPU)
 
     def outputs(p: float, factor: float) -> Outputs:
-        assert inputs.residual is not None
-        total = torch.nn.functional.dropout(inputs.x, p) * factor + inputs.residual
+        total = torch.nn.functional.dropout(inputs.x, p) * factor + there(inputs.residual)
         y = torch.nn.functional.layer_norm(total, (96,), inputs.weight, inputs.bias, inputs.eps)
         return {"y": y, "residual_out": total}
 

@@ -10,8 +10,6 @@ import pytest
 from benchmarks import parts
 from benchmarks.parts import NOTHING, WHOLE, Part, measure, nothing, summarised
 
-M, N = 2, 64
-
 
 def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []

@@ -35,7 +35,7 @@ def _launch(
     kernel: Kernel, asked: float, ts: float, dur: float, correlation: int, thread: int = HOST
 ) -> list[dict[str, Any]]:
     """The events of a launch, as Kineto writes them: the driver's function, what ran, and the arrow between them."""
-    about = {
+    about: dict[str, Any] = {
         "registers per thread": kernel.registers,
         "shared memory": kernel.shared_bytes,
         "blocks per SM": kernel.programs_per_sm,

@@ -16,6 +16,7 @@ from benchmarks.results import Results, load, read
 from benchmarks.runner import run_suite
 from benchmarks.timing import summarise
 
+from ..calling import there
 from ..thorough import THOROUGH
 from .small import CELLS, HEADER, SUITE, fails, loaded, plan, provider, torch_norm
 
@@ -47,10 +48,9 @@ def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
     results = Results("forward", {"device": "a test: with a colon", "revision": "none"})
     run_suite(SUITE, CELLS, results, plan(tmp_path, provider("copy", torch_norm), provider("broken", fails)))
     assert load(tmp_path, "forward") == results
-    found = read(tmp_path, "forward", ["ratio_to_copy"])
-    assert found is not None
-    assert found[0] == results.header
-    assert [record["ratio_to_copy"] for record in found[1]] == ["", "1.0", "", "1.0"]
+    header, records = there(read(tmp_path, "forward", ["ratio_to_copy"]))
+    assert header == results.header
+    assert [record["ratio_to_copy"] for record in records] == ["", "1.0", "", "1.0"]
     assert load(tmp_path, "backward") is None
 
 

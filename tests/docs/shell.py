@@ -22,6 +22,7 @@ from unittest import mock
 
 from normforge.tools import cli
 
+from ..calling import there
 from .pages import ROOT
 
 # Files that the generator reads and writes in a checkout, and files that make a folder one.
@@ -156,10 +157,8 @@ def _check_python(arguments: Sequence[str]) -> None:
 
 
 def _check_make(arguments: Sequence[str]) -> None:
-    make = shutil.which("make")
-    assert make is not None
     # -n prints what would be done. The environment is taken to be there, or it would be made.
-    command = [make, "-n", "-o", ".venv/.ready", *arguments]
+    command = [there(shutil.which("make")), "-n", "-o", ".venv/.ready", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = (ROOT / "Makefile").read_text()

@@ -22,6 +22,7 @@ from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
 from benchmarks.suites import SUITES
 from proving.evidence import load as load_table
 
+from ..calling import there
 from .pages import ROOT, blocks, doc
 
 README, BENCHMARKS, H100 = ROOT / "README.md", doc("benchmarks"), doc("h100")
@@ -40,16 +41,12 @@ def says(page: Path, form: str, *figures: object) -> None:
 
 
 def results(suite: str, folder: str = "h200") -> Results:
-    found = load(RESULTS / folder, suite)
-    assert found is not None
-    return found
+    return there(load(RESULTS / folder, suite))
 
 
 def records(folder: str, name: str) -> list[dict[str, str]]:
     """Return the rows of a table of results, as texts by column."""
-    found = read(RESULTS / folder, name, ())
-    assert found is not None
-    return found[1]
+    return there(read(RESULTS / folder, name, ()))[1]
 
 
 def chosen(found: Results, cells: str, *, least_n: int = 1, most_n: int = 1 << 62, group: str = "*") -> list[Row]:
@@ -174,9 +171,7 @@ def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profil
 
 def times(folder: str, step: str, run: str = "eager", dtype: str = "bf16") -> dict[tuple[str, str], float]:
     """Return milliseconds by model and variant."""
-    table = load_models(RESULTS / folder)
-    assert table is not None
-    rows = [row for row in table.rows.values() if row.key[1:4] == (dtype, step, run)]
+    rows = [row for row in there(load_models(RESULTS / folder)).rows.values() if row.key[1:4] == (dtype, step, run)]
     return {(row.model, row.variant): row.ms for row in rows if row.ms}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from itertools import product
 from types import FunctionType, ModuleType
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter as quick
+
+from ..calling import there
 
 PACKAGES: dict[str, Any] = {
     "tl": tl,
@@ -40,11 +41,9 @@ def _is_its(value: Any) -> bool:
 @pytest.fixture
 def plain() -> Iterator[ModuleType]:
     """Triton's interpreter as it comes."""
-    spec = find_spec("triton.runtime.interpreter")
-    assert isinstance(spec, ModuleSpec)
-    assert spec.loader is not None
+    spec = there(find_spec("triton.runtime.interpreter"))
     module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    there(spec.loader).exec_module(module)
     assert module._patch_lang.__module__ == module.__name__
     assert quick._patch_lang.__module__ != module.__name__
     before = replaced()

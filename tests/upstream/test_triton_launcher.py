@@ -16,6 +16,8 @@ import triton
 from normforge.upstream import triton_launcher
 from normforge.upstream.triton_launcher import DECLARED
 
+from ..calling import there
+
 GRID, STREAM, FUNCTION, METADATA = (5, 2, 1), 1234, 99, (4, 1, 0)
 VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
 # In the kernel's order: the second pointer, the first, a constant, the number, another constant.
@@ -62,8 +64,7 @@ def bound(takes: tuple[str, ...], **attributes: Any) -> tuple[triton_launcher.La
     """Return a launch by a launcher that is declared so, and a list of the calls that it makes."""
     calls: Calls = []
     launch = triton_launcher.bind(compiled(launcher(takes, calls, **attributes)), ARGUMENTS)
-    assert launch is not None
-    return launch, calls
+    return there(launch), calls
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +110,7 @@ def test_another_vendors_launcher_is_called_itself() -> None:
     theirs = launcher(TAKEN_BY_37, calls)
     type(theirs).__name__ = "HIPLauncher"
     del theirs.global_scratch_size
-    launch = triton_launcher.bind(compiled(theirs), ARGUMENTS)
-    assert launch is not None
-    launch(GRID, VALUES)
+    there(triton_launcher.bind(compiled(theirs), ARGUMENTS))(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
 
 

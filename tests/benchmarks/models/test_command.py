@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +21,14 @@ from ...thorough import THOROUGH
 from .toy import HEADER, add_variant, job_of, loaded, rows_of
 
 
+def _call(function: Callable[[], object], model: Any) -> None:
+    function()
+
+
 def test_what_the_table_holds_is_not_run_again(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
     for name in ("one", "two", "three"):
-        add_variant(monkeypatch, name, lambda model, name=name: runs.append(name))
+        add_variant(monkeypatch, name, partial(_call, partial(runs.append, name)))
     work(job_of(tmp_path, variants=("one", "two")))
     first = rows_of(tmp_path)
     assert runs == ["one", "two"]

@@ -18,6 +18,8 @@ from benchmarks.models.table import Row, Table, load
 from benchmarks.models.variants import VARIANTS, Variant
 from benchmarks.models.worker import Job
 
+from ...calling import there
+
 CPU = torch.device("cpu")
 HEADER = {"device": "a test", "revision": "none"}
 INSTALL = "pip install -e '.[models]' has what this model is of"
@@ -45,9 +47,7 @@ def job_of(out: Path, model: str = TOY.name, **given: Any) -> Job:
 
 def loaded(out: Path) -> Table:
     """The table that a folder has to hold."""
-    table = load(out)
-    assert table is not None
-    return table
+    return there(load(out))
 
 
 def rows_of(out: Path) -> dict[str, Row]:
