@@ -19,6 +19,7 @@ from normforge.codegen.values import FusedQuant, Rounding
 from normforge.tools.compare import compare
 
 T = TypeVar("T")
+Done = subprocess.CompletedProcess[str]
 
 # A row length that each pipeline serves, with a ragged last chunk where there are several.
 LENGTHS = {"rows": 64, "one_pass": 1500, "two_pass": 33000}
@@ -122,14 +123,14 @@ def module_at(path: Path, name: str) -> Any:
     return module
 
 
-def command(*argv: str | Path, cwd: Path | str = ".", **environment: str | None) -> subprocess.CompletedProcess[str]:
+def command(*argv: str | Path, cwd: Path | str | None = None, **environment: str | None) -> Done:
     """Run a command under this process's environment with these changes; None unsets a variable."""
     changed: dict[str, str | None] = {**os.environ, **environment}
     merged = {name: value for name, value in changed.items() if value is not None}
     return subprocess.run(argv, cwd=cwd, env=merged, capture_output=True, text=True, check=False)
 
 
-def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+def python(code: str, **environment: str | None) -> Done:
     """Run code in a process of its own; see `command`."""
     return command(sys.executable, "-c", code, **environment)
 
