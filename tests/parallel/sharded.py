@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from normforge import errors
 from normforge.calls.functions import FUNCTIONS
 from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
-from proving.cases import cases, operands
+from proving.cases import cases, gradients, operands
 
+from ..calling import pieces
 from .ranks import DEVICE, WORLD, Cases
 
 CASES = Cases()
@@ -66,7 +68,10 @@ def same(found: object, expected: torch.Tensor, *placements: Placement) -> None:
     assert found.placements == placements, found.placements
     assert found.dtype == expected.dtype
     # As in `placed`.
-    whole = (found if expected.dtype.itemsize > 1 else cast(found, torch.float32)).full_tensor().detach()
+    if expected.dtype.itemsize == 1:
+        pairs = expected.dtype is torch.float4_e2m1fn_x2
+        found, expected = cast(found, torch.float32), expected.view(torch.uint8) if pairs else expected
+    whole = found.full_tensor().detach()
     assert whole.shape == expected.shape
     # Sums of other parts differ in their last bits.
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}.get(expected.dtype, 0)
@@ -77,36 +82,67 @@ def cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
     """A DTensor with parts in another dtype; itself if they have that."""
     if tensor.dtype == dtype:
         return tensor
-    part = tensor.to_local().to(dtype)
+    part = tensor.to_local()
+    part = (part.view(torch.uint8) if part.dtype is torch.float4_e2m1fn_x2 else part).to(dtype)
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
-def agrees(
-    call: Callable[..., Any], whole: Sequence[torch.Tensor], lies: Sequence[Placement], kept: Placement, **counts: int
-) -> None:
-    """Fail unless a call of DTensors returns what the call of whole tensors does, and so do its gradients.
+def lying(given: Mapping[str, Any], rows: Placement) -> dict[str, Placement]:
+    """How the tensors of a call lie: vectors on every rank, and vectors of samples sharded as samples are."""
+    leading = given["x"].shape[:2]
+
+    def lies(tensor: torch.Tensor) -> Placement:
+        if tensor.shape[:2] == leading:
+            return rows
+        return rows if tensor.dim() == 2 and rows == Shard(0) else Replicate()
+
+    return {name: lies(tensor) for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}
+
+
+def alike(
+    call: Callable[..., Any],
+    given: Mapping[str, Any],
+    lies: Placement | Mapping[str, Placement],
+    kept: Placement | None = None,
+    **counts: int,
+) -> tuple[dict[str, DTensor], list[Any]]:
+    """Fail unless a call of DTensors returns what the call of whole tensors does, and so do gradients that are due.
 
     Args:
-        call: from tensors to outputs.
-        whole: the tensors, which require gradients.
-        lies: how each is placed. Its gradient lies so too, or is a sum over ranks if only the outputs are sharded.
-        kept: how outputs and their gradients lie.
+        call: from arguments by name to outputs.
+        given: the arguments, whole tensors among them.
+        lies: how each tensor is placed, or how rows are. Its gradient lies so too, or is a sum over ranks if only the
+            outputs are sharded.
+        kept: how outputs and their gradients lie, if not as rows do; vectors are sums over ranks.
         counts: the communications that the call and its gradients make.
+
+    Returns:
+        The DTensors of the call by name, and its outputs.
     """
-    expected, parts = call(*whole), [placed(each, placement) for each, placement in zip(whole, lies, strict=True)]
-    followed = [at for at, output in enumerate(expected) if output.requires_grad]
-    arriving = [torch.randn_like(expected[at]) for at in followed]
-    gradients = torch.autograd.grad([expected[at] for at in followed], whole, arriving)
-    arrived = [placed(each, kept) for each in arriving]
+    kept = lies if kept is None else kept
+    assert isinstance(kept, Placement)
+    lies = lying(given, lies) if isinstance(lies, Placement) else lies
+    sums = Replicate() if kept == Replicate() else Partial()
+    tensors = {name: given[name] for name in lies}
+    expected = pieces(call(**given))
+    arriving = [torch.randn_like(each) if each is not None and each.requires_grad else None for each in expected]
+    wanted = gradients(expected, tensors, arriving)
+    parts = {name: placed(tensor, lies[name]) for name, tensor in tensors.items()}
+    arrived = [None if each is None else placed(each, kept) for each in arriving]
     with communicates(**counts):
-        found = call(*parts)
-        made = torch.autograd.grad([found[at] for at in followed], parts, arrived)
+        found = pieces(call(**{**given, **parts}))
+        made = gradients(found, parts, arrived)
     for one, other in zip(found, expected, strict=True):
-        same(one, other, kept)
-    for one, other, placement in zip(made, gradients, lies, strict=True):
-        same(one, other, Partial() if placement == Replicate() != kept else placement)
+        assert (one is None) is (other is None)
+        if one is not None:
+            same(one, other.detach(), sums if other.dim() == 1 else kept)
+            assert one.stride() == other.stride()
+    assert made.keys() == wanted.keys()
+    for name, gradient in made.items():
+        same(gradient, wanted[name], sums if lies[name] == Replicate() else lies[name])
+    return parts, list(found)
 
 
 # What the operators are called with besides tensors, and which tensors.
@@ -134,33 +170,25 @@ BACKWARD_MODES: tuple[dict[str, Any], ...] = (
 _OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.family_name}
 
 
-def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]]:
-    """The arguments of some calls of a function, and of what kind its tensors are."""
+def operator_calls(name: str) -> Iterator[dict[str, Any]]:
+    """The arguments of some calls of a function."""
     takes = FUNCTIONS[name]
     kinds = {parameter: kind for parameter, kind, _ in takes.tensors}
     shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1], Kind.SCALE: SHAPE[:-1]}
-    modes = FORWARD_MODES if takes.outs else BACKWARD_MODES
-    for mode in modes:
-        if any(name in mode and name not in takes.passed for name in ("residual", "x_bias", "dresidual_out")):
+    for mode in FORWARD_MODES if takes.outs else BACKWARD_MODES:
+        if any(each in mode and each not in takes.passed for each in ("residual", "x_bias", "dresidual_out")):
             # A norm that lacks these has no such call.
             continue
-        given: dict[str, Any] = {"x": torch.randn(SHAPE)}
-        if "x_scale" in mode:
-            given["x"] = given["x"].to(torch.float8_e4m3fn)
-        for parameter, value in mode.items():
-            if parameter == "x_scale" and not value:
-                # One for all rows, which each rank has.
-                given[parameter] = torch.rand(1)
-            elif parameter in kinds:
-                given[parameter] = torch.rand(shapes[kinds[parameter]]) + 0.5
-            elif parameter in takes.passed:
-                given[parameter] = value
-        if "wants" in given:
-            known = {result.name for result in takes.results}
-            given["wants"] = tuple(name for name in given["wants"] if name in known)
+        given = {"x": torch.randn(SHAPE).to(torch.float8_e4m3fn if "x_scale" in mode else torch.float32)}
+        # Of scales 0 says that there is one for all rows, which each rank has.
+        given |= {
+            each: torch.rand(shapes[kinds[each]] if value else 1) + 0.5 for each, value in mode.items() if each in kinds
+        }
+        options = {each: value for each, value in mode.items() if each in takes.passed and each not in kinds}
         if not takes.outs:
-            given.setdefault("dy", None)
-        yield given, kinds
+            known = {result.name for result in takes.results}
+            options |= {"wants": tuple(each for each in mode["wants"] if each in known), "dy": given.pop("dy", None)}
+        yield {**given, **options}
 
 
 @CASES.case
@@ -168,26 +196,11 @@ def each_operator_with_each_tensor() -> None:
     """Whatever is passed and returned, with no communication."""
     seen = set()
     for name, takes in _OF_RULES.items():
-        function = getattr(normforge, name)
-        for given, kinds in operator_calls(name):
-            expected = function(**given)
+        for given in operator_calls(name):
             for rows in ROWS:
-                sharded = {
-                    key: placed(value, Replicate() if kinds[key] is Kind.VECTOR or value.numel() == 1 else rows)
-                    if key in kinds
-                    else value
-                    for key, value in given.items()
-                    if value is not None or key not in kinds
-                } | ({"dy": None} if "dy" in given and given["dy"] is None else {})
-                with communicates():
-                    found = function(**sharded)
-                sums = Replicate() if rows == Replicate() else Partial()
-                for row, one, other in zip(takes.family.results, found, expected, strict=True):
-                    assert (one is None) is (other is None)
-                    if one is not None:
-                        seen.add(row.name)
-                        same(one, other, sums if row.kind is Kind.VECTOR else rows)
-            seen |= given.keys() & kinds.keys()
+                parts, found = alike(getattr(normforge, name), given, rows)
+                returned = zip(takes.family.results, found, strict=True)
+                seen |= {*parts, *(row.name for row, one in returned if one is not None)}
     of_tables = {name for takes in _OF_RULES.values() for name, _, _ in takes.tensors}
     of_tables |= {result.name for takes in _OF_RULES.values() for result in takes.results}
     # DTensors with a dropout are refused.
@@ -199,18 +212,10 @@ def each_operator_with_each_tensor() -> None:
 def differentiable_functions_are_of_each_ranks_rows() -> None:
     """With no communication: a vector per sample is sharded with the samples, or lies whole beside sharded rows."""
     families = ("plain", "added", "renormed", "modulated", "gated")
-    alike = partial(cases, *families, dtype=torch.float32, vectors=torch.float32, residual=torch.float32)
-    for case in alike(shape=(2, 5, 40), layout="contiguous", dropout_p=0.0):
-        given = operands(case)
-        call = partial(_named, case.run, list(given))
+    varied = partial(cases, *families, dtype=torch.float32, vectors=torch.float32, residual=torch.float32)
+    for case in varied(shape=(2, 5, 40), layout="contiguous", dropout_p=0.0):
         for rows in ROWS:
-            samples = Replicate() if rows == Shard(1) else rows
-            lies = [{3: rows, 2: samples, 1: Replicate()}[each.dim()] for each in given.values()]
-            agrees(call, list(given.values()), lies, rows)
-
-
-def _named(run: Callable[[dict[str, Any]], Any], names: Sequence[str], *tensors: Any) -> Any:
-    return run(dict(zip(names, tensors, strict=True)))
+            alike(partial(case.function, **case.arguments), operands(case), rows)
 
 
 @CASES.case
@@ -218,16 +223,11 @@ def quantised_rows_with_a_gate_are_of_each_ranks() -> None:
     """With no communication; groups are within rows, whose gate lies as they do."""
     for groups in ((), (2,)):
         rows, vector = (*SHAPE[:-1], *groups, N // 2), (*groups, N // 2)
-        tensors = {name: torch.randn(rows) for name in ("x", "gate")}
-        tensors |= {name: torch.randn(vector) for name in ("weight", "bias")}
-        sharded = {
-            name: placed(each, Shard(0) if each.shape == rows else Replicate()) for name, each in tensors.items()
-        }
-        options: dict[str, Any] = {"fquant": "dynamic", "out_dtype": torch.int8}
-        with communicates():
-            found = operated("gated_layer_norm", sharded | options)
-        for one, other in zip(found, operated("gated_layer_norm", tensors | options), strict=True):
-            same(one, other, Shard(0))
+        given: dict[str, Any] = {name: torch.randn(rows) for name in ("x", "gate")}
+        given |= {name: torch.randn(vector) for name in ("weight", "bias")}
+        given |= {"fquant": "dynamic", "out_dtype": torch.int8}
+        lies = {"x": Shard(0), "gate": Shard(0), "weight": Replicate(), "bias": Replicate()}
+        alike(lambda **given: tuple(operated("gated_layer_norm", given)), given, lies, Shard(0))
 
 
 # What the quantised norms are called with; of vectors the name and a scale.
@@ -241,36 +241,25 @@ QUANTISED: tuple[dict[str, Any], ...] = (
     {"group_size": 64, "scale_layout": "column_major"},
     {"group_size": 64, "scale_format": "ue8m0_packed", "scale_layout": "column_major", "residual": 1},
     {"group_size": 32, "scale_format": "ue8m0"},
+    # Pairs, which are half as many.
+    {"group_size": 16, "scale_format": "e4m3", "global_scale": 1, "out_dtype": torch.float4_e2m1fn_x2},
 )
 
 
 @CASES.case
 def quantised_norms_are_of_each_ranks_rows() -> None:
     """With no communication; scales lie with their rows, in the layout that each part would have by itself."""
-    shape = (2, 5, _WIDE)
-    for options in QUANTISED:
-        for name in ("quantised_layer_norm", "quantised_rms_norm"):
-            function = getattr(normforge, name)
-            kept = {"out_dtype": torch.float8_e4m3fn} | options
-            given: dict[str, Any] = {"weight": torch.rand(_WIDE) + 0.5} | {
-                vector: torch.rand(kept.pop(vector)) + 0.5
-                for vector in ("y_scale", "scale_ub", "x_bias", "smooth_scale")
-                if vector in kept
-            }
-            whole = {"x": torch.randn(shape)} | ({"residual": torch.randn(shape)} if kept.pop("residual", 0) else {})
-            expected = function(**whole, **given, **kept)
-            for rows in ROWS:
-                parts = {key: placed(each, rows) for key, each in whole.items()}
-                vectors = {key: placed(each, Replicate()) for key, each in given.items()}
-                with communicates():
-                    found = function(**parts, **vectors, **kept)
-                local = function(**{key: each.to_local() for key, each in parts.items()}, **given, **kept)
-                for one, other, alone in zip(found, expected, local, strict=True):
-                    assert (one is None) is (other is None)
-                    if one is not None:
-                        same(one, other, rows)
-                        assert one.stride() == other.stride()
-                        assert one.to_local().stride() == alone.stride()
+    rows_of, vectors = ("x", "residual"), ("y_scale", "scale_ub", "x_bias", "smooth_scale", "global_scale")
+    for options, name in product(QUANTISED, ("quantised_layer_norm", "quantised_rms_norm")):
+        function = getattr(normforge, name)
+        given = {"out_dtype": torch.float8_e4m3fn, "x": 1, "weight": _WIDE} | options
+        given |= {each: torch.randn(2, 5, _WIDE) for each in rows_of if each in given}
+        given |= {each: torch.rand(given[each]) + 0.5 for each in ("weight", *vectors) if each in given}
+        for rows in ROWS:
+            parts, found = alike(function, given, rows)
+            local = function(**given | {each: part.to_local() for each, part in parts.items()})
+            for one, alone in zip(found, local, strict=True):
+                assert one is None or one.to_local().stride() == alone.stride()
 
 
 @CASES.case
@@ -301,44 +290,22 @@ def quantised_outputs_go_where_they_are_told() -> None:
 def quantised_norms_are_traced_with_dtensors() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
-    expected = normforge.quantised_rms_norm(x, weight, **options)
-    call = torch.compile(partial(normforge.quantised_rms_norm, **options), backend="aot_eager", fullgraph=True)
+    function = partial(normforge.quantised_rms_norm, **options)
+    call = torch.compile(function, backend="aot_eager", fullgraph=True)
     for rows in ROWS:
         found = call(placed(x, rows), placed(weight, Replicate()))
-        assert expected.y_scale is not None
-        same(found.y, expected.y, rows)
-        same(found.y_scale, expected.y_scale, rows)
-
-
-@CASES.case
-def pairs_of_fp4_are_half_as_many() -> None:
-    x, ones = torch.randn(2, 5, _WIDE), torch.ones(1)
-    options: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2}
-    expected = normforge.quantised_rms_norm(x, global_scale=ones, **options)
-    assert expected.y_scale is not None
-    for rows in ROWS:
-        part = placed(x, rows)
-        found = normforge.quantised_rms_norm(part, global_scale=placed(ones, Replicate()), **options)
-        alone = normforge.quantised_rms_norm(part.to_local(), global_scale=ones, **options)
-        assert isinstance(found.y, DTensor)
-        assert found.y.shape == expected.y.shape
-        assert found.y.placements == (rows,)
-        assert torch.equal(found.y.to_local().view(torch.uint8), alone.y.view(torch.uint8))
-        same(found.y_scale, expected.y_scale, rows)
+        for one, other in zip(found[::2], function(x, weight)[::2], strict=True):
+            same(one, other, rows)
 
 
 @CASES.case
 def scales_in_tiles_are_of_rows_that_are_whole() -> None:
     """A tile has 128 rows, and is of no rank's rows alone."""
-    x = torch.randn(2, 5, N)
     options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0"}
-    options["scale_layout"] = "swizzled_128x4"
-    expected = normforge.quantised_rms_norm(x, **options)
-    found = normforge.quantised_rms_norm(placed(x, Replicate()), **options)
-    assert expected.y_scale is not None
-    same(found.y, expected.y, Replicate())
-    same(found.y_scale, expected.y_scale, Replicate())
-    refused("to_local()", lambda: normforge.quantised_rms_norm(placed(x, Shard(1)), **options), errors.LayoutError)
+    call = partial(normforge.quantised_rms_norm, scale_layout="swizzled_128x4", **options)
+    x = torch.randn(SHAPE)
+    alike(call, {"x": x}, Replicate())
+    refused("to_local()", lambda: call(placed(x, Shard(1))), errors.LayoutError)
 
 
 @CASES.case
@@ -371,39 +338,31 @@ def refused(text: str, call: Callable[[], object], error: type[Exception]) -> No
 @CASES.case
 def what_lies_otherwise_is_redistributed() -> None:
     """Rows that are no whole ones become replicated, as with torch's norms, and so do vectors."""
-    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
-    apart = [Shard(2), Shard(2), Replicate(), Replicate()]
-    agrees(normforge.add_layer_norm, whole, apart, Replicate(), all_gather_into_tensor=2)
-    agrees(
-        lambda x, weight: [normforge.rms_norm(x, (N,), weight)],
-        [whole[0], whole[2]],
-        [Shard(0), Shard(0)],
-        Shard(0),
-        all_gather_into_tensor=1,
-        reduce_scatter_tensor=1,
-    )
+    shapes = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,)}
+    given = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+    apart = {"x": Shard(2), "residual": Shard(2), "weight": Replicate(), "bias": Replicate()}
+    alike(normforge.add_layer_norm, given, apart, Replicate(), all_gather_into_tensor=2)
+    given = {"x": given["x"], "weight": given["weight"]}
+    split = {"x": Shard(0), "weight": Shard(0)}
+    rms_norm = partial(normforge.rms_norm, normalized_shape=(N,))
+    alike(rms_norm, given, split, Shard(0), all_gather_into_tensor=1, reduce_scatter_tensor=1)
     x, weight = torch.randn(SHAPE), torch.randn(N)
-    world = dist.get_world_size()
-    part = DTensor.from_local(x / world, mesh(), [Partial()])
-    same(normforge.rms_norm(part, (N,), placed(weight, Replicate())), normforge.rms_norm(x, (N,), weight), Replicate())
-
-
-@CASES.case
-def a_gradient_that_lies_otherwise() -> None:
-    x = torch.randn(SHAPE, requires_grad=True)
-    expected = torch.autograd.grad(normforge.rms_norm(x, (N,)).sum(), x)[0]
+    part = DTensor.from_local(x / dist.get_world_size(), mesh(), [Partial()])
+    same(rms_norm(part, weight=placed(weight, Replicate())), rms_norm(x, weight=weight), Replicate())
+    # A gradient that lies otherwise than y.
+    x.requires_grad_()
     sharded = placed(x, Shard(1))
-    y = normforge.rms_norm(sharded, (N,))
-    same(torch.autograd.grad(y, sharded, placed(torch.ones(SHAPE), Replicate()))[0], expected, Shard(1))
+    (expected,) = torch.autograd.grad(rms_norm(x).sum(), x)
+    same(torch.autograd.grad(rms_norm(sharded), sharded, placed(torch.ones(SHAPE), Replicate()))[0], expected, Shard(1))
 
 
 @CASES.case
 def several_dimensions_are_normalised_together() -> None:
-    x, weight = torch.randn(4, 3, 2, 16), torch.randn(2, 16)
-    expected = normforge.rms_norm(x, (2, 16), weight)
-    same(normforge.rms_norm(placed(x, Shard(1)), (2, 16), placed(weight, Replicate())), expected, Shard(1))
+    given = {"x": torch.randn(4, 3, 2, 16), "weight": torch.randn(2, 16)}
+    rms_norm = partial(normforge.rms_norm, normalized_shape=(2, 16))
+    alike(rms_norm, given, {"x": Shard(1), "weight": Replicate()}, Shard(1))
     # The first of the two makes no whole rows either.
-    same(normforge.rms_norm(placed(x, Shard(2)), (2, 16), placed(weight, Replicate())), expected, Replicate())
+    alike(rms_norm, given, {"x": Shard(2), "weight": Replicate()}, Replicate(), all_gather_into_tensor=1)
 
 
 @CASES.case
@@ -458,16 +417,10 @@ def a_dropout_is_refused() -> None:
 @CASES.case
 def checkpointed() -> None:
     """Its hooks on saved tensors see the same tensors at both times."""
-    x, weight = torch.randn(SHAPE, requires_grad=True), torch.randn(N, requires_grad=True)
-    expected = torch.autograd.grad(normforge.rms_norm(x, (N,), weight).square().sum(), (x, weight))
-    sharded, whole = placed(x, Shard(1)), placed(weight, Replicate())
+    given = {"x": torch.randn(SHAPE, requires_grad=True), "weight": torch.randn(N, requires_grad=True)}
     for early in (True, False):
-        y = checkpoint(
-            lambda a, b: normforge.rms_norm(a, (N,), b), sharded, whole, use_reentrant=False, early_stop=early
-        )
-        dx, dweight = torch.autograd.grad(y.square().sum(), (sharded, whole))
-        same(dx, expected[0], Shard(1))
-        same(dweight, expected[1], Partial())
+        options: dict[str, Any] = {"normalized_shape": (N,), "use_reentrant": False, "early_stop": early}
+        alike(partial(checkpoint, normforge.rms_norm, **options), given, Shard(1))
 
 
 class Block(torch.nn.Module):
@@ -548,23 +501,6 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
 
 
 @CASES.case
-def torchs_own_style_of_one_input() -> None:
-    from torch.distributed.tensor.parallel import SequenceParallel
-
-    for cls in (normforge.LayerNorm, normforge.RMSNorm):
-        x = torch.randn(2, 4, N)
-        norm = cls(N)
-        module = parallelize_module(norm, mesh(), SequenceParallel())
-        part, gradient = placed(x, Shard(1)), placed(torch.ones_like(x), Shard(1))
-        with communicates():
-            y = module(part)
-            y.backward(gradient)
-        same(y, cls(N)(x), Shard(1))
-        assert isinstance(norm.weight.grad, DTensor)
-        assert norm.weight.grad.placements == (Partial(),)
-
-
-@CASES.case
 def operators_of_group_norm_are_of_each_ranks_samples() -> None:
     """With no communication, statistics and gradients too, and positions or channels innermost."""
     for shape, memory in (((4, 8, 3), torch.contiguous_format), ((4, 8, 3, 2), torch.channels_last)):
@@ -579,26 +515,18 @@ def operators_of_group_norm_are_of_each_ranks_samples() -> None:
             with communicates():
                 found = torch.ops.normforge.group_norm(rows[0], *whole, *told, None, True)
                 made = torch.ops.normforge.group_norm_backward(rows[1], rows[0], *whole, found[1], *told, wants)
-            same(found[0], expected[0], of_x)
-            same(found[1], expected[1], of_statistics)
             sums = Replicate() if of_x == Replicate() else Partial()
-            for one, other, lies in zip(made, theirs, (of_x, sums, sums), strict=True):
+            lie = (of_x, of_statistics, of_x, sums, sums)
+            for one, other, lies in zip((*found, *made), (*expected, *theirs), lie, strict=True):
                 same(one, other, lies)
 
 
 @CASES.case
 def samples_of_group_norm_are_sharded() -> None:
     """Each rank normalises its samples; what lies otherwise becomes whole."""
-    whole = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 3), (8,), (8,))]
-    expected = normforge.group_norm(whole[0], 2, whole[1], whole[2], activation="silu")
-    gradients = torch.autograd.grad(expected.square().sum(), whole)
+    shapes = {"x": (4, 8, 3), "weight": (8,), "bias": (8,)}
+    given = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+    call = partial(normforge.group_norm, num_groups=2, activation="silu")
     for of_x in ROWS:
-        parts = [placed(whole[0], of_x), *[placed(each, Replicate()) for each in whole[1:]]]
-        found = normforge.group_norm(parts[0], 2, parts[1], parts[2], activation="silu")
-        assert isinstance(found, DTensor)
-        assert found.placements == ((Shard(0),) if of_x == Shard(0) else (Replicate(),))
-        for one, other in zip(
-            (found, *torch.autograd.grad(found.square().sum(), parts)), (expected, *gradients), strict=True
-        ):
-            assert isinstance(one, DTensor)
-            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+        moved = {"all_gather_into_tensor": 1} if of_x == Shard(1) else {}
+        alike(call, given, lying(given, of_x), Replicate() if moved else of_x, **moved)
