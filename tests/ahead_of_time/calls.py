@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,13 @@ import torch
 
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
-from normforge.ahead_of_time.compile_keys import compile_keys, recorded_keys_for
+from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.families import plain_calls
 from normforge.families.group import row as group
 from normforge.families.operands import GroupOptions
 from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey
+from proving.cases import cases, gradients, operands
 
 from ..nn.groups import innermost
 from ..thorough import THOROUGH
@@ -32,11 +32,6 @@ def listed(*modes: str, **options: Any) -> set[KernelKey]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(keys, "find_target", lambda *_: target_of(CPU))
         return {key.key for key in compile_keys(modes=modes, **lengths, **options)}
-
-
-def recorded(path: Path) -> set[str]:
-    """Return the keys of what a recording comes to for the interpreter."""
-    return {key.key.portable for key in recorded_keys_for(path, target_of(CPU), None)}
 
 
 def rows(*sizes: int, dtype: torch.dtype = BF16, **options: Any) -> torch.Tensor:
@@ -68,16 +63,17 @@ def quantised(m: int) -> None:
     )
 
 
-def trained(m: int) -> None:
-    x, weight, bias = rows(m, requires_grad=True), ones(requires_grad=True), ones(requires_grad=True)
-    torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
+def trained(family: str, **at: Any) -> Callable[[int], None]:
+    """Return a training step of a kind of call, of any number of rows."""
+    (case,) = cases(family, vary=(), dtype=BF16, vectors=BF16, residual=BF16, **at)
 
+    def step(m: int) -> None:
+        sized = case.but(shape=(m, N))
+        given = operands(sized)
+        outputs = sized.run(given)
+        gradients(outputs, given, outputs)
 
-def renormed_and_trained(m: int) -> None:
-    x, residual = rows(m, requires_grad=True), rows(m, requires_grad=True)
-    weight, next_weight = ones(requires_grad=True), ones(requires_grad=True)
-    both = normforge.rms_norm_add(x, residual, weight, next_weight=next_weight)
-    torch.autograd.backward(both, (rows(m), rows(m)))
+    return step
 
 
 def dropped_and_trained(m: int) -> None:
@@ -93,8 +89,11 @@ def dropped_and_trained(m: int) -> None:
 DEFAULTS = [
     (plain, ["ln_fwd_bf16"]),
     pytest.param(quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"], marks=THOROUGH),
-    pytest.param(trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"], marks=THOROUGH),
-    (renormed_and_trained, ["rms_fwd_bf16_postaddnorm_mv", "rms_bwd_bf16_addst", "rms_bwd_bf16"]),
+    pytest.param(trained("plain", without=("residual", "x_bias")), ["ln_fwd_bf16_mv", "ln_bwd_bf16"], marks=THOROUGH),
+    (
+        trained("renormed", norm="rms"),
+        ["rms_fwd_bf16_postaddnorm_mv", "rms_bwd_bf16_addst", "rms_bwd_bf16"],
+    ),
     pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
 ]
 
@@ -126,27 +125,6 @@ def unaligned() -> torch.Tensor:
 
 # By what calls bring besides: a call, the modes of its kernels, and the options of `compile_keys`.
 CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
-    "fp32 weight": (
-        lambda: normforge.layernorm2d_fwd(rows(), ones(torch.float32), ones(torch.float32)),
-        ["ln_fwd_bf16"],
-        {"weight_dtypes": [torch.float32]},
-    ),
-    "fp32 residual": (
-        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
-        ["rms_fwd_bf16_add"],
-        {"residual_dtypes": [torch.float32]},
-    ),
-    "fp32 weights of two norms": (
-        lambda: normforge.renormed_layernorm2d_fwd(
-            *(rows(), rows()),
-            weight=ones(torch.float32),
-            bias=ones(torch.float32),
-            next_weight=ones(torch.float32),
-            next_bias=ones(torch.float32),
-        ),
-        ["ln_fwd_bf16_postaddnorm"],
-        {"weight_dtypes": [torch.float32]},
-    ),
     "bf16 smooth scale": (
         lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
         ["rms_fwd_bf16_int8_sdq"],

@@ -27,78 +27,70 @@ from proving.cases import Case, cases, check, operands, with_tuples
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
 from ..thorough import first_of_each
-from .calls import BF16, CALLS, DEFAULTS, listed, recorded
+from .calls import BF16, CALLS, DEFAULTS, listed
 
 
 @pytest.mark.parametrize(("call", "modes"), DEFAULTS)
-def test_the_defaults_list_and_a_recording_holds_what_the_common_calls_launch(
-    call: Callable[[int], None], modes: list[str], called: set[KernelKey], tmp_path: Path
+def test_the_defaults_list_what_the_common_calls_launch(
+    call: Callable[[int], None], modes: list[str], called: set[KernelKey]
 ) -> None:
-    for number, table in enumerate((dispatch.loaded(), SomeTable(dispatch.loaded()))):
-        found, path = set[KernelKey](), tmp_path / f"{number}.yaml"
+    for table in (dispatch.loaded(), SomeTable(dispatch.loaded())):
+        found = set[KernelKey]()
         with dispatch.using(table):
-            some = (SMALL_M + 1, SOME_M)
-            for word, ms in {"few": (3,), "some": some, "many": (SOME_M + 1,)}.items():
+            for word, ms in {"few": (3,), "some": (SMALL_M + 1, SOME_M), "many": (SOME_M + 1,)}.items():
                 called.clear()
-                with normforge.record(path):
-                    for m in ms:
-                        call(m)
+                for m in ms:
+                    call(m)
                 assert called == listed(*modes, rows=[word])
                 found |= called
             assert found == listed(*modes)
-            assert recorded(path) == {key.portable for key in found}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_listed_and_what_is_recorded_is_what_calls_launch(
-    name: str, called: set[KernelKey], tmp_path: Path
-) -> None:
+def test_what_is_listed_is_what_calls_launch(name: str, called: set[KernelKey]) -> None:
     call, modes, options = CALLS[name]
-    with normforge.record(tmp_path / "needed.yaml"):
-        call()
-    met = frozenset(called)
-    assert recorded(tmp_path / "needed.yaml") == {key.portable for key in met}
+    call()
     if "shapes" in options:
-        assert met == listed(*modes, **options)
+        assert called == listed(*modes, **options)
         of_any = [re.sub(r"^\d+", "*", shape) for shape in options["shapes"]]
-        assert met <= listed(*modes, **options | {"shapes": of_any})
+        assert called <= listed(*modes, **options | {"shapes": of_any})
         return
-    assert met == listed(*modes, rows=["few"], **options)
+    assert called == listed(*modes, rows=["few"], **options)
     # It is this option that does it: none of these calls is the common one.
     common = {"n": options["n"], "weight_dtypes": ["same"]} if "n" in options else {}
-    assert met != listed(*modes, rows=["few"], **common)
+    assert called != listed(*modes, rows=["few"], **common)
 
 
-# Vectors that are not there are what a deployment has to say of a training step of x's dtype. It says that of both of
-# two norms at once.
+# A deployment has to say of a training step which vectors there are, of both of two norms at once, and dtypes that are
+# not x's.
 STEPS = first_of_each(
     [
-        case
-        for case in cases(vary=("norm", "without"), dtype=BF16, vectors=BF16, residual=BF16)
-        if case.family != "renormed" or not case["without"]
+        *(
+            case
+            for case in cases(vary=("norm", "without"), dtype=BF16, vectors=BF16, residual=BF16)
+            if case.family != "renormed" or not case["without"]
+        ),
+        *cases("plain", "renormed", vary=(), dtype=BF16, residual=BF16),
+        *cases("plain", vary=(), dtype=BF16, vectors=BF16),
     ],
-    lambda case: case.family,
+    lambda case: (case.family, case["vectors"], case["residual"]),
     str,
 )
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(
-    case: Case, called: set[KernelKey], tmp_path: Path
-) -> None:
-    with normforge.record(tmp_path / "needed.yaml"):
-        check(case, operands(case))
-        with torch.no_grad():
-            case.run(operands(case))
-    assert recorded(tmp_path / "needed.yaml") == {key.portable for key in called}
+def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(case: Case, called: set[KernelKey]) -> None:
+    check(case, operands(case))
+    with torch.no_grad():
+        case.run(operands(case))
     # Each mode has a module of its name.
     modes = {key.kernel.rpartition(":")[0].rpartition(".")[2] for key in called} - {"finalise"}
     options: dict[str, Any] = {
-        f"{name}_dtypes": [None if name in case["without"] else "same"] for name in ("weight", "bias")
+        f"{name}_dtypes": [None if name in case["without"] else case["vectors"]] for name in ("weight", "bias")
     }
     shapes = {"group": "3x12x3x4/4", "channels": "2x12x5x7/1"}
     sizes = {"shapes": [shapes[case.family]]} if case.family in shapes else {"n": 40, "rows": ["few"]}
-    assert called == listed(*modes, **sizes, **options)
+    assert called == listed(*modes, **sizes, **options, residual_dtypes=[case["residual"]])
 
 
 def test_several_values_are_listed_in_every_combination() -> None:

@@ -19,7 +19,7 @@ from normforge.errors import ConflictError, DTypeError, GradientError, ShapeErro
 from proving.cases import Case, cases, formula, gradients
 
 from ..thorough import THOROUGH
-from .operations import arrays
+from .operands import arrays
 
 jnp = jax.numpy
 
@@ -48,10 +48,11 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
 ADDS = ("", "before", "behind")
 
 
-def case_of(norm: str, adds: str) -> Case:
+def case_of(norm: str, adds: str, without: tuple[str, ...]) -> Case:
     """The case of torch's function of the same name."""
     family = "l2" if norm.startswith("l2") else "added" if adds == "behind" else "plain"
-    (case,) = cases(family, vary=(), norm=norm, without=("x_bias",) if adds else ("residual", "x_bias"))
+    absent = (*(("x_bias",) if adds else ("residual", "x_bias")), *without)
+    (case,) = cases(family, vary=(), norm=norm, without=absent)
     return case.but(weight_offset=1.0) if norm == "rms" else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
 
 
@@ -69,13 +70,20 @@ CASES = [
 
 
 def check_gradients(
-    norm: str, adds: str, dtype: str, shape: tuple[int, ...], atol: float, rtol: float, scale: float = 4
+    norm: str,
+    adds: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    atol: float,
+    rtol: float,
+    scale: float = 4,
+    without: tuple[str, ...] = (),
 ) -> str:
     """Hold results and gradients of a program against torch's in fp64, and return the program.
 
     Of a loss that takes the sum in as well; each gradient has its operand's type, and may be off by `scale` as much.
     """
-    case = case_of(norm, adds)
+    case = case_of(norm, adds, without)
     names = [row.name for row in case.rows]
     x, residual, *arriving = arrays(1, shape, dtype, 4)
     weight, bias = arrays(2, shape[-1:], "float32", 2)
@@ -95,7 +103,8 @@ def check_gradients(
 
     leaves = {name: double(every[name]).requires_grad_() for name in names}
     wanted = formula(case, leaves)
-    for output, its in zip(outputs, wanted, strict=True):
+    # Recorded and not.
+    for output, its in zip((*outputs, *called(case, dict(zip(names, operands, strict=True)))), 2 * wanted, strict=True):
         close(output, its, atol, rtol)
     exact = gradients(wanted, leaves, [double(dy) for dy in arriving[: len(wanted)]])
     for name, gradient in zip(names, found, strict=True):

@@ -1,8 +1,8 @@
-"""What an operation launches: each kernel's arguments and grid, run in Triton's interpreter in place of a GPU."""
+"""What calls launch: each kernel's arguments and grid, run in Triton's interpreter in place of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from normforge.codegen.values import DType, Norm
-
 from .settled import jax  # first, since it skips
 
-from normforge.jax import launches  # isort: skip
-from normforge.jax.formulas import computed
-from normforge.jax.launches import Code, launched
-from normforge.jax.operation import Operation
+import normforge.jax as norms  # isort: skip
+from normforge.jax import launches, primitive
+from normforge.jax.launches import Code
 from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import Target
 from normforge.kernels.key import KernelKey
@@ -26,7 +23,8 @@ from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
 
 from ..thorough import THOROUGH
-from .operations import backward, forward
+from .operands import arrays
+from .test_functions import check_gradients, check_quantised
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -52,12 +50,11 @@ class Interpreter:
     def ffi_call(self, target: str, results: Sequence[Any]) -> Callable[..., Any]:
         assert target == jaxlib_triton.TARGET
 
-        def call(*arrays: Any, name: str, opaque: bytes) -> list[Any]:
+        def run(name: str, grid: Sequence[int], parameters: Sequence[Any], *given: Any) -> list[Any]:
             key, source = self._kernels[name]
-            grid, parameters = self._launch
             # What is not written stays what no result is.
             made = [torch.full(result.shape, -77, dtype=getattr(torch, str(result.dtype))) for result in results]
-            buffers = iter([*map(_as_torch, arrays), *made])
+            buffers = iter([*map(_as_torch, given), *made])
             told = iter(parameters)
             values = []
             for _, word in key.arguments:
@@ -68,7 +65,10 @@ class Interpreter:
             assert next(buffers, None) is None
             self.ran.append(name)
             interpret(source.load(), tuple(grid), values, {})
-            return [_as_jax(tensor) for tensor in made]
+            return [_as_array(tensor) for tensor in made]
+
+        def call(*given: Any, name: str, opaque: bytes) -> Any:
+            return jax.pure_callback(partial(run, name, *self._launch), results, *given)
 
         return call
 
@@ -79,29 +79,24 @@ def _as_torch(array: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _as_jax(tensor: torch.Tensor) -> Any:
+def _as_array(tensor: torch.Tensor) -> Any:
     if tensor.dtype is torch.bfloat16:
-        return jax.numpy.asarray(tensor.float().numpy(), "bfloat16")
-    return jax.numpy.asarray(tensor.numpy())
+        return tensor.float().numpy().astype("bfloat16")
+    return tensor.numpy()
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreter]:
+    """Have programs on the CPU launch kernels where they have the formula otherwise."""
     found = Interpreter()
     monkeypatch.setattr(launches, "lowered_for", lambda: TARGET)
     monkeypatch.setattr(launches, "code_of", found.code_of)
     monkeypatch.setattr(jaxlib_triton, "message", found.message)
     monkeypatch.setattr(jax.ffi, "ffi_call", found.ffi_call)
-    return found
-
-
-def agree(op: Operation, operands: list[Any], atol: float = 2e-5, rtol: float = 1e-5) -> None:
-    """Hold what kernels make against the formula."""
-    actual, expected = launched(*operands, op=op), jax.jit(partial(computed, op=op))(*operands)
-    for (name, dtype), one, other in zip(op.results, actual, expected, strict=True):
-        assert (one.shape, one.dtype.name) == (other.shape, dtype), name
-        made, wanted = np.asarray(one, np.float32), np.asarray(other, np.float32)
-        np.testing.assert_allclose(made, wanted, rtol, atol, err_msg=name)
+    monkeypatch.setattr(primitive, "computed", launches.launched)
+    jax.clear_caches()
+    yield found
+    jax.clear_caches()
 
 
 def shapes(*some: tuple[int, ...]) -> list[Any]:
@@ -109,49 +104,45 @@ def shapes(*some: tuple[int, ...]) -> list[Any]:
     return [pytest.param(shape, id=str(shape), marks=[THOROUGH] if shape != some[0] else []) for shape in some]
 
 
-@pytest.mark.parametrize("shape", shapes((5, 64), (2, 3, 700), (3, 1500)))
-@pytest.mark.parametrize("norm", [Norm.RMS, pytest.param(Norm.LAYER, marks=THOROUGH)])
-def test_forward(norm: Norm, shape: tuple[int, ...], interpreter: Interpreter) -> None:
-    agree(*forward(norm, shape))
-    agree(*forward(norm, shape, adds=True, saves=True))
-    agree(*forward(norm, shape, affine=False, saves=True))
-
-
+@pytest.mark.parametrize("shape", shapes((7, 64), (2, 3, 700), (2, 2, 1500), (3, 9000)))
 @pytest.mark.parametrize(
-    "quantised", [DType.INT8, *(pytest.param(d, marks=THOROUGH) for d in (DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ))]
+    ("norm", "adds"),
+    [("rms", "before"), *(pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("layer", "behind")))],
 )
-def test_quantised(quantised: DType, interpreter: Interpreter) -> None:
-    """One step of the type's, where fp32 sums differ in the last bit."""
-    op, operands = forward(Norm.LAYER, (3, 200), DType.BF16, adds=True, quantised=quantised, smooths=True)
-    agree(op, operands, atol=1.0 if quantised.is_int else 0.0, rtol=1e-5 if quantised.is_int else 0.13)
+def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
+    check_gradients(norm, adds, "float32", shape, 2e-5, 1e-5, scale=5)
+    assert "sum_partials" in interpreter.ran
 
 
-@pytest.mark.parametrize("shape", shapes((7, 64), (2, 2, 1500), (3, 9000)))
-@pytest.mark.parametrize("norm", [Norm.LAYER, pytest.param(Norm.RMS, marks=THOROUGH)])
-def test_gradients(norm: Norm, shape: tuple[int, ...], interpreter: Interpreter) -> None:
-    agree(*backward(norm, shape), atol=1e-4)
-    assert interpreter.ran[-1] == "sum_partials"
-    agree(*backward(norm, shape, affine=False, adds=True))
-    assert interpreter.ran[-1] != "sum_partials"
+@pytest.mark.parametrize("norm", ["layer", pytest.param("rms", marks=THOROUGH)])
+def test_norms_without_vectors(norm: str, interpreter: Interpreter) -> None:
+    check_gradients(norm, "before", "float32", (5, 64), 2e-5, 1e-5, without=("weight", "bias"))
+    assert "sum_partials" not in interpreter.ran
 
 
 @THOROUGH
-def test_gradients_of_some_operands(interpreter: Interpreter) -> None:
-    agree(*backward(Norm.LAYER, (5, 64), biased=False), atol=1e-4)
-    assert interpreter.ran[-1] == "sum_partials"
-    agree(*backward(Norm.LAYER, (5, 64), DType.BF16, adds=True), atol=4e-2, rtol=1e-2)
+def test_gradients_of_16_bits_and_of_some_vectors(interpreter: Interpreter) -> None:
+    check_gradients("layer", "before", "bfloat16", (5, 64), 4e-2, 1e-2, without=("bias",))
+
+
+@pytest.mark.parametrize(
+    "out_dtype", ["int8", *(pytest.param(f"float8_{kind}", marks=THOROUGH) for kind in ("e4m3fn", "e4m3fnuz"))]
+)
+def test_quantised(out_dtype: str, interpreter: Interpreter) -> None:
+    check_quantised("layer", out_dtype, (3, 200))
+    assert interpreter.ran
 
 
 @THOROUGH
 def test_rows_that_start_anywhere(interpreter: Interpreter) -> None:
     """Rows of 16 bits that no vector starts have a kernel of their own, which has one stride for x and y."""
-    agree(*forward(Norm.RMS, (3, 1501), DType.BF16), atol=4e-2, rtol=1e-2)
-    assert interpreter.ran[-1].endswith("_window")
+    check_gradients("rms", "", "bfloat16", (3, 1501), 4e-2, 1e-2)
+    assert interpreter.ran[0].endswith("_window")
 
 
 def test_programs_share_rows_as_many_as_the_gpu_runs(interpreter: Interpreter) -> None:
     """More rows than programs: each leaves one row of partial sums, and the last kernel adds them up."""
-    agree(*backward(Norm.RMS, (40, 64)), atol=1e-4)
+    check_gradients("rms", "", "float32", (40, 64), 2e-5, 1e-5, scale=5)
 
 
 @THOROUGH
@@ -167,6 +158,5 @@ def test_a_window_of_few_rows_keeps_its_warps(
         return assemble(*arguments, few=few)
 
     monkeypatch.setattr(launches, "assemble", heard)
-    op, operands = forward(Norm.RMS, (m, 8), DType.BF16)
-    launched(*operands, op=op)
+    norms.rms_norm(arrays(1, (m, 8), "bfloat16")[0]).block_until_ready()
     assert asked == [few]

@@ -64,20 +64,9 @@ def lowered(function: Any, *operands: Any, arch: str = "sm_90") -> str:
     return text
 
 
-_CALL = re.compile(rf"custom_call @{jaxlib_triton.TARGET}\((?P<operands>[^)]*)\) \{{(?P<about>.*?)\}} : (?P<types>.*)")
-_NAME = re.compile(r'name = "(\w+)"')
-
-
-def calls(text: str) -> list[tuple[str, str, str]]:
-    """Of each launch: its kernel, its attributes without the message, and its types."""
-    found = []
-    for line in text.splitlines():
-        match = _CALL.search(re.sub(r'opaque = "(?:[^"\\]|\\.)*"', "opaque", line))
-        if match:
-            name = _NAME.search(match["about"])
-            assert name is not None
-            found.append((name[1], match["about"], match["types"]))
-    return found
+def calls(text: str) -> list[str]:
+    """The kernels that a program launches, in order."""
+    return re.findall(rf'custom_call @{jaxlib_triton.TARGET}\(.*?\bname = "(\w+)"', text)
 
 
 @pytest.mark.compile
@@ -109,45 +98,13 @@ print(sorted(name for name in ("torch", "triton", "jinja2", "yaml") if sys.modul
 
 
 @pytest.mark.compile
-def test_calls_read_and_write_what_kernels_do(folder: Path) -> None:
-    """Rows that adjoin, of any leading dimensions; nothing is written in place."""
-    norms.load_aot(folder)
-    found = calls(lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT))
-    rows, vector, column = "tensor<4096x1024xbf16>", "tensor<1024xf32>", "tensor<4096xf32>"
-    forward, backward, finish = found
-    assert forward[0].startswith("ln_fwd_bf16_mv_")
-    assert forward[2] == f"({rows}, {vector}, {vector}) -> ({rows}, {column}, {column})"
-    assert backward[0].startswith("ln_bwd_bf16_")
-    read, _, written = backward[2].partition(" -> ")
-    assert read == f"({rows}, {rows}, {vector}, {column}, {column})"
-    dx, dweight, dbias = re.findall(r"tensor<[^>]*>", written)
-    assert (dx, dweight) == (rows, dbias)
-    # As many rows of partial sums as programs share the rows.
-    assert re.fullmatch(r"tensor<\d+x1024xf32>", dweight)
-    assert finish == ("sum_partials", finish[1], f"({dweight}, {dbias}) -> ({vector}, {vector})")
-    for _, about, types in found:
-        assert "alias" not in about
-        ranks = [len(shape.split("x")) - 1 for shape in re.findall(r"tensor<([^>]*)>", types)]
-        layouts = re.findall(r"dense<(\[1, 0\]|0)>", about)
-        assert [2 if layout == "[1, 0]" else 1 for layout in layouts] == ranks
-
-
-@pytest.mark.compile
 def test_a_sum_that_is_stored_is_what_the_gradient_reads(folder: Path) -> None:
     norms.load_aot(folder)
-    text = lowered(
-        jax.grad(lambda *o: sum(jnp.sum(each**2) for each in norms.add_rms_norm(*o)), (0, 1, 2)), X, X, WEIGHT
-    )
-    names = [name for name, _, _ in calls(text)]
-    assert names[0].startswith("rms_fwd_bf16_addst_mv_")
-    assert names[1].startswith("rms_bwd_bf16_addst_")
-    made = re.findall(rf"(%\d+):\d+ = stablehlo.custom_call @{jaxlib_triton.TARGET}\(([^)]*)\)", text)
-    reshaped = dict(re.findall(r"(%\d+) = stablehlo.reshape (%\d+(?:#\d+)?)", text))
-    (forward, _), (_, backward) = made[:2]
-    x_of_backward = backward.split(", ")[1]
-    while x_of_backward in reshaped:
-        x_of_backward = reshaped[x_of_backward]
-    assert x_of_backward == f"{forward}#1"
+    gradient = jax.grad(lambda *o: sum(jnp.sum(each**2) for each in norms.add_rms_norm(*o)), (0, 1, 2))
+    forward, backward, finish = calls(lowered(gradient, X, X, WEIGHT))
+    assert forward.startswith("rms_fwd_bf16_addst_mv_")
+    assert backward.startswith("rms_bwd_bf16_addst_")
+    assert finish == "sum_partials"
 
 
 @pytest.mark.compile
@@ -177,7 +134,7 @@ def test_the_message_has_the_folders_kernel(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.compile
 def test_what_a_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norms.load_aot(folder)
-    assert [name for name, _, _ in calls(lowered(norms.rms_norm, X, WEIGHT))] != []
+    assert calls(lowered(norms.rms_norm, X, WEIGHT))
     monkeypatch.setattr(launches, "_codes", {})
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     with pytest.raises(FrozenError, match=r"forbids compiling .*rms_fwd_bf16_\w+\(.* not in .*normforge aot --for jax"):

@@ -13,7 +13,7 @@ from .settled import jax  # first, since it skips
 import normforge.jax as norms  # isort: skip
 
 from ..thorough import THOROUGH
-from .operations import arrays
+from .operands import arrays
 
 jnp, P = jax.numpy, jax.sharding.PartitionSpec
 

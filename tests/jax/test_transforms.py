@@ -12,7 +12,7 @@ from .settled import jax  # first, since it skips
 import normforge.jax as norms  # isort: skip
 
 from ..thorough import THOROUGH
-from .operations import arrays
+from .operands import arrays
 
 jnp = jax.numpy
 

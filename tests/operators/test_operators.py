@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,155 +14,138 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
 from normforge import errors
-from normforge.calls.functions import completed
-from normforge.calls.outputs import LayerNormOutput, NormGradients
+from normforge.calls.functions import FUNCTIONS, completed
+from normforge.calls.outputs import NormGradients
 from normforge.calls.traced import INVARIANT
-from proving.cases import Tensors, cases, check, operands
+from proving.cases import Case, Tensors, cases, check, operands
 
-from ..calling import FORWARD, each_norm, same_bits
+from ..calling import each_device, each_norm, same_bits
 from ..calls.shared import BACKWARD, backward_operands
-from ..thorough import THOROUGH
+from ..thorough import first_of_each
 from . import registered
+from .seen import forward, seen, step
 
 M, N = 3, 64
+HALF = torch.bfloat16
 
-# Arguments of the forward functions, by name; vectors and rows are made anew for each test.
-MODES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "saved": {"save_mv": True},
-    "other type": {"out_dtype": torch.bfloat16},
-    "x_bias": {"x_bias": "vector"},
-    "cast first": {"out_dtype": torch.float16, "cast": "before_weight", "save_mv": True},
-    "add": {"residual": "rows", "fadd": "pre_add"},
-    "add and store": {"residual": "halves", "fadd": "pre_add_store", "save_mv": True},
-    "int8": {"fquant": "dynamic", "rounding": "truncate", "save_mv": True},
-    "smooth fp8": {
-        "fquant": "smooth_dynamic",
-        "smooth_scale": "vector",
-        "out_dtype": torch.float8_e4m3fn,
-        "scale_dtype": torch.float16,
-        "residual": "rows",
-        "fadd": "pre_add_store",
-    },
-    "dropout": {
-        "residual": "rows",
-        "fadd": "pre_add_store",
-        "dropout_p": 0.25,
-        "dropout_rng": "state",
-        "x_bias": "vector",
-        "save_mv": True,
-    },
-}
-each_mode = pytest.mark.parametrize("modes", MODES.values(), ids=[name.replace(" ", "_") for name in MODES])
+# Nine rows per sample are enough for kernels to compute gradients, and three are not.
+STEPS = [
+    *cases(vary=("norm",)),
+    *cases("plain", vary=("norm",), dropout_p=0.3),
+    *cases("plain", vary=("norm",), without=("residual", "x_bias"), weight_offset=1.0),
+    *cases("plain", vary=("norm",), without=("residual", "x_bias", "weight", "bias")),
+    *(case.but(cast="before_weight") for case in cases("plain", vary=("norm",), dtype=HALF, vectors=HALF)),
+    *cases("plain", "modulated", vary=("norm",), residual=HALF, shape=(2, 3, 40)),
+    *cases("modulated", vary=("norm",), without=("gate", "residual", "weight", "bias")),
+    *cases("gated", vary=("norm",), group_size=8),
+    *cases("gated", vary=("norm",), without=("weight", "bias"), shape=(2, 3, 40), norm_before_gate=False),
+    *cases("group", vary=(), layout="channels last", activation="silu"),
+]
+each_step = pytest.mark.parametrize("case", first_of_each(STEPS, lambda case: case.family, str))
 
-_SHAPES: dict[str, Callable[[], torch.Tensor]] = {
-    "vector": lambda: torch.randn(N),
-    "rows": lambda: torch.randn(M, N),
-    "halves": lambda: torch.randn(M, N).half(),
-    "state": lambda: torch.tensor([3, 4]),
-}
-
-
-def made(modes: dict[str, Any]) -> dict[str, Any]:
-    return {name: _SHAPES[value]() if value in _SHAPES else value for name, value in modes.items()}
+# Options of forward functions that no gradient follows, and what the calls lack.
+QUANTISED: dict[str, Any] = {"fquant": "dynamic", "out_dtype": torch.int8}
+SMOOTH = {"fquant": "smooth_dynamic", "out_dtype": torch.float8_e4m3fn, "scale_dtype": torch.float16}
+ALONE = ("residual", "x_bias")
+FORWARD: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("plain", ALONE, {}),
+    ("plain", ALONE, {"out_dtype": HALF}),
+    ("plain", ALONE, {"out_dtype": torch.float16, "cast": "before_weight", "save_mv": True}),
+    ("plain", ("x_bias",), {"fadd": "pre_add"}),
+    ("plain", ALONE, {"fquant": "dynamic", "rounding": "truncate", "save_mv": True}),
+    ("plain", (), {"fadd": "pre_add_store", **SMOOTH}),
+    ("modulated", (), QUANTISED),
+    ("modulated", ("gate", "residual"), QUANTISED),
+    ("gated", (), QUANTISED),
+]
+MODES = [
+    pytest.param(case, options, id=f"{case}-{'-'.join(map(str, options.values()))}")
+    for family, without, options in FORWARD
+    for case in cases(family, vary=("norm",), without=without, shape=(2, M, N))
+]
+each_mode = pytest.mark.parametrize(("case", "options"), MODES)
 
 
-def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a forward operator, from those of the function."""
-    given = {"x": torch.randn(M, N), "weight": torch.randn(N), "bias": torch.randn(N), "eps": 1e-5, **modes}
-    return passed(registered.FORWARD[norm], f"{norm}norm2d_fwd", {"weight_offset": 1.0, **given})
+def of_mode(case: Case, options: dict[str, Any], device: str = "cpu") -> tuple[Tensors, Callable[[Tensors], Any]]:
+    """Return the tensors of a forward call, and the call."""
+    given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
+    if options.get("fquant") == "smooth_dynamic":
+        given["smooth_scale"] = torch.rand(N, device=device) + 0.5
+    return given, partial(forward, case, **options)
 
 
-def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
-    """The arguments of a backward operator, where every tensor is there that may be."""
-    given = backward_operands(norm, M, N) | {"weight": torch.randn(N).bfloat16(), "x_bias": None, "dresidual_out": None}
-    given |= {"wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"], "cast": "before_weight"}
-    return passed(registered.BACKWARD[norm], f"{norm}norm2d_bwd", {"weight_offset": 1.0, **given, **others})
+@each_device
+@each_step
+def test_torchs_checks_of_the_operators_of_a_step(case: Case, device: str) -> None:
+    for operator, given in seen(step, case, operands(case, device)):
+        torch.library.opcheck(operator, given)
 
 
-def passed(operator: Any, function: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of an operator, in the order of its schema."""
-    given = completed(function, given)
-    return tuple(given.get(argument.name) for argument in operator._schema.arguments)
-
-
-# Modes whose gradients torch checks as well.
-DIFFERENTIATED = ("saved", "add and store", "cast first", "dropout")
-CHECKED = [*((name, False) for name in MODES), *((name, True) for name in DIFFERENTIATED)]
-
-
-@THOROUGH
-@pytest.mark.parametrize(("name", "grad"), CHECKED)
-@each_norm
-def test_torchs_checks_of_a_forward_operator(norm: str, name: str, grad: bool) -> None:
-    values = arguments(norm, made(MODES[name]))
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.requires_grad_(grad)
-    torch.library.opcheck(registered.FORWARD[norm], values)
-
-
-@pytest.mark.parametrize("modes", [MODES["plain"], MODES["int8"], MODES["add and store"]], ids=["plain", "int8", "add"])
-@each_norm
-def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, Any]) -> None:
-    given = made(modes)
-    out = torch.empty(M, N, dtype=torch.int8 if "fquant" in given else torch.float32)
-    residual_out = torch.empty_like(given["residual"]) if "residual" in given else None
-    torch.library.opcheck(registered.FORWARD_INTO[norm], (*arguments(norm, given), out, residual_out))
+@each_device
+@each_mode
+def test_torchs_checks_of_a_forward_operator(case: Case, options: dict[str, Any], device: str) -> None:
+    given, run = of_mode(case, options, device)
+    for operator, values in seen(run, given):
+        torch.library.opcheck(operator, values)
 
 
 @pytest.mark.parametrize(
-    "others",
-    [
-        {},
-        {"dresidual_out": torch.ones(M, N), "dx_dtype": torch.float16, "wants": ["dx"]},
-        {"dy": None, "x_bias": torch.ones(N).half(), "dresidual_out": torch.ones(M, N), "wants": ["dx_bias", "dx"]},
-        {"weight": None, "weight_offset": 0.0, "wants": ["dx"]},
-        {"dropout_p": 0.25, "dropout_rng": torch.tensor([3, 4]), "wants": ["dx", "ddropped"]},
-    ],
-    ids=["all", "residual", "x_bias", "unweighted", "dropout"],
+    "options", [{}, {"fquant": "dynamic"}, {"fadd": "pre_add_store", "residual": torch.ones(M, N)}], ids=len
 )
 @each_norm
-def test_torchs_checks_of_a_backward_operator(norm: str, others: dict[str, Any]) -> None:
-    torch.library.opcheck(registered.BACKWARD[norm], gradient_arguments(norm, **others))
+def test_torchs_checks_of_an_operator_that_writes(norm: str, options: dict[str, Any]) -> None:
+    out = torch.empty(M, N, dtype=torch.int8 if "fquant" in options else torch.float32)
+    residual_out = torch.empty(M, N) if "residual" in options else None
+    torch.library.opcheck(registered.FORWARD_INTO[norm], (*arguments(norm, options), out, residual_out))
+
+
+def hold_traced(run: Callable[[Tensors], list[torch.Tensor]], given: Tensors, fresh: Tensors) -> None:
+    """Fail unless a graph has the operators of a call, and the bits and strides of an eager call of other tensors."""
+    graph = make_fx(run)(given)
+    assert {operator for operator, _ in seen(run, given)} <= {node.target for node in graph.graph.nodes}
+    actual, expected = graph(fresh), run(fresh)
+    assert all(map(same_bits, actual, expected))
+    assert [each.stride() for each in actual] == [each.stride() for each in expected]
+
+
+@each_step
+def test_a_traced_step_has_the_bits_of_an_eager_one(case: Case) -> None:
+    hold_traced(partial(step, case), operands(case), operands(case, seed=1))
 
 
 @each_mode
+def test_a_traced_call_returns_what_an_eager_one_does(case: Case, options: dict[str, Any]) -> None:
+    given, run = of_mode(case, options)
+    hold_traced(run, given, {name: tensor.flip(-1) for name, tensor in given.items()})
+
+
+# In another order than results are returned in, and any collection will do.
+@pytest.mark.parametrize("others", [{"wants": {"dweight", "dx"}}, {"wants": ("dx_bias", "dx"), "dy": None}], ids=len)
 @each_norm
-def test_a_traced_call_returns_what_an_eager_one_does(norm: str, modes: dict[str, Any]) -> None:
-    given = {name: value.expand(2, M, N).clone() if _is_rows(value) else value for name, value in made(modes).items()}
+def test_a_traced_gradient_is_what_an_eager_one_is(norm: str, others: dict[str, Any]) -> None:
+    def call(given: Tensors) -> NormGradients:
+        return BACKWARD[norm](**given, **others, cast="before_weight")
 
-    def call(x: torch.Tensor, weight: torch.Tensor) -> LayerNormOutput:
-        return FORWARD[norm](x, weight, **given)
-
-    graph = make_fx(call)(torch.randn(2, M, N), torch.randn(N))
-    assert any(node.target is registered.FORWARD[norm] for node in graph.graph.nodes)
-    fresh = torch.randn(2, M, N), torch.randn(N)
-    actual, expected = graph(*fresh), call(*fresh)
-    assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
-    strides = [[None if tensor is None else tensor.stride() for tensor in outputs] for outputs in (actual, expected)]
-    assert strides[0] == strides[1]
+    given = backward_operands(norm, M, N) | {"weight": torch.randn(N).bfloat16()}
+    given = {name: tensor for name, tensor in given.items() if name not in others}
+    ((operator, values),) = seen(call, given)
+    graph = make_fx(call)(given)
+    assert operator in [node.target for node in graph.graph.nodes]
+    assert all(map(same_bits, graph(given), call(given)))
+    torch.library.opcheck(operator, values)
 
 
-def _is_rows(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == (M, N)
+@pytest.mark.parametrize("case", cases("modulated", vary=("norm",), sharing=("row",) * 3), ids=str)
+def test_modulations_of_each_row_are_differentiated_by_operators_that_are_fused(case: Case) -> None:
+    assert not [operator for operator, _ in seen(step, case, operands(case)) if "backward" in str(operator)]
 
 
-@each_norm
-def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
-    given = registered.by_name(registered.BACKWARD[norm], gradient_arguments(norm))
-    dy, x = given.pop("dy"), given.pop("x")
-    for unused in ("bias_dtype", "dx_dtype", "x_bias", "dresidual_out"):
-        given.pop(unused, None)
-    # In another order than they are returned in, and any collection will do.
-    given["wants"] = set(given["wants"])
-
-    def call(dy: torch.Tensor, x: torch.Tensor) -> NormGradients:
-        return BACKWARD[norm](dy, x, **given)
-
-    graph = make_fx(call)(dy, x)
-    assert any(node.target is registered.BACKWARD[norm] for node in graph.graph.nodes)
-    assert all(same_bits(a, b) for a, b in zip(graph(dy, x), call(dy, x), strict=True))
+def arguments(norm: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a forward operator, from those of the function."""
+    function = f"{norm}norm2d_fwd"
+    usual = {"x": torch.randn(M, N), "weight": torch.randn(N), "bias": torch.randn(N), "eps": 1e-5}
+    whole = completed(function, usual | {"weight_offset": 1.0} | given)
+    return tuple(whole.get(name) for name in FUNCTIONS[function].passed)
 
 
 def test_fake_tensors() -> None:
@@ -216,27 +200,90 @@ def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
     torch.testing.assert_close(dx_bias.double(), wanted.sum(0), rtol=1e-4, atol=1e-4)
 
 
+def followed(case: Case, run: Callable[[Tensors], Any]) -> Any:
+    """Call the operator of a call that nothing follows once more, with an x that requires a gradient."""
+    given = operands(case)
+    with torch.no_grad():
+        ((operator, values),) = seen(run, given)
+    return operator(values[0].requires_grad_(), *values[1:]), values[0]
+
+
 @pytest.mark.parametrize(
-    ("modes", "message"),
+    ("case", "options", "message"),
     [
-        ({}, "mean and rstd were not saved; pass save_mv=True"),
-        ({"fadd": "pre_add", "residual": "rows", "save_mv": True}, "fadd 'pre_add' does not store the sum"),
+        *((case, None, "mean and rstd were not saved; pass save_mv=True") for case in cases(vary=("norm",))),
+        *(
+            (case, {"fadd": "pre_add", "save_mv": True}, "fadd 'pre_add' does not store the sum")
+            for case in cases("plain", vary=("norm",))
+        ),
     ],
-    ids=["unsaved", "sum not stored"],
+    ids=str,
 )
-@each_norm
-def test_what_kept_too_little_has_no_gradient(norm: str, modes: dict[str, Any], message: str) -> None:
-    x = torch.randn(M, N, requires_grad=True)
-    y, *_ = registered.FORWARD[norm](*arguments(norm, {**made(modes), "x": x}))
+def test_what_kept_too_little_has_no_gradient(case: Case, options: dict[str, Any] | None, message: str) -> None:
+    run = case.run if options is None else partial(forward, case, **options)
+    outputs, x = followed(case, run)
     with pytest.raises(errors.GradientError, match=message):
-        torch.autograd.grad(y.sum(), x)
+        torch.autograd.grad(outputs[0].sum(), x)
 
 
-@each_norm
-def test_a_quantised_operator_has_no_gradient(norm: str) -> None:
-    x = torch.randn(M, N, requires_grad=True)
-    with pytest.raises(errors.GradientError, match="requires a gradient and a quantised output has none"):
-        registered.FORWARD[norm](*arguments(norm, {"x": x, "fquant": "dynamic"}))
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*cases("plain", vary=("norm",), without=ALONE), *cases("modulated", "gated", vary=("norm",))],
+    ids=str,
+)
+def test_a_quantised_operator_has_no_gradient(case: Case, dtype: torch.dtype) -> None:
+    run = partial(forward, case, fquant="dynamic", out_dtype=dtype)
+    if case.family == "plain":
+        with pytest.raises(errors.GradientError, match="requires a gradient and a quantised output has none"):
+            followed(case, run)
+    else:
+        assert not [each for each in followed(case, run)[0] if each.requires_grad]
+
+
+@pytest.mark.parametrize("case", cases("gated", "modulated", vary=("norm",)), ids=str)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rstd": lambda rstd: rstd[..., :1]}, "rstd has shape"),
+        ({"dy": lambda dy: dy[..., :5]}, "dy has shape"),
+        ({"wants": lambda _: ["dx", "dresidual"]}, "wants has 'dresidual'; it takes some of dx"),
+    ],
+)
+def test_a_backward_operator_refuses_what_kernels_cannot_read(
+    case: Case, changed: dict[str, Callable[[Any], Any]], message: str
+) -> None:
+    _, (operator, values), *_ = seen(step, case, operands(case))
+    given = registered.by_name(operator, values)
+    given |= {each: change(given[each]) for each, change in changed.items()}
+    with pytest.raises(errors.NormforgeError, match=message):
+        operator(*given.values())
+
+
+def test_a_backward_operator_returns_memory_of_its_own() -> None:
+    """The gradient of a shift that each row has is dy itself."""
+    rows = {name: torch.randn(2, 3, N) for name in ("dy", "x", "scale", "shift")}
+    given = {**rows, "rstd": torch.rand(2, 3), "weight_offset": 0.0, "wants": ["dshift"]}
+    passed = FUNCTIONS["modulated_rms_norm_backward"].passed
+    (dshift,) = torch.ops.normforge.modulated_rms_norm_backward(*[given.get(name) for name in passed])
+    assert torch.equal(dshift, rows["dy"])
+    assert dshift.data_ptr() != rows["dy"].data_ptr()
+
+
+GROUPED: Any = torch.ops.normforge.group_norm.default
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float4_e2m1fn_x2], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_group_norm_quantises_nothing(dtype: torch.dtype, device: str) -> None:
+    with pytest.raises(errors.DTypeError, match=rf"out_dtype is {dtype}; it takes None, torch.float16"):
+        GROUPED(torch.zeros(2, 8, 3, device=device), None, None, 4, 1e-5, "silu", dtype, True)
+
+
+def test_a_group_norm_copies_nothing() -> None:
+    x = torch.randn(2, 8, 3, 5).transpose(2, 3)
+    with pytest.raises(errors.LayoutError, match=r"pass x\.contiguous\(\), or call normforge\.group_norm"):
+        GROUPED(x, None, None, 4, 1e-5, "silu", None, True)
 
 
 def test_saved_programs_hold_these_schemas() -> None:

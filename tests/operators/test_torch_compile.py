@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
-from proving.cases import operands
+from proving.cases import Case, Tensors, cases, check, operands
 
 from ..calling import pieces, printed, same_bits
-from ..calls.test_bad_arguments import TABLES, Case, X
+from ..calls.test_bad_arguments import TABLES, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import FUNCTIONS, backward, each_function, plain
@@ -73,6 +73,25 @@ def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str
         same(function, call, given)
         compilations = compilations or counter.frame_count
     assert counter.frame_count == compilations
+
+
+COMPILED = [
+    *cases("plain", "l2", "added", "renormed", "channels", "modulated", vary=("norm",), layout="gapped"),
+    *cases("gated", vary=("norm",), layout="gapped", norm_before_gate=False, group_size=8),
+    *cases("group", vary=(), activation="silu"),
+    *cases("group", vary=(), layout="channels last", activation="silu"),
+]
+
+
+@pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=THOROUGH)])
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_a_compiled_call_has_the_outputs_and_gradients_of_the_formula(case: Case, backend: str) -> None:
+    function, told = case.function, case.arguments
+
+    def run(given: Tensors) -> tuple[torch.Tensor, ...]:
+        return pieces(function(**given, **told))
+
+    check(case, operands(case), run=torch.compile(run, fullgraph=True, backend=backend))
 
 
 @THOROUGH
@@ -293,35 +312,20 @@ def test_a_patched_module(name: str, around: str) -> None:
     torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
 
 
-# One of each kind, from the tables of all calls that eager calls refuse.
-BAD = {
-    "weight too short": "shape",
-    "x of doubles": "dtype",
-    "weight elsewhere": "device",
-    "x transposed": "layout",
-    "x permuted": "layout",
-    "residual without fadd": "conflict",
-    "fadd unknown": "word",
-    "eps negative": "number",
-}
-
-# They take one road to the refusal.
-SOON = ("weight too short", "residual without fadd", "eps negative")
+# One of each kind, from the tables of all calls that eager calls refuse; the first three take one road to the refusal.
+BAD = [
+    ("shape", "weight too short"),
+    ("mode", "residual without fadd"),
+    ("number", "eps negative"),
+    *(pytest.param(*row, marks=THOROUGH) for row in (("dtype", "x of doubles"), ("device", "weight elsewhere"))),
+    *(pytest.param("layout", name, marks=THOROUGH) for name in ("x transposed", "x permuted")),
+    pytest.param("word", "fadd unknown", marks=THOROUGH),
+]
 
 
-def cases() -> Iterator[Any]:
-    for norm, table in TABLES.values():
-        for name, case in table.items():
-            if name in BAD and norm == "layer":
-                yield pytest.param(case, id=name.replace(" ", "_"), marks=[] if name in SOON else [THOROUGH])
-
-
-def test_every_kind_of_bad_call_is_there() -> None:
-    assert len(list(cases())) == len(BAD)
-
-
-@pytest.mark.parametrize("case", list(cases()))
-def test_a_bad_call_is_refused_alike(case: Case) -> None:
+@pytest.mark.parametrize(("table", "name"), BAD)
+def test_a_bad_call_is_refused_alike(table: str, name: str) -> None:
+    case = TABLES[table][1][name]
     given = {"x": X, **case[0]}
     with pytest.raises(errors.NormforgeError) as eager:
         normforge.layernorm2d_fwd(**given)

@@ -15,8 +15,6 @@ from ..calling import FORWARD, same_bits
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import each_function, each_norm
-from . import registered
-from .test_operators import MODES, arguments, gradient_arguments, made
 from .test_torch_compile import N, compiled, sweep, trained, writes
 
 pytestmark = pytest.mark.gpu
@@ -118,17 +116,3 @@ def test_a_patched_hugging_face_norm() -> None:
     function, _ = compiled(module, backend="inductor")
     x = rows(5, WIDTH)
     torch.testing.assert_close(function(x), module(x), rtol=2e-2, atol=2e-2)
-
-
-@each_norm
-def test_torchs_checks_of_operators(norm: str) -> None:
-    with torch.device("cuda"):
-        for modes in MODES.values():
-            torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
-        differentiated = [leaf(value) for value in arguments(norm, MODES["saved"])]
-        torch.library.opcheck(registered.FORWARD[norm], tuple(differentiated))
-        torch.library.opcheck(registered.BACKWARD[norm], gradient_arguments(norm))
-
-
-def leaf(value: Any) -> Any:
-    return value.requires_grad_() if isinstance(value, torch.Tensor) else value
