@@ -125,6 +125,11 @@ def unaligned() -> torch.Tensor:
 
 # By what calls bring besides: a call, the modes of its kernels, and the options of `compile_keys`.
 CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
+    "fp32 residual": (
+        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
+        ["rms_fwd_bf16_add"],
+        {"residual_dtypes": [torch.float32]},
+    ),
     "bf16 smooth scale": (
         lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
         ["rms_fwd_bf16_int8_sdq"],

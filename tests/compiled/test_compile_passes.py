@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,38 +50,36 @@ class Seen(CustomGraphPass):
         return [sum(target in each for each in targets) for targets in self.targets]
 
 
+def with_biases() -> torch.nn.Module:
+    """The gradient of a bias comes from the norm behind the layer.
+
+    Inductor keeps to what it was told of an operator's arguments: of the list of results too, which grows.
+    """
+    linear = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    return torch.nn.Sequential(linear[0], normforge.LayerNorm(WIDTH), linear[1], normforge.RMSNorm(WIDTH))
+
+
 @THOROUGH
-def test_inductor_runs_it_forward_and_backward_with_what_was_there() -> None:
-    model, seen = Stack(), Seen()
+@pytest.mark.parametrize(
+    ("make", "mode", "joined", "count"),
+    [(Stack, "default", ADD, 5), (Stack, "reduce-overhead", ADD, 5), (with_biases, "default", "aten.sum", 2)],
+)
+def test_inductor_runs_it_forward_and_backward_with_what_was_there(
+    make: Callable[[], torch.nn.Module], mode: str, joined: str, count: int
+) -> None:
+    model, before, behind = make(), Seen(), Seen()
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     expected = model(x)
-    with inductor.patch(post_grad_custom_pre_pass=seen, force_disable_caches=True), normforge.compile_passes():
-        actual = torch.compile(model, fullgraph=True)(x)
+    theirs = {"post_grad_custom_pre_pass": before, "post_grad_custom_post_pass": behind}
+    with inductor.patch(**theirs, force_disable_caches=True), normforge.compile_passes():
+        actual = torch.compile(model, fullgraph=True, mode=mode)(x)
         ours = gradients(model, x, actual)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, gradients(model, x, expected), rtol=1e-4, atol=1e-4)
-    assert seen.count(ADD) == [0, 0]
-    assert seen.count("norm2d_fwd") == [5, 0]
-    assert seen.count("norm2d_bwd") == [0, 5]
-
-
-@THOROUGH
-def test_inductor_takes_the_gradient_of_a_bias_from_the_norm_behind_it() -> None:
-    """Inductor keeps to what it was told of an operator's arguments: of the list of results too, which grew."""
-    block = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, WIDTH),
-        normforge.LayerNorm(WIDTH),
-        torch.nn.Linear(WIDTH, WIDTH),
-        normforge.RMSNorm(WIDTH),
-    )
-    x = torch.randn(2, 3, WIDTH, requires_grad=True)
-    expected, seen = block(x), Seen()
-    with inductor.patch(post_grad_custom_post_pass=seen, force_disable_caches=True), normforge.compile_passes():
-        actual = torch.compile(block, fullgraph=True)(x)
-        ours = gradients(block, x, actual)
-    torch.testing.assert_close([actual, *ours], [expected, *gradients(block, x, expected)], rtol=1e-4, atol=1e-5)
-    assert seen.count("aten.sum") == [0, 0]
-    assert seen.count("norm2d_bwd") == [0, 2]
+    torch.testing.assert_close(ours, gradients(model, x, expected), rtol=1e-4, atol=1e-5)
+    assert behind.count(joined) == [0, 0]
+    for seen in (before, behind):
+        assert seen.count("norm2d_fwd") == [count, 0]
+        assert seen.count("norm2d_bwd") == [0, count]
 
 
 def test_it_holds_until_a_with_ends_and_leaves_what_was_there() -> None:
@@ -197,19 +195,6 @@ def test_graphs_in_caches_are_told_apart(tmp_path: Path) -> None:
     """Two processes each compile a norm with passes and without: the second finds both in the first one's caches."""
     local = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     assert [printed(CACHED, **local).strip() for _ in range(2)] == ["0 2 0 2", "2 0 2 0"]
-
-
-@THOROUGH
-def test_reduce_overhead() -> None:
-    model, seen = Stack(), Seen()
-    x = torch.randn(2, 3, WIDTH, requires_grad=True)
-    with inductor.patch(post_grad_custom_pre_pass=seen, force_disable_caches=True), normforge.compile_passes():
-        actual = torch.compile(model, fullgraph=True, mode="reduce-overhead")(x)
-        ours = gradients(model, x, actual)
-    expected = model(x)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, gradients(model, x, expected), rtol=1e-4, atol=1e-4)
-    assert seen.count(ADD) == [0, 0]
 
 
 SHARDED = """
