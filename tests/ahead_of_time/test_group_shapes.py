@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import normforge
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.errors import FrozenError
@@ -62,18 +61,6 @@ def test_the_command_takes_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
     assert cli.main([*of_manifest, "--n", "4096"]) == 2
     assert f"no instance of {manifest} serves N = 4096" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("fresh_table")
-def test_without_modes_it_is_the_tables_that_serve_a_shape(tmp_path: Path) -> None:
-    manifest, folder = tmp_path / "needed.yaml", tmp_path / "kernels"
-    manifest.write_text(MANIFEST)
-    assert cli.main(["generate", "--manifest", str(manifest), "--out", str(folder)]) == 0
-    normforge.load_instances(folder)
-    found = compile_keys(shapes=["2x64x8x8/32"], arch="sm_90")
-    assert {name for key in found for name in key.instances} == {
-        f"gn_{way}_bf16{lies}_nbig" for way in ("fwd", "bwd") for lies in ("", "_cl")
-    }
 
 
 def test_jax_has_no_such_call(

@@ -339,12 +339,6 @@ def test_a_bad_call_is_refused_alike(table: str, name: str) -> None:
     assert str(eager.value) in str(whole.value).replace("\\", "")
 
 
-def test_a_bad_call_of_a_module() -> None:
-    module = normforge.LayerNorm(N)
-    with pytest.raises(errors.ShapeError, match=r"normalized_shape is \(64,\) and x has shape \(2, 32\)"):
-        torch.compile(module, backend="eager")(torch.zeros(2, 32))
-
-
 @THOROUGH
 def test_a_cpu_without_the_interpreter_traces_torchs_operators() -> None:
     code = """

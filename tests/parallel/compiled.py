@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import normforge
@@ -42,20 +42,6 @@ def compiled_norms() -> None:
 
 def _several(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
-
-
-@CASES.case
-def compiled_operators() -> None:
-    """The functions that run every mode are operators of DTensors in a graph."""
-
-    def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        found = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", save_mv=True)
-        return found.y, found.y_scale, found.rstd
-
-    x, weight = torch.randn(2, 6, N), torch.randn(N)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for one, other in zip(compiled(placed(x, Shard(1)), placed(weight, Replicate())), call(x, weight), strict=True):
-        same(one, other, Shard(1))
 
 
 @CASES.case

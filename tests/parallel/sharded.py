@@ -106,6 +106,7 @@ def alike(
     given: Mapping[str, Any],
     lies: Placement | Mapping[str, Placement],
     kept: Placement | None = None,
+    whole: Callable[..., Any] | None = None,
     **counts: int,
 ) -> tuple[dict[str, DTensor], list[Any]]:
     """Fail unless a call of DTensors returns what the call of whole tensors does, and so do gradients that are due.
@@ -116,6 +117,7 @@ def alike(
         lies: how each tensor is placed, or how rows are. Its gradient lies so too, or is a sum over ranks if only the
             outputs are sharded.
         kept: how outputs and their gradients lie, if not as rows do; vectors are sums over ranks.
+        whole: the call of whole tensors, if it is another.
         counts: the communications that the call and its gradients make.
 
     Returns:
@@ -126,7 +128,7 @@ def alike(
     lies = lying(given, lies) if isinstance(lies, Placement) else lies
     sums = Replicate() if kept == Replicate() else Partial()
     tensors = {name: given[name] for name in lies}
-    expected = pieces(call(**given))
+    expected = pieces((whole or call)(**given))
     arriving = [torch.randn_like(each) if each is not None and each.requires_grad else None for each in expected]
     wanted = gradients(expected, tensors, arriving)
     parts = {name: placed(tensor, lies[name]) for name, tensor in tensors.items()}
@@ -287,15 +289,17 @@ def quantised_outputs_go_where_they_are_told() -> None:
 
 
 @CASES.case
-def quantised_norms_are_traced_with_dtensors() -> None:
+def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
-    function = partial(normforge.quantised_rms_norm, **options)
-    call = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for rows in ROWS:
-        found = call(placed(x, rows), placed(weight, Replicate()))
-        for one, other in zip(found[::2], function(x, weight)[::2], strict=True):
-            same(one, other, rows)
+    by_token = partial(normforge.rmsnorm2d_fwd, fquant="dynamic", save_mv=True)
+    for function in (partial(normforge.quantised_rms_norm, **options), by_token):
+        call = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for rows in ROWS:
+            for one, other in zip(call(placed(x, rows), placed(weight, Replicate())), function(x, weight), strict=True):
+                assert (one is None) is (other is None)
+                if other is not None:
+                    same(one, other, rows)
 
 
 @CASES.case

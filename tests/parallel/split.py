@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from normforge import errors
 from normforge.parallel import split_layer_norm, split_rms_norm
 
 from .ranks import DEVICE, Cases
-from .sharded import communicates, mesh, placed, refused, same
+from .sharded import alike, communicates, mesh, placed, refused, same
 
 CASES = Cases()
 M, N = 5, 48
@@ -108,25 +109,16 @@ def rows_without_variance_and_with_infinities() -> None:
 
 @CASES.case
 def dtensors_lie_as_they_did() -> None:
-    """A sharded weight has a sharded gradient, with nothing sent for it."""
-    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, M, N), (N,), (N,)))
-    y = whole(True, x, weight, bias, 1e-5)
-    dy = torch.randn(2, M, N)
-    gradients = torch.autograd.grad(y, (x, weight, bias), dy.double())
-    mine = (placed(x, Shard(2)), placed(weight, Shard(0)), placed(bias, Shard(0)))
-    arrived = placed(dy, Shard(2))
-    with communicates(allreduce=1):
-        found = split_layer_norm(*mine)
-    with communicates(allreduce=1):
-        back = torch.autograd.grad(found, mine, arrived)
-    same(found, y.float(), Shard(2))
-    for one, other, lies in zip(back, gradients, (Shard(2), Shard(0), Shard(0)), strict=True):
-        same(one, other.float(), lies)
-    # A weight that every rank has is cut without being sent.
-    replicated = placed(weight, Replicate())
-    with communicates(allreduce=1), torch.no_grad():
-        found = split_rms_norm(mine[0], replicated)
-    same(found, whole(False, x, weight, None, torch.finfo(torch.float32).eps).float(), Shard(2))
+    """A sharded weight has a sharded gradient, with nothing sent for it; a weight that every rank has is cut."""
+    given = {name: torch.randn(shape) for name, shape in {"x": (2, M, N), "weight": (N,), "bias": (N,)}.items()}
+    whole = {norm: partial(getattr(normforge, f"{norm}_norm"), normalized_shape=(N,)) for norm in ("layer", "rms")}
+    pair = {"x": given["x"], "weight": given["weight"]}
+    replicated = {"x": Shard(2), "weight": Replicate()}
+    alike(split_rms_norm, pair, replicated, Shard(2), whole["rms"], allreduce=1)
+    for each in given.values():
+        each.requires_grad_()
+    lies = {"x": Shard(2), "weight": Shard(0), "bias": Shard(0)}
+    alike(split_layer_norm, given, lies, Shard(2), whole["layer"], allreduce=2)
 
 
 @CASES.case
