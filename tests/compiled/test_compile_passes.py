@@ -70,7 +70,7 @@ def test_inductor_runs_it_forward_and_backward_with_what_was_there(
     model, before, behind = make(), Seen(), Seen()
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     expected = model(x)
-    theirs = {"post_grad_custom_pre_pass": before, "post_grad_custom_post_pass": behind}
+    theirs: dict[str, Any] = {"post_grad_custom_pre_pass": before, "post_grad_custom_post_pass": behind}
     with inductor.patch(**theirs, force_disable_caches=True), normforge.compile_passes():
         actual = torch.compile(model, fullgraph=True, mode=mode)(x)
         ours = gradients(model, x, actual)

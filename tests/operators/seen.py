@@ -31,7 +31,8 @@ class Seen(TorchDispatchMode):
 
 def seen(run: Callable[..., Any], *given: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """Run a step, and return the calls of operators in it."""
-    with Seen() as mode:
+    mode = Seen()
+    with mode:
         run(*given)
     assert mode.calls
     return mode.calls

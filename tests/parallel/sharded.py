@@ -108,7 +108,7 @@ def alike(
     kept: Placement | None = None,
     whole: Callable[..., Any] | None = None,
     **counts: int,
-) -> tuple[dict[str, DTensor], list[Any]]:
+) -> tuple[dict[str, Any], list[Any]]:
     """Fail unless a call of DTensors returns what the call of whole tensors does, and so do gradients that are due.
 
     Args:
@@ -123,15 +123,16 @@ def alike(
     Returns:
         The DTensors of the call by name, and its outputs.
     """
-    kept = lies if kept is None else kept
-    assert isinstance(kept, Placement)
-    lies = lying(given, lies) if isinstance(lies, Placement) else lies
+    if isinstance(lies, Placement):
+        kept = lies if kept is None else kept
+        lies = lying(given, lies)
+    assert kept is not None
     sums = Replicate() if kept == Replicate() else Partial()
     tensors = {name: given[name] for name in lies}
     expected = pieces((whole or call)(**given))
     arriving = [torch.randn_like(each) if each is not None and each.requires_grad else None for each in expected]
     wanted = gradients(expected, tensors, arriving)
-    parts = {name: placed(tensor, lies[name]) for name, tensor in tensors.items()}
+    parts: dict[str, Any] = {name: placed(tensor, lies[name]) for name, tensor in tensors.items()}
     arrived = [None if each is None else placed(each, kept) for each in arriving]
     with communicates(**counts):
         found = pieces(call(**{**given, **parts}))
@@ -292,8 +293,9 @@ def quantised_outputs_go_where_they_are_told() -> None:
 def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
-    by_token = partial(normforge.rmsnorm2d_fwd, fquant="dynamic", save_mv=True)
-    for function in (partial(normforge.quantised_rms_norm, **options), by_token):
+    by_group: Callable[..., Any] = partial(normforge.quantised_rms_norm, **options)
+    by_token: Callable[..., Any] = partial(normforge.rmsnorm2d_fwd, fquant="dynamic", save_mv=True)
+    for function in (by_group, by_token):
         call = torch.compile(function, backend="aot_eager", fullgraph=True)
         for rows in ROWS:
             for one, other in zip(call(placed(x, rows), placed(weight, Replicate())), function(x, weight), strict=True):
@@ -306,7 +308,7 @@ def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
 def scales_in_tiles_are_of_rows_that_are_whole() -> None:
     """A tile has 128 rows, and is of no rank's rows alone."""
     options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0"}
-    call = partial(normforge.quantised_rms_norm, scale_layout="swizzled_128x4", **options)
+    call: Callable[..., Any] = partial(normforge.quantised_rms_norm, scale_layout="swizzled_128x4", **options)
     x = torch.randn(SHAPE)
     alike(call, {"x": x}, Replicate())
     refused("to_local()", lambda: call(placed(x, Shard(1))), errors.LayoutError)
@@ -532,5 +534,5 @@ def samples_of_group_norm_are_sharded() -> None:
     given = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
     call = partial(normforge.group_norm, num_groups=2, activation="silu")
     for of_x in ROWS:
-        moved = {"all_gather_into_tensor": 1} if of_x == Shard(1) else {}
+        moved: dict[str, Any] = {"all_gather_into_tensor": 1} if of_x == Shard(1) else {}
         alike(call, given, lying(given, of_x), Replicate() if moved else of_x, **moved)
