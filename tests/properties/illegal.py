@@ -58,11 +58,6 @@ _VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
 _TENSORS = ("x", "residual", *_VECTORS, "out", "residual_out")
 
 
-def _given(made: MadeCall) -> Arguments:
-    x, weight = made.positional
-    return {"x": x, "weight": weight, **made.keywords}
-
-
 def _wrong_value(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
     name = choose([name for name in _WRONG_VALUES if name != "weight_offset" or made.call.kind.norm == "rms"])
     return {name: choose(_WRONG_VALUES[name])}
@@ -190,6 +185,5 @@ MISTAKES: tuple[Mistake, ...] = (
 
 def spoilt(choose: Choose, made: MadeCall) -> Arguments | None:
     """A call's arguments with one thing wrong; None where what was chosen to be wrong does not apply."""
-    given = _given(made)
-    wrong = choose(MISTAKES)(choose, made, given)
-    return None if wrong is None else given | wrong
+    wrong = choose(MISTAKES)(choose, made, made.arguments)
+    return None if wrong is None else made.arguments | wrong

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -175,8 +176,6 @@ STORING = ("pre_add_store", "post_add_norm")
 _SPREADS = (1.0, 1.0, 0.02, 30.0, 0.0)
 _CENTRES = (0.0, 0.0, -3.0, 100.0)
 _EPSILONS = (1e-5, 1e-6, 0.0, 1e-12, 1e-3, 1, 7.5)
-# Where values are to be shifted exactly they are multiples of its inverse, below 8, which 8 significant bits hold.
-_GRID = 8
 _WEIGHT_OFFSETS = (0.0, 1.0, -1.0, 0.25, 1)
 
 # Rows take fp64 copies; more than so many elements would take the device's memory.
@@ -206,8 +205,6 @@ class Call:
         coded: whether modes are given as ck_tile's integers.
         seed: of the values.
         poisoned: whether every other row of x holds a NaN or an infinity.
-        scale: what x, x_bias and residual are multiplied by, a power of two.
-        shift: what is added to x; None draws values as they come, else they are such that the sum is exact.
     """
 
     kind: Kind
@@ -217,8 +214,6 @@ class Call:
     coded: bool
     seed: int
     poisoned: bool = False
-    scale: float = 1.0
-    shift: float | None = None
 
     def made(self, device: torch.device) -> MadeCall:
         """Its tensors, on a device."""
@@ -237,7 +232,8 @@ def draw_call(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]], mos
     """A random call of a kind."""
     leading = draw_leading(choose, kind, shapes, most)
     offsets = _WEIGHT_OFFSETS if kind.norm == "rms" and kind.weight is not None else (0.0,)
-    return Call(kind, leading, choose(_EPSILONS), choose(offsets), choose((False, True)), choose(range(1 << 16)))
+    told = choose(_EPSILONS), choose(offsets), choose((False, True)), choose(range(1 << 16))
+    return Call(kind, leading, *told, poisoned=choose((False, False, True)))
 
 
 _ROW_OPERANDS = ("x", "residual")
@@ -287,8 +283,7 @@ class MadeCall(Made):
 
     Attributes:
         call: the call.
-        positional: x, and weight and bias where they are given so.
-        keywords: all else.
+        arguments: by name, what the function is given.
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
@@ -312,31 +307,26 @@ class MadeCall(Made):
         residual_out = None
         if kind.residual is not None and kind.fadd in STORING:
             residual_out = self._output("residual_out", kind.residual_out, kind.residual.dtype, shape)
-        self.positional = (inputs.pop("x"), inputs.pop("weight"))
-        keywords = {
+        given: dict[str, Any] = {
+            **inputs,
             "eps": call.eps,
+            "weight_offset": call.weight_offset,
             "fadd": _CODES[kind.fadd] if call.coded else kind.fadd,
             "fquant": _CODES[kind.fquant] if call.coded else kind.fquant,
-            "out_dtype": kind.out_dtype,
-            "scale_dtype": kind.scale_dtype,
-            "rounding": kind.rounding,
-            "cast": kind.cast,
-            "save_mv": kind.save_mv,
+            **{name: getattr(kind, name) for name in ("out_dtype", "scale_dtype", "rounding", "cast", "save_mv")},
             "out": out,
             "residual_out": residual_out,
-            **inputs,
         }
-        if kind.norm == "rms":
-            keywords["weight_offset"] = call.weight_offset
-            keywords = {name: value for name, value in keywords.items() if name not in ("bias", "next_bias")}
-        # What is left out and what is passed as its default are the same call.
-        defaults = {"fadd": "none", "fquant": "none", "scale_dtype": torch.float32, "rounding": "nearest"}
-        defaults["cast"] = "after_weight"
-        left_out = {name for name, value in keywords.items() if value is None or (name, value) in defaults.items()}
-        usual = kind.residual.dtype if kind.residual is not None and kind.fadd == "post_add" else kind.x.dtype
-        if kind.out_dtype is (usual if kind.fquant == "none" else torch.int8):
-            left_out.add("out_dtype")
-        self.keywords = {name: value for name, value in keywords.items() if not (call.coded and name in left_out)}
+        parameters = inspect.signature(self.function).parameters
+        self.arguments = {name: given[name] for name in parameters if name in given}
+        if call.coded:
+            # What is left out and what is passed as its default are the same call.
+            usual = kind.residual.dtype if kind.residual is not None and kind.fadd == "post_add" else kind.x.dtype
+            defaults = {name: parameter.default for name, parameter in parameters.items()}
+            defaults["out_dtype"] = usual if kind.fquant == "none" else torch.int8
+            self.arguments = {
+                name: value for name, value in self.arguments.items() if value != defaults[name] or name == "weight"
+            }
 
     @property
     def function(self) -> Callable[..., LayerNormOutput]:
@@ -344,13 +334,15 @@ class MadeCall(Made):
         return FORWARD[self.call.kind.norm]
 
     def run(self) -> LayerNormOutput:
-        """The call."""
-        return self.function(*self.positional, **self.keywords)
+        """The call, its first two arguments by position."""
+        named = dict(self.arguments)
+        first, second, *_ = inspect.signature(self.function).parameters
+        return self.function(named.pop(first), named.pop(second), **named)
 
     def _check(self, output: LayerNormOutput) -> None:
         self._check_form(output)
         if self._m:
-            self._check_values(output)
+            self._check_values(self.call.kind, self._before, output)
 
     def _check_form(self, output: LayerNormOutput) -> None:
         kind = self.call.kind
@@ -365,27 +357,22 @@ class MadeCall(Made):
         for name, tensor in output._asdict().items():
             found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
             assert found == expected[name], f"{name} is {found}; it is to be {expected[name]}"
-            given = self.keywords.get({"y": "out"}.get(name, name))
+            given = self.arguments.get({"y": "out"}.get(name, name))
             if given is not None:
                 same = given.data_ptr() == tensor.data_ptr() and given.stride() == tensor.stride()
                 assert same, f"{name} is not the tensor that was given for it"
             elif tensor is not None:
                 assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
 
-    def _check_values(self, output: LayerNormOutput) -> None:
-        call, kind, m, n = self.call, self.call.kind, self._m, self.call.kind.n
-        before = self._before
+    def _check_values(self, kind: Kind, before: Mapping[str, Any], output: LayerNormOutput) -> None:
+        call, m, n = self.call, self._m, self._n
         x, residual = before["x"], before["residual"]
-        assert x is not None
         is_after = kind.fadd == "post_add"
         s = oracle.total(x, before["x_bias"], None if is_after else residual).reshape(m, n)
         if output.residual_out is not None:
             _check_sum(output.residual_out.reshape(m, n), s)
             s = s.to(output.residual_out.dtype).float()
         found = oracle.statistics(s, kind.norm == "layer", call.eps)
-        if call.shift is not None and kind.norm == "layer":
-            # Of the values before the shift, with the bounds of those after it.
-            found = found.with_values_of(oracle.statistics(s - call.shift, True, call.eps), call.shift)
         finite = s.isfinite().all(-1)
         rows = finite & found.determined
         h = oracle.rounded_first(found.h, kind.cast, kind.out_dtype, x.dtype)
@@ -433,7 +420,10 @@ class MadeCall(Made):
         made = {}
         for name in names:
             dtype = getattr(self.call.kind, name).dtype
-            made[name] = (self._rows if name in _ROW_OPERANDS else self._vector)(name, dtype, generator)
+            if name in _ROW_OPERANDS:
+                made[name] = self._rows(name, dtype, generator)
+            else:
+                made[name] = torch.randn(self._n, generator=generator, device=self._device).to(dtype)
         return made
 
     def _rows(self, name: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -441,12 +431,7 @@ class MadeCall(Made):
         draw = partial(torch.randint, size=(m, 1), generator=generator, device=self._device)
         spread = torch.tensor(_SPREADS, device=self._device)[draw(len(_SPREADS))]
         centre = torch.tensor(_CENTRES, device=self._device)[draw(len(_CENTRES))]
-        values = self._random((m, n), dtype, generator, spread, centre)
-        if name == "residual" and call.kind.fadd == "post_add":
-            # What is added behind the norm is no part of what is scaled.
-            values /= call.scale
-        if name == "x" and call.shift is not None:
-            values += call.shift
+        values = (torch.randn((m, n), generator=generator, device=self._device) * spread + centre).to(dtype)
         if name == "x" and call.poisoned:
             # Numbers of their own, so that all else is as in the call without poison.
             generator = torch.Generator(self._device).manual_seed(call.seed)
@@ -455,36 +440,9 @@ class MadeCall(Made):
             values[1::2].scatter_(1, draw(n)[1::2], wrong[draw(3)[1::2]])
         return values.reshape(*call.leading, n)
 
-    def _vector(self, name: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-        if name == "x_bias":
-            return self._random((self.call.kind.n,), dtype, generator)
-        return torch.randn(self.call.kind.n, generator=generator, device=self._device).to(dtype)
-
-    def _random(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        generator: torch.Generator,
-        spread: torch.Tensor | float = 1.0,
-        centre: torch.Tensor | float = 0.0,
-    ) -> torch.Tensor:
-        """Numbers before the norm, of which scale and shift are exact."""
-        if self.call.shift is None:
-            values = torch.randn(shape, generator=generator, device=self._device) * spread + centre
-        else:
-            values = torch.randint(-63, 64, shape, generator=generator, device=self._device) / _GRID
-        return values.to(dtype) * self.call.scale
-
 
 class MadeRenormed(MadeCall):
     """The same of two norms: the second is that of the sum as it was stored."""
-
-    def __init__(self, call: Call, device: torch.device) -> None:
-        super().__init__(call, device)
-        x, weight = self.positional
-        for name in ("fadd", "scale_dtype", "rounding", "x_bias"):
-            self.keywords.pop(name, None)
-        self.positional, self.keywords["weight"] = (x, self.keywords.pop("residual")), weight
 
     @property
     def function(self) -> Callable[..., LayerNormOutput]:
@@ -498,12 +456,10 @@ class MadeRenormed(MadeCall):
         }
         super()._check_form(output._replace(**first))
 
-    def _check_values(self, output: LayerNormOutput) -> None:
-        call, kind, m, n = self.call, self.call.kind, self._m, self.call.kind.n
-        before, total, both = self._before, output.residual_out, _statistics_of(output)
+    def _check_values(self, kind: Kind, before: Mapping[str, Any], output: LayerNormOutput) -> None:
+        call, m, n = self.call, self._m, self._n
+        total, both = output.residual_out, _statistics_of(output)
         x, residual = before["x"], before["residual"]
-        assert x is not None
-        assert residual is not None
         assert total is not None
         rows = x.reshape(m, n).float()
         found = oracle.statistics(rows, kind.norm == "layer", call.eps)
@@ -520,12 +476,9 @@ class MadeRenormed(MadeCall):
                 oracle.hold(name, each[..., 0].reshape(m), _column(getattr(found, name)), finite & found.determined)
         # The second norm is a call of the norm alone, of the stored sum.
         alone = Kind(**{**vars(kind), "x": kind.residual, "fadd": "none", "residual": None, "cast": cast})
-        second = MadeCall.__new__(MadeCall)
-        second.call, second._m, second._n = replace(call, kind=alone, shift=None), m, n
-        own = {"x": total, "weight": before["next_weight"], "bias": before["next_bias"]}
-        second._before = {**before, **own, "residual": None, "x_bias": None}
+        own = {"x": total, "weight": before["next_weight"], "bias": before["next_bias"], "residual": None}
         last: dict[str, Any] = {name: None if each is None else each[..., 1].clone() for name, each in both.items()}
-        second._check_values(output._replace(residual_out=None, **last))
+        super()._check_values(alone, {**before, **own}, output._replace(residual_out=None, **last))
 
 
 def _statistics_of(output: LayerNormOutput) -> dict[str, torch.Tensor | None]:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from normforge.errors import NormforgeError
 
-from ..thorough import THOROUGH
 from .illegal import spoilt
 from .profile import chooser, each_device, examples, problem_for
 
@@ -26,22 +25,3 @@ def test_an_illegal_call_is_a_typed_error_and_writes_nothing(device: str, data: 
     with pytest.raises(NormforgeError):
         made.function(**wrong)
     made.check_untouched(refused=True)
-
-
-@THOROUGH
-@each_device
-@examples(25)
-@given(data=st.data())
-def test_an_illegal_call_like_one_known_is_an_error_too_and_leaves_the_known_one_known(
-    device: str, data: st.DataObject
-) -> None:
-    choose = chooser(data)
-    call = problem_for(choose, device)
-    for _ in range(2):
-        legal, other = call.made(torch.device(device)), call.made(torch.device(device))
-        legal.check(legal.run())
-        wrong = spoilt(choose, other)
-        if wrong is not None:
-            with pytest.raises(NormforgeError):
-                other.function(**wrong)
-            other.check_untouched(refused=True)
