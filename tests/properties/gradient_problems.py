@@ -13,7 +13,8 @@ import torch
 from normforge.calls.outputs import NormGradients
 from proving.cases import AXES, IMAGES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
 
-from ..calls.shared import BACKWARD
+from ..calling import ORACLE
+from ..calls.shared import BACKWARD, BACKWARD_ORACLE
 from . import oracle
 from .memory import Memory, row_strides
 from .problems import (
@@ -174,74 +175,45 @@ class MadeBackward(Made):
 
     def __init__(self, call: BackwardCall, device: torch.device) -> None:
         super().__init__(call, device)
-        self.call, kind, n = call, call.kind, call.kind.n
-        self._centres = kind.norm == "layer"
+        kind, n, shape = call.kind, self._n, (*call.leading, self._n)
         generator = torch.Generator(device).manual_seed(call.seed)
         for name in ("x", "dy", "dresidual_out", "weight", "x_bias"):
             operand = getattr(kind, name)
             if operand is not None:
-                size = (n,) if name in ("weight", "x_bias") else (*call.leading, n)
+                size = (n,) if name in ("weight", "x_bias") else shape
                 values = torch.randn(size, generator=generator, device=device)
                 self._memories[name] = operand.memory(size, device, values)
-        self._tensors = {name: memory.view for name, memory in self._memories.items()}
-        self._s = oracle.total(self._tensors["x"], self._tensors.get("x_bias"), None).reshape(self._m, n)
-        saved = oracle.statistics(self._s, self._centres, 1e-5)
-        self._saved = {
-            name: bounded.value.flatten().float() for name, bounded in (("mean", saved.mean), ("rstd", saved.rstd))
-        }
-        for name, statistic in self._saved.items():
-            values, strides = statistic.reshape(call.leading), row_strides(call.leading, 1)
-            self._memories[name] = Memory(call.leading, strides, torch.float32, device, 0, values)
+        self._given: dict[str, Any] = {name: memory.view for name, memory in self._memories.items()}
+        saved = ORACLE[kind.norm](self._given["x"], x_bias=self._given.get("x_bias"), save_mv=True)
+        for name, statistic in (("mean", saved.mean), ("rstd", saved.rstd)):
+            if statistic is not None:
+                strides = row_strides(call.leading, 1)
+                self._memories[name] = Memory(call.leading, strides, torch.float32, device, 0, statistic)
+                self._given[name] = self._memories[name].view
+        self._given |= {"cast": kind.cast} | ({} if kind.norm == "layer" else {"weight_offset": call.weight_offset})
 
     def run(self) -> NormGradients:
         """The call."""
-        kind, tensors = self.call.kind, self._tensors
-        given: dict[str, Any] = {
-            name: self._memories[name].view for name in ("rstd", *(("mean",) if self._centres else ()))
-        }
-        given |= {name: tensors[name] for name in ("x_bias", "dresidual_out") if name in tensors}
-        given |= {"bias_dtype": kind.bias_dtype} if self._centres else {"weight_offset": self.call.weight_offset}
-        return BACKWARD[kind.norm](
-            tensors.get("dy"),
-            tensors["x"],
-            tensors.get("weight"),
-            cast=kind.cast,
-            dx_dtype=kind.dx_dtype,
-            wants=kind.wants,
-            **given,
-        )
+        kind = self._problem.kind
+        dtypes = {"dx_dtype": kind.dx_dtype} | ({"bias_dtype": kind.bias_dtype} if kind.norm == "layer" else {})
+        return BACKWARD[kind.norm](**{"dy": None, **self._given}, wants=kind.wants, **dtypes)
 
     def _check(self, output: NormGradients) -> None:
-        kind, tensors, m, n, centres, s = self.call.kind, self._tensors, self._m, self._n, self._centres, self._s
-        rows = _given_statistics(s, self._saved["mean"], self._saved["rstd"])
-        _, factor = oracle.affine(rows.h, tensors.get("weight"), None, self.call.weight_offset)
-        dy, dresidual_out = (
-            tensors[name].reshape(m, n) if name in tensors else None for name in ("dy", "dresidual_out")
-        )
-        dy = torch.zeros_like(s) if dy is None else dy
-        weighted = oracle.rounded_first(rows.h, kind.cast, dy.dtype, kind.x.dtype)
-        want = oracle.gradients(rows, dy, factor, dresidual_out, centres, weighted)
-        bias_dtype = kind.bias_dtype or (kind.weight or kind.x).dtype
-        dtypes = {"dx": kind.dx_dtype or kind.x.dtype, "dbias": bias_dtype}
+        kind, x = self._problem.kind, self._given["x"]
+        want = BACKWARD_ORACLE[kind.norm](**{"dy": torch.zeros_like(x), **self._given})
+        dtypes = {"dx": kind.dx_dtype or x.dtype, "dbias": kind.bias_dtype or (kind.weight or kind.x).dtype}
         dtypes |= {f"d{name}": operand.dtype for name in ("weight", "x_bias") if (operand := getattr(kind, name))}
-        shape = (*self.call.leading, n)
         for name, gradient in output._asdict().items():
             assert (gradient is not None) == (name in kind.wants), f"{name} is {gradient}; wanted were {kind.wants}"
             if gradient is not None:
-                size = shape if name == "dx" else (n,)
-                assert (gradient.shape, gradient.dtype) == (size, dtypes[name]), f"{name} is in {gradient.dtype}"
-                oracle.hold(name, gradient.reshape(m, n) if name == "dx" else gradient, getattr(want, name))
-
-
-def _given_statistics(s: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> oracle.Statistics:
-    """Rows whose mean and rstd a call is given as they are."""
-    means, rstds = mean.double().unsqueeze(-1), rstd.double().unsqueeze(-1)
-    h = (s.double() - means) * rstds
-    none = torch.zeros_like(means)
-    exact = oracle.Bounded(h, 3 * oracle.U * h.abs())
-    return oracle.Statistics(
-        oracle.Bounded(means, none), oracle.Bounded(rstds, none), exact, torch.ones_like(mean, dtype=torch.bool)
-    )
+                # Every sum is along rows, or along rows and then down them.
+                chain = oracle.depth(self._n) + (0 if name == "dx" else self._m)
+                value, error = getattr(want, name), oracle.U * chain * want.magnitudes[name]
+                if name == "dweight" and want.open is not None:
+                    error = error + want.open
+                found = gradient.shape, gradient.dtype
+                assert found == (value.shape, dtypes[name]), f"{name} is of {found}"
+                oracle.hold(name, gradient, oracle.Bounded(value, error))
 
 
 def draw_backward(

@@ -1,4 +1,4 @@
-"""What every call computes, in fp64, and how far from it an fp32 computation may be.
+"""What every forward call computes, in fp64, and how far from it an fp32 computation may be.
 
 Nothing here reads normforge. The bounds follow from the formats, not from what kernels were seen to do:
 
@@ -6,7 +6,7 @@ Nothing here reads normforge. The bounds follow from the formats, not from what 
 - A sum is off by `depth` U of what its terms add up to without their signs: the longest chain of additions that a term
   passes through. Along a row that is 48 + N / 1024: at most 32 values of a thread one after another, ten levels of a
   tree and a few to start with, and one merge a chunk, none of which is narrower than 1024 where a row has many. Down
-  the rows it is 48 + M.
+  M rows it is M more.
 - A mean is stored in fp32, so it is off by U |mean| besides, which each s - mean inherits; twice that is allowed.
 - A variance inherits the square of the mean's error, since deviations add up to nothing; rstd's error is that of the
   ends of the variance's interval.
@@ -45,15 +45,6 @@ class Statistics:
     rstd: Bounded
     h: Bounded
     determined: torch.Tensor
-
-    def with_values_of(self, unshifted: Statistics, shift: float) -> Statistics:
-        """Another's values, the mean shifted, within these bounds."""
-        return Statistics(
-            Bounded(unshifted.mean.value + shift, self.mean.error),
-            Bounded(unshifted.rstd.value, self.rstd.error),
-            Bounded(unshifted.h.value, self.h.error),
-            self.determined,
-        )
 
 
 def depth(n: int) -> float:
@@ -208,54 +199,3 @@ def hold_quantised(y: torch.Tensor, y_scale: torch.Tensor, z: Bounded, truncate:
             f"y[{row}, {column}] is {float(values[row, column])!r}; z / y_scale is {float(ratio[row, column])!r}, so "
             f"it is to be {float(low[row, column])!r} to {float(high[row, column])!r}"
         )
-
-
-class Gradients(NamedTuple):
-    """Bounds of each gradient, of rows (M, N) and of vectors (N,)."""
-
-    dx: Bounded
-    dweight: Bounded
-    dbias: Bounded
-    dx_bias: Bounded
-
-
-def gradients(
-    rows: Statistics,
-    dy: torch.Tensor,
-    factor: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    centres: bool,
-    weighted: Bounded | None = None,
-) -> Gradients:
-    """The gradients of rows (M, N), dweight being that of the factor h is multiplied with, or `weighted` in its place.
-
-    A rounding of rows is no change to dx.
-    """
-    dy = dy.double()
-    weighted = weighted or rows.h
-    chain = depth(dy.shape[-1])
-    (rstd, rstd_error), (h, h_error) = rows.rstd, rows.h
-    g = dy * factor
-    gh = g * h
-    first = gh.mean(-1, keepdim=True)
-    first_error = chain * U * gh.abs().mean(-1, keepdim=True) + (g.abs() * h_error).mean(-1, keepdim=True)
-    second = g.mean(-1, keepdim=True) if centres else torch.zeros_like(first)
-    second_error = chain * U * g.abs().mean(-1, keepdim=True) if centres else torch.zeros_like(first)
-    inner = g - h * first - second
-    size = g.abs() + (h * first).abs() + second.abs()
-    inner_error = h.abs() * first_error + h_error * first.abs() + second_error + 6 * U * size
-    dx = inner * rstd
-    dx_error = inner_error * (rstd + rstd_error) + inner.abs() * rstd_error + U * dx.abs()
-    if dresidual_out is not None:
-        dx = dx + dresidual_out.double()
-        dx_error = dx_error + U * dx.abs()
-    return Gradients(
-        Bounded(dx, dx_error),
-        _summed(dy * weighted.value, dy.abs() * weighted.error),
-        _summed(dy, torch.zeros_like(dy)),
-        _summed(dx, dx_error),
-    )
-
-
-def _summed(terms: torch.Tensor, errors: torch.Tensor) -> Bounded:
-    return Bounded(terms.sum(0), errors.sum(0) + (48 + terms.shape[0]) * U * terms.abs().sum(0))
