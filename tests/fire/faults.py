@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -72,16 +71,6 @@ def at_step(stop: int, fault: str, work: Callable[[], int], below: Path) -> Call
 
 # Added to the status of work that ended before it came to the step.
 FINISHED = 50
-
-
-def with_room_for(size: int, work: Callable[[], int]) -> Callable[[], int]:
-    """Some work whose files the system cuts off at a size: a write fails half done, as on a full disk."""
-
-    def limited() -> int:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        return work()
-
-    return limited
 
 
 def at_each_step(fault: str, work: Callable[[], int], below: Path, errors: Path = Path(os.devnull)) -> Iterator[int]:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from hypothesis import event
 
-import normforge
 from normforge.codegen.groups import Span
 from normforge.codegen.values import Norm
 from normforge.selection.table import Table, load_folder
@@ -76,18 +74,12 @@ def snapshot(folder: Path, without: Path | None = None) -> dict[str, bytes | str
     return found
 
 
-def arguments(world: Path, manifest: str | bytes, *options: str) -> list[str]:
-    """Write a manifest, and return the arguments that generate it into a world's folder `k`."""
-    path = world / "mine.yaml"
-    path.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
-    return ["generate", "--manifest", str(path), *options, "--out", str(world / "k")]
-
-
 def generate(world: Path, manifest: str | bytes, *options: str) -> Outcome:
-    """Run `normforge generate`, and hold what it left against what has to be."""
-    argv, out = arguments(world, manifest, *options), world / "k"
+    """Run `normforge generate` into a world's folder `k`, and hold what it left against what has to be."""
+    path, out = world / "mine.yaml", world / "k"
+    path.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
     outside, before = snapshot(world, without=out), snapshot(out)
-    outcome = command(argv)
+    outcome = command(["generate", "--manifest", str(path), *options, "--out", str(out)])
     assert snapshot(world, without=out) == outside, "something outside --out was changed"
     assert "Traceback" not in outcome.err
     if outcome.status == 0:
@@ -141,16 +133,6 @@ def refusal(work: Callable[[], object], error: type[Exception]) -> str | None:
         return str(refused)
     event("taken")
     return None
-
-
-def agrees_with_torch(norm: Norm, x: torch.Tensor, tolerance: float = 1e-2) -> None:
-    """Call a plain norm, and compare its rows with those of torch in fp64."""
-    if norm is Norm.LAYER:
-        y, right = normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_norm(x.double(), x.shape[1:])
-    else:
-        y = normforge.rmsnorm2d_fwd(x).y
-        right = torch.nn.functional.rms_norm(x.double(), x.shape[1:], eps=1e-6)
-    torch.testing.assert_close(y.double(), right, atol=tolerance, rtol=tolerance)
 
 
 def kernels(module: Path) -> set[str]:
