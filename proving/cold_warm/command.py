@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 import warnings
+from itertools import product
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +17,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-cold-warm-"))
     import torch
 
-    from .compare import FAMILIES, Difference, run
+    from .compare import FAMILIES, run
     from .surroundings import one_rank
 
     parser = argparse.ArgumentParser(
@@ -32,18 +33,15 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     print(f"--seed {asked.seed}", flush=True)
     chosen = asked.family or FAMILIES
+    count = -(-asked.calls // (2 * len(chosen)))
     faults, started = 0, time.monotonic()
     with one_rank():
-        for family in chosen:
-            for by_address in (False, True):
-                told = None
-                for told in run(family, asked.seed, -(-asked.calls // (2 * len(chosen))), by_address=by_address):
-                    if isinstance(told, Difference):
-                        faults += 1
-                        print(told, flush=True)
-                if told is not None and not isinstance(told, Difference):
-                    seconds = time.monotonic() - started
-                    how = "by address" if by_address else "by tensor"
-                    print(f"{family}, {how}: {told.calls} calls, {told.served} served; {seconds:.0f} s", flush=True)
+        for family, by_address in product(chosen, (False, True)):
+            result = run(family, asked.seed, count, by_address=by_address)
+            faults += len(result.differences)
+            print(*result.differences, sep="\n", end="\n" * bool(result.differences))
+            how = "by address" if by_address else "by tensor"
+            seconds = time.monotonic() - started
+            print(f"{family}, {how}: {count} calls, {result.served} served; {seconds:.0f} s", flush=True)
     print(f"{faults} differences; --seed {asked.seed} repeats them" if faults else "no differences")
     return int(bool(faults))

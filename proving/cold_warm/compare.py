@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -160,15 +160,15 @@ def _is_plain(name: str, call: Call) -> bool:
     )
 
 
-class Progress(NamedTuple):
-    """How far a run came: pairs of calls, and how many of them were served rather than refused."""
+class Result(NamedTuple):
+    """How many calls were served rather than refused, and the first difference of each kind."""
 
-    calls: int
     served: int
+    differences: list[Difference]
 
 
-def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Progress | Difference]:
-    """Yield how far a sequence of calls came, and each kind of difference that it finds once.
+def run(family: str, seed: int, count: int, *, by_address: bool) -> Result:
+    """Compare a sequence of calls with the same calls without caches.
 
     Args:
         family: what is called, a name of `FAMILIES`.
@@ -183,7 +183,7 @@ def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Pro
         current: dict[str, Call] = {name: dict(subject.defaults) for name, subject in among.items()}
         liked: dict[str, list[Call]] = {name: [] for name in among}
         history: list[tuple[str, Call]] = []
-        seen: set[Any] = set()
+        found: dict[Any, Difference] = {}
         served = 0
         name = next(iter(among))
         base: Call = {}
@@ -199,23 +199,16 @@ def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Pro
                 base = dict(subject.defaults) if random.random() < 0.02 else base
                 call = changed(random, subject, base)
             outcome, parts = compared(session, subject, call, again=random.random() < 0.15)
-            if parts:
-                kind = (name, tuple(parts), *[str(_kind(values)) for values in parts.values()])
-                if kind not in seen:
-                    seen.add(kind)
-                    yield shrunk(session, among, history, (name, call), parts)
+            kind = (name, *parts)
+            if parts and kind not in found:
+                found[kind] = shrunk(session, among, history, (name, call), parts)
             if "exception" not in outcome:
                 served += 1
             if "exception" not in outcome or random.random() < 0.03:
                 current[name] = call
                 liked[name] = [*liked[name][-199:], call]
             history.append((name, call))
-            if at % 500 == 499 or at == count - 1:
-                yield Progress(at + 1, served)
-
-
-def _kind(values: tuple[Any, Any]) -> list[Any]:
-    return [value[0] if isinstance(value, tuple) and len(value) == 2 else type(value).__name__ for value in values]
+    return Result(served, [*found.values()])
 
 
 def differences(

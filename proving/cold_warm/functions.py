@@ -131,7 +131,9 @@ def shape_of(form: str, n: int, lead: tuple[int, ...], *, channels: bool = False
     }[form]
 
 
-def _operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], optional: bool, grads: float) -> Draw:
+def operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], optional: bool, grads: float) -> Draw:
+    """Return what draws a tensor's properties: None in 9 of 20 if it is optional, and a gradient at a rate."""
+
     def draw(random: Random) -> Any:
         if optional and random.random() < 0.45:
             return None
@@ -147,13 +149,13 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
     match row.kind:
         case Kind.ROWS:
             eight = EIGHT_BITS[1:] if row.axis == "dtype_in" else ()
-            return _operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
+            return operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
         case Kind.VECTOR | Kind.GROUPS | Kind.SAMPLES:
-            return _operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
+            return operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
         case Kind.OUT:
-            return _operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
+            return operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
         case Kind.PER_ROW | Kind.SCALE | Kind.VALUE:
-            return _operand(forms, (*[torch.float32] * 8, torch.float16), optional, 0.03)
+            return operand(forms, (*[torch.float32] * 8, torch.float16), optional, 0.03)
         case Kind.RANDOM:
             return one_of(None, "tensor", "tensor", *(() if operator else ("pair", "generator", "other pair")))
         case Kind.NUMBER:
@@ -231,7 +233,7 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
         elif row is not None:
             draws[parameter] = _of_row(row, operator)
         elif forms:
-            draws[parameter] = _operand(forms, (torch.float32,) * 8 + (torch.float16,), optional, 0.03)
+            draws[parameter] = operand(forms, (torch.float32,) * 8 + (torch.float16,), optional, 0.03)
         else:
             draws[parameter] = _SPECIAL[parameter]
         if default is not REQUIRED:
@@ -272,18 +274,16 @@ def _operator(name: str) -> Function:
     return _function(f"torch.{name}", call, {each.name: (REQUIRED, "Optional" in str(each.type)) for each in schema})
 
 
-def _both(pattern: str) -> list[str]:
-    return [pattern.replace("NORM2d", f"{norm}norm2d").replace("NORM", f"{norm}_norm") for norm in ("layer", "rms")]
-
-
-_PATTERNS = {
-    "functional": ("NORM", "add_NORM"),
-    "added": ("NORM_add", "renormed_NORM2d_fwd"),
-    "forward": ("NORM2d_fwd",),
-    "backward": ("NORM2d_bwd",),
-    "modulated": ("modulated_NORM", "modulated_NORM2d_fwd"),
-    "gated": ("gated_NORM", "gated_NORM2d_fwd"),
-    "quantised": ("quantised_NORM",),
+# By family, the public functions.
+_PUBLIC = {
+    "functional": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+    "added": ("layer_norm_add", "rms_norm_add", "renormed_layernorm2d_fwd", "renormed_rmsnorm2d_fwd"),
+    "forward": ("layernorm2d_fwd", "rmsnorm2d_fwd"),
+    "backward": ("layernorm2d_bwd", "rmsnorm2d_bwd"),
+    "modulated": tuple(f"modulated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
+    "gated": tuple(f"gated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
+    "quantised": ("quantised_layer_norm", "quantised_rms_norm"),
+    "l2": ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", "normalize", "normalize2d_fwd", "normalize2d_bwd"),
 }
 # Queries and keys have forms of their own, and no x.
 _OPERATORS = sorted(
@@ -297,17 +297,12 @@ def families() -> dict[str, list[Function]]:
     """Return the functions of each family that this module knows."""
     from normforge import parallel
 
-    found = {
-        family: [_public(name) for pattern in patterns for name in _both(pattern)]
-        for family, patterns in _PATTERNS.items()
-    }
-    over_channels = [_public(name) for name in _both("NORM")]
+    found = {family: [_public(name) for name in names] for family, names in _PUBLIC.items()}
+    over_channels = [_public(name) for name in ("layer_norm", "rms_norm")]
     found["group"] = [
         _public("group_norm"),
         *[replace(each, channels=True, defaults={**each.defaults, "dim": 1}) for each in over_channels],
     ]
-    clamped = ("normalize", "normalize2d_fwd", "normalize2d_bwd")
-    found["l2"] = [_public(name) for name in ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", *clamped)]
     found["operators"] = [_operator(name) for name in _OPERATORS]
     found["parallel"] = [_public(f"split_{norm}", parallel) for norm in ("layer_norm", "rms_norm")]
     return found

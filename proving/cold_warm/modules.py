@@ -17,8 +17,8 @@ import normforge
 from tests.nn import decoders, models
 
 from .. import cases
-from .functions import SETTINGS, Call, Draw, one_of
-from .operands import FLOATS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
+from .functions import SETTINGS, Call, Draw, one_of, operand
+from .operands import FLOATS, Operand, built
 from .outcome import Outcome, Subject, observed
 from .session import Session
 
@@ -108,12 +108,7 @@ _DRAWS: Mapping[str, tuple[Any, Draw]] = {
 }
 
 
-def _x(random: Any) -> Operand:
-    layout = random.choice(USUAL_LAYOUTS)
-    holder = random.choice(USUAL_HOLDERS) if random.random() < 0.4 else "tensor"
-    return Operand(
-        random.choice((*FLOATS, torch.float32, torch.float32, torch.float64)), layout, holder, random.random() < 0.4
-    )
+_X = operand(("",), (*FLOATS, torch.float32, torch.float32, torch.float64), False, 0.4)
 
 
 @functools.cache
@@ -194,7 +189,7 @@ def subjects() -> list[Subject]:
     for name, (_, takes) in MODULES.items():
         operands = ("x", "other")[:takes]
         defaults = {each: default for each, (default, _) in _DRAWS.items()} | dict.fromkeys(operands, Operand())
-        draws: dict[str, Draw] = {each: draw for each, (_, draw) in _DRAWS.items()} | dict.fromkeys(operands, _x)
+        draws: dict[str, Draw] = {each: draw for each, (_, draw) in _DRAWS.items()} | dict.fromkeys(operands, _X)
         made.append(Subject(name, defaults, draws, functools.partial(_called, name, takes, kept)))
         # Its trial is run by kernels, and not recorded.
         if not name.startswith("parallel"):
