@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,32 +14,23 @@ from .problems import FLOATS, QUANTISED, Choose, MadeCall
 Arguments = dict[str, Any]
 
 
-def _not_tensors(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return ("text", 3, [1.0], object(), np.ones(3, dtype=np.float32), torch.float32)
-
-
-def _wrong_dtypes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    wrong = (torch.float64, torch.int64, torch.complex64, torch.bool, torch.uint8)
-    return tuple(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for dtype in wrong)
-
-
-def _wrong_layouts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    made = [torch.zeros(tensor.shape, device=tensor.device).to_sparse(), torch.zeros(tensor.shape, device="meta")]
+def _wrong_tensors(tensor: torch.Tensor) -> tuple[Sequence[Any], ...]:
+    """Return what is no tensor, and tensors of other dtypes, elsewhere or laid out otherwise, and of other shapes."""
+    shape, n = tensor.shape, tensor.shape[-1]
+    dtypes = (torch.float64, torch.int64, torch.complex64, torch.bool, torch.uint8)
+    zeros = torch.zeros(shape, device=tensor.device)
+    layouts = [zeros.to_sparse(), zeros.to("meta")]
     if tensor.is_cuda:
-        made.append(tensor.cpu())
-    if tensor.shape[-1] > 1:
-        twice = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
-        made += [twice[..., ::2]]
-    return tuple(made)
+        layouts.append(tensor.cpu())
+    if n > 1:
+        layouts.append(tensor.new_zeros((*shape[:-1], 2 * n))[..., ::2])
+    return (
+        ("text", 3, [1.0], object(), np.ones(3, dtype=np.float32), torch.float32),
+        [zeros.to(dtype) for dtype in dtypes],
+        layouts,
+        [tensor.new_zeros(other) for other in ((*shape[:-1], n + 1), (1, *shape), (7, *shape), ())],
+    )
 
-
-def _wrong_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    n = tensor.shape[-1]
-    shapes = [(*tensor.shape[:-1], n + 1), (1, *tensor.shape), (7, *tensor.shape), ()]
-    return tuple(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device) for shape in shapes)
-
-
-_WRONG_TENSORS = (_not_tensors, _wrong_dtypes, _wrong_layouts)
 
 # What is wrong whatever the rest of the call is.
 _WRONG_VALUES: dict[str, tuple[Any, ...]] = {
@@ -65,9 +56,9 @@ def _wrong_value(choose: Choose, made: MadeCall, given: Arguments) -> Arguments 
 
 def _wrong_tensor(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
     name = choose([name for name in _TENSORS if given.get(name) is not None])
+    ways = _wrong_tensors(given[name])
     # x of another shape is another call.
-    ways = _WRONG_TENSORS if name == "x" else (*_WRONG_TENSORS, _wrong_shapes)
-    return {name: choose(choose(ways)(given[name]))}
+    return {name: choose(choose(ways[:-1] if name == "x" else ways))}
 
 
 def _no_x(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
