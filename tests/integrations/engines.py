@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-
-from normforge.calls import attempt
-from normforge.errors import FrozenError
 
 N = 48
 
@@ -29,28 +25,6 @@ def alike(actual: Any, expected: Any, bits: float = 0.97) -> None:
         assert (one == other).double().mean() >= bits
 
 
-class Left:
-    """Calls whose kernel may not be compiled."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        self._monkeypatch, self._caplog = monkeypatch, caplog
-
-    def hold(self, module: Any, name: str, call: Callable[[], tuple[Any, Any]], what: str) -> None:
-        """Fail unless results of calls are the engine's own, and the log says so once.
-
-        Args:
-            module: where the function is looked up that a kernel serves.
-            name: the function's name.
-            call: what returns a result, and the engine's own.
-            what: what is left, and to whom.
-        """
-
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise FrozenError("it would have to be compiled")
-
-        self._monkeypatch.setattr(module, name, refuse)
-        self._monkeypatch.setattr(attempt, "_said", set())
-        for _ in range(2):
-            alike(*call(), bits=1.0)
-        says = [record.getMessage() for record in self._caplog.records if record.name == "normforge"]
-        assert says == [f"normforge leaves {what}: it would have to be compiled"]
+# Fails unless the results of a call are the engine's own where a function of a module may not compile a kernel, and the
+# log says once what is left, and to whom. Takes the module, the function's name, what returns both results, and what.
+Leaves = Callable[[Any, str, Callable[[], tuple[Any, Any]], str], None]

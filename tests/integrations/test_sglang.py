@@ -18,7 +18,7 @@ from normforge.integrations import serving
 from normforge.integrations import sglang as plug
 from normforge.selection import invariance
 
-from .engines import Left, N, alike, rows
+from .engines import Leaves, N, alike, rows
 from .stand_ins import of_sglang
 
 
@@ -51,34 +51,29 @@ def of_the_stored_sum(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tup
     return norm(total), total
 
 
-RMS = [{}, {"has_weight": False}, {"cast_x_before_out_mul": True, "weight_dtype": torch.bfloat16}]
+NORMS = [
+    ("RMSNorm", {}),
+    ("RMSNorm", {"has_weight": False}),
+    ("RMSNorm", {"cast_x_before_out_mul": True, "weight_dtype": torch.bfloat16}),
+    ("GemmaRMSNorm", {}),
+    ("Gemma3RMSNorm", {}),
+    ("LayerNorm", {}),
+    ("LayerNorm", {"bias": False, "dtype": torch.bfloat16}),
+    ("LayerNorm", {"elementwise_affine": False, "bias": False}),
+]
 
 
-@pytest.mark.parametrize("options", RMS, ids=["plain", "weightless", "rounded"])
-def test_an_rms_norm_is_served(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
-    hooked, bare = twins(layers, "RMSNorm", **options)
+@pytest.mark.parametrize(("norm", "options"), NORMS)
+def test_a_norm_is_served(layers: Any, ran: list[str], norm: str, options: dict[str, Any]) -> None:
+    hooked, bare = twins(layers, norm, **options)
     x, residual = rows(), rows()
+    calls = 1
     with torch.inference_mode():
         alike(hooked(x), bare(x))
-        alike(hooked(x, residual=residual), of_the_stored_sum(bare, x, residual))
-    assert ran == ["rmsnorm2d_fwd"] * 2
-
-
-def test_gemmas_and_layer_norms_are_served(layers: Any, ran: list[str]) -> None:
-    x, residual = rows(), rows()
-    for norm, options in (
-        ("GemmaRMSNorm", {}),
-        ("Gemma3RMSNorm", {}),
-        ("LayerNorm", {}),
-        ("LayerNorm", {"bias": False, "dtype": torch.bfloat16}),
-        ("LayerNorm", {"elementwise_affine": False, "bias": False}),
-    ):
-        hooked, bare = twins(layers, norm, **options)
-        with torch.inference_mode():
-            alike(hooked(x), bare(x))
-            if norm == "GemmaRMSNorm":
-                alike(hooked(x, residual), of_the_stored_sum(bare, x, residual))
-    assert ran == ["rmsnorm2d_fwd"] * 3 + ["layernorm2d_fwd"] * 3
+        if norm in ("RMSNorm", "GemmaRMSNorm"):
+            alike(hooked(x, residual=residual), of_the_stored_sum(bare, x, residual))
+            calls = 2
+    assert ran == ["layernorm2d_fwd" if norm == "LayerNorm" else "rmsnorm2d_fwd"] * calls
 
 
 def test_what_is_not_served_goes_to_the_original(layers: Any, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +110,10 @@ def test_what_is_not_served_goes_to_the_original(layers: Any, ran: list[str], mo
     assert not invariance.is_on()
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(layers: Any, left: Left) -> None:
+def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(layers: Any, leaves: Leaves) -> None:
     hooked, bare = twins(layers, "RMSNorm")
     x = rows()
-    left.hold(serving, "rmsnorm2d_fwd", lambda: (hooked(x), bare(x)), "calls to SGLang's own norms")
+    leaves(serving, "rmsnorm2d_fwd", lambda: (hooked(x), bare(x)), "calls to SGLang's own norms")
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 
-from .engines import Left, N, alike, rows
+from .engines import Leaves, N, alike, rows
 from .stand_ins import of_vllm
 
 EPS = 1e-5
@@ -99,10 +99,10 @@ def test_a_provider_is_one_operator_where_vllm_lowers_a_graph(ops: Any) -> None:
         assert not [target for target in targets if "rsqrt" in target]
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_vllm(ops: Any, left: Left) -> None:
+def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_vllm(ops: Any, leaves: Leaves) -> None:
     op, x = ops.fused_add_rms_norm, rows()
     with op.set_priority(["normforge", "native"]):
-        left.hold(
+        leaves(
             serving,
             "rmsnorm2d_fwd",
             lambda: (op(x, x, None, EPS), op.impls["native"].impl_fn(x, x, None, EPS)),

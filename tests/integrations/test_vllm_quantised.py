@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from normforge.integrations import vllm as plug
+from normforge.reference.quantised import unpacked, unswizzled
 
-from .engines import Left
+from .engines import Leaves
 from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
@@ -88,12 +89,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """A key, vLLM's own quantisation for it, and what that and the layer have besides."""
+    """A key, vLLM's own quantisation for it, what that and the layer have besides, and strides of scales of 6 rows."""
 
     key: str
     shape: tuple[int, int]
     layer: dict[str, torch.Tensor]
     options: dict[str, Any]
+    strides: tuple[int, ...] = ()
 
     def quantised(self, own: Any, y: torch.Tensor) -> Any:
         """Return what vLLM's own quantisation makes of rows, and their scales."""
@@ -102,20 +104,25 @@ class Case(NamedTuple):
         return own.forward_native(y.view(-1, N), layer.get("input_scale"), *bound)
 
 
+GROUPS, COLUMNS = ("kFp8Dynamic128Sym", of_vllm.PER_GROUP), {"column_major_scales": True}
 CASES = {
     "row": Case("kFp8DynamicTokenSym", of_vllm.PER_TOKEN, {}, {}),
     "bounded": Case("kFp8DynamicTokenSym", of_vllm.PER_TOKEN, {"input_scale_ub": torch.tensor(1.5)}, {}),
     "static": Case("kFp8StaticTensorSym", of_vllm.PER_TENSOR, {"input_scale": torch.tensor(0.013)}, {"static": True}),
-    "groups": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {}),
-    "columns": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {"column_major_scales": True}),
-    "powers": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {"column_major_scales": True, "use_ue8m0": True}),
+    "groups": Case(*GROUPS, {}, {}, (3, 1)),
+    "columns": Case(*GROUPS, {}, COLUMNS, (1, 6)),
+    "aligned": Case(*GROUPS, {}, COLUMNS | {"tma_aligned_scales": True}, (1, 8)),
+    "powers": Case(*GROUPS, {}, COLUMNS | {"use_ue8m0": True}, (1, 6)),
+    "powers by rows": Case(*GROUPS, {}, {"use_ue8m0": True}, (3, 1)),
 }
 
 
-@pytest.mark.parametrize("kind", ["rms", "adds", "layer"])
+@pytest.mark.parametrize(("kind", "m"), [("rms", (2, 3)), ("adds", (6,)), ("layer", (2, 3))])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], case: Case, kind: str) -> None:
-    x, residual = rows(), rows() if kind == "adds" else None
+def test_a_norm_quantises_as_vllm_does_after_it(
+    layers: Any, ran: list[str], case: Case, kind: str, m: tuple[int, ...]
+) -> None:
+    x, residual = rows(m=m), rows(m=m) if kind == "adds" else None
     norm = layers.LayerNorm(N) if kind == "layer" else layers.RMSNorm(N, dtype=torch.bfloat16)
     for parameter in norm.parameters():
         parameter.data = torch.randn_like(parameter)
@@ -133,6 +140,9 @@ def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], cas
     assert (found.orig_dtype, found.orig_shape, found.quant_key) == (x.dtype, x.shape, key(case.key))
     torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=0, atol=0)
     assert "input_scale" not in case.layer or found.scale is layer.input_scale
+    if case.strides:
+        shape = (6, 3) if case.options.get("column_major_scales") else (*m, 3)
+        assert (found.scale.shape, found.scale.dtype, found.scale.stride()[-2:]) == (shape, scale.dtype, case.strides)
     if case.shape == of_vllm.PER_GROUP or kind == "layer":
         # vLLM divides groups by their scales; multiplied by the inverse some ties go to the other neighbour.
         other = bytes_of(found.data).int() - bytes_of(data).int()
@@ -171,37 +181,13 @@ def test_nvfp4_is_that_of_vllm(layers: Any, ran: list[str], adds: bool) -> None:
     found, _ = fused(norm, x, linear("kNvfp4Dynamic", input_global_scale_inv=wide), residual)
     assert ran[-1] == "quantised_rms_norm"
     assert (found.data.dtype, found.data.shape, found.orig_shape) == (torch.uint8, (*x.shape[:-1], N // 2), x.shape)
-    # In tiles of 128 rows by 4 groups, of which the first 6 and 20 are.
     assert (found.scale.dtype, found.scale.shape) == (torch.float8_e4m3fn, (128, 20))
-    tiles = found.scale.float().view(1, 5, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(128, 20)
-    torch.testing.assert_close(tiles[:6], scale.view(6, 20), rtol=0, atol=0)
-    halves = torch.stack([found.data & 15, found.data >> 4], -1).view(6, N)
-    steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    signed = steps[(halves & 7).long()] * torch.where(halves > 7, -1.0, 1.0)
+    torch.testing.assert_close(unswizzled(found.scale.float(), 6, 20), scale.view(6, 20), rtol=0, atol=0)
+    codes = unpacked(found.data).view(6, N)
+    signed = of_vllm.E2M1[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)
     # vLLM multiplies by a rounded inverse; a value that is halfway may get the other neighbour.
     assert (signed == values).double().mean() > 0.99
     assert (signed - values).abs().max() <= 2
-
-
-# What vLLM's quantisation of a matrix of 6 rows returns, by its options.
-LAYOUTS = {
-    "row_major": ({}, (3, 1)),
-    "by_columns": ({"column_major_scales": True}, (1, 6)),
-    "aligned": ({"column_major_scales": True, "tma_aligned_scales": True}, (1, 8)),
-    "powers_by_rows": ({"use_ue8m0": True}, (3, 1)),
-}
-
-
-@pytest.mark.parametrize(("options", "strides"), LAYOUTS.values(), ids=list(LAYOUTS))
-def test_scales_of_groups_lie_as_the_layers_kernel_has_them(
-    layers: Any, options: dict[str, Any], strides: tuple[int, int]
-) -> None:
-    norm, layer = layers.RMSNorm(N), linear("kFp8Dynamic128Sym", quantiser(of_vllm.PER_GROUP, **options))
-    for m in ((6,), (2, 3)):
-        scale = plug.maybe_fused_norm_quant(norm, rows(m=m), layer).scale
-        shape = (6, 3) if options.get("column_major_scales") else (*m, 3)
-        assert (scale.shape, scale.dtype, scale.stride()[-2:]) == (shape, torch.float32, strides)
-        assert torch.equal(scale, scale.log2().round().exp2()) is options.get("use_ue8m0", False)
 
 
 def test_powers_of_two_are_packed_where_vllm_packs_them(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +256,9 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
     assert ran == []
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, left: Left) -> None:
+def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: Leaves) -> None:
     norm, x, layer = layers.RMSNorm(N), rows(), linear("kFp8DynamicTokenSym")
-    left.hold(
+    leaves(
         plug,
         "quantised_rms_norm",
         lambda: (plug.maybe_fused_norm_quant(norm, x, layer), norm(x)),

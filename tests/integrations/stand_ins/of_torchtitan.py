@@ -6,7 +6,7 @@ release 0.3.0; overrides had names at 15de1a6f87e9ebba84af52ec1edc0b974f6b5002.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar
@@ -29,15 +29,6 @@ class Configurable:
         def build(self) -> Any:
             assert self._owner is not None
             return self._owner(config=replace(self))
-
-        def traverse(self, target: type) -> Iterator[tuple[str, Any, Any, Any]]:
-            for each in fields(self):
-                value = getattr(self, each.name)
-                if isinstance(value, target):
-                    yield each.name, value, self, each.name
-                elif isinstance(value, Configurable.Config):
-                    for path, *found in value.traverse(target):
-                        yield f"{each.name}.{path}", found[0], found[1], found[2]
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -76,15 +67,13 @@ def derive(source: Any, target: Any) -> Any:
     return target(**{each.name: getattr(source, each.name) for each in fields(target) if each.name in there})
 
 
-def _apply(registry: dict[str, Any], asked: OverrideConfig, root: Any) -> list[str]:
-    lines = []
+def _apply(registry: dict[str, Any], asked: OverrideConfig, root: Any) -> None:
     for path in asked.imports:
         import_module(path.rpartition(".")[0])
         target, factory = registry[path]
-        for name, config, parent, attribute in list(root.traverse(target)):
-            setattr(parent, attribute, factory(config))
-            lines.append(f"[Override] {path}: {name}")
-    return lines
+        for each in fields(root):
+            if isinstance(getattr(root, each.name), target):
+                setattr(root, each.name, factory(getattr(root, each.name)))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool = False) -> dict[str, Any]:

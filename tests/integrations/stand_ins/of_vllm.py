@@ -195,7 +195,7 @@ def mxfp8(x: Tensor, is_sf_swizzled_layout: bool) -> tuple[Tensor, Tensor]:
     return data.view(x.shape), tiles.flatten()
 
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def nvfp4(x: Tensor, global_scale: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -203,10 +203,10 @@ def nvfp4(x: Tensor, global_scale: Tensor, block_size: int) -> tuple[Tensor, Ten
     groups = x.float().view(x.shape[0], -1, block_size)
     scale = (global_scale * (groups.abs().amax(-1) / 6)).clamp(max=QMAX).to(torch.float8_e4m3fn).float()
     scaled = (groups * (global_scale / scale).unsqueeze(-1)).clamp(-6, 6).view(x.shape)
-    apart = (scaled.abs().unsqueeze(-1) - _E2M1).abs()
+    apart = (scaled.abs().unsqueeze(-1) - E2M1).abs()
     # Of two that are as near the one at an even place.
     apart += torch.tensor([0.0, 1e-6]).repeat(4)
-    return _E2M1[apart.argmin(-1)] * scaled.sign(), scale
+    return E2M1[apart.argmin(-1)] * scaled.sign(), scale
 
 
 class DeepGemmQuantScaleFMT(Enum):
