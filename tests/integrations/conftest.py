@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from normforge.integrations import serving, vllm
 
 from ..counting import counted
 from .engines import Leaves, alike
+from .stand_ins import of_vllm
 
 
 @pytest.fixture
@@ -26,6 +29,23 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in functions:
             monkeypatch.setattr(module, name, counted(names, name, getattr(module, name)))
     return names
+
+
+@pytest.fixture(params=["stand-in", "own"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of vLLM's norms, imported when the plug is registered; vLLM's own in a configuration of vLLM's."""
+    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
+    within: Any = nullcontext()
+    if request.param == "stand-in":
+        of_vllm.stand_in(monkeypatch)
+    else:
+        config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
+        within = config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu")))
+    # Every process calls it, and some twice.
+    vllm.register()
+    vllm.register()
+    with within:
+        yield importlib.import_module(of_vllm.LAYERS)
 
 
 @pytest.fixture

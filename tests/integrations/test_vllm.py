@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -38,16 +37,6 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Every process calls it, and some twice.
     plug.register()
     return sys.modules["vllm.ir.ops"]
-
-
-@pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of vLLM's norms, with LayerNorm swapped."""
-    of_vllm.stand_in(monkeypatch)
-    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
-    plug.register()
-    plug.register()
-    return sys.modules[of_vllm.LAYERS]
 
 
 @pytest.mark.parametrize("weight", [None, torch.bfloat16, torch.float32], ids=str)
@@ -135,6 +124,7 @@ def test_vllm_starts_with_operators_of_another_release(
 LAYER = [{}, {"bias": False, "dtype": torch.bfloat16}, {"elementwise_affine": False}]
 
 
+@pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
 @pytest.mark.parametrize("options", LAYER, ids=["plain", "unbiased", "bare"])
 def test_layer_norms_are_made_of_our_class(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
     norm = layers.LayerNorm(N, **options)
@@ -177,22 +167,11 @@ def test_a_class_that_another_plugin_put_there_stays(
     assert "normforge serves no LayerNorm" in caplog.text
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of vLLM's own norms, imported when the plug is registered already, in a configuration of vLLM's."""
-    config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
-    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
-    plug.register()
-    layers = importlib.import_module(of_vllm.LAYERS)
-    made = config.VllmConfig(device_config=config.DeviceConfig("cpu"))
-    with config.set_current_vllm_config(made):
-        yield layers
-
-
-def test_vllms_own_norms_are_served(own: Any, ran: list[str]) -> None:
+@pytest.mark.parametrize("layers", ["own"], indirect=True)
+def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
     ir = importlib.import_module("vllm.ir")
     x, residual = rows(), rows()
-    norm, layer = own.RMSNorm(N, dtype=x.dtype), own.LayerNorm(N)
+    norm, layer = layers.RMSNorm(N, dtype=x.dtype), layers.LayerNorm(N)
     due = norm(x), norm(x, residual), layer.forward_native(x)
     assert ran == []
     assert layer.name == "layer_norm"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,21 +24,6 @@ from .stand_ins import of_vllm
 # Two groups of 128 and a short one.
 N = 320
 EPS = 1e-5
-
-
-@pytest.fixture(params=["stand-in", "own"])
-def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of vLLM's norms, the plug registered."""
-    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
-    if request.param == "stand-in":
-        of_vllm.stand_in(monkeypatch)
-        plug.register()
-        yield sys.modules[of_vllm.LAYERS]
-        return
-    config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
-    plug.register()
-    with config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu"))):
-        yield importlib.import_module(of_vllm.LAYERS)
 
 
 def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3)) -> torch.Tensor:
