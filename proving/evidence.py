@@ -6,12 +6,16 @@ Imports nothing beyond Python, because `proving matrix` runs before there is an 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import tables
 from benchmarks.pages import put_into
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 TABLES = Path("benchmarks/results/evidence")
 EVIDENCE = Path("docs/reference/evidence.md")
@@ -96,3 +100,16 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     cells = ([str(cell).replace("|", r"\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by what they have in common, in the order of the first ones."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def total(rows: Iterable[Mapping[str, str]], column: str) -> int:
+    """Return the sum of a column of counts."""
+    return sum(int(row[column]) for row in rows)

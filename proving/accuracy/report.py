@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TypeVar
+from operator import attrgetter, itemgetter
 
-from ..evidence import Table, markdown
+from ..evidence import Table, grouped, markdown, total
 from .measure import Cell
 from .rows import KINDS
 from .units import MOST
-
-T = TypeVar("T")
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
 _NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
@@ -67,14 +64,14 @@ def table(outcome: Outcome, header: Mapping[str, str]) -> Table:
     """Return the full table: a row per pipeline, direction, dtype and output, with the largest errors per kind."""
     columns = [*_COLUMNS, *(name for kind in KINDS for name in (kind, f"{kind} torch"))]
     rows = []
-    for key, cells in _grouped(outcome.cells, _key).items():
+    for key, cells in grouped(outcome.cells, _key).items():
         worst = _worst(cells)
         errors = (worst.ours.largest, worst.torch.largest, worst.ours.rms, worst.torch.rms, worst.ratio)
         counts = (len(cells), sum(not cell.ok for cell in cells), sum(cell.ratio <= 1 for cell in cells))
         row = dict(
             zip(_COLUMNS, (*key, *map(str, counts), worst.kind, str(worst.n), *map(_number, errors)), strict=True)
         )
-        for (kind,), some in _grouped(cells, lambda cell: (cell.kind,)).items():
+        for kind, some in grouped(cells, attrgetter("kind")).items():
             largest = _worst(some)
             row |= {kind: _number(largest.ours.largest), f"{kind} torch": _number(largest.torch.largest)}
         rows.append(row)
@@ -84,10 +81,10 @@ def table(outcome: Outcome, header: Mapping[str, str]) -> Table:
 
 def summary(table: Table) -> str:
     """Return the section of the page: the verdict, the largest errors by output, and where they are."""
-    cells, beyond, no_worse = (sum(int(row[name]) for row in table.rows) for name in ("cells", "beyond", "no worse"))
+    cells, beyond, no_worse = (total(table.rows, name) for name in ("cells", "beyond", "no worse"))
     rows = []
-    for (direction, output), some in _grouped(table.rows, itemgetter("direction", "output")).items():
-        counts = (sum(int(row[name]) for row in some) for name in ("cells", "no worse"))
+    for (direction, output), some in grouped(table.rows, itemgetter("direction", "output")).items():
+        counts = (total(some, name) for name in ("cells", "no worse"))
         worst = max(some, key=lambda row: float(row["times torch"]))
         place = f"{worst['pipeline']}, {worst['norm']}, {worst['dtype']}, {worst['worst rows']} of N = {worst['n']}"
         rows.append((direction, output, *counts, worst["times torch"], place))
@@ -119,13 +116,6 @@ def _named(row: Mapping[str, str]) -> str:
 def _key(cell: Cell) -> tuple[str, ...]:
     norm = _NORMS[cell.mode.partition("_")[0]]
     return _DIRECTIONS[cell.direction], cell.pipeline, norm, cell.dtypes, cell.output
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], tuple[str, ...]]) -> dict[tuple[str, ...], list[T]]:
-    groups: dict[tuple[str, ...], list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def _worst(cells: Sequence[Cell]) -> Cell:

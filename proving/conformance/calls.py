@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ import torch
 import normforge
 
 from .. import cases
-from .case import RESIDUAL_OUT, Case, Norm, Y
-
-Tensors = dict[str, torch.Tensor]
+from ..cases import Tensors
+from .case import RESIDUAL_OUT, Case, Y
 
 # The operands that gradients are due to.
 LEAVES = ("x", "gate", "residual", "weight", "bias")
@@ -22,12 +20,17 @@ def results(case: Case, given: Tensors) -> Tensors:
     """Return the outputs of a case, and its gradients if some arrive; of a dropout also the kept elements, `keep`."""
     if not case.arriving:
         found = forward(case, given)
-    elif case.y is not case.x or case.dy not in (None, case.y):
+        return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
+    if case.y is not case.x or case.dy not in (None, case.y):
         # Autograd casts dy to y's dtype, and its functions return x's.
         return _direct(case, given)
-    else:
-        return _differentiated(case, given)
-    return {name: tensor for name, tensor in found._asdict().items() if tensor is not None}
+    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if name in given}
+    outputs = family(case).run(leaves | {"x": laid_out(case, leaves["x"])})
+    named = dict(zip((Y, RESIDUAL_OUT, "keep"), outputs, strict=False))
+    arriving = [given[f"d{name}"].reshape(y.shape) if name in case.arriving else None for name, y in named.items()]
+    gradients = cases.gradients(outputs, leaves, arriving)
+    found = {name: output.detach().reshape(case.shape) for name, output in named.items()}
+    return found | {f"d{name}": gradient for name, gradient in gradients.items()}
 
 
 def arguments(case: Case, given: Tensors) -> dict[str, Any]:
@@ -46,58 +49,35 @@ def arguments(case: Case, given: Tensors) -> dict[str, Any]:
 
 def forward(case: Case, given: Tensors, home: Any = normforge, **others: Any) -> Any:
     """Call the forward function of normforge, or of another module."""
-    return getattr(home, f"{case.norm.word}norm2d_fwd")(**arguments(case, given) | others)
+    return getattr(home, f"{case.norm.row.stem}2d_fwd")(**arguments(case, given) | others)
+
+
+def backward(case: Case, given: Tensors, mean: Any, home: Any = normforge, **others: Any) -> Any:
+    """Call the backward function of normforge, or of another module."""
+    others |= {"mean": mean} if case.norm.centres else {"weight_offset": case.weight_offset}
+    run = getattr(home, f"{case.norm.row.stem}2d_bwd")
+    return run(given["dy"], given["x"], given.get("weight"), cast=case.cast, **others)
 
 
 def _direct(case: Case, given: Tensors) -> Tensors:
     saved = forward(case, given, save_mv=True)
     wants = tuple(f"d{name}" for name in LEAVES if name in given)
-    more = {"mean": saved.mean} if case.norm is Norm.LAYER else {"weight_offset": case.weight_offset}
-    backward = getattr(normforge, f"{case.norm.word}norm2d_bwd")
-    found = backward(given["dy"], given["x"], given.get("weight"), rstd=saved.rstd, cast=case.cast, wants=wants, **more)
+    found = backward(case, given, saved.mean, rstd=saved.rstd, wants=wants)
     return {"y": saved.y, **{name: getattr(found, name) for name in wants}}
 
 
-def _differentiated(case: Case, given: Tensors) -> Tensors:
-    leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if name in given}
-    outputs = _recorded(case, leaves)
-    arriving = {Y: "dy", RESIDUAL_OUT: "dresidual_out"}
-    gradients = torch.autograd.grad(
-        [outputs[name] for name in case.arriving],
-        list(leaves.values()),
-        [given[arriving[name]].reshape(outputs[name].shape) for name in case.arriving],
-        allow_unused=Y not in case.arriving,
-    )
-    found = {name: output.detach() for name, output in outputs.items()}
-    named = zip(leaves, gradients, strict=True)
-    return found | {f"d{name}": gradient for name, gradient in named if gradient is not None}
-
-
-def _recorded(case: Case, leaves: Tensors) -> Tensors:
-    """Make a call that autograd records."""
-    if case.gate is not None or case.groups:
-        (y,) = family(case).run(leaves | {"x": laid_out(case, leaves["x"])})
-        return {"y": y.reshape(case.shape)}
-    parameters = {name: leaves[name] for name in ("weight", "bias") if name in leaves}
-    more: dict[str, Any] = {"cast": case.cast, "weight_offset": case.weight_offset, "eps": case.eps}
-    if case.residual is None:
-        return {"y": getattr(normforge, f"{case.norm.word}_norm")(leaves["x"], (case.n,), **parameters, **more)}
-    if case.dropout_p:
-        rng = torch.tensor([case.n, case.rows], device=leaves["x"].device)
-        more |= {"dropout_p": case.dropout_p, "dropout_rng": rng, "return_mask": True}
-    adding = getattr(normforge, f"add_{case.norm.word}_norm")
-    found: Sequence[torch.Tensor] = adding(leaves["x"], leaves["residual"], **parameters, **more)
-    return dict(zip(("y", RESIDUAL_OUT, "keep"), found, strict=False))
-
-
 def family(case: Case) -> cases.Case:
-    """Return a gated norm or GroupNorm, or the norm behind a dropout, as a case of the table of families."""
-    at = (("norm", case.norm.word), ("without", ()))
+    """Return the call that autograd records as a case of the table of families."""
+    at = {"norm": case.norm.value, "shape": case.shape, "eps": case.eps, "without": ()}
     if case.groups:
-        return cases.Case("group", (*at, ("num_groups", case.groups), ("activation", case.activation)))
-    if case.gate is None:
-        return cases.Case("plain", at)
-    return cases.Case("gated", (*at, ("activation", case.activation), ("norm_before_gate", not case.gate_first)))
+        name, more = "group", {"num_groups": case.groups, "activation": case.activation}
+    elif case.gate is not None:
+        name, more = "gated", {"activation": case.activation, "norm_before_gate": not case.gate_first}
+    else:
+        name, more = "plain", {"cast": case.cast, "weight_offset": case.weight_offset}
+        more["without"] = tuple(operand for operand in ("residual", "weight") if getattr(case, operand) is None)
+        more |= {"dropout_p": case.dropout_p, "return_mask": True} if case.dropout_p else {}
+    return cases.Case(name, tuple({**at, **more}.items()))
 
 
 def laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:

@@ -4,98 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from enum import Enum
+from typing import NamedTuple
 
 import torch
 
+from normforge.codegen.values import Norm
 from normforge.dtypes import DTYPES
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-INT8, E4M3FN, E4M3FNUZ, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
 
 WORDS = {dtype: word.value for dtype, word in DTYPES.items()}
 
 # The gradients that may arrive at a backward pass, by the output they are of.
 Y, RESIDUAL_OUT = "y", "residual_out"
-
-
-class Norm(Enum):
-    """Which operation; its value is what reports call it."""
-
-    LAYER = "LayerNorm"
-    RMS = "RMSNorm"
-
-    @property
-    def word(self) -> str:
-        """The norm in names of functions, and in the table of families."""
-        return self.name.lower()
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The source of the values of one tensor.
-
-    Attributes:
-        kind: "normal", or "uniform" between centre - spread and centre + spread.
-        centre: the mean.
-        spread: the standard deviation, or half the width.
-        slope: added to the centre from one row to the next.
-        over_2n: whether spread is divided by twice the row's length.
-    """
-
-    kind: str
-    centre: float = 0.0
-    spread: float = 1.0
-    slope: float = 0.0
-    over_2n: bool = False
-
-
-NORMAL = Draw("normal")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A suite's way of drawing inputs; what is not said is standard normal."""
-
-    name: str
-    x: Draw = NORMAL
-    residual: Draw = NORMAL
-    weight: Draw = NORMAL
-    bias: Draw = NORMAL
-    x_bias: Draw = NORMAL
-    smooth_scale: Draw = NORMAL
-    dy: Draw = NORMAL
-    dresidual_out: Draw = NORMAL
-    gate: Draw = NORMAL
-
-
-@dataclass(frozen=True)
-class Close:
-    """|actual - expected| <= atol + rtol |expected|."""
-
-    atol: float
-    rtol: float = 0.0
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The tolerance of a suite.
-
-    Quantised y may always be off by one step, int8 in at most 0.1 % of elements, and residual_out by nothing.
-
-    Attributes:
-        y: y that is not quantised.
-        dx: gradients of x and residual.
-        parameters: gradients of weight and bias.
-        statistics: mean and rstd.
-        y_scale: the scale of a quantised row.
-    """
-
-    y: Close
-    dx: Close = Close(0.0)
-    parameters: Close = Close(0.0)
-    statistics: Close = Close(6e-4)
-    y_scale: Close = Close(0.0, 1e-5)
 
 
 @dataclass(frozen=True)
@@ -107,8 +28,8 @@ class Case:
         norm: which operation.
         shape: x's, (..., N).
         x: x's dtype.
-        inputs: where values come from.
-        tolerance: how far off outputs may be.
+        inputs: where values come from, by a name of `suites.yaml`.
+        tolerance: how far off outputs may be, by a name of `tolerances.TOLERANCES`.
         weight: its dtype, as for the tensors below; None is a call without.
         bias: its dtype, or None.
         residual: its dtype, or None; goes with fadd.
@@ -139,8 +60,8 @@ class Case:
     norm: Norm
     shape: tuple[int, ...]
     x: torch.dtype
-    inputs: Inputs
-    tolerance: Tolerance
+    inputs: str
+    tolerance: str
     weight: torch.dtype | None = None
     bias: torch.dtype | None = None
     residual: torch.dtype | None = None
@@ -202,28 +123,22 @@ class Case:
         return self.fquant != "none"
 
     @property
-    def rounds_first(self) -> torch.dtype | None:
-        """The 16-bit type that rows are rounded to before the weight, if they are: y's, or else x's."""
-        if self.cast == "after_weight":
-            return None
-        return next(dtype for dtype in (self.y, self.x) if dtype in (FP16, BF16))
-
-    @property
     def mode(self) -> Mode:
         """The line of the report that the case counts in."""
         adds = "" if self.residual is None else f" {WORDS[self.residual]}"
         extras = [f"scale {WORDS[self.scale]}"] if self.scale is not FP32 else []
         extras += [self.rounding] if self.rounding != "nearest" else []
-        gate = "gate" if self.gate is not None and not self.gate_first else "gate before"
-        beside = [f"{self.activation} {gate}"] if self.gate is not None else []
-        beside += ["dropout"] if self.dropout_p else []
-        beside += [self.activation] if self.channels_per_group and self.activation != "none" else []
-        beside += ["channels last"] if self.channels_last else []
+        beside = {
+            "rounded first": self.cast != "after_weight",
+            f"{self.activation} gate{' before' * self.gate_first}": self.gate is not None,
+            "dropout": self.dropout_p,
+            self.activation: self.channels_per_group and self.activation != "none",
+            "channels last": self.channels_last,
+        }
         return Mode(
-            "GroupNorm" if self.channels_per_group else self.norm.value,
+            "GroupNorm" if self.channels_per_group else self.norm.row.title,
             "backward" if self.arriving else "forward",
-            f"{WORDS[self.x]} → {WORDS[self.y]}{'' if self.rounds_first is None else ', rounded first'}"
-            + "".join(f", {word}" for word in beside),
+            ", ".join((f"{WORDS[self.x]} → {WORDS[self.y]}", *(word for word, holds in beside.items() if holds))),
             "-" if self.fadd == "none" else self.fadd + adds,
             "-" if not self.quantises else ", ".join([self.fquant, *extras]),
         )
@@ -231,7 +146,7 @@ class Case:
     @property
     def id(self) -> str:
         """A name that no other case has: every field that is not its default."""
-        parts = [self.suite, self.norm.value, "x".join(map(str, self.shape)), WORDS[self.x]]
+        parts = [self.suite, self.norm.row.title, "x".join(map(str, self.shape)), WORDS[self.x]]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("suite", "norm", "shape", "x", "inputs", "tolerance") or value == field.default:
@@ -239,23 +154,18 @@ class Case:
             text = WORDS[value] if isinstance(value, torch.dtype) else value
             text = "+".join(value) if isinstance(value, tuple) else text
             parts.append(field.name if text is True else f"{field.name}={text}")
-        if self.inputs.name != self.suite:
-            parts.append(self.inputs.name)
+        if self.inputs != self.suite:
+            parts.append(self.inputs)
         return "-".join(parts)
 
     @property
     def kernels(self) -> tuple[object, ...]:
         """Cases equal in this share most of their compiled kernels."""
-        return (
-            *(self.norm.value, self.n, bool(self.arriving)),
-            *(str(dtype) for dtype in (self.x, self.y, self.weight, self.bias, self.residual, self.smooth_scale)),
-            *(self.fadd, self.fquant, self.cast, self.save_mv, str(self.scale), self.rounding),
-            *(str(self.gate), self.activation, self.gate_first, self.dropout_p, self.channels, self.channels_last),
-        )
+        vectors = self.weight, self.bias, self.smooth_scale
+        return self.mode, self.n, self.save_mv, *vectors, self.channels
 
 
-@dataclass(frozen=True, order=True)
-class Mode:
+class Mode(NamedTuple):
     """A line of the report."""
 
     norm: str

@@ -7,18 +7,23 @@ Nothing here waits for a GPU before a case is over; then the units of all its re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
 
 import torch
 
 from normforge.codegen.values import Rounding
 from normforge.dtypes import DTYPES
 from normforge.reference.norms import quantise
-from normforge.tools.compare import QUANTISATION_SLACK, STATISTICS, SUM_ERROR, TOLERANCES, _steps
+from normforge.tools import compare
+from normforge.tools.compare import QUANTISATION_SLACK, SUM_ERROR, _steps
+from normforge.tools.compare import Tolerance as Close
 
-from .calls import Tensors
-from .case import Case, Close, Norm, Y
+from ..cases import Tensors
+from .calls import LEAVES
+from .case import Case, Y
 from .expected import PER_ROW, SUMMED, Want, blocks, expected, rows_of
+from .tolerances import QUACK_STATISTICS, TOLERANCES
 
 # int8 values that may be off at all; one may in a tensor too small for the share to be one. What lies within so much of
 # qmax of the edge between two is not counted: products of 16-bit values lie right there (0.6 % of one row looked
@@ -27,8 +32,7 @@ SHARE = 1e-3
 TIE = 5e-7
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One output's largest error: in units of what the suite allows, and of what fp32 arithmetic and rounding explain.
 
     Attributes:
@@ -121,17 +125,19 @@ def judge(case: Case, given: Tensors, got: Tensors) -> list[Finding]:
         tallies.pop("y", None)
     sums: dict[str, Want] = {}
     for part in blocks(case):
-        for name, want in expected(case, given, got, part).items():
+        for name, want in expected(case, given, part).items():
             if name in SUMMED:
-                sums[name] = want.plus(sums.get(name))
+                sums[name] = Want(*map(add, want, sums[name])) if name in sums else want
             elif name in tallies:
                 rows = got[name].reshape(-1) if name in PER_ROW else rows_of(got[name], case.n)
                 _count(tallies[name], rows[part], _stored(case, name, want, got, part))
     for name, tally in tallies.items():
         if name in SUMMED:
             _count(tally, got[name], sums.get(name) or Want(torch.zeros_like(got[name], dtype=torch.float64)))
-    units = torch.stack([tally.units() for pair in tallies.values() for tally in pair]).tolist() if tallies else []
-    found = [Finding(name, *units[2 * i : 2 * i + 2]) for i, name in enumerate(tallies)]
+    units = [torch.stack([of[0].units(), of[-1].units()]) for of in tallies.values()]
+    found = [
+        Finding(name, *pair) for name, pair in zip(tallies, torch.stack(units).tolist() if units else (), strict=True)
+    ]
     absent = [Finding(f"{name} (missing, or another shape or dtype)", math.inf, math.inf) for name in missing]
     return found + absent
 
@@ -153,34 +159,34 @@ def _likes(case: Case, given: Tensors, got: Tensors) -> dict[str, Like]:
     if case.quantises:
         likes["y_scale"] = (case.shape[:-1], case.scale)
     if case.save_mv:
-        names = ("mean", "rstd") if case.norm is Norm.LAYER else ("rstd",)
+        names = ("mean", "rstd") if case.norm.centres else ("rstd",)
         likes |= dict.fromkeys(names, (case.shape[:-1], torch.float32))
-    for name in ("x", "gate", "residual", "weight", "bias") if case.arriving else ():
+    for name in LEAVES if case.arriving else ():
         # Without a gradient of y, those of weight and bias are zero, and may be left out.
         if name in given and (Y in case.arriving or name in ("x", "residual") or f"d{name}" in got):
             likes[f"d{name}"] = _like(given[name])
     return likes
 
 
-def _tallies(case: Case, name: str, got: torch.Tensor) -> tuple[Tally, Tally]:
-    """Return the tally of the suite's tolerance, and of our own."""
-    device, tolerance = got.device, case.tolerance
+def _tallies(case: Case, name: str, got: torch.Tensor) -> list[Tally]:
+    """Return the tally of the suite's tolerance and of our own, or one for both."""
     if name == "y" and case.quantises:
-        return QuantisedTally(case.y, case.rounding, device), QuantisedTally(case.y, case.rounding, device)
+        return [QuantisedTally(case.y, case.rounding, got.device)]
+    tolerance = TOLERANCES[case.tolerance](case)
     # A scale of 16 bits may be one unit in the last place off.
-    y_scale = Close(0.0, max(tolerance.y_scale.rtol, torch.finfo(case.scale).eps))
-    rules = {"y": tolerance.y, "mean": tolerance.statistics, "rstd": tolerance.statistics, "y_scale": y_scale}
+    y_scale = Close(0.0, max(tolerance.y_scale, torch.finfo(case.scale).eps))
+    rules = {"y": tolerance.y, "mean": QUACK_STATISTICS, "rstd": QUACK_STATISTICS, "y_scale": y_scale}
     rules |= dict.fromkeys(SUMMED, tolerance.parameters) | dict.fromkeys(("dx", "dgate", "dresidual"), tolerance.dx)
-    suite = own = rules.get(name, Close(0.0))
+    suite = own = rules.get(name, Close(0.0, 0.0))
     if name in ("mean", "rstd"):
-        own = Close(*STATISTICS)
+        own = compare.STATISTICS
     elif name == "y":
-        own = Close(*TOLERANCES[case.y])
+        own = compare.TOLERANCES[case.y]
     elif name.startswith("d") and not case.is_beside:
         about = torch.finfo(got.dtype)
         # Half a step of the smallest numbers: fp16 has them from 6e-5 down.
-        own = Close(about.smallest_normal * about.eps / 2, TOLERANCES[got.dtype].rtol)
-    return CloseTally(suite, device), CloseTally(own, device)
+        own = Close(about.smallest_normal * about.eps / 2, compare.TOLERANCES[got.dtype].rtol)
+    return [CloseTally(suite, got.device), CloseTally(own, got.device)]
 
 
 def _stored(case: Case, name: str, want: Want, got: Tensors, part: slice) -> Want:
@@ -191,7 +197,6 @@ def _stored(case: Case, name: str, want: Want, got: Tensors, part: slice) -> Wan
     return Want(want.value / scale, want.open / scale)
 
 
-def _count(tallies: tuple[Tally, Tally], got: torch.Tensor, want: Want) -> None:
-    suite, own = tallies
-    suite.add(got, want.value.reshape(got.shape), want.open)
-    own.add(got, want.value.reshape(got.shape), want.open + SUM_ERROR * want.terms)
+def _count(tallies: list[Tally], got: torch.Tensor, want: Want) -> None:
+    for tally, terms in zip(tallies, (0.0, want.terms), strict=False):
+        tally.add(got, want.value.reshape(got.shape), want.open + SUM_ERROR * terms)

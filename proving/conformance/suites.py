@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import yaml
+from normforge.codegen.values import Norm
 
-from .case import WORDS, Case, Draw, Inputs, Norm
-from .tolerances import CK_TILE, TOLERANCES
+from .case import WORDS, Case
+from .draw import TABLE
 
-_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("suites.yaml").read_text())
 _DTYPES = {word: dtype for dtype, word in WORDS.items()}
 
-INPUTS = {
-    name: Inputs(name, **{tensor: Draw(**draw) for tensor, draw in of.items()}) for name, of in _TABLE["inputs"].items()
-}
-SUITES: Mapping[str, list[dict[str, Any]]] = _TABLE["suites"]
+SUITES: Mapping[str, list[dict[str, Any]]] = TABLE["suites"]
 
 
 @cache
@@ -44,9 +38,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _case(suite: str, fields: dict[str, Any]) -> Case:
     m, n, gap = fields.pop("m"), fields.pop("n"), fields.pop("gap", 0)
-    shape = (*(m if isinstance(m, list) else [m]), n)
-    norm, tolerance = Norm[fields.pop("norm").upper()], TOLERANCES[fields.pop("tolerance")]
-    inputs, arriving = INPUTS[fields.pop("inputs")], tuple(fields.pop("arriving", "").split())
+    norm, arriving = Norm(fields.pop("norm")), tuple(fields.pop("arriving", "").split())
     # What a call of such a kind lacks.
     unused = {
         "bias": norm is Norm.RMS,
@@ -57,5 +49,4 @@ def _case(suite: str, fields: dict[str, Any]) -> Case:
     fields = {name: value for name, value in fields.items() if not unused.get(name)}
     if gap:
         fields["row_stride"] = n + gap
-    case = Case(suite, norm, shape, fields.pop("x"), inputs, CK_TILE, arriving=arriving, **fields)
-    return replace(case, tolerance=tolerance(case))
+    return Case(suite, norm, (*(m if isinstance(m, list) else [m]), n), arriving=arriving, **fields)

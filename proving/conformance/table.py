@@ -6,7 +6,9 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 
+from ..evidence import grouped
 from .case import Case
 from .suites import cases
 
@@ -46,9 +48,6 @@ def fewer_rows(case: Case) -> Case:
     return replace(case, shape=(*(min(size, most) for size in leading), n))
 
 
-def groups(chosen: Iterable[Case]) -> list[tuple[Case, ...]]:
+def groups(chosen: Iterable[Case]) -> list[list[Case]]:
     """Cases that share kernels side by side, so that one process compiles them once; the longest rows first."""
-    found: dict[object, list[Case]] = {}
-    for case in chosen:
-        found.setdefault(case.kernels, []).append(case)
-    return sorted(map(tuple, found.values()), key=lambda group: -group[0].n)
+    return sorted(grouped(chosen, attrgetter("kernels")).values(), key=lambda group: -group[0].n)

@@ -8,26 +8,18 @@ from collections.abc import Hashable
 import pytest
 import torch
 
-from proving.conformance.case import Case, Mode
+from proving.conformance.case import Case
 from proving.conformance.run import run_group
 from proving.conformance.suites import SUITES, cases
 from proving.conformance.table import interpreted
+from proving.evidence import grouped
 
 from ..thorough import first_of_each
 
 SEED = 0
 
 
-def _lines() -> dict[str, tuple[Case, ...]]:
-    found: dict[tuple[str, Mode], list[Case]] = {}
-    for case in cases():
-        found.setdefault((case.suite, case.mode), []).append(case)
-    return {
-        f"{suite}-{'-'.join(vars(mode).values())}".replace(" ", ""): tuple(of) for (suite, mode), of in found.items()
-    }
-
-
-LINES = _lines()
+LINES = grouped(cases(), lambda case: "-".join((case.suite, *case.mode)).replace(" ", ""))
 
 
 @pytest.mark.gpu
