@@ -2,62 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, product
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+import yaml
 
+from normforge.codegen import prose
+from normforge.codegen.groups import GroupMode, group_modes
 from normforge.codegen.instance import ANY, Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_limits import may_cut
 from normforge.codegen.tiling import class_of
-from normforge.codegen.values import (
-    Direction,
-    DType,
-    Part,
-    Pipeline,
-)
-from normforge.kernels.gpu import target_of
+from normforge.codegen.values import Direction, DType, Part, Pipeline
+from normforge.kernels.gpu import named_target, target_of
+from normforge.kernels.group_tiles import Shape, cut
+from normforge.kernels.group_tiles import choose as choose_of_groups
 from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
 from tests.norms import FULL
 
-from .groups import GroupCase, Layout, group_cases
-from .listed import modes_of, tiles_of
-
-_NORMS = [norm.prefix for norm in FULL]
-MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
-    modes_of(kind, _NORMS, Mode.from_name) for kind in ("plain", "rounded_first", "beside", "heads")
-)
-_HEAD_LAYOUTS = {
-    Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
-    Direction.BACKWARD: (Layout.HEADS,),
-}
+# GroupNorm's, of a sample; rows of a kind come in multiples of it.
+GROUPS = 4
 
 # One row's error is luck, ours and torch's: the ratio of the largest of four moves by a half from seed to
 # seed, of one row's by four. Where a card makes them cheap there are more, together still a few rows to a tile.
 _ROWS_OF_A_KIND, _SHORT_ROWS_OF_A_KIND = 4, 16
 _LONGEST_SHORT = 16384
 
+M = TypeVar("M", Mode, GroupMode)
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
 
-def rows_of_a_kind(n: int, device: torch.device) -> int:
-    """How many rows of each kind a case draws."""
-    return _SHORT_ROWS_OF_A_KIND if device.type == "cuda" and n <= _LONGEST_SHORT else _ROWS_OF_A_KIND
+
+class Layout(Enum):
+    """How rows lie in memory; the value is what names and reports call it."""
+
+    ADJOINING = ""
+    HEADS = "heads"
+    HEADS_IN_PLACE = "heads in place"
 
 
 @dataclass(frozen=True)
-class Case:
+class Measured(Generic[M]):
     """One launch to measure.
 
     Attributes:
         mode: what is computed.
-        n: row length.
+        n: row length; of GroupNorm, how many elements a group has.
         tile: how; it serves every M, so that few rows can be measured with a tile for many.
         layout: how rows of x lie, and backward those of dy.
     """
 
-    mode: Mode
+    mode: M
     n: int
     tile: Tile
     layout: Layout = Layout.ADJOINING
@@ -65,21 +65,41 @@ class Case:
     @property
     def name(self) -> str:
         """For messages: the mode, N, the tile and the layout."""
-        tile = " ".join(str(value) for value in self.tile.row)
-        return f"{self.mode.name} N={self.n} {tile} {self.layout.value}".rstrip()
+        return f"{self.mode.name} N={self.n} {self.tile_name} {self.layout.value}".rstrip()
+
+    @property
+    def tile_name(self) -> str:
+        """The tile's fields."""
+        return " ".join(str(value) for value in self.tile.row)
+
+    def rows_of_a_kind(self, device: torch.device) -> int:
+        """How many rows of each kind a case draws."""
+        many = device.type == "cuda" and self.n <= _LONGEST_SHORT
+        return _SHORT_ROWS_OF_A_KIND if many else _ROWS_OF_A_KIND
+
+
+class Case(Measured[Mode]):
+    """A launch of rows."""
 
     @property
     def dtypes(self) -> str:
         """X's type and y's, and what else there is, in words."""
         mode = self.mode
-        words = [" → ".join(dict.fromkeys((mode.dtype_in.value, mode.dtype_out.value)))]
-        words += ["dropout"] if mode.dropout else []
-        words += ["add"] if mode.fadd.adds else []
-        if mode.gating.gates:
-            words.append(f"{mode.gate_activation.value} gate{' before' if mode.gating.is_before else ''}")
-        words += ["rounded first"] if mode.cast.comes_first else []
-        words += [self.layout.value] if self.layout.value else []
-        return ", ".join(words)
+        before = " before" * mode.gating.is_before
+        more = {
+            "dropout": mode.dropout,
+            "add": mode.fadd.adds,
+            f"{mode.gate_activation.value} gate{before}": mode.gating.gates,
+            "rounded first": mode.cast.comes_first,
+            self.layout.value: self.layout.value,
+        }
+        dtypes = " → ".join(dict.fromkeys((mode.dtype_in.value, mode.dtype_out.value)))
+        return ", ".join((dtypes, *(word for word, holds in more.items() if holds)))
+
+    @property
+    def centres(self) -> bool:
+        """Return True if the mean of a row is subtracted."""
+        return self.mode.norm.centres
 
     @property
     def parts(self) -> tuple[Pipeline | Part, ...]:
@@ -88,8 +108,58 @@ class Case:
         return (self.tile.pipeline, *((Part.ROW_TERMS,) if sweeps else ()))
 
 
+class GroupCase(Measured[GroupMode]):
+    """A launch of GroupNorm: each row of a kind is a group, its channels and positions side by side."""
+
+    centres = True
+
+    @property
+    def dtypes(self) -> str:
+        """X's type, and what else there is, in words."""
+        return ", ".join((self.mode.dtype_in.value, *prose.features(self.mode)))
+
+    @property
+    def channels(self) -> int:
+        """The number of channels per group."""
+        return next(channels for channels in (8, 4, 2, 1) if self.n % channels == 0)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of x that tiles depend on."""
+        return Shape(GROUPS * self.channels, GROUPS, self.n // self.channels, self.mode.dtype_in.itemsize)
+
+    @property
+    def parts(self) -> tuple[Pipeline | Part, ...]:
+        """The kernels that run: where a tile gives a program whole groups, no other kernel prepares the last one."""
+        parts = self.mode.parts(self.tile.pipeline)
+        return parts[-1:] if cut(self.mode, self.shape, self.tile).parts == 1 else parts
+
+    def shaped(self, rows: torch.Tensor) -> torch.Tensor:
+        """(M, N) rows as x: (samples, channels, positions)."""
+        x = rows.view(-1, GROUPS * self.channels, self.n // self.channels)
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.mode.channels_last else x
+
+
 AnyCase = Case | GroupCase
 
+
+def _modes(kind: str, norms: Sequence[str], named: Callable[[str], M]) -> dict[Direction, tuple[M, ...]]:
+    """Return the modes of a kind by direction: of norms by their words in names, and by what makes one of a name."""
+    return {
+        Direction(way): tuple(named(f"{norm}_{way}_{rest}") for norm, rest in product(norms, names))
+        for way, names in _TABLE["modes"][kind].items()
+    }
+
+
+MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
+    _modes(kind, [norm.prefix for norm in FULL], Mode.from_name)
+    for kind in ("plain", "rounded_first", "beside", "heads")
+)
+_HEAD_LAYOUTS = {
+    Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
+    Direction.BACKWARD: (Layout.HEADS,),
+}
+_GROUP_MODES = _modes("groups", ("gn",), {mode.name: mode for mode in group_modes()}.__getitem__)
 
 # What the table's own tiles are measured at, few rows', some rows' and many rows'.
 LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
@@ -97,13 +167,12 @@ LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 
 def cases(device: torch.device) -> list[AnyCase]:
     """Every case that a device runs."""
-    compiles = device.type == "cuda"
-    rows = _compiled(device) if compiles else forced("interpreted")
-    return list(dict.fromkeys((*rows, *group_cases(compiles))))
+    if device.type != "cuda":
+        return [*forced("interpreted"), *group_cases("interpreted")]
+    return list(dict.fromkeys((*forced("compiled"), *_tabled(device), *group_cases("compiled"))))
 
 
-def _compiled(device: torch.device) -> Iterator[Case]:
-    yield from forced("compiled")
+def _tabled(device: torch.device) -> Iterator[Case]:
     target = target_of(device)
     for mode, n in product(chain(*MODES.values()), LENGTHS):
         entry = on_demand.plan(mode, n)
@@ -115,13 +184,21 @@ def _compiled(device: torch.device) -> Iterator[Case]:
             yield Case(mode, n, generic if is_left else tile)
 
 
+def _tiled(where: str, what: str) -> Iterator[tuple[Tile, int]]:
+    """Yield the tiles of a direction or of groups, "interpreted" or "compiled", at each of the lengths of each."""
+    for row in _TABLE["tiles"][where][what]:
+        pipeline, *numbers = row["tile"]
+        yield from product((Tile(Pipeline(pipeline), *numbers),), row["n"])
+
+
 def forced(where: str) -> Iterator[Case]:
     """Every mode and layout with every tile, "interpreted" or "compiled", that there is a kernel for."""
     for direction in Direction:
         adjoining = product((*MODES[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
         heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
-        for (mode, layout), (tile, lengths) in product((*adjoining, *heads), tiles_of(where, direction.value)):
-            yield from (Case(mode, n, tile, layout) for n in lengths if runs(mode, tile, n))
+        for (mode, layout), (tile, n) in product((*adjoining, *heads), _tiled(where, direction.value)):
+            if runs(mode, tile, n):
+                yield Case(mode, n, tile, layout)
 
 
 def runs(mode: Mode, tile: Tile, n: int) -> bool:
@@ -134,7 +211,10 @@ def runs(mode: Mode, tile: Tile, n: int) -> bool:
     return tile.pipeline in mode.pipelines and (tile.pipeline is not Pipeline.SPREAD or mode.is_backward or is_short)
 
 
-def matching(some: Iterable[AnyCase], words: Iterable[str]) -> list[AnyCase]:
-    """Return the cases whose names hold every word."""
-    wanted = tuple(words)
-    return [case for case in some if all(word in case.name for word in wanted)]
+def group_cases(where: str) -> Iterator[GroupCase]:
+    """Every mode of GroupNorm with every tile that there is a kernel for and that its groups fit."""
+    for mode, (tile, n) in product(chain(*_GROUP_MODES.values()), _tiled(where, "groups")):
+        case, is_spread = GroupCase(mode, n, tile), tile.pipeline is Pipeline.SPREAD
+        has_kernel = tile.pipeline in mode.pipelines and not (is_spread and mode.dtype_in.itemsize > 2)
+        if has_kernel and choose_of_groups(mode, case.shape, (tile,), named_target("sm_90"))[0] == tile:
+            yield case

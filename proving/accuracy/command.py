@@ -11,7 +11,7 @@ from normforge.tools.machine import find_machine
 
 from .. import parts
 from ..evidence import conclude, parser_of
-from .cases import cases, matching
+from .cases import cases
 from .report import summary, table, text
 from .rows import KINDS
 from .run import outcome_of, run
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DeviceError as problem:
         print(problem, file=sys.stderr)
         return 2
-    chosen = matching(cases(machine.device), options.words)
+    chosen = [case for case in cases(machine.device) if all(word in case.name for word in options.words)]
     if not chosen:
         print(f"no case has {' and '.join(map(repr, options.words))} in its name; --list shows them", file=sys.stderr)
         return 2

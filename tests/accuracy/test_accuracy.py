@@ -20,9 +20,8 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
-from proving.accuracy.cases import CAST_MODES, MODES, AnyCase, Case, cases, forced
+from proving.accuracy.cases import CAST_MODES, MODES, AnyCase, Case, GroupCase, Layout, cases, forced
 from proving.accuracy.command import main
-from proving.accuracy.groups import GroupCase, Layout
 from proving.accuracy.measure import Cell, measure
 from proving.accuracy.report import summary
 from proving.accuracy.run import attempt, outcome_of, run
@@ -169,18 +168,18 @@ def further(honest: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     ("name", "layout", "place", "spoiler", "outputs"),
     [
         # Of rstd off by 1e-5, as a variance around a bad pivot is.
-        ("rms_fwd_bf16_fp32_mv", Layout.ADJOINING, "measure._ours", off(1e-5), {"y", "rstd"}),
+        ("rms_fwd_bf16_fp32_mv", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "rstd"}),
         # The kernel rounds to bf16, and what it is held against does not, or rounds to another type.
         ("rms_fwd_bf16_fp32_cbw_mv", Layout.ADJOINING, "measure._first_rounded_to", said(None), {"y"}),
         ("ln_fwd_fp32_bf16_cbw_mv", Layout.ADJOINING, "measure._first_rounded_to", said(torch.float16), {"y"}),
         ("rms_bwd_bf16_cbw", Layout.ADJOINING, "measure._first_rounded_to", said(None), {"dweight"}),
-        ("rms_fwd_bf16_mv", Layout.HEADS, "measure._laid", further, {"y", "rstd"}),
-        ("rms_bwd_bf16", Layout.HEADS, "measure._laid", further, {"dx", "dweight"}),
+        ("rms_fwd_bf16_mv", Layout.HEADS, "ours.laid", further, {"y", "rstd"}),
+        ("rms_bwd_bf16", Layout.HEADS, "ours.laid", further, {"dx", "dweight"}),
         # What is computed, or what both it and torch's are held against.
         ("rms_fwd_fp32_drop_addst_mv", Layout.ADJOINING, "measure.dropped", off(1e-4), {"y", "rstd"}),
-        ("rms_bwd_fp32_drop", Layout.ADJOINING, "measure._our_gradients", off(1e-4), {"dx", "dweight", "ddropped"}),
-        ("rms_fwd_fp32_ga_mv", Layout.ADJOINING, "gates.activated", off(1e-4), {"y"}),
-        ("rms_bwd_fp32_ga", Layout.ADJOINING, "gates.backward", off(1e-4), {"dx", "dgate", "dweight"}),
+        ("rms_bwd_fp32_drop", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dweight", "ddropped"}),
+        ("rms_fwd_fp32_ga_mv", Layout.ADJOINING, "peer.activated", off(1e-4), {"y"}),
+        ("rms_bwd_fp32_ga", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dgate", "dweight"}),
     ],
 )
 def test_what_is_off_is_told(

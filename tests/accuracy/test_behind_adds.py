@@ -10,7 +10,8 @@ import torch
 import normforge
 from normforge.codegen.values import Norm
 from normforge.reference import BACKWARD
-from proving.accuracy.peer import EPS, backward, forward
+from proving.accuracy import peer
+from proving.accuracy.peer import EPS
 from proving.accuracy.units import MOST, Exact, ratio, statistics
 
 from ..thorough import THOROUGH
@@ -50,8 +51,8 @@ def test_no_error_is_over_four_times_torchs(norm: str, n: int, dtype: torch.dtyp
         _, *found = torch.autograd.grad(y, leaves, dy)
         names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
         exact = _exact(centres, total.detach(), weight, dy)
-        saved = {name: each for name, each in forward(centres, total.detach(), weight, bias).items() if name != "y"}
-        theirs = backward(centres, dy, total.detach(), weight, saved)
+        saved = {name: each for name, each in peer.norm(centres, total.detach(), weight, bias).items() if name != "y"}
+        theirs = peer.gradients(centres, dy, total.detach(), weight, saved)
         for name, ours in zip(names, found, strict=True):
             times = ratio(exact[name].error_of(ours), exact[name].error_of(theirs[name]), dtype)
             if times > MOST:

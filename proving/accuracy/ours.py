@@ -1,0 +1,98 @@
+"""Our outputs and gradients, which are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import normforge
+from normforge.calls import road
+from normforge.calls.functions import completed
+from normforge.calls.outputs import dtypes_of
+from normforge.codegen.parameters import GATED
+from normforge.dtypes import TORCH_DTYPES
+from normforge.families import public
+from normforge.families.gated import row as gated
+from normforge.families.group import row as group
+from normforge.families.operands import GatedSaved, GroupArrived, GroupNormGradients, GroupOptions
+
+from ..cases import Tensors
+from .cases import GROUPS, AnyCase, Case, GroupCase, Layout
+from .peer import EPS
+
+# Half of the elements, so that others are doubled, which is exact.
+_DROPOUT_P, _DROPOUT_RNG = 0.5, (11939, 3)
+# Of a packed tensor: so many that are normalised, and as many behind them that are not.
+_HEADS = 2
+
+
+def dropout(device: torch.device) -> dict[str, Any]:
+    """Return the arguments that say which elements are dropped."""
+    return {"dropout_p": _DROPOUT_P, "dropout_rng": torch.tensor(_DROPOUT_RNG, device=device)}
+
+
+def laid(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """(M, N) rows as a call takes them; what lies between heads and is none of them is NaN."""
+    if layout is Layout.ADJOINING:
+        return rows
+    heads = rows.view(-1, _HEADS, rows.shape[-1])
+    return torch.cat((heads, torch.full_like(heads, torch.nan)), 1)[:, :_HEADS]
+
+
+def _options(case: GroupCase) -> GroupOptions:
+    return GroupOptions(GROUPS, EPS, case.mode.activation.value, None)
+
+
+def forward(case: AnyCase, given: Tensors) -> Tensors:
+    """Return the outputs of a call."""
+    if isinstance(case, GroupCase):
+        y, saved = group.launched(case.shaped(given["x"]), given["weight"], None, _options(case), saves=True)
+        assert saved is not None
+        return {"y": y.reshape(-1, case.n), "mean": saved[0].flatten(), "rstd": saved[1].flatten()}
+    mode, x = case.mode, laid(given["x"], case.layout)
+    keywords: dict[str, Any] = {name: given[name] for name in ("weight", "bias", "residual", "gate") if name in given}
+    keywords |= {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
+    if mode.gating.gates:
+        keywords |= {"activation": mode.gate_activation, "norm_before_gate": not mode.gating.is_before}
+    else:
+        keywords |= {"fadd": mode.fadd, "cast": mode.cast}
+    if mode.dropout:
+        keywords |= dropout(x.device)
+    if case.layout is Layout.HEADS_IN_PLACE:
+        keywords["out"] = x
+    run: Any = getattr(normforge, f"{'gated_' * mode.gating.gates}{mode.norm.row.stem}2d_fwd")
+    found = run(x, **keywords)
+    return {name: tensor.flatten(0, x.dim() - 2) for name, tensor in found._asdict().items() if tensor is not None}
+
+
+def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
+    """Return the gradients, from the statistics of what is normalised."""
+    if isinstance(case, GroupCase):
+        dy, x, weight = case.shaped(given["dy"]), case.shaped(given["x"]), given["weight"]
+        statistics = torch.stack([saved["mean"], saved["rstd"]]).view(2, len(x), GROUPS)
+        arrived = dy, x, weight, torch.zeros_like(weight), statistics, _options(case), GroupNormGradients._fields
+        gradients = group.launched_backward(GroupArrived(*arrived))._asdict()
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    mode = case.mode
+    if mode.gating.gates:
+        return _gated(case, given, saved)
+    dy, x = (laid(given[name], case.layout) for name in ("dy", "x"))
+    shaped = {name: value.view(x.shape[:-1]) for name, value in saved.items()}
+    wants = ["dx", "dweight", *(["dbias"] if case.centres else []), *(["ddropped"] if mode.dropout else [])]
+    run: Any = getattr(public, f"{mode.norm.row.stem}2d_bwd")
+    more = dropout(x.device) if mode.dropout else {}
+    found = run(dy, x, given["weight"], **shaped, wants=wants, cast=mode.cast, **more)
+    return {name: getattr(found, name).view(-1, x.shape[-1]).squeeze(0) for name in wants}
+
+
+def _gated(case: Case, given: Tensors, saved: Tensors) -> Tensors:
+    mode, (x, gate, weight) = case.mode, (given[name] for name in ("x", "gate", "weight"))
+    words = {"gating": mode.gating, "activation": mode.gate_activation, "eps": EPS, "save_mv": True}
+    args = completed(GATED.functions[mode.norm], {"x": x, "gate": gate, "weight": weight, **words})
+    operands = road.operands_of(gated.CALLS, args)
+    told = gated.CALLS.args(road.options_of(gated.CALLS, mode.norm.value, args), dtypes_of(operands))
+    kept = GatedSaved(x, gate, weight, None, saved.get("mean"), saved["rstd"])
+    due = [operand is not None for operand in operands]
+    found = gated.IN_PARTS.gradients(kept, told, (given["dy"], None), due)
+    return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))
