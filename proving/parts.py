@@ -111,6 +111,12 @@ def in_processes(
             pool.shutdown(cancel_futures=True)
 
 
+def told(problem: Exception) -> str:
+    """Return an exception in a line."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
+
+
 def _listed(work: Callable[[T], Iterable[R]], task: T) -> list[R]:
     return list(work(task))
 

@@ -44,8 +44,7 @@ def attempt(case: AnyCase, device: torch.device, seed: int) -> Result:
         return measure(case, device, seed)
     except Exception as problem:
         # A tile that needs more registers or shared memory than there are, say: reported at the end, with all others.
-        lines = str(problem).splitlines()
-        return f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
+        return parts.told(problem)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -65,21 +65,14 @@ class Outcome:
 def run(case: Case, device: torch.device, seed: int) -> Outcome:
     """Run a case; an exception is caught and reported."""
     try:
-        findings = _findings(case, device, seed)
+        given = operands(case, device, seed)
+        before = {name: tensor.clone() for name, tensor in given.items()} if case.rows * case.n <= _KEPT else {}
+        findings = judge(case, given, results(case, given))
+        if not all(torch.equal(given[name], tensor) for name, tensor in before.items()):
+            findings.append(Finding("inputs as they were", math.inf, math.inf))
     except Exception as error:
-        lines = str(error).strip().splitlines() or ["no message"]
-        return Outcome(case.id, case.suite, case.mode, (), f"{type(error).__name__}: {lines[0]}")
-    return Outcome(case.id, case.suite, case.mode, findings)
-
-
-def _findings(case: Case, device: torch.device, seed: int) -> tuple[Finding, ...]:
-    given = operands(case, device, seed)
-    small = case.rows * case.n <= _KEPT
-    before = {name: tensor.clone() for name, tensor in given.items()} if small else {}
-    findings = judge(case, given, results(case, given))
-    if all(torch.equal(given[name], tensor) for name, tensor in before.items()):
-        return tuple(findings)
-    return (*findings, Finding("inputs as they were", math.inf, math.inf))
+        return Outcome(case.id, case.suite, case.mode, (), parts.told(error))
+    return Outcome(case.id, case.suite, case.mode, tuple(findings))
 
 
 @contextmanager

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
+
+from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.parameters import FORWARD, RENORMED, family_of
 from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
+from normforge.dtypes import TORCH_DTYPES, arguments_of
+from normforge.families import public
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
 
@@ -57,11 +64,35 @@ class Cell:
         """The shape of x: (m, n), or (tokens, heads, n)."""
         return (self.m // self.heads, self.heads, self.n) if self.heads else (self.m, self.n)
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Its strides."""
-        stride = self.n if self.stride is None else self.stride
-        return (stride, self.n, 1) if self.heads else (stride, 1)
+    def call(self, device: torch.device) -> None:
+        """Make the call."""
+        function, arguments = self.arguments(device)
+        getattr(public, function)(**arguments)
+
+    def arguments(self, device: torch.device) -> tuple[str, dict[str, Any]]:
+        """Return the function of the call, and the call's arguments."""
+        mode, family = self.mode, family_of(self.mode)
+        arguments = arguments_of(mode, partial(self._operand, device))
+        if mode.is_backward:
+            arguments["wants"] = [row.name for row in family.results if row.is_wanted(mode)]
+        if self.in_place:
+            arguments["out"] = arguments["x"]
+        name = FORWARD.functions[mode.norm]
+        return f"renormed_{name}" if family is RENORMED else family.functions[mode.norm], arguments
+
+    def _operand(self, device: torch.device, parameter: Parameter) -> torch.Tensor:
+        """Rows end with their memory; what is ahead of the first and between is not written."""
+        dtype, n = TORCH_DTYPES[self.mode.dtype_in], self.n
+        if parameter.kind is Kind.PER_ROW:
+            return torch.ones(self.shape[:-1], device=device)
+        if parameter.kind is not Kind.ROWS:
+            return torch.linspace(0.5, 1.5, n).to(dtype).to(device)
+        strides = (n if self.stride is None else self.stride, *((n,) if self.heads else ()), 1)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        memory = torch.empty(self.offset + last + 1, dtype=dtype, device=device)
+        # By copies alone: what a kernel of torch's reads is not what is looked for.
+        rows = memory.as_strided(self.shape, strides, self.offset)
+        return rows.copy_(torch.linspace(-1, 1, n).to(dtype).expand(self.shape))
 
 
 # A call, and what it would cover.

@@ -126,12 +126,11 @@ def _all(name: str, command: tuple[str, ...], options: argparse.Namespace) -> tu
 
 
 def _one(name: str, command: tuple[str, ...], options: argparse.Namespace, part: int) -> Log:
-    worker = (*_WORKER, "--share", f"{part}/{options.jobs}")
     # Without a cache each tensor is an allocation of its own, exactly as long, and never written before.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
-            (*command, *worker),
+            (*command, *_WORKER, str(part), str(options.jobs)),
             cwd=_ROOT,
             env=environment,
             stdout=subprocess.PIPE,

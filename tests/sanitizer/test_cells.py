@@ -19,7 +19,6 @@ from normforge.selection import dispatch
 from proving.cold_warm.session import forgotten
 from proving.sanitizer.beside import beside
 from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
-from proving.sanitizer.worker import call, call_of
 
 from ..launching import launching_nothing
 
@@ -31,7 +30,7 @@ FINALISER = "sum_partials"
 def launched(cell: Cell) -> tuple[KernelKey, ...]:
     """What a call launches on the architecture."""
     with forgotten(), launching_nothing(named_target(ARCH)) as met:
-        call(cell, CPU)
+        cell.call(CPU)
     assert met, cell.name
     return tuple(met)
 
@@ -131,7 +130,7 @@ def test_what_the_table_lacks_is_called_in_every_pipeline(step: str) -> None:
 def test_the_calls_are_of_the_modes_that_they_are_named_after(cell: Cell) -> None:
     """And their rows lie as the name says, up to the last element of their memory."""
     assert {part_of(key)[0] for key in launched(cell) if key.symbol != FINALISER} == {cell.mode}
-    _, arguments = call_of(cell, CPU)
+    _, arguments = cell.arguments(CPU)
     x = arguments["x"]
     assert isinstance(row_stride("x", x), RowWalk) == bool(cell.heads)
     last = x[(-1,) * x.dim()]
