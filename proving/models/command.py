@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
 
-from ..evidence import Table, conclude, markdown, parser_of
+from ..evidence import Table, conclude, grouped, markdown, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -141,15 +142,12 @@ def _formula(norm: torch.nn.Module) -> str | None:
 
 def summary(table: Table) -> str:
     """Return the section of the page: how many classes are taken, and how many have a formula or a reason in common."""
-    counts = Counter((row["outcome"], row["formula or reason"]) for row in table.rows)
     outcomes = Counter(row["outcome"] for row in table.rows)
     tried = outcomes[_TAKEN] + outcomes[_SKIPPED]
-    examples = {
-        key: row["class"] for row in reversed(table.rows) if (key := (row["outcome"], row["formula or reason"]))
-    }
+    groups = grouped(table.rows, itemgetter("outcome", "formula or reason"))
     lines = [
-        (outcome, why, count, examples[outcome, why])
-        for (outcome, why), count in sorted(counts.items(), key=lambda each: (-outcomes[each[0][0]], -each[1]))
+        (outcome, why, len(rows), rows[0]["class"])
+        for (outcome, why), rows in sorted(groups.items(), key=lambda each: (-outcomes[each[0][0]], -len(each[1])))
         if outcome != _NOT_TRIED
     ]
     parts = [
