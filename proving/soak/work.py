@@ -62,27 +62,24 @@ class Gate:
     def __init__(self, threads: int) -> None:
         self._threads, self._permits, self._one = threads, threading.Semaphore(threads), threading.Lock()
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Run beside others, once no thread has the gate alone."""
-        # Held for a moment: a thread that waits to be alone lets no other thread in.
+        return self._held(1)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Run by oneself, once all others are done; who comes later waits."""
+        return self._held(self._threads)
+
+    @contextmanager
+    def _held(self, permits: int) -> Iterator[None]:
+        # One at a time: a thread that waits to be alone lets no other thread in.
         with self._one:
-            self._permits.acquire()
+            for _ in range(permits):
+                self._permits.acquire()
         try:
             yield
         finally:
-            self._permits.release()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Run by oneself, once all others are done; who comes later waits."""
-        with self._one:
-            for _ in range(self._threads):
-                self._permits.acquire()
-            try:
-                yield
-            finally:
-                self._permits.release(self._threads)
+            self._permits.release(permits)
 
 
 class Worker:
