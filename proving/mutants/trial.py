@@ -56,19 +56,16 @@ class Outcome:
         return self.verdict is Verdict.CAUGHT
 
 
-@dataclass(frozen=True)
-class _Run:
-    failed: tuple[str, ...]
-    broken: tuple[str, ...]
-    passed: tuple[str, ...]
-
-
 class _RunError(Exception):
-    """A run of tests that ended without saying what it found, or was not of the copy."""
+    """A run of tests that ended without saying what it found, was ended, or was not of the copy."""
+
+    def __init__(self, said: str, verdict: Verdict = Verdict.BROKEN) -> None:
+        super().__init__(said)
+        self.verdict = verdict
 
 
-class _TooLongError(Exception):
-    """A run of tests that was ended."""
+# What came of tests, "failed", "broken" or "passed", and their node ids.
+_Run = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -87,28 +84,24 @@ class Runner:
         """Return those of the tests that caught mutants that fail in a copy without an edit."""
         with copied(self.snapshot, self.files) as tree:
             run = self._run(tree, suite, tests, stop=False, patience=10 * _PATIENCE)
-        return (*run.failed, *run.broken)
+        return (*run["failed"], *run["broken"])
 
     def outcome(self, mutant: Mutant) -> Outcome:
         """Try a mutant. That it is caught means little until the test that caught it has passed without it."""
         started = time.monotonic()
-
-        def found(verdict: Verdict, said: str) -> Outcome:
-            return Outcome(mutant, verdict, said, time.monotonic() - started)
-
         try:
             with copied(self.snapshot, self.files) as tree:
                 edit(tree, mutant)
                 run = self._run(tree, mutant.suite, mutant.tests, stop=True, patience=_PATIENCE)
-        except (EditError, GenerateError, _RunError) as error:
-            return found(Verdict.BROKEN, str(error))
-        except _TooLongError as error:
-            return found(Verdict.TIMED_OUT, str(error))
-        if run.broken:
-            return found(Verdict.BROKEN, run.broken[0])
-        if run.failed:
-            return found(Verdict.CAUGHT, run.failed[0])
-        return found(Verdict.SURVIVED, f"{len(run.passed)} tests passed")
+            verdict, said = Verdict.SURVIVED, f"{len(run['passed'])} tests passed"
+            for name, other in (("failed", Verdict.CAUGHT), ("broken", Verdict.BROKEN)):
+                if run[name]:
+                    verdict, said = other, run[name][0]
+        except _RunError as error:
+            verdict, said = error.verdict, str(error)
+        except (EditError, GenerateError) as error:
+            verdict, said = Verdict.BROKEN, str(error)
+        return Outcome(mutant, verdict, said, time.monotonic() - started)
 
     def _run(self, tree: Path, suite: Suite, tests: Sequence[str], *, stop: bool, patience: float) -> _Run:
         report, output = tree / "report.json", tree / "output.txt"
@@ -119,23 +112,22 @@ class Runner:
         variables |= {"TRITON_INTERPRET": "1"} if suite is Suite.INTERPRETER else {}
         status = _pytest(tree, [*options, *tests], variables, output, patience)
         if status is None:
-            raise _TooLongError(f"the tests took more than {patience:.0f} s")
+            raise _RunError(f"the tests took more than {patience:.0f} s", Verdict.TIMED_OUT)
         said = output.read_text(errors="replace").strip()[-2000:]
         if not report.is_file():
             raise _RunError(f"pytest ended with status {status}: {said}")
         found = json.loads(report.read_text())
         if status < 0 and (found["failed"] or found["running"]):
             # An edit that writes beyond memory may end the process, and with it the test that is to notice.
-            return _Run((*found["failed"], found["running"])[:1], (), ())
+            return {"failed": [*found["failed"], found["running"]][:1], "broken": [], "passed": []}
         strange = [origin for origin in found["origins"] if not Path(origin).is_relative_to(tree)]
         if strange or not found["origins"]:
             raise _RunError(
                 f"normforge was imported from {strange or 'nowhere'}, and not from the copy in {tree}: {said}"
             )
-        run = _Run(*(tuple(found[name]) for name in ("failed", "broken", "passed")))
-        if status not in (0, 1) and not run.broken:
+        if status not in (0, 1) and not found["broken"]:
             raise _RunError(f"pytest ended with status {status}: {said}")
-        return run
+        return {name: found[name] for name in ("failed", "broken", "passed")}
 
 
 def _pytest(
