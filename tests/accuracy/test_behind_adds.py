@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import normforge
+from normforge.codegen.families import Kind
 from normforge.codegen.values import Norm
 from normforge.reference import BACKWARD
 from proving.accuracy import peer
-from proving.accuracy.peer import EPS
 from proving.accuracy.units import MOST, Exact, ratio, statistics
+from proving.cases import cases, gradients
 
 from ..thorough import THOROUGH
 
@@ -35,37 +36,28 @@ def test_no_error_is_over_four_times_torchs(norm: str, n: int, dtype: torch.dtyp
         return torch.randn(shape, generator=generator)
 
     centres, failing = norm == "layer", []
-    weight, bias = ((1 + 0.1 * normal(n)).to(device, dtype) for _ in range(2))
-    for (mean, spread), dropout in product(ROWS, (False, True)):
-        x = (spread * normal(M, n) + mean / 2).to(device, dtype).requires_grad_()
-        residual = (normal(M, n) * spread + mean / 2).to(device, dtype).requires_grad_()
-        dy = normal(M, n).to(device, dtype)
-        scale, shift = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-        # Half of x, so that what is left is doubled, which is exact.
-        p, rng = (0.5, torch.tensor([1, 2], device=device)) if dropout else (0.0, None)
-        if centres:
-            y, total = normforge.add_layer_norm(x, residual, scale, shift, EPS, dropout_p=p, dropout_rng=rng)
-        else:
-            y, total = normforge.add_rms_norm(x, residual, scale, EPS, dropout_p=p, dropout_rng=rng)
-        leaves = (x, residual, scale, shift) if centres else (x, residual, scale)
-        _, *found = torch.autograd.grad(y, leaves, dy)
-        names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
-        exact = _exact(centres, total.detach(), weight, dy)
-        saved = {name: each for name, each in peer.norm(centres, total.detach(), weight, bias).items() if name != "y"}
-        theirs = peer.gradients(centres, dy, total.detach(), weight, saved)
-        for name, ours in zip(names, found, strict=True):
-            times = ratio(exact[name].error_of(ours), exact[name].error_of(theirs[name]), dtype)
+    # Half of x, so that what is left is doubled, which is exact.
+    calls = [cases("plain", vary=(), norm=norm, shape=(M, n), without=("x_bias",), dropout_p=p)[0] for p in (0.0, 0.5)]
+    for (mean, spread), call in product(ROWS, calls):
+        given = {}
+        for row in call.rows:
+            drawn = spread * normal(M, n) + mean / 2 if row.kind is Kind.ROWS else 1 + 0.1 * normal(n)
+            given[row.name] = drawn.to(device, dtype).requires_grad_()
+        dy, weight = normal(M, n).to(device, dtype), given["weight"].detach()
+        y, total = call.run(given)
+        found, rows = gradients([y], given, [dy]), total.detach()
+        # The gradient of the sum, which is what is normalised.
+        found["x"] = found["residual"]
+        fp64 = zip(("mean", "rstd"), statistics(rows, peer.EPS, centres=centres), strict=True)
+        saved = {name: each.squeeze(-1) for name, each in fp64 if centres or name == "rstd"}
+        exact = BACKWARD[Norm(norm)](dy, rows, weight, **saved)
+        saved = {name: each for name, each in peer.norm(centres, rows, weight, None).items() if name != "y"}
+        for name, theirs in peer.gradients(centres, dy, rows, weight, saved).items():
+            want = Exact(getattr(exact, name), exact.magnitudes[name])
+            times = ratio(want.error_of(found[name.removeprefix("d")]), want.error_of(theirs), dtype)
             if times > MOST:
-                failing.append((mean, spread, dropout, name, times))
+                failing.append((mean, spread, call["dropout_p"], name, times))
     assert not failing
-
-
-def _exact(centres: bool, total: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, Exact]:
-    mean, rstd = statistics(total, EPS, centres=centres)
-    saved = {"mean": mean[:, 0], "rstd": rstd[:, 0]} if centres else {"rstd": rstd[:, 0]}
-    made = BACKWARD[Norm.LAYER if centres else Norm.RMS](dy, total, weight, **saved)
-    names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
-    return {name: Exact(getattr(made, name), made.magnitudes[name]) for name in names}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

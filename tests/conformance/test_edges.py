@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import normforge
 from normforge.codegen.tiling import SOME_M
+from proving.cases import cases, gradients, operands
 from proving.conformance.case import BF16, FP16, FP32
 
 from ..calling import FORWARD, each_device, each_norm
@@ -25,17 +26,13 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {"layer": functional.layer_norm,
 )
 @each_norm
 def test_two_runs_give_the_same_bits(norm: str, shape: tuple[int, int]) -> None:
-    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    weight = torch.randn(shape[1], device="cuda", requires_grad=True)
-    leaves, operands = [x, weight], [weight]
-    if norm == "layer":
-        leaves.append(torch.randn(shape[1], device="cuda", requires_grad=True))
-        operands.append(leaves[-1])
-    dy = torch.randn_like(x)
+    (case,) = cases("plain", vary=(), norm=norm, shape=shape, without=("residual", "x_bias"), dtype=BF16)
+    given = operands(case, "cuda")
+    dy = torch.randn_like(given["x"])
 
     def once() -> list[torch.Tensor]:
-        y = FUNCTIONS[norm](x, shape[1:], *operands, eps=1e-5)
-        return [y, *torch.autograd.grad(y, leaves, dy)]
+        outputs = case.run(given)
+        return [*outputs, *gradients(outputs, given, [dy]).values()]
 
     first = once()
     for _ in range(3):
