@@ -78,14 +78,16 @@ def dropped(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 def measure(case: AnyCase, device: torch.device, seed: int) -> list[Cell]:
     """Every cell of a case."""
     with _tiled(case) as loaded:
-        found = list(_compared(case, device, seed))
+        found = [
+            (kind, output, wanted.error_of(actual), wanted.error_of(theirs), actual.dtype)
+            for kind, output, actual, theirs, wanted in _compared(case, device, seed)
+        ]
     direction = "bwd" if case.mode.is_backward else "fwd"
     place = (_label(case, loaded), direction, case.mode.name, case.dtypes, case.n, case.tile_name)
-    cells = []
-    for kind, output, actual, theirs, wanted in found:
-        errors = wanted.error_of(actual), wanted.error_of(theirs)
-        cells.append(Cell(*place, kind, output, *errors, ratio(*errors, actual.dtype)))
-    return cells
+    return [
+        Cell(*place, kind, output, actual, theirs, ratio(actual, theirs, dtype))
+        for kind, output, actual, theirs, dtype in found
+    ]
 
 
 @contextmanager
