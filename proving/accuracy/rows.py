@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-Draw = Callable[[int, int], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Source:
@@ -57,12 +55,6 @@ class Kind:
         return self.draw(Source(generator, dtype), m, n).to(dtype)
 
 
-def _first_outlier(source: Source, m: int, n: int) -> torch.Tensor:
-    rows = source.normal(m, n)
-    rows[:, 0] = 3000
-    return rows
-
-
 def _outlier(source: Source, m: int, n: int, value: float = 3000) -> torch.Tensor:
     rows = source.normal(m, n)
     at = (source.uniform(m, 1) * n).long()
@@ -103,7 +95,10 @@ def _cancelling(source: Source, m: int, n: int) -> torch.Tensor:
 
 KINDS: dict[str, Kind] = {
     "random": Kind("N(0, 1)", Source.normal),
-    "first outlier": Kind("N(0, 1), the first value 3000, as a massive activation is", _first_outlier),
+    "first outlier": Kind(
+        "N(0, 1), the first value 3000, as a massive activation is",
+        lambda s, m, n: _starts_with(s.normal(m, n), 1, 3000),
+    ),
     "outlier": Kind("N(0, 1), one value anywhere 3000", _outlier),
     "outlier 1e4": Kind("N(0, 1), one value anywhere 1e4", lambda s, m, n: _outlier(s, m, n, 1e4)),
     "head 777": Kind(

@@ -37,14 +37,9 @@ def arguments(case: Case, given: Tensors) -> dict[str, Any]:
     """Return the arguments of a forward function."""
     names = ("x", "weight", "bias", "residual", "x_bias", "smooth_scale")
     found: dict[str, Any] = {name: given[name] for name in names if name in given}
-    found |= {"eps": case.eps, "cast": case.cast, "fadd": case.fadd, "fquant": case.fquant, "save_mv": case.save_mv}
-    if case.weight_offset:
-        found["weight_offset"] = case.weight_offset
-    if case.quantises:
-        found |= {"scale_dtype": case.scale, "rounding": case.rounding}
-    if case.out is not None:
-        found["out_dtype"] = case.out
-    return found
+    found |= {name: getattr(case, name) for name in ("eps", "cast", "fadd", "fquant", "rounding", "save_mv")}
+    found |= {"out_dtype": case.out, "scale_dtype": case.scale}
+    return found | ({"weight_offset": case.weight_offset} if case.weight_offset else {})
 
 
 def forward(case: Case, given: Tensors, home: Any = normforge, **others: Any) -> Any:

@@ -34,17 +34,12 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
 SEED = 0
-SLICE: list[str] = yaml.safe_load(Path(__file__).with_name("slice.yaml").read_text())
-
-
+NAMES: list[str] = yaml.safe_load(Path(__file__).with_name("slice.yaml").read_text())
 GROUPS = [case for case in cases(CPU) if isinstance(case, GroupCase)]
-
-
-def slice_of(device: torch.device) -> list[Case]:
-    rows = [case for case in cases(device) if isinstance(case, Case)]
-    # What lies as heads is read at other addresses, whatever its type: a card runs fp32 too.
-    heads = [case for case in rows if case.layout is not Layout.ADJOINING and case.mode.dtype_in is DType.BF16]
-    return [case for case in rows if case.mode.name in SLICE and case.layout is Layout.ADJOINING] + heads
+ROWS = [case for case in cases(CPU) if isinstance(case, Case)]
+SLICE = [case for case in ROWS if case.mode.name in NAMES and case.layout is Layout.ADJOINING]
+# What lies as heads is read at other addresses, whatever its type: a card runs fp32 too.
+SLICE += [case for case in ROWS if case.layout is not Layout.ADJOINING and case.mode.dtype_in is DType.BF16]
 
 
 def told(cells: list[Cell]) -> str:
@@ -61,7 +56,7 @@ def kind_of(case: Case) -> Hashable:
     return mode.direction, case.tile
 
 
-ONE_A_TILE = first_of_each(slice_of(CPU), kind_of, lambda case: case.name)
+ONE_A_TILE = first_of_each(SLICE, kind_of, lambda case: case.name)
 ONE_OF_GROUPS = first_of_each(
     # A case of long groups is interpreted for 15 s: one for each direction, and a card runs the others.
     [each for each in GROUPS if each.n < 4000 or each.mode in (GroupMode(DType.FP32, way) for way in Direction)],
@@ -102,7 +97,7 @@ def test_groups_that_one_program_has_whole_take_one_kernel() -> None:
 @THOROUGH
 @interpreted
 def test_most_errors_are_at_most_torchs() -> None:
-    found = [cell for case in slice_of(CPU) if case.n < 1000 for cell in measure(case, CPU, SEED)]
+    found = [cell for case in SLICE if case.n < 1000 for cell in measure(case, CPU, SEED)]
     assert sum(cell.ratio <= 1 for cell in found) > len(found) / 2
 
 
@@ -130,7 +125,7 @@ def test_every_pipeline_is_measured_in_every_dtype_and_of_heads(where: str) -> N
 
 @interpreted
 def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
-    odd = [case for case in slice_of(CPU) if case.mode.has_window and case.n == 1001]
+    odd = [case for case in SLICE if case.mode.has_window and case.n == 1001]
     odd = [case for case in odd if case.layout is Layout.ADJOINING and not case.mode.cast.comes_first]
     assert odd
     for case in odd:
@@ -194,7 +189,7 @@ def test_what_is_off_is_told(
 
 
 def test_a_case_that_cannot_run_is_told() -> None:
-    case = next(case for case in slice_of(CPU) if case.mode.name == "ln_fwd_fp32_mv")
+    case = next(case for case in SLICE if case.mode.name == "ln_fwd_fp32_mv")
     impossible = replace(case, tile=replace(case.tile, block=100))
     assert isinstance(attempt(impossible, CPU, SEED), str)
 
