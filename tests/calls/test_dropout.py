@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 import normforge
-from normforge import errors
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
@@ -23,7 +22,7 @@ from normforge.selection.table import RetiledTable
 
 from .. import philox
 from ..calling import FORWARD, each_device, each_norm, same_bits
-from .shared import BACKWARD, BACKWARD_ORACLE, Refused, each_of, there
+from .shared import BACKWARD, BACKWARD_ORACLE, there
 
 P = 0.3
 RNG = (7, 9)
@@ -172,51 +171,6 @@ def test_a_seed_and_an_offset_are_the_same_as_numbers_and_as_a_tensor(device: st
         assert torch.equal(added(x, dropout_rng=(seed, offset)), added(x, dropout_rng=state))
         # A part of a larger tensor, wherever that lies.
         assert torch.equal(added(x, dropout_rng=torch.stack((state, state)).flatten()[2:]), added(x, dropout_rng=state))
-
-
-X = torch.randn(3, 64)
-ADD: dict[str, Any] = {"residual": torch.randn(3, 64), "fadd": "pre_add_store"}
-REFUSED: Refused = {
-    errors.ConflictError: {
-        "one": ({"dropout_p": 1.0}, "^dropout_p=1.0 will not do; it takes a number from 0 to at most"),
-        "more": ({"dropout_p": 1.5}, "^dropout_p=1.5 will not do"),
-        "less": ({"dropout_p": -0.1}, "^dropout_p=-0.1 will not do"),
-        "nan": ({"dropout_p": float("nan")}, "^dropout_p=nan will not do"),
-        "rounds_to_one": ({"dropout_p": 1 - 1e-9}, "^dropout_p=0.999999999 will not do"),
-        "word": ({"dropout_p": "half"}, "^dropout_p='half' will not do"),
-        "flag": ({"dropout_p": True}, "^dropout_p=True will not do"),
-        "too_large": ({"dropout_rng": (2**64, 1)}, "^dropout_rng has seed 18446744073709551616; it"),
-    },
-    errors.DTypeError: {
-        "zero_and_nonsense": (
-            {"dropout_p": 0.0, "dropout_rng": 5},
-            r"^dropout_rng is 5; it takes \(seed, offset\), an int64 tensor of the two, or a torch.Generator",
-        ),
-        "seed_alone": ({"dropout_rng": (5,)}, r"^dropout_rng is \(5,\); it takes \(seed, offset\)"),
-        "floats": ({"dropout_rng": (5.0, 1)}, r"^dropout_rng is \(5.0, 1\)"),
-    },
-    errors.ShapeError: {
-        "shape": (
-            {"dropout_rng": torch.zeros(3, dtype=torch.int64)},
-            r"^dropout_rng has shape \(3,\); it takes \(2,\), seed and offset",
-        )
-    },
-    errors.IllegalCombinationError: {
-        "no_residual": (
-            {"residual": None, "fadd": "none"},
-            "^dropout drops elements of x before a residual is added, and fadd is none; use fadd pre_add_store",
-        )
-    },
-}
-
-
-@each_norm
-@each_of(REFUSED)
-def test_what_is_refused_says_why(norm: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    # Whether a call like it is known, or none.
-    FORWARD[norm](X, **ADD, dropout_p=0.5)
-    with pytest.raises(error, match=message):
-        FORWARD[norm](X, **{**ADD, "dropout_p": 0.5, **given})
 
 
 @each_norm

@@ -11,12 +11,6 @@ import torch
 import normforge
 from normforge import LayerNormOutput
 from normforge.codegen.model import Mode
-from normforge.errors import (
-    ConflictError,
-    IllegalCombinationError,
-    LayoutError,
-    NormforgeError,
-)
 from proving.cases import Case, Tensors, cases, operands
 
 from ..calling import each_device, same_bits
@@ -127,44 +121,6 @@ def test_a_compiled_call_is_the_eager_one(case: Case, norm: str) -> None:
     for places in ({}, {"out": out}) if case.family == "modulated" else ({},):
         assert all(map(torch.equal, compiled(given, **places), wanted))
     assert case.family == "gated" or torch.equal(out, wanted[0])
-
-
-X = torch.randn(5, 3, N)
-INT8 = torch.empty(5, 3, 2 * N, dtype=torch.int8)
-UNQUANTISED = {"fquant": "none", "out_dtype": torch.int8}
-REFUSED: list[tuple[str, dict[str, Any], type[NormforgeError], str]] = [
-    ("modulated", {"fquant": "smooth_dynamic"}, IllegalCombinationError, "modulated norms have no fquant smooth_dy"),
-    ("modulated", {"fquant": "static"}, IllegalCombinationError, "modulated norms have no fquant static"),
-    ("modulated", {"fquant": "int8"}, ConflictError, "fquant='int8' is no mode"),
-    ("modulated", UNQUANTISED, IllegalCombinationError, "fquant none"),
-    ("modulated", {"out_dtype": torch.float16}, IllegalCombinationError, "out_dtype fp16 is not a quantised type"),
-    ("modulated", {"residual": None}, ConflictError, "gate scales x before residual is added to it, and none was"),
-    ("modulated", {"residual_out": X, "residual": None, "gate": None}, ConflictError, "no residual is added; pass"),
-    ("gated", {"fquant": "smooth_dynamic"}, IllegalCombinationError, "gated norms have no fquant smooth_dynamic"),
-    ("gated", UNQUANTISED, IllegalCombinationError, "fquant none"),
-    ("gated", {"activation": "gelu"}, ConflictError, "activation='gelu' is no mode"),
-]
-
-
-@pytest.mark.parametrize(("family", "asked", "error", "message"), REFUSED)
-def test_what_there_is_no_kernel_for_is_refused(
-    family: str, asked: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    function: Any = getattr(normforge, f"{family}_rmsnorm2d_fwd")
-    given: dict[str, Any] = {**given_to(of_one_case(family)), "fquant": "dynamic"}
-    for _ in range(2):
-        with pytest.raises(error, match=message):
-            function(**{**given, **asked})
-        function(**given)
-
-
-def test_outputs_overlap_nothing_else() -> None:
-    case = of_one_case("modulated", sharing=("row",) * 3)
-    given = {**given_to(case), "scale": X.clone()}
-    with pytest.raises(LayoutError, match="residual_out overlaps scale in memory"):
-        run(case, given, fquant="dynamic", residual_out=given["scale"])
-    with pytest.raises(LayoutError, match="out starts at no multiple of 16 bytes"):
-        run(case, given, fquant="dynamic", out=INT8.flatten()[1 : 1 + X.numel()].view(X.shape))
 
 
 @each_family

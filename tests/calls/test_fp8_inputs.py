@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from normforge import errors
 from normforge.calls.functions import completed
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
+from ..nn.oracle import FUNCTIONS
 from ..thorough import THOROUGH
-from .shared import Refused, each_of, there
+from .shared import there
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -143,78 +145,23 @@ def test_outputs_may_not_lie_where_scales_do() -> None:
     normforge.rmsnorm2d_fwd(x, x_scale=memory[-4:], **given)
 
 
-X, ROW = rows(FORMATS[0], 3, 64), torch.rand(3)
-# Beside an x of fp8, its scale and out_dtype.
-REFUSED: Refused = {
-    errors.ConflictError: {
-        "missing": ({"x_scale": None}, "^x is fp8, .* and no x_scale was passed; pass it, one a row"),
-        "of_floats": (
-            {"x": X.float(), "out_dtype": None},
-            "^x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
-        ),
-        "no_type": (
-            {"out_dtype": None},
-            "^x has dtype torch.float8_e4m3fn, which y cannot have .* pass out_dtype=torch.bfloat16, say, or fquant='d",
-        ),
-    },
-    errors.ShapeError: {
-        "shape": (
-            {"x_scale": torch.rand(2)},
-            r"^x_scale has shape \(2,\); it takes one value a row, \(3,\) or \(3, 1\), or one for all, \(1,\)",
-        ),
-    },
-    errors.DTypeError: {
-        "format": (
-            {"x": X.view(torch.uint8).view(torch.float8_e4m3fnuz)},
-            "^x has dtype torch.float8_e4m3fnuz; it takes torch.float16 .* torch.float8_e4m3fn or torch.float8_e5m2$",
-        ),
-        "residual": (
-            {"residual": X, "fadd": "pre_add"},
-            "^residual has dtype torch.float8_e4m3fn; it takes torch.float16 or torch.bfloat16 or torch.float32$",
-        ),
-    },
-    errors.IllegalCombinationError: {
-        "unscaled_y": (
-            {"out_dtype": torch.float8_e4m3fn},
-            "^out_dtype fp8_e4m3fn needs a scale for each row, and fquant none computes none",
-        )
-    },
-    errors.GradientError: {
-        "gradient": (
-            {"weight": torch.ones(64, requires_grad=True)},
-            r"^weight requires a gradient and no kernel computes one of a norm of fp8; call normforge.layer_norm or "
-            r"rms_norm of the dequantised x, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
-        ),
-    },
-}
-
-
-@pytest.mark.parametrize("known", [False, True])
-@each_of(REFUSED)
-@each_norm
-def test_refused(norm: str, given: dict[str, Any], error: type[Exception], message: str, known: bool) -> None:
-    if known:
-        FORWARD[norm](X, x_scale=ROW, **BF16)
-        FORWARD[norm](X.float())
-    with pytest.raises(error, match=message):
-        FORWARD[norm](**{"x": X, "x_scale": ROW, **BF16, **given})
-
-
 @each_norm
 def test_the_functional_api_says_what_takes_fp8(norm: str) -> None:
-    name = {"layer": "layer_norm", "rms": "rms_norm"}[norm]
+    x, x_scale = rows(FORMATS[0], 3, 64), torch.rand(3)
     message = (
         rf"^x has dtype torch.float8_e4m3fn, and is taken with its scale by "
         rf"normforge.{FORWARD[norm].__name__}\(x, x_scale=x_scale, ...\), which has no gradient; pass the dequantised "
         r"x, \(x.float\(\) \* x_scale\).bfloat16\(\)"
     )
-    with pytest.raises(errors.DTypeError, match=message):
-        getattr(normforge, name)(X, (64,))
-    with pytest.raises(errors.DTypeError, match=message):
-        getattr(normforge, f"add_{name}")(X, torch.zeros(3, 64))
-    with pytest.raises(errors.DTypeError, match=message):
-        normforge.which(X, x_scale=ROW, norm=norm, functional=True, **BF16)
-    assert normforge.which(X, x_scale=ROW, norm=norm, **BF16).endswith("_fwd_fp8_e4m3fn_bf16_n128")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: FUNCTIONS[norm](x, (64,)),
+        lambda: FUNCTIONS[f"add_{norm}"](x, torch.zeros(3, 64)),
+        lambda: normforge.which(x, x_scale=x_scale, norm=norm, functional=True, **BF16),
+    )
+    for call in calls:
+        with pytest.raises(errors.DTypeError, match=message):
+            call()
+    assert normforge.which(x, x_scale=x_scale, norm=norm, **BF16).endswith("_fwd_fp8_e4m3fn_bf16_n128")
 
 
 @pytest.mark.parametrize("norm", ["layer", pytest.param("rms", marks=THOROUGH)])

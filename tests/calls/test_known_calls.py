@@ -17,9 +17,10 @@ from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
 from .shared import there
-from .test_bad_arguments import N, X
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
+
+X, WEIGHT = torch.linspace(-1, 1, 3 * 64).view(3, 64), torch.ones(64)
 
 
 def test_one_vector_is_not_another() -> None:
@@ -95,7 +96,7 @@ def test_a_subclass_is_served_and_not_remembered(checked: list[tuple[int, ...]])
 
 def gradient(**changed: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
-        "dy": X, "x": X.clone(), "weight": N, "mean": torch.zeros(3), "rstd": torch.ones(3),
+        "dy": X, "x": X.clone(), "weight": WEIGHT, "mean": torch.zeros(3), "rstd": torch.ones(3),
         "wants": ("dx", "dweight", "dbias"),
     }  # fmt: skip
     return usual | changed
@@ -140,6 +141,6 @@ def test_a_backward_call_without_dy_or_rows() -> None:
         assert all(tensor is not None and not tensor.any() for tensor in gradients_of_nothing[:3])
     empty = torch.empty(0, 64)
     for _ in range(2):
-        found = rmsnorm2d_bwd(empty, empty, N, rstd=torch.empty(0), wants=("dx", "dweight"))
+        found = rmsnorm2d_bwd(empty, empty, WEIGHT, rstd=torch.empty(0), wants=("dx", "dweight"))
         assert there(found.dx).shape == (0, 64)
         assert not there(found.dweight).any()

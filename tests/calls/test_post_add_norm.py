@@ -1,4 +1,4 @@
-"""Two norms with an add between them, `fadd="post_add_norm"`; proving/cases.py has the gradients."""
+"""A residual that is added behind a norm, and a second norm of the sum; proving/cases.py has the gradients."""
 
 from __future__ import annotations
 
@@ -121,30 +121,19 @@ def test_statistics_of_any_number_of_rows(norm: str, m: int) -> None:
     assert all(operand.grad is not None for operand in operands.values())
 
 
-X = torch.randn(5, 64)
+@each_norm
+def test_autocast_leaves_the_dtype_of_the_residual(norm: str) -> None:
+    x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64)
+    function = getattr(normforge, f"{norm}_norm_add")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = function(x, residual)
+    assert same_bits(y, function(x, residual))
+    assert y.dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("others", "error", "message"),
-    [
-        ({"fquant": "static", "out_dtype": torch.int8}, errors.IllegalCombinationError, "norm has no fquant static"),
-        ({"residual": torch.randn(5, 65)}, errors.ShapeError, "residual has shape"),
-        ({"next_weight": torch.randn(65)}, errors.ShapeError, "next_weight has shape"),
-        ({"weight_offset": 1.0, "weight": None}, errors.ConflictError, "weight_offset=1.0 is added to weight"),
-        ({"x": X.clone().requires_grad_()}, errors.GradientError, "call normforge.rms_norm_add"),
-        ({"out": torch.empty(5, 128)[:, :64]}, errors.LayoutError, "it takes a contiguous tensor"),
-        ({"out": (both := torch.empty(5, 64)), "residual_out": both}, errors.LayoutError, "overlaps"),
-    ],
-)
-def test_refusals(others: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        normforge.renormed_rmsnorm2d_fwd(**{"x": X, "residual": X.clone(), "weight": torch.ones(64), **others})
-
-
-def test_refusals_of_other_functions() -> None:
-    with pytest.raises(errors.ConflictError, match=r"takes no fadd 'post_add_norm'; call normforge[.]renormed_rms"):
-        normforge.rmsnorm2d_fwd(X, residual=X.clone(), fadd="post_add_norm")
+def test_refusals() -> None:
+    x = torch.randn(5, 64)
     with pytest.raises(errors.ConflictError, match="x_bias is not added where a second norm follows"):
-        normforge.rms_norm_add(X, X.clone(), x_bias=X[0], next_norm=True)
+        normforge.rms_norm_add(x, x, x_bias=x[0], next_norm=True)
     with pytest.raises(errors.ConflictError, match="next_norm"):
-        normforge.rms_norm_add(X, X.clone(), next_norm="yes")  # type: ignore[call-overload]
+        normforge.rms_norm_add(x, x, next_norm="yes")  # type: ignore[call-overload]

@@ -1,9 +1,12 @@
-"""One tensor of a call is wrong: every function names the tensor, says what is wrong, and says so after good calls."""
+"""One argument of a call is wrong: every function names the argument and says what is wrong, after good calls too."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +14,15 @@ import torch
 
 import normforge
 from normforge import errors
+from normforge.codegen.values import FusedAdd, FusedQuant
 
-from ..calling import same_bits
+from ..calling import FORWARD, same_bits
 from .shared import backward_operands
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
 M, N = 4, 64
-E4M3, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+E4M3, E8M0, FP4 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 
 
 def rows(*names: str) -> dict[str, Any]:
@@ -31,22 +35,24 @@ def vectors(*names: str) -> dict[str, Any]:
 
 FUSED = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True}
 OUTS: dict[str, Any] = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
+SCALES = torch.zeros(M)
 NVFP4 = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
+MXFP8 = {"out_dtype": E4M3, "group_size": 32, "scale_format": "ue8m0"}
+FP8 = {"x": torch.ones(M, N).to(E4M3), "x_scale": torch.ones(M), "out_dtype": torch.bfloat16}
+DROPOUT = {"fadd": "pre_add", "dropout_p": 0.5, "dropout_rng": torch.tensor([1, 2])}
 # A function, and what a good call of the function passes, by what the call has.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "bare": (normforge.layernorm2d_fwd, rows("x")),
     "plain": (normforge.layernorm2d_fwd, {**rows("x", "out"), **vectors("weight", "bias", "x_bias")}),
+    "with a weight": (normforge.rmsnorm2d_fwd, {**rows("x"), **vectors("weight")}),
+    "added": (normforge.layernorm2d_fwd, {**rows("x", "residual"), "fadd": "pre_add_store"}),
+    "added behind": (normforge.layernorm2d_fwd, {**rows("x", "residual"), "fadd": "post_add"}),
     "fused": (
         normforge.rmsnorm2d_fwd,
         {**rows("x", "residual"), **vectors("weight", "x_bias", "smooth_scale"), **FUSED, **OUTS},
     ),
-    "fp8": (
-        normforge.rmsnorm2d_fwd,
-        {"x": torch.ones(M, N).to(E4M3), "x_scale": torch.ones(M), **vectors("weight"), "out_dtype": torch.bfloat16},
-    ),
-    "dropout": (
-        normforge.layernorm2d_fwd,
-        {**rows("x", "residual"), "fadd": "pre_add", "dropout_p": 0.5, "dropout_rng": torch.tensor([1, 2])},
-    ),
+    "fp8": (normforge.rmsnorm2d_fwd, {**FP8, **vectors("weight")}),
+    "dropout": (normforge.layernorm2d_fwd, {**rows("x", "residual"), **vectors("weight", "bias", "x_bias"), **DROPOUT}),
     "backward": (normforge.layernorm2d_bwd, {**backward_operands("layer", M, N), "wants": ("dx", "dweight", "dbias")}),
     "backward, rms": (normforge.rmsnorm2d_bwd, backward_operands("rms", M, N)),
     "quantised": (
@@ -55,17 +61,23 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "quantised into": (
         normforge.quantised_rms_norm,
-        {**rows("x", "residual"), "fquant": "dynamic", **OUTS, "y_scale": torch.zeros(M)},
+        {**rows("x", "residual"), "fquant": "dynamic", **OUTS, "y_scale": SCALES},
     ),
+    "quantised, bare": (normforge.quantised_layer_norm, rows("x")),
     "static": (normforge.quantised_rms_norm, {**rows("x"), "fquant": "static", "y_scale": torch.ones(1)}),
     "by columns": (normforge.quantised_rms_norm, {**rows("x"), "fquant": "static", **vectors("y_scale")}),
     "bounded": (normforge.quantised_rms_norm, {**rows("x"), "out_dtype": E4M3, "scale_ub": torch.ones(1)}),
+    "MXFP8": (normforge.quantised_layer_norm, {**rows("x"), **MXFP8, "scale_layout": "swizzled_128x4"}),
     "NVFP4": (normforge.quantised_rms_norm, {**rows("x"), **NVFP4}),
     "modulated": (
         normforge.modulated_layernorm2d_fwd,
         {**rows("x", "scale", "shift", "gate", "residual"), **vectors("weight"), "fquant": "dynamic", **OUTS},
     ),
     "gated": (normforge.gated_rmsnorm2d_fwd, {**rows("x", "gate"), **vectors("weight"), "fquant": "dynamic"}),
+    "renormed": (
+        normforge.renormed_rmsnorm2d_fwd,
+        {**rows("x", "residual"), **vectors("weight", "next_weight"), "out_dtype": torch.float32},
+    ),
 }
 
 
@@ -91,14 +103,10 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "sparse": (
         lambda tensor: torch.zeros(tensor.shape).to_sparse(),
         errors.LayoutError,
-        " is in layout torch.sparse_coo",
+        " is in layout torch.sparse_c",
     ),
     "shorter": (lambda tensor: tensor[:-1], errors.ShapeError, r" has shape \(.*\d+,?\)"),
-    "of every other element": (
-        lambda tensor: torch.stack((tensor,) * 2, -1)[..., 0],
-        errors.LayoutError,
-        " has strides? ",
-    ),
+    "every other": (lambda tensor: torch.stack((tensor,) * 2, -1)[..., 0], errors.LayoutError, " has strides? "),
     "without memory": (without_memory, errors.LayoutError, r" \(.*\) has no memory .*storage was freed"),
     "trained": (lambda tensor: tensor.clone().requires_grad_(), errors.GradientError, " requires a gradient and "),
     "negated": (lambda tensor: torch._neg_view(tensor.clone()), errors.LayoutError, " is a view that negates its mem"),
@@ -106,49 +114,91 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
 }
 
 
-def can_be(wrong: str, name: str, tensor: torch.Tensor) -> bool:
-    """Return True if a tensor that is wrong in a way is all that is wrong with a call, and is refused."""
-    match wrong:
-        case "negated" | "of inference":
-            return name in ("out", "residual_out")
-        case "trained":
-            return tensor.is_floating_point()
-        case "shorter":
-            # Beside an x of another shape the other tensors are wrong.
-            return name != "x" and tensor.numel() > 1
-        case "of every other element":
-            return tensor.numel() > 1
-        case "elsewhere":
-            # Beside an x elsewhere, the others are.
-            return name != "x"
-        case "sparse":
-            return name != "dropout_rng"
-    return True
+def is_written(name: str, tensor: torch.Tensor) -> bool:
+    return name in OUTS or tensor is SCALES
 
 
-def refused(function: Callable[..., Any], given: dict[str, Any]) -> tuple[type[Exception], str]:
+# Where such a tensor is all that is wrong with a call, and is refused; everywhere, if nothing is said.
+ALONE: dict[str, Callable[[str, torch.Tensor], bool]] = {
+    "negated": is_written,
+    "of inference": is_written,
+    "trained": lambda name, tensor: tensor.is_floating_point(),
+    # Beside an x of another shape, or elsewhere, the other tensors are wrong.
+    "shorter": lambda name, tensor: name != "x" and tensor.numel() > 1,
+    "elsewhere": lambda name, tensor: name != "x",
+    "every other": lambda name, tensor: tensor.numel() > 1,
+    "sparse": lambda name, tensor: name != "dropout_rng",
+}
+
+NAN, TENSOR = math.nan, torch.ones(2)
+NUMBER, MODE, DTYPE = "={} will not do; it takes a number", "={} is no mode; it takes", " is {}; it takes"
+# By argument, what no function takes for it, and what the message says behind the argument's name.
+VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "eps": (
+        (-1e-5, NAN, math.inf, 1e39, 10**400, "1e-5", TENSOR, None, True),
+        f"{NUMBER} of at least 0 that is finite in fp32",
+    ),
+    "weight_offset": ((NAN, math.inf, 1e39, "1", TENSOR, True), f"{NUMBER} that is finite in fp32"),
+    "dropout_p": ((1.0, 1.5, -0.1, NAN, 1 - 1e-9, "half", True), f"{NUMBER} from 0 to at most 0.9999999"),
+    "fadd": (
+        ("add", 5, True, False, None, 0.0, TENSOR, "NONE", FusedQuant.NONE),
+        f"{MODE} 'none' (0), 'pre_add_store' (1), 'pre_add' (2), 'post_add' (3), 'post_add_norm' (4)",
+    ),
+    "fquant": (
+        ("statical", True, -1, FusedAdd.NONE),
+        f"{MODE} 'none' (0), 'smooth_dynamic' (1), 'dynamic' (2), 'static' (3), 'static_column' (4)",
+    ),
+    "rounding": (("up", 0), f"{MODE} 'nearest', 'truncate'"),
+    "cast": (("first", True), f"{MODE} 'after_weight', 'before_weight'"),
+    "activation": (("gelu",), f"{MODE} 'silu', 'sigmoid'"),
+    "save_mv": (("yes", None, 2), "={} is no flag; it takes True or False"),
+    "out_dtype": ((torch.float64, "int8", False), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
+    "scale_dtype": ((None,), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
+    "dx_dtype": ((torch.int8,), f"{DTYPE} torch.float16 or torch.bfloat16 or torch.float32"),
+    "bias_dtype": ((torch.float64,), f"{DTYPE} torch.float16 or torch.bfloat16 or torch.float32"),
+}
+
+
+def refusal(function: Callable[..., Any], given: dict[str, Any]) -> tuple[type[Exception], str]:
     """Return the error of a call that is refused."""
+    # Pytest would print the arguments of this frame, and a tensor without memory cannot be printed.
+    __tracebackhide__ = True
     with pytest.raises(errors.NormforgeError) as raised:
         function(**given)
     return type(raised.value), str(raised.value)
 
 
+# What says beforehand which kernel a function would run.
+WHICH = {function: partial(normforge.which, norm=norm) for norm, function in FORWARD.items()}
+
+
 @pytest.mark.parametrize(("function", "given"), CALLS.values(), ids=CALLS)
 def test_refused_by_its_name(function: Callable[..., Any], given: dict[str, Any]) -> None:
-    bad = {
-        (name, wrong): given | {name: change(tensor)}
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (given | {name: change(tensor)}, error, name + says)
         for name, tensor in given.items()
-        for wrong, (change, _, _) in WRONG.items()
-        if isinstance(tensor, torch.Tensor) and can_be(wrong, name, tensor)
-    }
-    cold = {of: refused(function, each) for of, each in bad.items()}
-    for (name, wrong), (found, message) in cold.items():
-        _, error, says = WRONG[wrong]
+        for wrong, (change, error, says) in WRONG.items()
+        if isinstance(tensor, torch.Tensor) and (wrong not in ALONE or ALONE[wrong](name, tensor))
+    ]
+    bad += [
+        (
+            given | {name: value},
+            errors.DTypeError if says.startswith(DTYPE) else errors.ConflictError,
+            re.escape(name + says.format(repr(value))),
+        )
+        for name, (values, says) in VALUES.items()
+        for value in values
+        if name in inspect.signature(function).parameters
+    ]
+    cold = [refusal(function, call) for call, _, _ in bad]
+    for (found, message), (call, error, says) in zip(cold, bad, strict=True):
         assert found is error, message
-        assert re.match(name + says, message), message
+        assert re.match(says, message), message
+        # Which kernel would run does not depend on memory.
+        assert "has no memory" in message or refusal(WHICH.get(function, function), call) == (found, message)
     for _ in range(2):
         expected = function(**given)
     with torch.no_grad():
-        untrained = [function(**each) for (_, wrong), each in bad.items() if wrong == "trained"]
+        untrained = [function(**call) for call, error, says in bad if "requires a gradient" in says]
     assert all(same_bits(*pair) for each in untrained for pair in zip(each, expected, strict=True))
-    assert {of: refused(function, each) for of, each in bad.items()} == cold
+    assert [refusal(function, call) for call, _, _ in bad] == cold
