@@ -1,15 +1,17 @@
-"""The ways to say a mode, and what each returns."""
+"""The ways to say a mode or a number, and what each returns."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import normforge
 from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
-from normforge.errors import GradientError
+from normforge.errors import ConflictError, GradientError
+from proving.cases import Case, cases, operands
 
 from ..calling import FORWARD, each_norm, printed, same_bits
 from ..thorough import THOROUGH
@@ -77,3 +79,26 @@ def test_which_says_torch_where_no_kernel_runs() -> None:
 
 def test_norm_as_word_and_enum(x: torch.Tensor) -> None:
     assert normforge.which(x, norm="rms") == normforge.which(x, norm=Norm.RMS) != normforge.which(x)
+
+
+NUMBERS = [np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(1), 1, torch.tensor(0.5), torch.tensor(1)]
+NO_NUMBERS = [True, np.bool_(True), torch.tensor(True), torch.tensor([1.0]), torch.tensor(1.0, requires_grad=True)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *cases(vary=("norm",)),
+        *cases("plain", vary=("norm",), dropout_p=0.5),
+        *cases("plain", vary=(), dtype=torch.float64, without=("residual", "x_bias")),
+    ],
+    ids=str,
+)
+def test_eps_is_what_torch_takes_for_a_number(case: Case) -> None:
+    """Cold and warm, and no flag."""
+    given = operands(case)
+    for eps in [*NUMBERS, *NUMBERS]:
+        assert all(map(same_bits, case.but(eps=eps).run(given), case.but(eps=float(eps)).run(given)))
+    for eps in NO_NUMBERS:
+        with pytest.raises(ConflictError, match="eps"):
+            case.but(eps=eps).run(given)

@@ -33,7 +33,8 @@ def vectors(*names: str) -> dict[str, Any]:
     return {name: torch.rand(N) + 0.5 for name in names}
 
 
-FUSED = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True}
+# Numbers that equal words of other types, which a dictionary would take for them.
+FUSED = {"fadd": 1, "fquant": 1, "save_mv": True, "eps": 1.0}
 OUTS: dict[str, Any] = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
 SCALES = torch.zeros(M)
 NVFP4 = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
@@ -45,7 +46,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "bare": (normforge.layernorm2d_fwd, rows("x")),
     "plain": (normforge.layernorm2d_fwd, {**rows("x", "out"), **vectors("weight", "bias", "x_bias")}),
     "with a weight": (normforge.rmsnorm2d_fwd, {**rows("x"), **vectors("weight")}),
-    "added": (normforge.layernorm2d_fwd, {**rows("x", "residual"), "fadd": "pre_add_store"}),
+    "added": (normforge.layernorm2d_fwd, {**rows("x", "residual"), "fadd": 1, "eps": 1.0}),
+    "dynamic": (normforge.layernorm2d_fwd, {**rows("x"), "fadd": 0, "fquant": 2, "save_mv": False, "eps": 1.0}),
     "added behind": (normforge.layernorm2d_fwd, {**rows("x", "residual"), "fadd": "post_add"}),
     "fused": (
         normforge.rmsnorm2d_fwd,
@@ -139,19 +141,19 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
         f"{NUMBER} of at least 0 that is finite in fp32",
     ),
     "weight_offset": ((NAN, math.inf, 1e39, "1", TENSOR, True), f"{NUMBER} that is finite in fp32"),
-    "dropout_p": ((1.0, 1.5, -0.1, NAN, 1 - 1e-9, "half", True), f"{NUMBER} from 0 to at most 0.9999999"),
+    "dropout_p": ((1.0, 1.5, -0.1, NAN, 1 - 1e-9, "half", True, False), f"{NUMBER} from 0 to at most 0.9999999"),
     "fadd": (
-        ("add", 5, True, False, None, 0.0, TENSOR, "NONE", FusedQuant.NONE),
+        ("add", 5, True, False, None, 0.0, 1.0, TENSOR, "NONE", ["none"], FusedQuant.NONE),
         f"{MODE} 'none' (0), 'pre_add_store' (1), 'pre_add' (2), 'post_add' (3), 'post_add_norm' (4)",
     ),
     "fquant": (
-        ("statical", True, -1, FusedAdd.NONE),
+        ("statical", True, -1, 2.0, FusedAdd.NONE),
         f"{MODE} 'none' (0), 'smooth_dynamic' (1), 'dynamic' (2), 'static' (3), 'static_column' (4)",
     ),
     "rounding": (("up", 0), f"{MODE} 'nearest', 'truncate'"),
     "cast": (("first", True), f"{MODE} 'after_weight', 'before_weight'"),
     "activation": (("gelu",), f"{MODE} 'silu', 'sigmoid'"),
-    "save_mv": (("yes", None, 2), "={} is no flag; it takes True or False"),
+    "save_mv": (("yes", None, 2, 1.0, 0.0), "={} is no flag; it takes True or False"),
     "out_dtype": ((torch.float64, "int8", False), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
     "scale_dtype": ((None,), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
     "dx_dtype": ((torch.int8,), f"{DTYPE} torch.float16 or torch.bfloat16 or torch.float32"),
