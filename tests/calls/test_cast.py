@@ -15,7 +15,6 @@ from normforge.codegen.values import Cast
 
 from ..calling import FLOATS, FORWARD, LENGTHS, check, each_device, each_pipeline
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm
-from ..thorough import THOROUGH
 from .shared import backward_operands, check_backward, there
 
 M, N = 8, 300
@@ -145,23 +144,3 @@ def test_gradients_of_several_at_once(norm: str, dtype: torch.dtype) -> None:
     (batched,) = torch.autograd.grad(y, weight, arriving, is_grads_batched=True, retain_graph=True)
     one_by_one = torch.stack([torch.autograd.grad(y, weight, dy, retain_graph=True)[0] for dy in arriving])
     torch.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=THOROUGH)])
-@each_function
-def test_compiled(norm: str, backend: str) -> None:
-    x, residual = (torch.randn(M, N).bfloat16().requires_grad_() for _ in range(2))
-    weight = torch.randn(N).bfloat16().requires_grad_()
-    dy = torch.randn(M, N).bfloat16()
-    tensors = (x, weight, *([residual] if norm.startswith("add") else []))
-
-    def step(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return run(norm, x, residual, weight, "before_weight")
-
-    compiled = torch.compile(step, backend=backend, fullgraph=True)
-    for function in (step, compiled):
-        y = function(x, residual, weight)
-        found = (y, *torch.autograd.grad(y, tensors, dy))
-        if function is step:
-            wanted = found
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -105,16 +103,3 @@ def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
             (sums,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
             assert sums["dweight_ptr"] == "*fp32:16"
             assert sums["dbias_ptr"] == ("*fp32:16" if "bias" in given else None)
-
-
-@pytest.mark.parametrize("misaligned", [(), ("scale",)])
-@pytest.mark.parametrize("mode", ["ln_fwd_bf16_xg_addst_mod", "ln_fwd_bf16_int8_xg_addst_mod_dq"])
-def test_kernels_that_calls_take_are_listed_before(mode: str, misaligned: tuple[str, ...]) -> None:
-    """Of samples of several rows: `compile_keys` has what calls launch, one sample and several alike."""
-    keys = normforge.compile_keys(n=[N], modes=[mode], arch="sm_90", weight_dtypes=[None], misaligned=[misaligned])
-    types: dict[str, Any] = dict(keys[0].key.arguments)
-    assert isinstance(types["gate_row_stride"], tuple)
-    assert isinstance(types["scale_row_stride"], tuple)
-    assert str(types["scale_ptr"]).endswith(":16") is (misaligned == ())
-    assert {"shift_ptr", "gate_ptr"} | ({"y_scale_ptr"} if "int8" in mode else set()) <= types.keys()
-    assert types["weight_ptr"] is None

@@ -66,9 +66,12 @@ def test_other_strides_are_another_kind_of_call(checked: list[tuple[int, ...]]) 
 def test_what_is_known_keeps_no_tensor() -> None:
     x, weight, residual = torch.randn(3, 64), torch.ones(64), torch.randn(3, 64)
     kept = [weakref.ref(tensor) for tensor in (x, weight, residual)]
-    normforge.layernorm2d_fwd(x, weight, residual=residual, fadd=1, fquant=2)
-    normforge.layernorm2d_fwd(x, weight)
-    layernorm2d_bwd(residual, x, weight, mean=torch.zeros(3), rstd=torch.ones(3), wants=("dx", "dweight"))
+    for _ in range(3):
+        normforge.layernorm2d_fwd(x, weight, residual=residual, fadd=1, fquant=2)
+        normforge.add_layer_norm(x, residual, weight)
+        with pytest.raises(errors.ConflictError):
+            normforge.layernorm2d_fwd(x, weight, eps=-1.0)
+        layernorm2d_bwd(residual, x, weight, mean=torch.zeros(3), rstd=torch.ones(3), wants=("dx", "dweight"))
     del x, weight, residual
     gc.collect()
     assert [reference() for reference in kept] == [None, None, None]

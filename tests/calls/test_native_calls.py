@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -210,17 +208,3 @@ def test_it_is_not_compiled_where_that_is_not_wanted(
         triton.knobs.cache.dir = str(tmp_path)
         assert native.makes(build=not settings.frozen()) is Lookup
     assert not list(tmp_path.rglob("*.so"))
-
-
-@NEEDS_A_COMPILER
-@pytest.mark.usefixtures("started")
-def test_nothing_that_was_found_is_kept() -> None:
-    given = tuple(operands())
-    plain.normalise(given, (N,), OPTIONS)
-    held = [weakref.ref(each) for each in given]
-    for _ in range(3):
-        assert is_served(given, OPTIONS, (N,))
-        assert not is_served(given, ("layer", -1.0, *OPTIONS[2:]), (N,))
-    del given
-    gc.collect()
-    assert [each() for each in held] == [None] * len(held)

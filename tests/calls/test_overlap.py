@@ -16,46 +16,18 @@ from normforge.errors import LayoutError
 M, N = 3, 64
 
 
-def view(memory: torch.Tensor, first: int, rows: int, stride: int, n: int) -> torch.Tensor:
-    """Rows of n elements in a flat memory."""
-    return memory.as_strided((rows, n), (stride, 1), first)
-
-
-def elements(first: int, rows: int, stride: int, n: int) -> set[int]:
-    """The elements that such a view touches, one by one."""
-    return {first + row * stride + col for row in range(rows) for col in range(n)}
-
-
-def test_agrees_with_counting_elements() -> None:
-    memory = torch.zeros(64, dtype=torch.int8)
-    seen = {True: 0, False: 0}
-    for a_stride, b_stride, a_n, b_n, a_rows, b_rows, b_first in itertools.product(
-        (0, 2, 3, 5), (2, 3, 5), (1, 2, 3), (1, 2), (1, 2, 3), (1, 3), range(0, 20, 1)
-    ):
-        a, b = (5, a_rows, a_stride, a_n), (b_first, b_rows, b_stride, b_n)
-        shared = bool(elements(*a) & elements(*b))
-        answers = may_overlap(view(memory, *a), view(memory, *b)), may_overlap(view(memory, *b), view(memory, *a))
-        assert answers[0] == answers[1], (a, b)
-        assert answers[0] or not shared, (a, b)
-        # With one stride and room for the rows, the answer is exact.
-        if a_stride == b_stride >= max(a_n, b_n) and a_rows == b_rows > 1:
-            assert answers[0] == shared, (a, b)
-            seen[shared] += 1
-    assert min(seen.values()) > 50
-
-
 def heads(memory: torch.Tensor, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """Rows on several strides in a flat memory."""
     return memory.as_strided(shape, (*strides, 1), first)
 
 
-def test_agrees_with_counting_elements_of_heads() -> None:
+def test_agrees_with_counting_elements() -> None:
     """Of two tensors on two strides each, in any order; what is packed, or interleaves evenly, is told exactly."""
     memory = torch.arange(200, dtype=torch.int8)
     seen = {True: 0, False: 0}
     draw = random.Random(5)
-    for _ in range(4000):
-        strides = draw.choice(((24, 4), (4, 24), (24, 8), (12, 3), (24, 5)))
+    for _ in range(5000):
+        strides = draw.choice(((24, 4), (4, 24), (24, 8), (12, 3), (24, 5), (9, 3), (9, 2), (9, 0)))
         others = draw.choice((strides, strides, (24, 4), (0, 6), (20, 2)))
         a, b = (
             heads(memory, draw.randrange(most), (draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3)), each)
@@ -66,7 +38,8 @@ def test_agrees_with_counting_elements_of_heads() -> None:
         told = a.shape, a.stride(), a.storage_offset(), b.shape, b.stride(), b.storage_offset()
         assert answers[0] == answers[1], told
         assert answers[0] or not shared, told
-        if others == strides:
+        # Rows of up to three elements then have room between rows.
+        if others == strides and min(strides) >= 3:
             assert answers[0] == shared, told
             seen[shared] += 1
     assert min(seen.values()) > 500
