@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
 
 from .. import calling
-from ..calling import LENGTHS, each_norm, each_pipeline
+from ..calling import FORWARD, LENGTHS, each_norm, each_pipeline
 from ..stand_in_cuda import NEEDS_A_COMPILER
 from ..thorough import THOROUGH
 from .shared import backward_operands, check_backward
@@ -103,6 +104,7 @@ def test_a_call_and_its_gradients(case: Case, launched: Launched, looked: list[s
     assert looked == []
 
 
+DROPS: dict[str, Any] = {"dropout_p": 0.25, "dropout_rng": torch.tensor([0, 1, 2, 3])[2:]}
 MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "bare": ((), {}),
     "with statistics": (("weight",), {"save_mv": True}),
@@ -112,7 +114,7 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "dropout": (
         ("weight", "residual"),
-        {"fadd": "pre_add_store", "dropout_p": 0.25, "dropout_rng": torch.tensor([0, 1, 2, 3])[2:], "save_mv": True},
+        {"fadd": "pre_add_store", **DROPS, "save_mv": True},
     ),
 }
 
@@ -123,39 +125,31 @@ def test_a_forward_function(
     norm: str, names: tuple[str, ...], modes: dict[str, Any], launched: Launched, looked: list[str]
 ) -> None:
     """And into tensors of the caller's, of which autograd counts that they are written to."""
-    for place in (None, torch.empty):
+    for into in (False, True):
         for _ in range(2):
             looked.clear()
             given = {name: torch.randn((M, N) if name == "residual" else N) for name in names}
-            outs: dict[str, Any] = {}
-            if place is not None:
-                outs["out"] = place(M, N, dtype=torch.int8 if "fquant" in modes else torch.float32)
-                outs |= {"residual_out": place(M, N)} if "residual" in names else {}
+            outs = {"out": torch.empty(M, N, dtype=torch.int8 if "fquant" in modes else torch.float32)} if into else {}
+            outs |= {"residual_out": torch.empty(M, N)} if into and "residual" in names else {}
             calling.check(norm, torch.randn(M, N), **given, **modes, **outs, eps=0.25)
             assert [each._version for each in outs.values()] == [1] * len(outs)
     assert len(launched) == 4
     assert looked == []
 
 
+WANTS = [("dx",), ("dweight",), ("dx", "dweight", "dx_bias")]
+OF_DROPPED = [("ddropped",), ("dx", "ddropped"), ("dweight", "ddropped")]
+
+
 @each_pipeline
-@pytest.mark.parametrize("wants", [("dx",), ("dweight",), ("dx", "dweight", "dx_bias")], ids=str)
-@each_norm
+@pytest.mark.parametrize(("norm", "wants"), [*product(FORWARD, WANTS), *product(["layer"], OF_DROPPED)], ids=str)
 def test_a_backward_function(norm: str, wants: tuple[str, ...], n: int, launched: Launched, looked: list[str]) -> None:
+    drops: dict[str, Any] = {**DROPS, "x_bias": None} if "ddropped" in wants else {}
     for _ in range(2):
         looked.clear()
-        check_backward(norm, **backward_operands(norm, M, n), wants=wants)
+        check_backward(norm, **backward_operands(norm, M, n) | drops, wants=wants)
     assert launched
     assert looked == []
-
-
-@each_pipeline
-@pytest.mark.parametrize("wants", [("ddropped",), ("dx", "ddropped"), ("dweight", "ddropped")], ids=str)
-def test_gradients_of_what_was_dropped(n: int, wants: tuple[str, ...], launched: Launched) -> None:
-    drops: dict[str, Any] = {"dropout_p": 0.25, "dropout_rng": torch.tensor([0, 1, 2, 3])[2:]}
-    given = {**backward_operands("layer", M, n), **drops, "x_bias": None}
-    for _ in range(2):
-        check_backward("layer", **given, wants=wants)
-    assert launched
 
 
 AROUND: tuple[Callable[[], AbstractContextManager[object]], ...] = (

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 import normforge
 from normforge import errors
 from normforge.selection import dispatch
+from proving.cases import Case, cases, operands
 
 from ..calling import FORWARD, each_norm, same_bits
-from .shared import BACKWARD, backward_operands
+from .test_wrong_tensors import CALLS as FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -54,10 +55,6 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(-tensor)
 
 
-def same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 # Each stands for the tensor that it is made of.
 STANDING_FOR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "wrapper": Wrapper,
@@ -75,51 +72,32 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def made(*names: str) -> dict[str, Any]:
-    vectors = ("weight", "bias", "x_bias", "smooth_scale")
-    return {name: torch.randn(N) if name in vectors else torch.randn(M, N) for name in names}
+def detached(case: Case) -> dict[str, Any]:
+    return {name: tensor.detach() for name, tensor in operands(case).items()}
 
 
-WANTS = ("dx", "dweight", "dx_bias")
-# Calls by name, and their operands.
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
-for _norm, _bias in (("layer", ("bias",)), ("rms", ())):
-    _fused = partial(FORWARD[_norm], fadd="pre_add_store", fquant="smooth_dynamic", save_mv=True)
-    CALLS |= {
-        f"{_norm}, forward": (FORWARD[_norm], made("x", "weight", *_bias)),
-        f"{_norm}, fused": (_fused, made("x", "weight", *_bias, "residual", "x_bias", "smooth_scale")),
-        f"{_norm}, backward": (
-            partial(BACKWARD[_norm], wants=WANTS),
-            backward_operands(_norm),
-        ),
-        f"{_norm}, differentiable": (
-            partial(getattr(normforge, f"{_norm}_norm"), normalized_shape=(N,)),
-            made("x", "weight", *_bias),
-        ),
-        f"{_norm}, differentiable add": (
-            getattr(normforge, f"add_{_norm}_norm"),
-            made("x", "residual", "weight", *_bias),
-        ),
-    }
+DIFFERENTIABLE = cases("plain", vary=("norm", "without"), shape=(M, N))
+# Calls by name, and what is passed.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    **{name: FUNCTIONS[name] for name in ("bare", "with a weight", "added", "dropout", "backward", "backward, rms")},
+    **{name: FUNCTIONS[name] for name in ("quantised", "gated", "renormed")},
+    **{str(case): (partial(case.function, **case.arguments), detached(case)) for case in DIFFERENTIABLE},
+}
 
 
 @pytest.mark.parametrize("known", [False, True])
 @each_stand_in
 @pytest.mark.parametrize(("call", "given"), CALLS.values(), ids=CALLS)
-def test_each_operand_of_a_call(
-    call: Callable[..., Any], given: dict[str, torch.Tensor], stand_in: Any, known: bool
-) -> None:
-    def leaves(given: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+def test_each_operand_of_a_call(call: Callable[..., Any], given: dict[str, Any], stand_in: Any, known: bool) -> None:
+    def leaves(given: dict[str, Any]) -> list[torch.Tensor | None]:
         return [plain(each) for each in pytree.tree_leaves(call(**given))]
 
     expected = leaves(given)
     if not known:
         dispatch.plans.clear()
-    for name in given:
-        actual = leaves(given | {name: stand_in(given[name])})
-        assert all(map(same_bits, actual, expected)), name
-    every = leaves({name: stand_in(tensor) for name, tensor in given.items()})
-    assert all(map(same_bits, every, expected))
+    others = {name: stand_in(tensor) for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}
+    for changed in (*({name: tensor} for name, tensor in others.items()), others):
+        assert all(map(same_bits, leaves(given | changed), expected)), [*changed]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -139,12 +117,12 @@ def test_each_output_of_a_forward_function(norm: str, stand_in: Any, known: bool
 
 @each_stand_in
 def test_a_gradient_that_stands_for_another(stand_in: Any) -> None:
-    given = {key: tensor.requires_grad_() for key, tensor in made("x", "residual", "weight", "bias").items()}
-    dy, dresidual_out = torch.randn(M, N), torch.randn(M, N)
+    given = operands(DIFFERENTIABLE[0])
+    arriving = torch.randn(2, M, N)
     results = []
-    for change in (same, stand_in):
-        outputs = normforge.add_layer_norm(**given)
-        results.append(torch.autograd.grad(outputs, list(given.values()), [change(dy), change(dresidual_out)]))
+    for change in (torch.clone, stand_in):
+        outputs = DIFFERENTIABLE[0].run(given)
+        results.append(torch.autograd.grad(outputs, list(given.values()), [*map(change, arriving)]))
     # torch's operators compute those of what is no plain tensor.
     torch.testing.assert_close(*results)
 
@@ -165,7 +143,7 @@ def test_distributed_tensors_among_others_are_never_launched(name: str, mesh: An
     def fail(*arguments: Any) -> Any:
         pytest.fail("a kernel was launched")
 
-    given = made("x", "residual", "weight", "bias")
+    given = detached(DIFFERENTIABLE[0].but(without=("x_bias",)))
     FORWARD["layer"](**given, fadd=1)
     normforge.add_layer_norm(**given)
     given[name] = DTensor.from_local(given[name], mesh, [Replicate()])

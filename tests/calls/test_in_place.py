@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import normforge
 from normforge.calls.functions import FUNCTIONS, completed
-from normforge.errors import GradientError
 from proving.cases import cases, operands
 
 from ..calling import FORWARD, each_norm, same_bits
 from ..nn.oracle import backward
 from ..operators import registered
-from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -122,23 +119,3 @@ def test_a_write_behind_what_the_same_graph_keeps(write: Callable[..., Any], bac
     # aot_eager differentiates while it compiles.
     with pytest.raises((RuntimeError, torch._dynamo.exc.BackendCompilerFailed), match=MODIFIED):
         backward(function(torch.randn(M, N), torch.randn(M, N)).square().sum())
-
-
-@THOROUGH
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["out", "residual_out"])
-def test_an_output_that_requires_a_gradient_is_refused_in_a_graph(name: str, backend: str) -> None:
-    given: dict[str, Any] = {"residual": torch.randn(M, N), "fadd": 1} if name == "residual_out" else {}
-
-    def call(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return FORWARD["rms"](x, **given, **{name: output}).y
-
-    x = torch.randn(M, N)
-    with pytest.raises(GradientError, match=f"^{name} requires a gradient"):
-        torch.compile(call, backend=backend)(x, torch.randn(M, N, requires_grad=True))
-    # A frame that failed is not tried again.
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(call, backend=backend, fullgraph=True)(x, leaf := torch.randn(M, N, requires_grad=True))
-        expected = normforge.rmsnorm2d_fwd(x, **given)
-    assert same_bits(leaf, expected.y if name == "out" else expected.residual_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from normforge import errors
 from normforge.calls.outputs import NormGradients
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.selection import dispatch
+from proving.cases import cases, check, operands
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
 from .shared import there
@@ -23,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 X, WEIGHT = torch.linspace(-1, 1, 3 * 64).view(3, 64), torch.ones(64)
 
 
-def test_one_vector_is_not_another() -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_one_vector_is_not_another(dropout_p: float) -> None:
     """Of as many tensors, all alike, it is the key that says which operands they are."""
-    vector = torch.randn(64)
-    for _ in range(2):
-        for name in ("weight", "bias", "x_bias"):
-            given: dict[str, Any] = {name: vector}
-            agree(normforge.layernorm2d_fwd(X, **given), ORACLE["layer"](X, **given))
+    vectors = ("weight", "bias", "x_bias")
+    for without in [vectors, *combinations(vectors, 2)] * 2:
+        (case,) = cases("plain", vary=(), without=without, dropout_p=dropout_p)
+        check(case, operands(case))
 
 
 @each_norm

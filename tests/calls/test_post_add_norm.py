@@ -12,7 +12,7 @@ from normforge import LayerNormOutput, errors
 from normforge.codegen.values import Norm
 from normforge.reference.renormed import FORWARD as ORACLE
 
-from ..calling import LENGTHS, QUANTISED, agree, each_device, each_norm, same_bits
+from ..calling import LENGTHS, agree, each_device, each_norm, same_bits
 
 FORWARD: dict[str, Any] = {
     "layer": normforge.renormed_layernorm2d_fwd,
@@ -63,16 +63,6 @@ def test_outputs(norm: str, shape: tuple[int, int], device: str) -> None:
 
 @each_device
 @each_shape
-@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
-def test_the_second_norm_is_quantised(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    operands = operands_of("rms", shape, device)
-    check("rms", operands, fquant="dynamic", out_dtype=dtype, weight_offset=1.0, save_mv=True)
-    smooth = drawn((1, shape[1]), device)[0]
-    check("layer", {**operands, "smooth_scale": smooth}, fquant="smooth_dynamic", out_dtype=dtype)
-
-
-@each_device
-@each_shape
 def test_rows_far_from_zero_and_ragged_ones_keep_their_precision(shape: tuple[int, int], device: str) -> None:
     """Of x, and of the sum: a mean of thousands of times the spread; columns beyond the row count for nothing."""
     m, n = shape
@@ -93,22 +83,6 @@ def test_in_place(over: str, norm: str, shape: tuple[int, int], device: str) -> 
     assert output.y is operands[other]
     assert same_bits(output.residual_out, wanted.residual_out)
     assert same_bits(output.y, wanted.y)
-
-
-@each_norm
-def test_the_differentiable_call_is_the_2d_function(norm: str) -> None:
-    operands = operands_of(norm, (5, 64))
-    y, total = getattr(normforge, f"{norm}_norm_add")(**operands, eps=1e-6)
-    wanted = FORWARD[norm](**operands, eps=1e-6)
-    assert same_bits(y, wanted.y)
-    assert same_bits(total, wanted.residual_out)
-
-
-def test_a_second_norm_may_have_no_weight() -> None:
-    x, residual = torch.randn(5, 64), torch.randn(5, 64)
-    y, total = normforge.rms_norm_add(x, residual, next_norm=True)
-    assert same_bits(total, normforge.rms_norm_add(x, residual))
-    torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (64,)))
 
 
 @pytest.mark.parametrize("m", [0, 1, 3, 4])
