@@ -134,35 +134,6 @@ def test_another_kind_of_operand_is_another_kind_of_call(
         assert true(other).items() <= told(launched[0]).items(), name
 
 
-X = torch.randn(M, N)
-DYNAMIC: dict[str, Any] = {"x": X, "fquant": "dynamic"}
-# Of y in fp32, where the rounding of rows is far more than what y may be off.
-TO_FP32 = {"x": X.bfloat16(), "weight": torch.randn(N), "out_dtype": torch.float32}
-# A call, and what makes another kind of it.
-OTHER: tuple[tuple[Callable[[str], dict[str, Any]], dict[str, Any]], ...] = (
-    (lambda norm: DYNAMIC, {"rounding": "truncate"}),
-    (lambda norm: DYNAMIC, {"scale_dtype": torch.bfloat16}),
-    (lambda norm: DYNAMIC, {"out_dtype": torch.float8_e4m3fn}),
-    (lambda norm: DYNAMIC, {"fquant": "smooth_dynamic", "smooth_scale": torch.full((N,), 3.0)}),
-    (lambda norm: DYNAMIC, {"save_mv": True}),
-    (lambda norm: DYNAMIC, {"residual": torch.ones(M, N), "fadd": "pre_add"}),
-    (lambda norm: DYNAMIC, {"residual": torch.ones(M, N), "fadd": "pre_add_store"}),
-    (lambda norm: DYNAMIC, {"x_bias": torch.ones(N)}),
-    (lambda norm: TO_FP32, {"cast": "before_weight"}),
-    (backward, {"wants": ("dx",)}),
-    (backward, {"wants": ("dweight", "dx_bias")}),
-    (backward, {"dx_dtype": torch.bfloat16}),
-)
-
-
-@pytest.mark.parametrize(("arguments", "other"), OTHER, ids=lambda of: "call" if callable(of) else str(of))
-@each_norm
-def test_another_mode_is_another_kind_of_call(norm: str, arguments: Any, other: dict[str, Any]) -> None:
-    usual = arguments(norm)
-    for given in (usual, usual | other, usual):
-        check(norm, given)
-
-
 # For at most 6 rows another kernel than for more, and for at most 12 a third where a table has it; M, and warps.
 MANY, FEW, SOME = [("rows", 4, N, warps) for warps in (1, 2, 4)]
 TILES: dict[str, tuple[tuple[Any, ...], dict[int, int]]] = {

@@ -19,15 +19,11 @@ from normforge.calls.check import check_normalised
 from normforge.calls.lookup import Lookup
 from normforge.codegen.values import Cast
 from normforge.families import plain
-from normforge.families.operands import Operands
 from normforge.families.plainly import is_plain
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
-from ..stand_in_cuda import NEEDS_A_COMPILER
-
 M, N = 3, 64
-PYTHON = native.calls_among(dispatch, Lookup, native._records)
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
 
 
@@ -37,13 +33,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
     native.start()
     assert not isinstance(native.calls.recorded, Lookup)
     monkeypatch.setattr(dispatch, "plans", {})
-
-
-def is_served(operands: Operands, options: Any, *normalized: Any) -> bool:
-    """Whether a call that is to normalise the dimensions `normalized` is known: to Python, and to C alike."""
-    ours, python = (each.recorded.normalise(operands, options, *normalized) for each in (native.calls, PYTHON))
-    assert (ours is None) == (python is None)
-    return ours is not None
 
 
 def operands() -> Any:
@@ -113,17 +102,6 @@ OTHER: dict[str, tuple[Change, tuple[Any, ...], Any]] = {
     **{name: (list, options, (N,)) for name, options in OTHER_OPTIONS.items()},
     **{name: (list, OPTIONS, shape) for name, shape in SHAPES.items()},
 }
-
-
-@NEEDS_A_COMPILER
-@pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("name", OTHER)
-def test_another_call_is_not_found(name: str) -> None:
-    usual = operands()
-    plain.normalise(tuple(usual), (N,), OPTIONS)
-    assert is_served(tuple(usual), OPTIONS, (N,))
-    change, options, shape = OTHER[name]
-    assert not is_served(tuple(change(usual)), options, shape)
 
 
 @pytest.mark.parametrize("name", OTHER)
