@@ -1,4 +1,4 @@
-"""A call that differs from one before in an operand's type, layout or alignment, or in a mode, is of another kind."""
+"""A call that differs from one before in an operand's type, layout or alignment is of another kind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 import normforge
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
-from normforge.codegen.values import DType, Norm, Rounding
+from normforge.codegen.values import DType, Norm
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.selection.table import Table, entries_of
+from proving.cases import LAYOUTS
 
 from ..calling import FORWARD, ORACLE, agree, each_norm
-from .shared import backward_operands, check_backward
+from .shared import backward_operands, check_backward, there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -50,12 +51,6 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return memory[shift:].view(tensor.shape).copy_(tensor)
 
 
-def with_gaps(rows: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows do not adjoin."""
-    wider = torch.empty(M, N + 16, dtype=rows.dtype)
-    return wider[:, :N].copy_(rows)
-
-
 VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
 ROWS = ("x", "residual", "out", "residual_out")
 
@@ -74,29 +69,25 @@ def plain(norm: str) -> dict[str, Any]:
     return {name: fused(norm)[name] for name in ("x", "weight", "bias") if name in fused(norm)}
 
 
-WANTS = ("dx", "dweight", "dx_bias")
-
-
 def backward(norm: str) -> dict[str, Any]:
-    return {**backward_operands(norm), "wants": WANTS}
+    return {**backward_operands(norm), "wants": ("dx", "dweight", "dx_bias")}
 
 
 def check(norm: str, given: dict[str, Any]) -> None:
     """Hold a forward call, or a backward one, against the oracle."""
     if "dy" not in given:
         inputs = {name: value for name, value in given.items() if name not in ("out", "residual_out")}
-        return agree(FORWARD[norm](**given), ORACLE[norm](**inputs), Rounding(given.get("rounding", "nearest")))
+        return agree(FORWARD[norm](**given), ORACLE[norm](**inputs))
     actual = check_backward(norm, **given)
     assert {name for name, gradient in actual._asdict().items() if gradient is not None} == set(given["wants"])
-    assert actual.dx is None or actual.dx.dtype == given.get("dx_dtype", given["x"].dtype)
-    assert actual.dbias is None or actual.dbias.dtype == given.get("bias_dtype", given["weight"].dtype)
+    assert there(actual.dx).dtype == given["x"].dtype
     return None
 
 
 GRADIENTS = ("dy", "dresidual_out")
 KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
     "bf16": (torch.Tensor.bfloat16, (*VECTORS, "x", "residual", *GRADIENTS)),
-    "gaps": (with_gaps, (*ROWS, *GRADIENTS)),
+    "gaps": (LAYOUTS["gapped"], (*ROWS, *GRADIENTS)),
     "misaligned": (misaligned, (*VECTORS, *ROWS, *GRADIENTS, "mean", "rstd")),
     "absent": (lambda tensor: None, ("dresidual_out",)),
 }

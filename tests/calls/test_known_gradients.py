@@ -84,16 +84,6 @@ def test_the_second_backward_pass_is_known_on_a_card(case: Case, looked: list[st
     assert looked == []
 
 
-@each_device
-@each_usual
-def test_no_rows_are_no_kernels(case: Case, device: str) -> None:
-    passed(case, operands(case, device))
-    none = case.but(shape=(0, *case["shape"][1:]))
-    found = passed(none, operands(none, device))
-    assert found["x"].shape == none["shape"]
-    assert not any(gradient.any() for gradient in found.values())
-
-
 @THOROUGH
 @each_device
 @pytest.mark.parametrize("case", [WITH_A_SUM[1], *USUAL[1:]], ids=str)
@@ -123,16 +113,6 @@ def test_gradients_that_lie_otherwise_are_copied_and_then_known(case: Case, devi
     kinds = {layout for layout, words in found.items() if "kernel" in words}
     # Rows of a group are copied unless they adjoin. A negated gradient is left to torch's operators, or copied.
     assert kinds == ({"offset"} if case.family == "group" else {"gapped", "offset"})
-
-
-@each_device
-@each_usual
-def test_a_second_derivative_is_not_known(case: Case, device: str) -> None:
-    """What a gradient is asked of keeps being torch's operators."""
-    given = operands(case, device)
-    passed(case, given)
-    (dx,) = torch.autograd.grad(case.run(given)[0].square().sum(), given["x"], create_graph=True)
-    assert dx.requires_grad
 
 
 @each_device

@@ -12,7 +12,8 @@ from normforge.reference import quantised as quantisation_reference
 
 from ..calling import same_bits
 from .shared import there
-from .test_quantised import FP4, FUNCTION, NVFP4, blocked, check, rows, scale_of
+from .test_quantised import FUNCTION, NVFP4, blocked, check, rows, scale_of
+from .test_wrong_tensors import FP4
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
 

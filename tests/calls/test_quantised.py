@@ -24,15 +24,22 @@ from ..calling import each_norm, same_bits
 from ..kernels.problems import check_quantised
 from ..thorough import THOROUGH
 from .shared import there
+from .test_wrong_tensors import E4M3, E8M0, FP4, MXFP8
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E5M2 = torch.float8_e5m2
 FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
     "layer": normforge.quantised_layer_norm,
     "rms": normforge.quantised_rms_norm,
 }
-FP4 = torch.float4_e2m1fn_x2
+# The dtype of scales by their format, and how many share an element.
+FORMATS = {
+    "float": (torch.float32, 1),
+    "ue8m0_float": (torch.float32, 1),
+    "ue8m0": (E8M0, 1),
+    "ue8m0_packed": (torch.int32, 4),
+}
 NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": FP4}
 # Three short chunks of one_pass, of which the last group is short too.
 N = 300
@@ -82,17 +89,10 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @each_norm
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "packs"),
-    [
-        ("float", torch.float32, 1),
-        ("ue8m0_float", torch.float32, 1),
-        ("ue8m0", E8M0, 1),
-        ("ue8m0_packed", torch.int32, 4),
-    ],
-)
-def test_groups(norm: str, size: int, layout: str, kind: str, dtype: torch.dtype, packs: int) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_groups(norm: str, size: int, layout: str, kind: str) -> None:
     """Also of what their scales look like in memory."""
+    dtype, packs = FORMATS[kind]
     x, asked = rows(2, 3, N), {"group_size": size, "scale_layout": layout, "scale_format": kind, "out_dtype": E4M3}
     scale = check(norm, x, rows(N), **asked).y_scale
     assert scale is not None
@@ -113,12 +113,7 @@ def blocked(scales: torch.Tensor) -> torch.Tensor:
     return tiles.reshape(-1, 4, 32, 4).transpose(1, 2).reshape(-1)
 
 
-SWIZZLED: dict[str, Any] = {
-    "group_size": 32,
-    "scale_format": "ue8m0",
-    "scale_layout": "swizzled_128x4",
-    "out_dtype": E4M3,
-}
+SWIZZLED: dict[str, Any] = {**MXFP8, "scale_layout": "swizzled_128x4"}
 
 
 @pytest.mark.parametrize(
@@ -419,16 +414,12 @@ def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
 @each_norm
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "columns"),
-    [("float", torch.float32, 10), ("ue8m0", E8M0, 10), ("ue8m0_packed", torch.int32, 3)],
-)
-def test_scales_over_one_another_are_refused(
-    norm: str, strides: tuple[int, int], layout: str, kind: str, dtype: torch.dtype, columns: int
-) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_over_one_another_are_refused(norm: str, strides: tuple[int, int], layout: str, kind: str) -> None:
     """Two of them would be one; where so many rows and groups come to no common place, all are written."""
     asked: dict[str, Any] = {"group_size": 32, "scale_format": kind, "scale_layout": layout, "out_dtype": E4M3}
-    x = rows(4, N)
+    x, (dtype, packs) = rows(4, N), FORMATS[kind]
+    columns = -(-N // (32 * packs))
 
     def place(m: int, strides: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(100, dtype=torch.uint8).repeat(4).view(dtype).as_strided((m, columns), strides)
