@@ -176,40 +176,6 @@ class PostNormLayer(torch.nn.Module):
         return normed
 
 
-class ParallelLayer(torch.nn.Module):
-    """Attention and MLP of one norm; two sums in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = torch.nn.LayerNorm(WIDTH)
-        self.self_attn = Attention()
-        self.mlp = MLP()
-
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(normed, cache, **kwargs)
-        total: torch.Tensor = attended + self.mlp(normed) + hidden_states
-        return total
-
-
-class ScaledLayer(torch.nn.Module):
-    """Branches within the sum, scaled by parameters of the block's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1 = torch.nn.RMSNorm(WIDTH)
-        self.attn = Attention()
-        self.gamma = torch.nn.Parameter(torch.ones(WIDTH))
-        self.drop_path = torch.nn.Identity()
-        self.norm2 = torch.nn.RMSNorm(WIDTH)
-        self.mlp = MLP()
-
-    def forward(self, x: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        x = x + self.drop_path(self.gamma * self.attn(self.norm1(x), cache=cache)[0])
-        total: torch.Tensor = x + self.drop_path(self.gamma * self.mlp(self.norm2(x)))
-        return total
-
-
 class Decoder(torch.nn.Module):
     """An embedding, layers, a last norm and a head."""
 
@@ -267,8 +233,6 @@ FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[
     "Olmo2": (lambda: Decoder(lambda: Olmo2Layer(Olmo2RMSNorm), Olmo2RMSNorm), (), ()),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
     "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
-    "parallel": (lambda: Decoder(ParallelLayer, layer_norm), (), ("input_layernorm",)),
-    "scaled": (lambda: Decoder(ScaledLayer, lambda: torch.nn.RMSNorm(WIDTH)), ("norm2",), ("norm1", "norm2")),
 }
 
 

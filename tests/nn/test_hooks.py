@@ -1,4 +1,4 @@
-"""Hooks on norms of patched models, alone and fused: called with what they were called with, once each."""
+"""Hooks in patched models, on norms alone and fused: called with what they were called with, once each."""
 
 from __future__ import annotations
 
@@ -13,23 +13,54 @@ from torch.utils._pytree import tree_leaves
 
 import normforge
 
-from .models import WIDTH
-from .test_blocks import IN_A_BRANCH
-from .test_modulated_blocks import ByFunction
+from .decoders import LlamaLayer
+from .models import WIDTH, LlamaRMSNorm
+from .test_forms import BetweenNorms, ByFunction, InABranch, Plainly
 from .twins import assert_near, results
 
-# Models, and their norms, each of which is computed together with something else unless a hook is on it.
+
+def layers() -> torch.nn.Module:
+    return torch.nn.Sequential(LlamaLayer(), LlamaLayer(), LlamaRMSNorm())
+
+
+# Models, and modules of theirs: norms, each of which is computed together with something else unless a hook is on it,
+# and what is between them.
 FUSED: dict[str, tuple[Callable[[], torch.nn.Module], str, tuple[torch.Tensor | None, ...]]] = {
     "alone": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(WIDTH)), "0", ()),
-    "with a sum": (IN_A_BRANCH, "norm", (None,)),
+    "with a sum": (InABranch, "norm", (None,)),
+    "with the sum behind": (Plainly, "norm", ()),
+    "with the norm behind": (BetweenNorms, "norm", ()),
     "with its modulation": (ByFunction, "norm", (torch.randn(2, WIDTH),)),
     "with SiLU": (lambda: torch.nn.Sequential(torch.nn.GroupNorm(3, 9), torch.nn.SiLU()), "0", ()),
+    **{
+        path: (layers, path, ())
+        for path in ("0", "1", "0.self_attn", "0.mlp", "0.post_attention_layernorm", "1.input_layernorm", "2")
+    },
 }
+
+
+def written_to(output: Any) -> Any:
+    # Not by a factor, which an RMSNorm takes off again.
+    (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
+
+
+def changed(output: Any) -> Any:
+    return 1 + output if isinstance(output, torch.Tensor) else (1 + output[0], *output[1:])
+
+
+# Ways to have a hook called, of which some also change something.
 HOOKS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
     "forward": lambda norm, hook: norm.register_forward_hook(hook),
     "pre": lambda norm, hook: norm.register_forward_pre_hook(hook),
     "backward": lambda norm, hook: norm.register_full_backward_hook(hook),
     "every module": lambda norm, hook: register_module_forward_hook(hook),
+    "changing input": lambda norm, hook: norm.register_forward_pre_hook(
+        lambda *given: hook(*given) or (changed(given[1]) if given[1] else None)
+    ),
+    "changing output": lambda norm, hook: norm.register_forward_hook(lambda *given: hook(*given) or changed(given[2])),
+    "writing to the output": lambda norm, hook: norm.register_forward_hook(
+        lambda *given: hook(*given) or written_to(given[2])
+    ),
 }
 
 
@@ -54,6 +85,7 @@ def test_hooks_are_called(fused: str, kind: str, when: str, monkeypatch: pytest.
     ours = copy.deepcopy(model)
     if when == "since":
         normforge.patch(ours)
+        results(ours, x, *beside)
     called, found = [], []
     for each in (model, ours):
         norm = each.get_submodule(path)
@@ -68,5 +100,5 @@ def test_hooks_are_called(fused: str, kind: str, when: str, monkeypatch: pytest.
         called.append(seen)
     assert len(called[0]) == len(called[1]) == 1
     torch.testing.assert_close(called[1], called[0], rtol=1e-4, atol=1e-5)
-    for again in found[1:]:
-        assert_near(again, found[0], 2e-5, 1.0)
+    for wanted, actual in zip(found[:2], found[2:], strict=True):
+        assert_near(actual, wanted, 2e-5, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +32,17 @@ def copies(module: Any) -> tuple[Any, Any]:
 
 
 def results(module: torch.nn.Module, x: torch.Tensor, *beside: torch.Tensor | None) -> tuple[torch.Tensor, Tensors]:
-    """Return what a module makes of x, and gradients of x and parameters by one that arrives, the same for all."""
+    """Return what a module makes of x, and the gradients by one that arrives, the same for all modules.
+
+    The gradients are those of x, of other operands that require one and of parameters; of what is not used, zeros.
+    """
     leaf = x.detach().clone().requires_grad_()
-    leaves = {"x": leaf, **dict(module.named_parameters())}
+    others = {str(at): each for at, each in enumerate(beside) if each is not None and each.requires_grad}
+    leaves = {"x": leaf, **others, **dict(module.named_parameters())}
     y = module(leaf, *beside)
     arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return y.detach(), dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], arriving), strict=True))
+    gradients = torch.autograd.grad(y, [*leaves.values()], arriving, materialize_grads=True)
+    return y.detach(), dict(zip(leaves, gradients, strict=True))
 
 
 def assert_near(actual: Tensors, wanted: Tensors, tolerance: float, least: float) -> None:
@@ -47,26 +53,32 @@ def assert_near(actual: Tensors, wanted: Tensors, tolerance: float, least: float
         torch.testing.assert_close(actual[name].double(), tensor.double(), rtol=0, atol=tolerance * size, msg=name)
 
 
+def assert_same_results(
+    patched: torch.nn.Module, model: torch.nn.Module, *given: Any, tolerance: float = 2e-5, least: float = 1.0
+) -> None:
+    """Fail unless a patched model makes of tensors what the model makes of them, and gradients are the same."""
+    (y, found), (wanted, exact) = (results(each, *given) for each in (patched, model))
+    assert y.dtype == wanted.dtype
+    assert_near({"y": y, **found}, {"y": wanted, **exact}, tolerance, least)
+
+
 class Counted:
-    """How often functions of a module made something, by function."""
+    """How often functions made something: each a module and its attribute, by a name of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
-        self._counts = dict.fromkeys(names, 0)
-        for name in names:
-            monkeypatch.setattr(module, name, self.counting(name, getattr(module, name)))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **functions: tuple[Any, str]) -> None:
+        self._counts: Counter[str] = Counter()
+        for name, (module, function) in functions.items():
+            monkeypatch.setattr(module, function, self._counting(name, getattr(module, function)))
 
-    def counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose results are counted under a name."""
-
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
             result = function(*args)
-            self._counts[name] += result is not None
+            self._counts.update([name] if result is not None else [])
             return result
 
         return counted
 
-    def counts(self) -> tuple[int, ...]:
-        """Return the counts since this was called last."""
-        found = tuple(self._counts.values())
-        self._counts = dict.fromkeys(self._counts, 0)
+    def counts(self) -> dict[str, int]:
+        """Return the counts since this was called last, of what was made at all."""
+        found, self._counts = dict(self._counts), Counter()
         return found

@@ -1,0 +1,472 @@
+"""`patch` computes norms together with the sums and modulations beside them, by the text of a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge.errors import NormforgeError, SettingError
+from normforge.families import post_add
+
+from ..calling import each_device
+from ..thorough import THOROUGH
+from .models import (
+    WIDTH,
+    DimlessRMSNorm,
+    GemmaRMSNorm,
+    LlamaRMSNorm,
+    Olmo2RMSNorm,
+    T5LayerNorm,
+    randomised,
+    written,
+)
+from .twins import Counted, assert_same_results, copies, results, twins
+
+SAMPLES, TOKENS = 2, 9
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """DiT's."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def modulate_scale_first(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(shift[:, None], x, scale[:, None] + 1)
+
+
+def modulate_beside(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of operands that broadcast as they are."""
+    return x + x * scale + shift
+
+
+def scaled_alone(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale.unsqueeze(1) + shift.unsqueeze(1)
+
+
+def dropout_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return residual + functional.dropout(x, 0.1)
+
+
+# What a module of functions is to a forward that imports it.
+functions = SimpleNamespace(modulate=modulate)
+
+
+class Parts(torch.nn.Module):
+    """What blocks are made of, which the text of a forward puts together."""
+
+    def __init__(self, norm: Callable[[int], torch.nn.Module] = torch.nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.other = randomised(norm(WIDTH)), norm(WIDTH)
+        self.part, self.last = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.linear = torch.nn.Linear(WIDTH, 2 * WIDTH)
+
+    def said(self, c: torch.Tensor) -> Any:
+        """Return what a condition says: shift and scale."""
+        return self.linear(c).chunk(2, dim=-1)
+
+    def meddle(self, x: torch.Tensor) -> torch.Tensor:
+        """Change x without a trace, by what tells its norm from that before."""
+        x.data.add_(torch.linspace(0, 3, WIDTH, device=x.device))
+        return x
+
+
+def form(first: str, name: str, *body: str, **counts: int) -> Any:
+    """Return a class with a forward that is written so, and how often a call fuses what."""
+    cls = written(Parts, name, "def forward(self, x, c=None):", first, *body, names=globals())
+    cls.counts = counts
+    return cls
+
+
+branch, added = partial(form, "h = self.part(x)"), partial(form, "total = x + self.part(x)")
+modulated = partial(form, "shift, scale = self.said(c)")
+
+PreNorm = form(
+    "x = x + self.part(self.other(x))", "PreNorm", "return x + self.last(self.norm(x))", sum_before=1, input_added=1
+)
+InABranch = added(
+    "InABranch", "if c is not None:", "    self.meddle(total)", "return self.norm(total)", sum_before=1, input_added=1
+)
+Plainly = branch("Plainly", "h = self.norm(h)", "h = h + x", "return h", sum_behind=1)
+BetweenNorms = branch("BetweenNorms", "h = self.norm(h)", "h = x + h", "return self.other(h) * h", norm_behind=1)
+ByFunction = modulated("ByFunction", "return self.last(modulate(self.norm(x), shift, scale))", modulation=1)
+# As diffusers' AdaLayerNormZero, which returns it.
+WrittenOut = modulated(
+    "WrittenOut", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x", modulation=1
+)
+# A sum that is the condition.
+SumOfTwo = form("total = x + c", "SumOfTwo", "return self.norm(total), total", sum_before=1)
+NormOfOne = form("", "NormOfOne", "return c + self.norm(x)", sum_behind=1)
+
+FORMS = [
+    *(PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut),
+    # A sum, to which something is done before its norm.
+    added("InAStatement", "self.meddle(total)", "return self.norm(total)"),
+    added("InAnExpression", "return self.meddle(total) * 0 + self.norm(total)"),
+    added(
+        "InALoop",
+        "y = []",
+        "while len(y) < 2:",
+        "    y.append(self.norm(total))",
+        "    self.meddle(total)",
+        "return y[0] - 2 * y[1]",
+    ),
+    added(
+        "InACondition",
+        "y = self.meddle(total) if c is not None else self.norm(total)",
+        "return y + self.norm(total)",
+        sum_behind=1,
+    ),
+    *(
+        form("x = x * 1", name, "y = self.part(self.norm(x)).detach()", meddles, "return x + y", input_added=1)
+        for name, meddles in (
+            ("BeforeTheResidual", "self.meddle(x)"),
+            ("WithTheResidualReplaced", "x.data = x.data * 2 + 1"),
+        )
+    ),
+    # Attention and MLP of one norm, and two sums in a row; and branches scaled by a parameter within the sum.
+    form("h = self.norm(x)", "Parallel", "return self.part(h) + self.last(h) + x", input_added=1),
+    form(
+        "x = x + self.other.weight * self.part(self.other(x))",
+        "ScaledByAParameter",
+        "return x + self.other.weight * self.last(self.norm(x))",
+        sum_before=1,
+        input_added=1,
+    ),
+    # A norm, and the sum of its result.
+    branch("WithinTheSum", "return x * 2 + self.norm(h)", sum_behind=1),
+    branch("AddedInAFunction", "return self.last(x + self.norm(self.part(h)))", sum_behind=1),
+    branch("WithinABranch", "if c is not None:", "    h = self.norm(h)", "    h = x + h", "return h", sum_behind=1),
+    # Which hooks see the gradient of.
+    branch(
+        "Hooked",
+        "h = self.norm(h)",
+        "h = x + h",
+        "y = self.other(h)",
+        "if h.requires_grad:",
+        "    h.register_hook(lambda gradient: 3 * gradient)",
+        "return h.square() + y.exp()",
+        norm_behind=1,
+    ),
+    branch("ReadTwice", "h = self.norm(h)", "h = x + h * h", "return h"),
+    branch("ReadAgain", "h = self.norm(h)", "y = x + h", "return y + h"),
+    branch("AddedTwice", "h = self.norm(h)", "h = h + h", "return h"),
+    branch("CalledBetween", "h = self.norm(h)", "self.meddle(x)", "h = x + h", "return h"),
+    branch("CalledWithin", "h = self.norm(h)", "h = h + self.meddle(x)", "return h"),
+    branch("Scaled", "h = self.norm(h)", "h = x + 2 * h", "return h"),
+    branch("Subtracted", "h = self.norm(h)", "h = x - h", "return h"),
+    branch("InPlace", "h = self.norm(h)", "h += x", "return h"),
+    branch("OfAnotherShape", "h = self.norm(h)", "h = h + x[0]", "return h", input_added=1),
+    branch("OfANumber", "return self.norm(h) + 1.5", input_added=1),
+    branch("OfTwoNorms", "return self.norm(h) + self.other(x)"),
+    # The sum before a norm is computed with the norm already.
+    branch("OfASum", "h = h + x", "return x + self.norm(h)", sum_before=1),
+    # A norm, and the modulation of its result.
+    modulated("ByName", "return self.last(modulate(self.norm(x), scale=scale, shift=shift))", modulation=1),
+    modulated("ByScaleFirst", "return self.last(modulate_scale_first(self.norm(x), scale, shift))", modulation=1),
+    modulated(
+        "ByDots", "x = self.norm(x)", "x = functions.modulate(x, shift, scale)", "return self.last(x)", modulation=1
+    ),
+    # As PixArt chunks a table: the operands are (B, 1, N).
+    form(
+        "shift, scale = self.said(c.unsqueeze(1))",
+        "Beside",
+        "return self.last(modulate_beside(self.norm(x), shift, scale))",
+        modulation=1,
+    ),
+    # As diffusers' AdaLayerNormContinuous.
+    modulated(
+        "OuterIndex", "return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])", modulation=1
+    ),
+    modulated(
+        "OuterUnsqueeze",
+        "return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))",
+        modulation=1,
+    ),
+    # As diffusers' FluxTransformerBlock, in a branch.
+    modulated(
+        "NamedFirst",
+        "if c is not None:",
+        "    normed = self.norm(x)",
+        "    normed = normed * (1 + scale[:, None]) + shift[:, None]",
+        "return self.last(normed) + x",
+        modulation=1,
+    ),
+    *(
+        form(f"shift, scale = {said}", name, "return self.last(self.norm(x) * (1 + scale) + shift)", modulation=1)
+        for name, said in (("OneForAll", "self.said(c[0])"), ("OneARow", "self.said(c.unsqueeze(1) + x)"))
+    ),
+    # The sums before two norms, of which the first is modulated.
+    modulated(
+        "Summed",
+        "x = x + self.last(x)",
+        "x = x + self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])",
+        "return self.last(self.other(x))",
+        sum_before=1,
+        modulation=1,
+    ),
+    modulated("ScaleAlone", "return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]"),
+    modulated("OtherFormula", "return self.last(scaled_alone(self.norm(x), shift, scale))"),
+    # The norm's own result goes on.
+    modulated(
+        "UsedAgain",
+        "normed = self.norm(x)",
+        "modulated = normed * (1 + scale[:, None]) + shift[:, None]",
+        "return self.last(modulated) * normed",
+    ),
+    modulated(
+        "UsedTwice", "x = self.norm(x)", "x = x * (1 + scale[:, None]) + shift[:, None] * x", "return self.last(x)"
+    ),
+    # Not the norm is modulated.
+    modulated("OfAnother", "return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])", input_added=1),
+    # What stands behind the norm runs behind it.
+    modulated(
+        "WithAnEffect",
+        "return self.last(self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None])",
+    ),
+    modulated("OfAVariable", "chosen = modulate", "return self.last(chosen(self.norm(x), shift, scale))"),
+]
+
+
+def each(*forms: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("form", forms, ids=lambda form: form.__name__)
+
+
+def given(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows, and a condition of each sample."""
+    generator = torch.Generator().manual_seed(0)
+    x, c = (torch.randn(*shape, WIDTH, generator=generator) for shape in ((SAMPLES, TOKENS), (SAMPLES,)))
+    return x.to(device).requires_grad_(), c.to(device).requires_grad_()
+
+
+@each_device
+@each(*FORMS)
+def test_a_form(form: Any, device: str, fused: Counted) -> None:
+    """What is fused, and that results stay, call after call; forward alone, no gradient is added."""
+    model = form().to(device)
+    patched = copy.deepcopy(model)
+    done = normforge.patch(patched).fused
+    assert all((each.path, each.cls) == ("", form) for each in done)
+    assert [each.modulated for each in done if each.modulated] == [("norm",)] * ("modulation" in form.counts)
+    x, c = given(device)
+    for _ in range(2):
+        assert_same_results(patched, model, x, c)
+        assert fused.counts() == form.counts
+    with torch.inference_mode():
+        torch.testing.assert_close(*(each(x.clone(), c) for each in (patched, model)), rtol=0, atol=2e-5)
+    assert fused.counts() == {name: count for name, count in form.counts.items() if name != "input_added"}
+
+
+# Norms, and whether they round once, as the kernel does that modulates.
+NORMS: list[tuple[Callable[[int], torch.nn.Module], bool]] = [
+    (torch.nn.LayerNorm, True),
+    (partial(torch.nn.LayerNorm, bias=False), True),
+    (partial(torch.nn.LayerNorm, elementwise_affine=False), True),
+    (torch.nn.RMSNorm, True),
+    (partial(torch.nn.RMSNorm, elementwise_affine=False, eps=1e-3), True),
+    # As LTX's.
+    (lambda n: DimlessRMSNorm(), True),
+    (GemmaRMSNorm, True),
+    (Olmo2RMSNorm, True),
+    (LlamaRMSNorm, False),
+    (T5LayerNorm, False),
+]
+
+
+@each_device
+@pytest.mark.parametrize(("norm", "rounds_once"), NORMS)
+def test_a_norm(norm: Any, rounds_once: bool, device: str, fused: Counted) -> None:
+    for form in (Plainly, BetweenNorms, ByFunction):
+        model, patched = twins(form(norm).to(device))
+        assert_same_results(patched, model, *given(device))
+        assert fused.counts() == (form.counts if rounds_once or form is not ByFunction else {})
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "residual", "count"),
+    [
+        *((norm, torch.bfloat16, torch.bfloat16, 1) for norm in (GemmaRMSNorm, LlamaRMSNorm, T5LayerNorm)),
+        # As under autocast; a norm that rounds rows first would round them to the residual's type.
+        (GemmaRMSNorm, torch.bfloat16, torch.float32, 1),
+        (LlamaRMSNorm, torch.bfloat16, torch.float32, 0),
+        (GemmaRMSNorm, torch.float32, torch.bfloat16, 0),
+        (GemmaRMSNorm, torch.float64, torch.float64, 0),
+    ],
+)
+def test_types_of_a_norm_and_a_residual(
+    norm: Any, x: torch.dtype, residual: torch.dtype, count: int, fused: Counted
+) -> None:
+    model, patched = twins(NormOfOne(norm).to(x))
+    operands = torch.randn(2, 3, WIDTH).to(x), torch.randn(2, 3, WIDTH).to(residual)
+    # One rounding to bf16 instead of two.
+    torch.testing.assert_close(patched(*operands), model(*operands), rtol=1.6e-2, atol=1e-2)
+    assert fused.counts().get("sum_behind", 0) == count
+
+
+@THOROUGH
+@pytest.mark.usefixtures("fused")
+def test_types_and_shapes_of_a_sum() -> None:
+    """What the kernel does not add as torch does is added by torch."""
+    model, patched = twins(SumOfTwo(LlamaRMSNorm))
+    x = torch.randn(2, 3, WIDTH)
+    half, other = x.half(), x.bfloat16()
+    for b in (x[0], x[:, :1], 1.0, x.double(), x.to(torch.int32), half, other, x.mT.contiguous().mT):
+        wanted, actual = model(x, b), patched(x, b)
+        assert [each.dtype for each in actual] == [each.dtype for each in wanted]
+        torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(patched(half, other)[1], half + other)
+    for each in (x[:0], other):
+        torch.testing.assert_close(patched(each, each), model(each, each))
+
+
+@pytest.mark.parametrize(
+    ("shape", "condition", "dtype", "count"),
+    [
+        ((SAMPLES, 3, 4), (SAMPLES, 1), torch.float32, 0),
+        ((TOKENS,), (TOKENS,), torch.float32, 0),
+        ((SAMPLES, 1), (SAMPLES,), torch.float32, 1),
+        # One sample, whose operands serve all.
+        ((SAMPLES, TOKENS), (1,), torch.float32, 0),
+        # A wider modulation makes a wider result.
+        ((SAMPLES, TOKENS), (SAMPLES,), torch.bfloat16, 0),
+    ],
+)
+@each(ByFunction, WrittenOut)
+def test_shapes_and_types_of_a_modulation(
+    form: Any, shape: tuple[int, ...], condition: tuple[int, ...], dtype: torch.dtype, count: int, fused: Counted
+) -> None:
+    model, patched = twins(form())
+    x, c = torch.randn(*shape, WIDTH).to(dtype), torch.randn(*condition, WIDTH)
+    assert_same_results(patched, model, x, c, tolerance=2e-5 if dtype is torch.float32 else 2e-2)
+    assert fused.counts().get("modulation", 0) == count
+
+
+def test_bf16_is_nearer_to_the_exact_result_than_three_operators() -> None:
+    model, (x, c) = WrittenOut(partial(torch.nn.LayerNorm, elementwise_affine=False)), given()
+    exact, _ = results(copy.deepcopy(model).double(), x.double(), c.double())
+    errors = [
+        (results(each, x.bfloat16(), c.bfloat16())[0].double() - exact).abs().mean() for each in twins(model.bfloat16())
+    ]
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.gpu
+@each(ByFunction, WrittenOut)
+def test_autocast(form: Any, fused: Counted) -> None:
+    model, patched = twins(form().to("cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_same_results(patched, model, *given("cuda"), tolerance=2e-2)
+    assert fused.counts() == form.counts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block.other, "variance_epsilon", 1e-3),
+        lambda block: setattr(block, "other", GemmaRMSNorm(WIDTH)),
+        lambda block: block.other.to(torch.float64),
+        lambda block: block.other.register_forward_hook(lambda *_: None),
+    ],
+    ids=["eps", "offset", "dtype", "hook"],
+)
+def test_a_norm_behind_a_sum_that_is_of_another_kind(change: Callable[[Any], object], fused: Counted) -> None:
+    model = BetweenNorms(LlamaRMSNorm)
+    change(model)
+    model, patched = twins(model)
+    x = torch.randn(2, 3, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(x), model(x), rtol=1e-5, atol=1e-5)
+    assert fused.counts() == {"sum_behind": 1}
+
+
+def test_a_norm_that_was_changed_since(fused: Counted) -> None:
+    """Replaced, given another forward, or parametrised: it is called."""
+    model = ByFunction()
+    normforge.patch(model)
+    x, c = given()
+    model.norm.forward = lambda x: x * 0
+    torch.testing.assert_close(model(x, c), model.last(modulate(x * 0, *model.said(c))))
+    del model.norm.forward
+    model.norm = torch.nn.Identity()
+    torch.testing.assert_close(model(x, c), model.last(modulate(x, *model.said(c))))
+    assert fused.counts() == {}
+
+
+def test_a_function_that_was_replaced_since(fused: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, c) = ByFunction(), given()
+    normforge.patch(model)
+    monkeypatch.setitem(globals(), "modulate", lambda x, shift, scale: x - shift[:, None] * scale[:, None])
+    torch.testing.assert_close(model(x, c), model.last(modulate(model.norm(x), *model.said(c))))
+    assert fused.counts() == {}
+
+
+@each(PreNorm, Plainly, BetweenNorms)
+def test_short_sums_and_batch_invariant_ones_are_added_alone(
+    form: Any, fused: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, _) = form(), given()
+    normforge.patch(model)
+    for least, counts in (("0", form.counts), (x.numel(), form.counts), (x.numel() + 1, {}), ("", {})):
+        monkeypatch.setenv("NORMFORGE_FUSE_FROM", str(least))
+        model(x)
+        assert fused.counts() == counts
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
+    with normforge.batch_invariant():
+        # So that rows do not differ by how many there are.
+        model(x)
+    assert fused.counts() == {}
+
+
+@pytest.mark.parametrize("setting", ["-1", "1e6", "twelve"])
+def test_a_threshold_that_is_no_number_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", setting)
+    with pytest.raises(SettingError, match=f"NORMFORGE_FUSE_FROM='{setting}' is no number of elements"):
+        normforge.patch(Plainly())
+
+
+def refused(*_: Any) -> None:
+    raise NormforgeError("no kernel")
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_sum_that_no_kernel_serves_is_added_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    model, patched = twins(Plainly())
+    x, _ = given()
+    monkeypatch.setattr(post_add, "normalise", refused)
+    for _ in range(2):
+        torch.testing.assert_close(patched(x), model(x))
+    assert caplog.text.count("a residual add and LayerNorm are left two kernels: no kernel") == 1
+
+
+@each(PreNorm, Plainly, ByFunction)
+def test_compiled_it_is_one_graph_of_torchs_operators(form: Any, fused: Counted) -> None:
+    model, patched = twins(form())
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(patched, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given()), model(*given()), rtol=0, atol=1e-5)
+    assert fused.counts() == {}
+
+
+@each(PreNorm, Plainly, ByFunction)
+def test_copies_and_pickles_are_fused_and_can_be_unpatched(form: Any, fused: Counted) -> None:
+    model = form()
+    normforge.patch(model)
+    wanted = model(*given())
+    fused.counts()
+    for other in copies(model):
+        assert type(other) is type(model)
+        for _ in range(2):
+            assert torch.equal(other(*given()), wanted)
+            assert fused.counts() == form.counts
+        assert list(other.state_dict()) == list(model.state_dict())
+        normforge.unpatch(other)
+        assert (type(other), type(other.norm)) == (form, torch.nn.LayerNorm)
+        torch.testing.assert_close(other(*given()), wanted)
+        assert fused.counts() == {}
