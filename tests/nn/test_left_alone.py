@@ -23,6 +23,7 @@ import normforge
 
 from . import models
 from .models import WIDTH, norm
+from .test_own_forwards import gated
 
 llama, olmo2, l2 = (cls.forward for cls in (models.LlamaRMSNorm, models.Olmo2RMSNorm, models.L2Norm))
 
@@ -259,6 +260,16 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "negative epsilon of an RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH, eps=-0.1), "its eps is -0.1"),
     "negative epsilon of a GroupNorm": (lambda: torch.nn.GroupNorm(4, WIDTH, eps=-0.1), "its eps is -0.1"),
     "negative epsilon of Llama's": (lambda: models.LlamaRMSNorm(eps=-1e-6), "its variance_epsilon is -1e-06"),
+    "another activation": (norm(lambda m, x, gate: llama(m, x) * torch.tanh(gate)), "computes something else"),
+    "a gate by a function of its own": (
+        norm(lambda m, x, gate: olmo2(m, x) * m.activation(gate), activation=functional.silu),
+        "",
+    ),
+    "a detached gate": (
+        norm(lambda m, x, gate: gated(m, x, gate.detach()), activation="silu"),
+        "the gradient of its forward is not that of",
+    ),
+    "a written gate": (norm(lambda m, x, gate: gated(m, x, gate.mul_(1)), activation="silu"), "writes to its"),
     "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
 }
 

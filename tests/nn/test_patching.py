@@ -189,16 +189,16 @@ def test_encoder_layers_that_pass_their_norms_by_are_reported(
     assert [(bypassed.path, bypassed.cls) for bypassed in result.bypassed] == (
         [("0", torch.nn.TransformerEncoderLayer)] if expected else []
     )
-    calls = Counted(monkeypatch, normforge.LayerNorm, "forward")
+    calls = Counted(monkeypatch, forward=(normforge.LayerNorm, "forward"))
     with torch.no_grad():
         torch.testing.assert_close(model(x), wanted)
-        assert calls.counts() == (0 if expected else 2,)
+        assert calls.counts() == ({} if expected else {"forward": 2})
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             torch.testing.assert_close(model(x), wanted)
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
-        assert calls.counts() == (2,)
+        assert calls.counts() == {"forward": 2}
     assert all("torch.backends.mha.set_fastpath_enabled(False)" in each.reason for each in result.bypassed)
     normforge.unpatch(model)
     assert normforge.unpatch(model) == ()
@@ -223,29 +223,6 @@ def test_a_patched_norm_is_printed_as_ours() -> None:
     assert norm._get_name() == "LayerNorm"
     normforge.unpatch(model)
     assert [repr(norm) for norm in model] == unpatched
-
-
-HALF_OR_NOT = (torch.float32, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("cls", "shape", "dtype", "weight"),
-    [
-        *((models.RenamedLayerNorm, shape, torch.float32, torch.float32) for shape in (WIDTH, (2, WIDTH))),
-        *((models.WideLayerNorm, WIDTH, dtype, weight) for dtype in HALF_OR_NOT for weight in HALF_OR_NOT),
-    ],
-)
-def test_a_subclass_that_calls_torchs_layer_norm(
-    cls: Callable[[Any], torch.nn.Module], shape: Any, dtype: torch.dtype, weight: torch.dtype
-) -> None:
-    """In fp32 too, as FP32LayerNorm of diffusers: kernels compute in fp32, and round once, to the dtype of x."""
-    module, ours = twins(randomised(cls(shape)).to(weight))
-    x = torch.randn(32, 2, WIDTH).to(dtype)
-    assert isinstance(ours, normforge.LayerNorm)
-    assert ours(x).dtype is module(x).dtype is dtype
-    torch.testing.assert_close(ours(x), module(x))
-    normforge.unpatch(ours)
-    assert type(ours) is cls
 
 
 class SwitchLayerNorm(models.T5LayerNorm):
