@@ -85,25 +85,22 @@ def form(first: str, name: str, *body: str, **counts: int) -> Any:
     return cls
 
 
-branch, added = partial(form, "h = self.part(x)"), partial(form, "total = x + self.part(x)")
-modulated = partial(form, "shift, scale = self.said(c)")
+# Forms of a sum, of a norm whose result may be added, and of one whose result may be modulated; forms that are fused.
+added, branch = partial(form, "total = x + self.part(x)"), partial(form, "h = self.part(x)")
+conditioned = partial(form, "shift, scale = self.said(c)")
+behind, modulated = partial(branch, sum_behind=1), partial(conditioned, modulation=1)
+RESIDUAL = {"sum_before": 1, "input_added": 1}
 
-PreNorm = form(
-    "x = x + self.part(self.other(x))", "PreNorm", "return x + self.last(self.norm(x))", sum_before=1, input_added=1
-)
-InABranch = added(
-    "InABranch", "if c is not None:", "    self.meddle(total)", "return self.norm(total)", sum_before=1, input_added=1
-)
-Plainly = branch("Plainly", "h = self.norm(h)", "h = h + x", "return h", sum_behind=1)
+PreNorm = form("x = x + self.part(self.other(x))", "PreNorm", "return x + self.last(self.norm(x))", **RESIDUAL)
+InABranch = added("InABranch", "if c is not None:", "    self.meddle(total)", "return self.norm(total)", **RESIDUAL)
+Plainly = behind("Plainly", "h = self.norm(h)", "h = h + x", "return h")
 BetweenNorms = branch("BetweenNorms", "h = self.norm(h)", "h = x + h", "return self.other(h) * h", norm_behind=1)
-ByFunction = modulated("ByFunction", "return self.last(modulate(self.norm(x), shift, scale))", modulation=1)
+ByFunction = modulated("ByFunction", "return self.last(modulate(self.norm(x), shift, scale))")
 # As diffusers' AdaLayerNormZero, which returns it.
-WrittenOut = modulated(
-    "WrittenOut", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x", modulation=1
-)
-# A sum that is the condition.
-SumOfTwo = form("total = x + c", "SumOfTwo", "return self.norm(total), total", sum_before=1)
-NormOfOne = form("", "NormOfOne", "return c + self.norm(x)", sum_behind=1)
+WrittenOut = modulated("WrittenOut", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x")
+# A sum with what is not the condition of each sample.
+SumOfTwo = form("total = x + c", "SumOfTwo", "return self.norm(total), total")
+NormOfOne = form("", "NormOfOne", "return c + self.norm(x)")
 
 FORMS = [
     *(PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut),
@@ -112,11 +109,8 @@ FORMS = [
     added("InAnExpression", "return self.meddle(total) * 0 + self.norm(total)"),
     added(
         "InALoop",
-        "y = []",
-        "while len(y) < 2:",
-        "    y.append(self.norm(total))",
-        "    self.meddle(total)",
-        "return y[0] - 2 * y[1]",
+        *("for _ in range(2):", "    y = self.norm(total)", "    self.meddle(total)", "return y + total"),
+        input_added=2,
     ),
     added(
         "InACondition",
@@ -126,10 +120,7 @@ FORMS = [
     ),
     *(
         form("x = x * 1", name, "y = self.part(self.norm(x)).detach()", meddles, "return x + y", input_added=1)
-        for name, meddles in (
-            ("BeforeTheResidual", "self.meddle(x)"),
-            ("WithTheResidualReplaced", "x.data = x.data * 2 + 1"),
-        )
+        for name, meddles in (("BeforeTheResidual", "self.meddle(x)"), ("Replaced", "x.data = x.data * 2 + 1"))
     ),
     # Attention and MLP of one norm, and two sums in a row; and branches scaled by a parameter within the sum.
     form("h = self.norm(x)", "Parallel", "return self.part(h) + self.last(h) + x", input_added=1),
@@ -137,22 +128,17 @@ FORMS = [
         "x = x + self.other.weight * self.part(self.other(x))",
         "ScaledByAParameter",
         "return x + self.other.weight * self.last(self.norm(x))",
-        sum_before=1,
-        input_added=1,
+        **RESIDUAL,
     ),
     # A norm, and the sum of its result.
-    branch("WithinTheSum", "return x * 2 + self.norm(h)", sum_behind=1),
-    branch("AddedInAFunction", "return self.last(x + self.norm(self.part(h)))", sum_behind=1),
-    branch("WithinABranch", "if c is not None:", "    h = self.norm(h)", "    h = x + h", "return h", sum_behind=1),
+    behind("WithinTheSum", "return x * 2 + self.norm(h)"),
+    behind("AddedInAFunction", "return self.last(x + self.norm(self.part(h)))"),
+    behind("WithinABranch", "if c is not None:", "    h = self.norm(h)", "    h = x + h", "return h"),
     # Which hooks see the gradient of.
     branch(
         "Hooked",
-        "h = self.norm(h)",
-        "h = x + h",
-        "y = self.other(h)",
-        "if h.requires_grad:",
-        "    h.register_hook(lambda gradient: 3 * gradient)",
-        "return h.square() + y.exp()",
+        *("h = self.norm(h)", "h = x + h", "y = self.other(h)"),
+        *("if h.requires_grad:", "    h.register_hook(lambda gradient: 3 * gradient)", "return h.square() + y.exp()"),
         norm_behind=1,
     ),
     branch("ReadTwice", "h = self.norm(h)", "h = x + h * h", "return h"),
@@ -170,69 +156,44 @@ FORMS = [
     # The sum before a norm is computed with the norm already.
     branch("OfASum", "h = h + x", "return x + self.norm(h)", sum_before=1),
     # A norm, and the modulation of its result.
-    modulated("ByName", "return self.last(modulate(self.norm(x), scale=scale, shift=shift))", modulation=1),
-    modulated("ByScaleFirst", "return self.last(modulate_scale_first(self.norm(x), scale, shift))", modulation=1),
-    modulated(
-        "ByDots", "x = self.norm(x)", "x = functions.modulate(x, shift, scale)", "return self.last(x)", modulation=1
-    ),
-    # As PixArt chunks a table: the operands are (B, 1, N).
-    form(
-        "shift, scale = self.said(c.unsqueeze(1))",
-        "Beside",
-        "return self.last(modulate_beside(self.norm(x), shift, scale))",
-        modulation=1,
-    ),
+    modulated("ByName", "return self.last(modulate(self.norm(x), scale=scale, shift=shift))"),
+    modulated("ByScaleFirst", "return self.last(modulate_scale_first(self.norm(x), scale, shift))"),
+    modulated("ByDots", "x = self.norm(x)", "x = functions.modulate(x, shift, scale)", "return self.last(x)"),
     # As diffusers' AdaLayerNormContinuous.
-    modulated(
-        "OuterIndex", "return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])", modulation=1
-    ),
-    modulated(
-        "OuterUnsqueeze",
-        "return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))",
-        modulation=1,
-    ),
+    modulated("OuterIndex", "return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])"),
+    modulated("Unsqueezed", "return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))"),
     # As diffusers' FluxTransformerBlock, in a branch.
     modulated(
         "NamedFirst",
-        "if c is not None:",
-        "    normed = self.norm(x)",
-        "    normed = normed * (1 + scale[:, None]) + shift[:, None]",
-        "return self.last(normed) + x",
-        modulation=1,
+        *("if c is not None:", "    y = self.norm(x)", "    y = y * (1 + scale[:, None]) + shift[:, None]"),
+        "return self.last(y) + x",
     ),
     *(
-        form(f"shift, scale = {said}", name, "return self.last(self.norm(x) * (1 + scale) + shift)", modulation=1)
-        for name, said in (("OneForAll", "self.said(c[0])"), ("OneARow", "self.said(c.unsqueeze(1) + x)"))
+        form(f"shift, scale = self.said({c})", name, f"return self.last({returned})", modulation=1)
+        for name, c, returned in (
+            ("OneForAll", "c[0]", "self.norm(x) * (1 + scale) + shift"),
+            ("OneARow", "c.unsqueeze(1) + x", "self.norm(x) * (1 + scale) + shift"),
+            # As PixArt chunks a table: the operands are (B, 1, N).
+            ("Beside", "c.unsqueeze(1)", "modulate_beside(self.norm(x), shift, scale)"),
+        )
     ),
     # The sums before two norms, of which the first is modulated.
     modulated(
         "Summed",
-        "x = x + self.last(x)",
-        "x = x + self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])",
+        *("x = x + self.last(x)", "x = x + self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])"),
         "return self.last(self.other(x))",
         sum_before=1,
-        modulation=1,
     ),
-    modulated("ScaleAlone", "return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]"),
-    modulated("OtherFormula", "return self.last(scaled_alone(self.norm(x), shift, scale))"),
+    conditioned("ScaleAlone", "return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]"),
+    conditioned("OtherFormula", "return self.last(scaled_alone(self.norm(x), shift, scale))"),
     # The norm's own result goes on.
-    modulated(
-        "UsedAgain",
-        "normed = self.norm(x)",
-        "modulated = normed * (1 + scale[:, None]) + shift[:, None]",
-        "return self.last(modulated) * normed",
-    ),
-    modulated(
-        "UsedTwice", "x = self.norm(x)", "x = x * (1 + scale[:, None]) + shift[:, None] * x", "return self.last(x)"
-    ),
+    conditioned("UsedAgain", "h = self.norm(x)", "y = h * (1 + scale[:, None]) + shift[:, None]", "return y * h"),
+    conditioned("UsedTwice", "x = self.norm(x)", "x = x * (1 + scale[:, None]) + shift[:, None] * x", "return x"),
     # Not the norm is modulated.
-    modulated("OfAnother", "return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])", input_added=1),
+    conditioned("OfAnother", "return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])", input_added=1),
     # What stands behind the norm runs behind it.
-    modulated(
-        "WithAnEffect",
-        "return self.last(self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None])",
-    ),
-    modulated("OfAVariable", "chosen = modulate", "return self.last(chosen(self.norm(x), shift, scale))"),
+    conditioned("WithAnEffect", "return self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None]"),
+    conditioned("OfAVariable", "chosen = modulate", "return self.last(chosen(self.norm(x), shift, scale))"),
 ]
 
 

@@ -117,23 +117,11 @@ def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
     normforge.patch(module)
     torch.testing.assert_close(module(hidden_states=x), wanted)
     assert torch.equal(module(hidden_states=x), module(x))
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(hidden_states=x), wanted)
     for positional, named in (((), {"input": x}), ((), {}), ((x,), {"hidden_states": x}), ((x,), {"gate": x})):
         with pytest.raises(TypeError, match="takes one tensor, by position or as hidden_states"):
             module(*positional, **named)
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "argument"),
-    [(KEYWORD[0], "variance_epsilon", "hidden_states"), (models.EpsRMSNorm, "eps", "x")],
-)
-def test_compiled_with_a_changed_epsilon(cls: Callable[[], torch.nn.Module], name: str, argument: str) -> None:
-    module = randomised(cls())
-    normforge.patch(module)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    x = torch.randn(2, WIDTH)
-    for epsilon in (1e-6, 0.5):
-        setattr(module, name, epsilon)
-        torch.testing.assert_close(compiled(**{argument: x}), module(x))
 
 
 def test_another_rounding_asked_for_later_is_refused() -> None:
@@ -205,14 +193,11 @@ def test_encoder_layers_that_pass_their_norms_by_are_reported(
 
 
 def test_a_patched_norm_is_printed_as_ours() -> None:
-    """Else it would be torch's to the character, in models and in what patch returns."""
+    """Else it would be torch's to the character."""
     model = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.GroupNorm(2, WIDTH))
     unpatched = [repr(norm) for norm in model]
-    done = normforge.patch(model)
+    normforge.patch(model)
     assert [repr(norm) for norm in model] == [f"normforge.{norm}" for norm in unpatched]
-    assert [line.split(" -> ")[1] for line in str(done).splitlines()] == [
-        f"normforge.{type(norm).__name__} [{at}]" for at, norm in enumerate(model)
-    ]
 
     class Own(normforge.LayerNorm):
         """A user's."""
@@ -349,6 +334,11 @@ def test_epsilon_is_any_number_and_may_be_changed(cls: Callable[[], Any], name: 
         torch.testing.assert_close(module(x), original(x))
         assert getattr(module, name) == module.eps == value
         assert f"eps={value}, elementwise_affine={cls not in WEIGHTLESS}" in str(module)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for value in (1e-6, 0.5):
+        setattr(module, name, value)
+        torch.testing.assert_close(compiled(x), module(x))
     normforge.unpatch(module)
-    assert getattr(module, name) == 2.0
+    assert getattr(module, name) == 0.5
+    setattr(original, name, 0.5)
     assert torch.equal(module(x), original(x))
