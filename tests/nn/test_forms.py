@@ -146,7 +146,7 @@ FORMS = [
     branch("AddedTwice", "h = self.norm(h)", "h = h + h", "return h"),
     branch("CalledBetween", "h = self.norm(h)", "self.meddle(x)", "h = x + h", "return h"),
     branch("CalledWithin", "h = self.norm(h)", "h = h + self.meddle(x)", "return h"),
-    branch("CalledWithIt", "return self.norm(h) + self.meddle(h)"),
+    branch("CalledWithIt", "return self.norm(h) + Parts.meddle(self, h)"),
     branch("Scaled", "h = self.norm(h)", "h = x + 2 * h", "return h"),
     branch("Subtracted", "h = self.norm(h)", "h = x - h", "return h"),
     branch("InPlace", "h = self.norm(h)", "h += x", "return h"),

@@ -96,15 +96,12 @@ class PoolFormerLayer(torch.nn.Module):
 
 
 class ModulesToSaveWrapper(torch.nn.Module):
-    """PEFT's around a module that is trained beside adapters."""
+    """Holds a module and a copy that is trained, as PEFT's does beside adapters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.original_module = module
         self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.modules_to_save["default"](*args, **kwargs)
 
 
 def wrapped_layer() -> Any:

@@ -20,14 +20,11 @@ from proving.cases import EPS, LAYOUTS
 from ..calling import each_device
 from ..nn.test_transform_table import TRANSFORMS, Call, M, N, Transform, leaf, pair
 from ..thorough import THOROUGH
-from .conftest import override
+from .conftest import KERNELS, override
 
 aten: Any = torch.ops.aten
 
-SERVED = {
-    "layer": ["layernorm2d_fwd", "layernorm2d_bwd"],
-    "rms": ["rmsnorm2d_fwd", "rmsnorm2d_bwd"],
-}
+SERVED = {"layer": [*KERNELS[:2]], "rms": [*KERNELS[2:]]}
 # Of a value, beside the largest of its tensor.
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
@@ -236,7 +233,7 @@ def test_a_kernel_that_there_is_none_of_is_said_once(
     norm: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NORMFORGE_FROZEN and NORMFORGE_ON_MISS forbid a kernel: torch's serves, forward and backward."""
-    for name in ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd"):
+    for name in KERNELS:
         monkeypatch.setattr(served, name, _refuse)
     monkeypatch.setattr(attempt, "_said", set())
     x = torch.randn(3, 16, requires_grad=True)
