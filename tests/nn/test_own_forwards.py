@@ -110,6 +110,7 @@ def test_kernels_compute_them_and_compiled_code_is_the_same(name: str, monkeypat
     make, _, shape = TAKEN[name]
     original, patched = twins(randomised(make()))
     x, seen = torch.randn(shape), []
+    torch._dynamo.reset()
     for module in (original, patched):
         counter = CompileCounter()
         compiled: Any = torch.compile(module, backend=counter, fullgraph=True)
