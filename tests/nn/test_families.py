@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from proving.cases import BACKWARD_TOLERANCES, LAYOUTS, Case, Tensors, cases, check, close, doubled, formula, operands
+from proving.cases import (
+    BACKWARD_TOLERANCES,
+    FORWARD_TOLERANCES,
+    LAYOUTS,
+    Case,
+    Tensors,
+    cases,
+    check,
+    close,
+    doubled,
+    formula,
+    operands,
+)
 
 from ..calling import each_device
 from ..thorough import THOROUGH
 from .oracle import taken
+
+# Without torch's own types, which it lacks.
+forward_ad: Any = torch.autograd.forward_ad
 
 BOTH = ("modulated", "gated")
 THRICE = [(kind,) * 3 for kind in ("sample", "row", "all")]
@@ -21,10 +37,6 @@ THRICE = [(kind,) * 3 for kind in ("sample", "row", "all")]
 def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return the function of a case's tensors in that order."""
     return lambda *tensors: case.run(dict(zip(names, tensors, strict=True)))
-
-
-def detached(given: Tensors) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in given.values()]
 
 
 @pytest.fixture
@@ -125,22 +137,22 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
         close(name, gradient, wish, BACKWARD_TOLERANCES[case["dtype"]])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
-        *cases("l2", vary=("norm", "without", "eps")),
-        *cases("added", "renormed", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
-        *(
-            case.but(group_size=size)
-            for size in (None, 4)
-            for case in cases("gated", vary=("norm", "activation", "norm_before_gate"), shape=(3, 8))
-        ),
-        # Torch's own operator computes no gradient of a bias without a weight.
-        *cases("group", "channels", vary=("norm", "without", "activation"), shape=(2, 8, 3)),
-    ],
-    ids=str,
-)
+SMALL = [
+    *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
+    *cases("plain", vary=("norm",), shape=(2, 4), dtype=torch.bfloat16),
+    *cases("l2", vary=("norm", "without", "eps")),
+    *cases("added", "renormed", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
+    *(
+        case.but(group_size=size)
+        for size in (None, 4)
+        for case in cases("gated", vary=("norm", "activation", "norm_before_gate"), shape=(3, 8))
+    ),
+    # Torch's own operator computes no gradient of a bias without a weight.
+    *cases("group", "channels", vary=("norm", "without", "activation"), shape=(2, 8, 3)),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
     given = operands(case)
     exact = doubled(given)
@@ -151,15 +163,36 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
     assert torch.autograd.gradcheck(function, tuple(exact.values()))
     assert torch.autograd.gradgradcheck(function, tuple(exact.values()), fast_mode=True, check_fwd_over_rev=True)
 
-    def tangents(*tensors: torch.Tensor) -> Any:
-        return torch.func.jvp(function, tensors, tuple(torch.ones_like(tensor) for tensor in tensors))[1]
-
-    leaves = detached(given)
-    for found, its in zip(tangents(*leaves), tangents(*detached(exact)), strict=True):
-        close("tangent", found, its, 1e-4)
+    leaves = [tensor.detach() for tensor in given.values()]
     mapped = torch.func.vmap(function)(*[torch.stack([leaf, leaf]) for leaf in leaves])
     for found, its in zip(mapped, function(*leaves), strict=True):
         close("mapped", found, torch.stack([its, its]).double(), 1e-5)
+
+
+@each_device
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_one_operand_alone_has_a_tangent_or_is_of_fp64(case: Case, device: str) -> None:
+    """Also in a call that was known before."""
+    given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    case.run(given)
+
+    def tangents(run: Callable[[Tensors], tuple[torch.Tensor, ...]], at: Tensors) -> list[Any]:
+        dual = forward_ad.make_dual(at[name], torch.ones_like(at[name]))
+        return [forward_ad.unpack_dual(output).tangent for output in run(at | {name: dual})]
+
+    for name in given:
+        with forward_ad.dual_level():
+            for found, its in zip(tangents(case.run, given), tangents(partial(formula, case), wide), strict=True):
+                assert (found is None) == (its is None)
+                if its is not None:
+                    close(f"tangent of {name}", found, its, BACKWARD_TOLERANCES[case["dtype"]])
+            assert all(forward_ad.unpack_dual(output).tangent is None for output in case.run(given))
+        mixed = given | {name: wide[name]}
+        outputs = case.run(mixed)
+        assert outputs[0].dtype is mixed["residual" if case.family == "added" else "x"].dtype
+        for output, its in zip(outputs, formula(case, wide), strict=True):
+            close(f"fp64 {name}", output, its, FORWARD_TOLERANCES[case["dtype"]])
 
 
 @THOROUGH

@@ -1,8 +1,9 @@
-"""What torch can do with its own norms, done with these: one table, each row beside torch's own result."""
+"""What torch can do with its own norms, done with these: one table, each row beside that of the formula."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,11 +15,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from normforge.random_mask import dropped
-from proving.cases import EPS
+from proving.cases import cases, formula, operands
 
 from ..calling import each_device
 from ..thorough import THOROUGH
+from .oracle import FUNCTIONS, plain
 
 M, N = 3, 16
 
@@ -34,69 +35,43 @@ make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 Call = Callable[..., torch.Tensor]
 Transform = Callable[[Call, torch.Tensor, torch.Tensor], Any]
 
-NORMS = ("layer", "rms", "add_layer", "add_rms")
-GROUPS = 4
-ALL = (*NORMS, "group", "modulated", "gated")
+NORMS = (*FUNCTIONS,)
+CASES = {norm: plain(norm, shape=(M, N)) for norm in NORMS}
+CASES |= {
+    case.family: case
+    for case in (
+        *cases("group", vary=(), shape=(M, N)),
+        *cases("modulated", vary=(), shape=(M, N), sharing=("row", "all", "all"), without=("gate", "residual")),
+        *cases("gated", vary=(), shape=(M, N), norm="rms"),
+    )
+}
+ALL = (*CASES,)
 DROPPED = ("dropped_layer", "dropped_rms")
-ROTARY = "rotary"
-# What dropout_rng is given, and the same as `dropped` takes it.
-STATE, STATE_TENSOR = (3, 4), torch.tensor([3, 4])
-
-
-def layer_norm(x: torch.Tensor, shape: tuple[int], w: torch.Tensor, b: torch.Tensor, eps: float) -> torch.Tensor:
-    """Torch's own, but in forward-mode AD, where the second tangent of torch's own is wrong (pytorch#196700)."""
-    if forward_ad._current_level < 0:
-        return functional.layer_norm(x, shape, w, b, eps)
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * w + b
+CASES["grouped"] = CASES["gated"].but(group_size=8)
+CASES |= {norm: plain(norm.replace("dropped", "add"), shape=(M, N), dropout_p=0.3) for norm in DROPPED}
 
 
 def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tuple[Call, Call]:
-    """A function by normforge, known already, and the same by torch's operators."""
-    weight, bias = (torch.randn(N, device=device, requires_grad=requires_grad) for _ in range(2))
-    added = torch.randn(M, N, device=device)
-    cos, sin = torch.randn(2, M, N // 2, device=device)
+    """Return a function by normforge, known already, and the same by torch's elementary operators."""
+    case = CASES[norm]
+    given = {name: tensor.detach().requires_grad_(requires_grad) for name, tensor in operands(case, device).items()}
+    beside = next((name for name in ("residual", "scale", "gate") if name in given), None)
 
-    def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
-        total = x + r if norm.startswith("add") else x
-        total = dropped(x, 0.3, STATE_TENSOR.to(device)) + r if norm in DROPPED else total
-        if norm == "group":
-            # Not torch.nn.functional's, which looks at sizes that torch.jit.trace of vmap has not.
-            return torch.group_norm(x, GROUPS, w, bias, EPS)
-        if norm == "modulated":
-            return layer_norm(x, (N,), w, bias, EPS) * (1 + r) + bias
-        if norm == "gated":
-            return functional.rms_norm(x, (N,), w, EPS) * functional.silu(r)
-        if norm == ROTARY:
-            first, second = functional.rms_norm(x, (N,), w, EPS).chunk(2, -1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        is_rms = norm.endswith("rms")
-        y = functional.rms_norm(total, (N,), w, EPS) if is_rms else layer_norm(total, (N,), w, bias, EPS)
-        return y * total if norm.startswith(("add", "drop")) else y
+    def of(run: Callable[..., Any]) -> Call:
+        def call(x: torch.Tensor, w: torch.Tensor = given["weight"], r: Any = None) -> Any:
+            made = run({**given, "x": x, "weight": w, **({beside: r} if beside and r is not None else {})})
+            return made[0] + made[1] if beside == "residual" else made
 
-    def ours(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
-        if norm == "group":
-            return normforge.group_norm(x, GROUPS, w, bias, EPS)
-        if norm == "modulated":
-            return normforge.modulated_layer_norm(x, r, bias, weight=w, bias=bias, eps=EPS)
-        if norm == "gated":
-            return normforge.gated_rms_norm(x, r, w, eps=EPS)
-        if norm == ROTARY:
-            return normforge.qk_norm_rope(x.unsqueeze(-2), r.unsqueeze(-2), w, w, cos, sin, eps=EPS)[0].squeeze(-2)
-        function: Any = getattr(normforge, f"{norm.replace('dropped', 'add')}_norm")
-        first = r if norm.startswith(("add", "drop")) else (N,)
-        drops: dict[str, Any] = {"dropout_p": 0.3, "dropout_rng": STATE} if norm in DROPPED else {}
-        vectors = (w,) if norm.endswith("rms") else (w, bias)
-        made = function(x, first, *vectors, EPS, **drops)
-        return made[0] * made[1] if norm.startswith(("add", "drop")) else made  # type: ignore[no-any-return]  # a tensor
+        return call
 
+    ours = of(lambda given: case.function(**given, **case.arguments))
     # Of each kind that the transforms come to: with no gradient, and with one of x, of weight, and of both.
     for of_x, of_weight in product((False, True), repeat=2):
-        x, w = torch.randn(M, N, device=device), weight.detach().clone()
+        x, w = torch.randn(M, N, device=device), given["weight"].detach().clone()
         y = ours(x.requires_grad_(of_x), w.requires_grad_(of_weight))
         if y.requires_grad:
             torch.autograd.backward([y.square().sum()])
-    return ours, theirs
+    return ours, of(lambda given: made if len(made := formula(case, given)) == 2 else made[0])
 
 
 def squares(f: Call) -> Call:
@@ -161,6 +136,13 @@ def checkpointed_twice(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
     a = leaf(x)
     (gradient,) = torch.autograd.grad(checkpoint(f, a, use_reentrant=False).square().sum(), a, create_graph=True)
     return torch.autograd.grad(gradient.sin().sum(), a)
+
+
+def traced(f: Call, x: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        # A condition on a tensor would be one on the values traced with.
+        warnings.simplefilter("error", jit.TracerWarning)
+        return jit.trace(f, x, check_trace=True)
 
 
 def compiled(f: Call, *operands: torch.Tensor) -> Any:
@@ -229,8 +211,10 @@ AUTOGRAD: dict[str, Transform] = {
     "forward-mode": lambda f, x, t: along(f, x, t, recorded=False),
     "forward-mode of what is recorded": lambda f, x, t: along(f, x, t, recorded=True),
     "forward-mode of what arrives": along_what_arrives,
+    "forward-mode of what arrives, not recorded": lambda f, x, t: along_what_arrives(f, x, t, create_graph=False),
     "double backward": second,
     "gradient penalty": penalty,
+    "batched gradients": lambda f, x, t: torch.autograd.grad(f(a := leaf(x)), a, both(x, t), is_grads_batched=True),
     "batched gradients, differentiated": batched,
     "double backward of a checkpoint": checkpointed_twice,
 }
@@ -245,7 +229,8 @@ GRAPHS: dict[str, Transform] = {
     ),
     "make_fx of jvp": lambda f, x, t: make_fx(lambda a: func.jvp(f, (a,), (a,)))(x)(t),
     "make_fx of hessian": lambda f, x, t: make_fx(lambda a: func.hessian(squares(of_one(f)))(a))(x)(t),
-    "jit.trace": lambda f, x, t: jit.trace(of_one(f), x, check_trace=True)(t),
+    # Called with another number of rows.
+    "jit.trace": lambda f, x, t: traced(lambda a: f(a, r=a), x)(torch.cat((x, t))),
     "jit.trace of vmap": lambda f, x, t: jit.trace(lambda a: func.vmap(of_one(f))(a), both(x, t))(both(t, x)),
     "fx.symbolic_trace": lambda f, x, t: fx.symbolic_trace(of_one(f))(t),
     "vmap of fx.symbolic_trace": lambda f, x, t: func.vmap(fx.symbolic_trace(of_one(f)))(both(x, t)),
@@ -259,45 +244,41 @@ GRAPHS: dict[str, Transform] = {
 # Seconds each.
 _LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "make_fx of hessian", "functional.hessian"}
 
-# Torch's own GroupNorm raises there (2.13): its backward pass takes several gradients at once for one of another shape.
-_NOT_TORCHS = {
-    ("functional.hessian, vectorised", "group"),
-    ("functional.hessian, forward", "group"),
-    ("batched gradients, differentiated", "group"),
+CONSTANT: dict[str, Transform] = {
+    f"{name} around a constant": lambda f, x, t, within=within: within(lambda a: a * f(t), x, x.cos())
+    for name, within in (VMAP | GRAD).items()
+    if name in ("grad", "vmap", "jvp", "functionalize")
 }
 
-TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS
+TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS | CONSTANT
+# The formula looks at sizes, which these do not record.
+BY_TORCH = TRANSFORMS | {
+    "jit.trace": lambda f, x, t: (lambda a: f(a, r=a))(torch.cat((x, t))),
+    "jit.trace of vmap": lambda f, x, t: func.vmap(f)(both(t, x)),
+    "fx.symbolic_trace": lambda f, x, t: f(t),
+    "vmap of fx.symbolic_trace": VMAP["vmap"],
+}
+
 # By default each transform takes one function of four.
-CASES = [
-    pytest.param(
-        *(transform, norm),
-        id=f"{name}-{norm}",
-        marks=[] if norm == NORMS[place % 4] and name not in _LONG else [THOROUGH],
-    )
-    for place, (name, transform) in enumerate(TRANSFORMS.items())
+TRANSFORMED = [
+    pytest.param(name, norm, marks=[] if norm == NORMS[place % 4] and name not in _LONG else [THOROUGH])
+    for place, name in enumerate(TRANSFORMS)
     for norm in ALL
-    if (name, norm) not in _NOT_TORCHS
+    # Torch's own GroupNorm, which ours comes to, takes gradients of one shape for those of another (2.13).
+    if (name, norm) != ("functional.hessian, forward", "group")
 ]
-# Dropout takes those that differentiate, and those that map it; rotary embeddings are traced, too.
-CASES += [
-    pytest.param(TRANSFORMS[name], norm, id=f"{name}-{norm}")
-    for names, norms in (
-        (("vmap", "grad", "jvp", "double backward"), (*DROPPED, ROTARY)),
-        (("jit.trace", "fx.symbolic_trace", "make_fx of backward", "hessian"), (ROTARY,)),
-    )
-    for name in names
-    for norm in norms
+# Dropout takes those that differentiate, and those that map it.
+TRANSFORMED += [
+    *product(("vmap", "grad", "jvp", "double backward", "batched gradients"), DROPPED),
+    ("jit.trace", "grouped"),
 ]
 
 
-@each_device
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("transform", "norm"), CASES)
-def test_a_function(transform: Transform, norm: str, device: str) -> None:
-    ours, theirs = pair(norm, device)
+def alike(name: str, ours: Call, theirs: Call, device: str) -> None:
+    """Fail unless a transform gives the same of both functions."""
     x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
     leaves = torch.utils._pytree.tree_leaves
-    actual, expected = leaves(transform(ours, x, t)), leaves(transform(theirs, x, t))
+    actual, expected = leaves(TRANSFORMS[name](ours, x, t)), leaves(BY_TORCH[name](theirs, x, t))
     assert len(actual) == len(expected) > 0
     for a, b in zip(actual, expected, strict=True):
         assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
@@ -305,25 +286,10 @@ def test_a_function(transform: Transform, norm: str, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("norm", [*ALL, *DROPPED])
-def test_several_gradients_at_once(norm: str, device: str) -> None:
-    ours, theirs = pair(norm, device)
-    x, arriving = torch.randn(M, N, device=device, requires_grad=True), torch.randn(2, M, N, device=device)
-    y = theirs(x)
-    (actual,) = torch.autograd.grad(ours(x), x, arriving, is_grads_batched=True)
-    expected = torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in arriving])
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@each_device
-@pytest.mark.parametrize("norm", ALL)
-def test_a_tangent_arrives_at_a_backward_pass_that_is_not_recorded(norm: str, device: str) -> None:
-    """Of which torch's own GroupNorm and SiLU have no forward-mode AD, so that theirs is recorded."""
-    ours, theirs = pair(norm, device)
-    x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
-    actual, expected = along_what_arrives(ours, x, t, create_graph=False), along_what_arrives(theirs, x, t)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("name", "norm"), TRANSFORMED)
+def test_a_function(name: str, norm: str, device: str) -> None:
+    alike(name, *pair(norm, device), device)
 
 
 def model() -> torch.nn.Module:

@@ -18,7 +18,7 @@ from normforge.override import served
 from proving.cases import EPS, LAYOUTS
 
 from ..calling import each_device
-from ..nn.test_transform_table import TRANSFORMS, Call, M, N, Transform, leaf, pair
+from ..nn.test_transform_table import TRANSFORMS, Call, M, N, Transform, leaf
 from ..thorough import THOROUGH
 from .conftest import KERNELS, override
 
@@ -317,7 +317,12 @@ SURROUNDINGS = [
 @each_norm
 @pytest.mark.parametrize("surround", SURROUNDINGS)
 def test_what_surrounds_a_call(surround: Transform, norm: str, device: str) -> None:
-    _, call = pair(norm, device)
+    function, weight = getattr(functional, f"{norm}_norm"), torch.randn(N, device=device)
+
+    def call(x: torch.Tensor, w: torch.Tensor = weight, r: Any = None) -> torch.Tensor:
+        y: torch.Tensor = function(x, (N,), w, eps=EPS)
+        return y
+
     x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
     leaves = torch.utils._pytree.tree_leaves
     expected = leaves(surround(call, x, t))
