@@ -16,7 +16,7 @@ import normforge
 from normforge.families import eager
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
-from proving.cases import RNG, SIGNED_RNG, Case, Tensors, check, operands
+from proving.cases import RNG, SIGNED_RNG, Case, Tensors, gradients, operands
 
 from ..calling import each_device, same_bits
 from ..thorough import THOROUGH
@@ -24,7 +24,6 @@ from .oracle import plain
 
 N = 96
 P = 0.3
-EVERY = ("x", "residual", "weight", "bias", "x_bias")
 
 ADD: dict[str, Callable[..., Any]] = {"layer": normforge.add_layer_norm, "rms": normforge.add_rms_norm}
 each_add = pytest.mark.parametrize("norm", ADD)
@@ -39,56 +38,6 @@ def case_of(norm: str, *leading: int, **at: Any) -> Case:
 def leaves(norm: str, *leading: int, device: str = "cpu") -> Tensors:
     """Return fresh operands that require gradients."""
     return operands(case_of(norm, *leading), device)
-
-
-def gradients(loss: torch.Tensor, given: Tensors) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(loss, list(given.values()))
-
-
-def loss_of(both: Any, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = sum((out * weight).sum() for out, weight in zip(both, weights, strict=True))
-    return loss
-
-
-MIXED = {"dtype": torch.bfloat16, "residual": torch.float32, "vectors": torch.float16}
-
-
-@each_device
-@each_add
-@pytest.mark.parametrize(
-    ("leading", "arrives", "asked", "at"),
-    [
-        *(
-            ((5,), (0, 1), EVERY, {}),
-            ((2, 3), (0, 1), EVERY, {}),
-            ((4,), (0,), EVERY, {}),
-            ((4,), (0, 1), EVERY, MIXED),
-        ),
-        ((4,), (1,), ("x", "residual", "x_bias"), {}),
-        *(((3,), (0,), (alone,), {}) for alone in ("x", "residual", "weight")),
-    ],
-    ids=str,
-)
-def test_gradients_are_those_of_torchs_operators(
-    norm: str,
-    leading: tuple[int, ...],
-    arrives: tuple[int, ...],
-    asked: tuple[str, ...],
-    at: dict[str, Any],
-    device: str,
-) -> None:
-    """Of both outputs and of either, of some operands alone, and in the types of the operands."""
-    case = case_of(norm, *leading, **at)
-    given = operands(case, device)
-    for name, tensor in given.items():
-        tensor.requires_grad_(name in asked)
-    for _ in range(2):
-        outputs = case.run(given)
-        check(case, given, [torch.randn_like(each) if place in arrives else None for place, each in enumerate(outputs)])
-    torch.autograd.backward([outputs[arrives[0]].square().sum()])
-    assert [name for name, tensor in given.items() if tensor.grad is not None] == [
-        name for name in given if name in asked
-    ]
 
 
 @each_device
@@ -116,7 +65,7 @@ def test_checkpoint_drops_the_same_again(norm: str, device: str) -> None:
         return loss
 
     torch.manual_seed(5)
-    want = gradients(run(*given.values()), given)
+    want = torch.autograd.grad(run(*given.values()), [*given.values()])
     for reentrant in (False, True):
         torch.manual_seed(5)
         loss = checkpoint(run, *given.values(), use_reentrant=reentrant)
@@ -193,9 +142,8 @@ def test_compiled_calls_draw_anew(norm: str, backend: str) -> None:
     for got, want in zip(compiled(SIGNED_RNG, **given), eager, strict=True):
         torch.testing.assert_close(got, want)
     weights = y.detach(), total.detach()
-    found = gradients(loss_of(compiled(SIGNED_RNG, **given)[:2], weights), given)
-    for got, want in zip(found, gradients(loss_of(eager[:2], weights), given), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    found, wanted = (gradients(each[:2], given, weights) for each in (compiled(SIGNED_RNG, **given), eager))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 @THOROUGH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 
 from proving.cases import (
     BACKWARD_TOLERANCES,
+    FLOATS,
     FORWARD_TOLERANCES,
     LAYOUTS,
     Case,
     Tensors,
+    arriving_at,
     cases,
     check,
     close,
@@ -25,7 +28,7 @@ from proving.cases import (
 
 from ..calling import each_device
 from ..thorough import THOROUGH
-from .oracle import taken
+from .oracle import FUNCTIONS, plain, taken
 
 # Without torch's own types, which it lacks.
 forward_ad: Any = torch.autograd.forward_ad
@@ -44,15 +47,33 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken(monkeypatch)
 
 
+# Every pipeline's lengths, ragged and not.
+SHAPES = ((5, 1), (3, 13), (2, 2, 100), (7, 1024), (3, 1500), (2, 4099), (1, 20000))
+WITH_A_SUM = [
+    *(case.but(residual=of) for of in FLOATS for case in cases("plain", vary=("norm", "dtype"), shape=(3, 130))),
+    *cases("plain", vary=("norm",), dropout_p=0.3),
+    *cases("plain", vary=("norm",), dropout_p=0.3, dtype=torch.bfloat16, vectors=torch.float16),
+    *cases("renormed", "modulated", vary=("norm",)),
+]
 QUICK = dict.fromkeys(
     [
+        # LayerNorm of one element is constant; of a sum that was rounded to be stored, its gradient is rounding error.
+        *(
+            plain(norm, shape=shape, dtype=dtype, residual=torch.float32 if shape == SHAPES[0] else dtype)
+            for norm, shape, dtype in product(FUNCTIONS, SHAPES, FLOATS)
+        ),
+        *WITH_A_SUM,
         *cases("l2", "added", "renormed", *BOTH),
         *cases("l2", "added", "renormed", vary=("norm", "without", "eps")),
         *(case for n in (1, 1500, 33000) for case in cases("l2", vary=("norm", "dtype"), shape=(5, n))),
         *cases(*BOTH, vary=("norm", "without")),
         *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
         *cases("gated", vary=("norm_before_gate", "group_size")),
+        *cases("gated", vary=("norm",), norm_before_gate=False, group_size=20, layout="gapped"),
+        # So many that a program takes several, and samples end within one.
+        *cases("modulated", vary=("norm",), shape=(3, 101, 24)),
         # Without rows.
+        *cases("group", vary=("without",), shape=(0, 8, 4)),
         *cases("plain", "l2", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
         *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
         # Without columns.
@@ -79,6 +100,16 @@ def test_outputs_and_gradients_are_those_of_fp64(case: Case, device: str) -> Non
 
 
 @each_device
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("case", WITH_A_SUM, ids=str)
+def test_a_gradient_arrives_at_one_output_alone(case: Case, at: int, device: str) -> None:
+    given = operands(case, device)
+    arriving: list[torch.Tensor | None] = [*arriving_at(case.run(given))]
+    arriving[1 - at] = None
+    check(case, given, arriving)
+
+
+@each_device
 @pytest.mark.parametrize("n", [100, 700, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1500, 9000))])
 @pytest.mark.parametrize("case", cases(*BOTH, vary=("norm_before_gate",)), ids=str)
 def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels: list[bool]) -> None:
@@ -87,6 +118,19 @@ def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels:
     narrow = long.but(group_size=n // 2) if case.family == "gated" else long.but(norm="rms", dtype=torch.bfloat16)
     check(narrow, operands(narrow, device))
     assert by_kernels == [True, True]
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("kind", "rows", "kernels"), [("sample", 9, True), ("sample", 7, False), ("all", 3, True), ("row", 9, False)]
+)
+def test_which_backward_passes_of_modulated_norms_are_kernels(
+    kind: str, rows: int, kernels: bool, device: str, by_kernels: list[bool]
+) -> None:
+    """Of eight rows a sample and more."""
+    (case,) = cases("modulated", vary=(), norm="rms", sharing=(kind,) * 3, shape=(3, rows, 40))
+    check(case, operands(case, device))
+    assert by_kernels == [kernels]
 
 
 def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor]) -> Any:
@@ -227,6 +271,7 @@ def test_two_runs_give_the_same_bits(case: Case, device: str) -> None:
         *cases(vary=("norm", "activation")),
         *cases("plain", vary=("norm",), shape=(3, 130), without=("residual", "x_bias")),
         *cases("plain", vary=("norm",), weight_offset=1.0, without=("residual",)),
+        *cases("plain", vary=("norm",), dropout_p=0.3),
     ],
     ids=str,
 )
@@ -254,6 +299,7 @@ def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
     [
         *cases("modulated", vary=()),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=())),
+        *cases("group", "channels", vary=("norm",)),
     ],
     ids=str,
 )
@@ -261,7 +307,7 @@ def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device:
     given = operands(case, device)
     arrived = LAYOUTS[layout](torch.randn_like(given["x"]))
     check(case, given, [arrived] * (2 if "residual" in given else 1))
-    assert by_kernels == [layout != "negated"]
+    assert by_kernels == [layout != "negated"] * (case.family in BOTH)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,7 @@
-"""Gated norms: rows that are walked where they are, rows that are hard, modules, and what is refused."""
+"""Modulated and gated norms: rows that are read where they are, rows that are hard, and modules."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -32,13 +31,24 @@ def test_many_short_rows_of_heads(device: str) -> None:
 
 
 @each_device
-@each_norm
-def test_groups_are_walked_where_they_are(norm: str, device: str) -> None:
-    """As Mamba2 has them: x and the gate parts of one projection, in groups."""
-    x, gate = torch.randn(7, 3, 96, device=device).chunk(2, -1)
-    given = {"x": x, "gate": gate, "weight": torch.randn(48, device=device)}
-    (case,) = cases("gated", vary=(), norm=norm, norm_before_gate=False, group_size=16)
-    check(case, {name: tensor.requires_grad_() for name, tensor in given.items()})
+@pytest.mark.parametrize("n", [100, 600, pytest.param(33000, marks=pytest.mark.thorough)])
+def test_chunks_of_one_tensor_are_read_where_they_are(n: int, device: str) -> None:
+    """As DiT's modulation leaves them, and views of wider rows; nothing is copied, and each pipeline has such rows."""
+    six = torch.randn(2, 6 * n, device=device)
+    shift, scale, gate = six.chunk(6, -1)[:3]
+    x, residual = torch.randn(2, 2, 2 * n, device=device).chunk(2, -1)
+    given = {"x": x, "scale": scale, "shift": shift, "gate": gate, "residual": residual}
+    (case,) = cases("modulated", vary=(), without=("weight", "bias"))
+    rows = road.as_operands((*given.values(), None, None), 1)
+    assert all(row is tensor for row, tensor in zip(rows, given.values(), strict=False))
+    for output, its in zip(case.run(given), formula(case, doubled(given)), strict=True):
+        close("output", output, its.detach(), 2e-5)
+
+
+def test_what_kernels_cannot_walk_is_copied() -> None:
+    x, scale, shift = torch.randn(40, 3, 2).transpose(0, 2), torch.randn(40, 2).T, torch.randn(80)[::2]
+    y = normforge.modulated_rms_norm(x, scale, shift)
+    assert torch.equal(y, normforge.modulated_rms_norm(x.contiguous(), scale.contiguous(), shift.contiguous()))
 
 
 @each_device
@@ -107,15 +117,3 @@ def test_modules_have_the_names_of_the_fields_own() -> None:
     assert [name for name, _ in normforge.GatedLayerNorm(24, bias=False).named_parameters()] == ["weight"]
     assert repr(normforge.GatedRMSNorm(24)) == "normforge.GatedRMSNorm(24, eps=1e-06)"
     assert normforge.GatedRMSNorm(24, dtype=torch.float16, device="meta").weight.is_meta
-
-
-def test_a_module_is_traced_by_torch_jit() -> None:
-    """A trace is of torch's operators, for any number of rows and without a warning."""
-    module = normforge.GatedRMSNorm(24, group_size=8)
-    x, gate = torch.randn(3, 48).chunk(2, -1)
-    jit: Any = torch.jit
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jit.TracerWarning)
-        traced = jit.trace(module, (x, gate))
-    more = torch.randn(5, 24), torch.randn(5, 24)
-    torch.testing.assert_close(traced(*more), module(*more), rtol=1e-5, atol=1e-5)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import json
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
+from normforge.errors import ArgumentError
+from normforge.selection import dispatch
+from proving.cases import cases, check, operands
 
 from ..calling import each_device, printed
 from ..thorough import THOROUGH
 from .models import randomised
-from .oracle import backward
 from .twins import results
 
 PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -106,78 +109,46 @@ def test_casting_before_the_weight() -> None:
         assert not torch.equal(module(x).to(x.dtype), rounded_once)
 
 
-@each_device
-def test_the_gradient_of_casting_before_the_weight(device: str) -> None:
-    module = randomised(normforge.RMSNorm(64, eps=1e-6, cast_before_weight=True)).to(device)
-    x = torch.randn(5, 64, device=device).bfloat16().requires_grad_()
-    dy = torch.randn(5, 64, device=device)
-    backward(module(x), dy)
-    exact = x.detach().double().requires_grad_()
-    weight = module.get_parameter("weight")
-    exact_weight = weight.detach().double().requires_grad_()
-    backward(torch.nn.functional.rms_norm(exact, (64,), exact_weight, 1e-6), dy.double())
-    for tensor, twin in ((x, exact), (weight, exact_weight)):
-        assert tensor.grad is not None
-        torch.testing.assert_close(tensor.grad.double(), twin.grad, rtol=2e-2, atol=5e-2)
+@pytest.fixture
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    dispatch.forget()
+    yield
+    dispatch.forget()
 
 
-# Runs where TRITON_INTERPRET is unset: what a CPU tensor meets there is torch's operator.
-FALLBACK = """
-import json, sys, torch, normforge
-from torch.nn import functional as F
-torch.manual_seed(0)
-report = {"backend": normforge.backend(torch.randn(1)), "equal": [], "close": []}
-for dtype in (torch.float64, torch.float32, torch.bfloat16):
-    x = torch.randn(4, 3, 8).to(dtype).requires_grad_()
-    residual = torch.randn(4, 3, 8, requires_grad=True)
-    pairs = ((normforge.LayerNorm, torch.nn.LayerNorm), (normforge.RMSNorm, torch.nn.RMSNorm))
-    for ours, theirs in pairs:
-        a, b = ours((3, 8), dtype=dtype), theirs((3, 8), dtype=dtype)
-        gradients = [torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]) for m in (a, b)]
-        report["equal"].append(torch.equal(a(x), b(x)) and all(map(torch.equal, *gradients)))
-    for adding, norm in ((normforge.AddLayerNorm(8), F.layer_norm), (normforge.AddRMSNorm(8), F.rms_norm)):
-        y, residual_out = adding(x, residual)
-        (y.sum() + residual_out.sum()).backward()
-        total = x.float() + residual
-        report["equal"].append(y.dtype == dtype and residual_out.dtype == torch.float32)
-        report["close"].append((y.float() - norm(total, (8,))).abs().max().item())
-# Weights of another type than torch's CPU operator takes.
-mixed = normforge.layer_norm(torch.randn(2, 8), (8,), torch.ones(8).bfloat16(), torch.zeros(8))
-report["equal"].append(mixed.dtype == torch.float32)
-halves = normforge.RMSNorm(8, cast_before_weight=True)(torch.randn(2, 8).half())
-report["equal"].append(halves.dtype == torch.float32)
-for bad in ((torch.zeros(2, 8).int(), (8,)), (torch.zeros(2, 8), (7,))):
-    try:
-        normforge.layer_norm(*bad)
-    except normforge.errors.ArgumentError as error:
-        report["equal"].append(True)
-# Before torch's meta tensors, which import it themselves.
-report["triton"] = "triton" in sys.modules and "triton" not in brought
-report["meta"] = normforge.backend(torch.empty(1, device="meta"))
-report["meta shape"] = list(normforge.LayerNorm(8, device="meta")(torch.empty(2, 8, device="meta")).shape)
-print(json.dumps(report))
-"""
-
-
-@THOROUGH
+@pytest.mark.usefixtures("no_interpreter")
 def test_a_cpu_without_the_interpreter_runs_torchs_operators() -> None:
-    code = "import sys, torch; brought = set(sys.modules)\n" + FALLBACK
-    report = json.loads(printed(code, TRITON_INTERPRET=None))
-    assert report["backend"] == report["meta"] == "torch"
-    assert len(report["equal"]) == 3 * 4 + 4
-    assert all(report["equal"])
-    assert max(report["close"]) < 2e-2
-    assert report["meta shape"] == [2, 8]
-    # It need not even be installed, as it is not on macOS.
-    assert not report["triton"]
+    assert normforge.backend(torch.randn(1)) == normforge.backend(torch.empty(1, device="meta")) == "torch"
+    for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS.items()):
+        x = torch.randn(4, 3, 8).to(dtype)
+        found, wanted = (results(module((3, 8), dtype=dtype), x) for module in (ours, theirs))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for case in cases("plain", vary=("norm", "dtype")):
+        check(case, operands(case))
+    # Weights of another type than torch's CPU operator takes.
+    mixed = normforge.layer_norm(torch.randn(2, 8), (8,), torch.ones(8).bfloat16(), torch.zeros(8))
+    halves = normforge.RMSNorm(8, cast_before_weight=True)(torch.randn(2, 8).half())
+    assert mixed.dtype is halves.dtype is torch.float32
+    for x, shape in ((torch.zeros(2, 8).int(), (8,)), (torch.zeros(2, 8), (7,))):
+        with pytest.raises(ArgumentError):
+            normforge.layer_norm(x, shape)
+    assert normforge.LayerNorm(8, device="meta")(torch.empty(2, 8, device="meta")).shape == (2, 8)
 
 
-def test_a_cpu_with_the_interpreter_turned_off() -> None:
+@pytest.mark.parametrize("value", [None, "0"])
+def test_a_cpu_without_the_interpreter_needs_no_triton(value: str | None) -> None:
+    """It need not even be installed, as it is not on macOS."""
     code = """
-import torch, normforge
+import sys, torch
+brought = {*sys.modules}
+import normforge
 print(normforge.backend(torch.empty(1)), normforge.LayerNorm(8)(torch.ones(8)).tolist() == [0] * 8)
+print("triton" in {*sys.modules} - brought)
 """
-    assert printed(code, TRITON_INTERPRET="0") == "torch True"
+    backend, zeros, brought = printed(code, TRITON_INTERPRET=value).split()
+    assert (backend, zeros) == ("torch", "True")
+    assert value or brought == "False"
 
 
 def test_a_cpu_under_the_interpreter_runs_kernels() -> None:

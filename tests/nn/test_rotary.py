@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pkgutil import resolve_name
 from typing import Any
@@ -21,6 +22,7 @@ from normforge.families import rotary
 from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch
+from proving import cases
 from proving.cases import coarser, gradients
 
 from ..calling import each_device, same_bits
@@ -28,6 +30,7 @@ from ..calls.shared import Refused, each_of
 from ..counting import counted
 from ..kernels.compilation import TARGETS, binary_of
 from ..launching import launching_nothing
+from .test_transform_table import M, N, alike
 
 Tensors = dict[str, Any]
 LEAVES = ("q", "k", "q_weight", "k_weight")
@@ -202,8 +205,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "stretched": _stretched,
     "negated": lambda x: torch._neg_view(-x),
-    "misaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
-    "apart": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+    **{name: cases.LAYOUTS[name] for name in ("offset", "gapped", "expanded")},
 }
 
 
@@ -220,13 +222,6 @@ def test_any_strides(layout: str, interleaved: bool, device: str) -> None:
     for _ in range(2):
         due = [LAYOUTS[layout](torch.randn_like(operands[name])) for name in ("q", "k")]
         check(case, operands | laid_out, due)
-
-
-def test_a_tensor_may_be_one_row_for_all() -> None:
-    case = Case()
-    operands = given(case)
-    operands["q"] = operands["q"][:1, :1].expand(operands["q"].shape)
-    check(case, operands, [each.new_ones(case.n).expand(each.shape) for each in (operands["q"], operands["k"])])
 
 
 @each_device
@@ -268,13 +263,15 @@ def test_in_place(interleaved: bool, device: str) -> None:
         assert packed._version > version
 
 
-def test_other_tensors_are_written_to() -> None:
-    case = Case()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_tensors_are_written_to(dtype: torch.dtype) -> None:
+    """Also where no kernel runs."""
+    case = Case(dtype=dtype)
     operands = given(case)
     wanted = call(case, operands)
     for _ in range(2):
-        out = tuple(LAYOUTS["apart"](torch.zeros_like(each)) for each in wanted)
-        assert call(case, operands, out=out) is out
+        out = tuple(LAYOUTS["gapped"](torch.zeros_like(each)) for each in wanted)
+        assert all(result is own for result, own in zip(call(case, operands, out=out), out, strict=True))
         assert all(map(same_bits, out, wanted))
 
 
@@ -305,15 +302,6 @@ def test_a_known_call_without_gradients_says_nothing_of_one_with_them() -> None:
                 call(Case(), leaves, **others)
             with pytest.raises(errors.GradientError, match=f"{name} requires a gradient"):
                 call(Case(), leaves, **others)
-
-
-def test_where_no_kernel_runs_results_are_written_too() -> None:
-    case = Case(dtype=torch.float64)
-    operands = given(case)
-    wanted = call(case, operands)
-    out = tuple(torch.zeros_like(each) for each in wanted)
-    assert all(result is own for result, own in zip(call(case, operands, out=out), out, strict=True))
-    assert all(map(torch.equal, out, wanted))
 
 
 GIVEN = given(Case())
@@ -438,6 +426,25 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
 
 
 @each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["vmap", "grad", "jvp", "double backward", "jit.trace", "fx.symbolic_trace", "make_fx of backward", "hessian"],
+)
+def test_transforms(name: str, device: str) -> None:
+    case = Case(n=N, rotary_dim=N, q_heads=1, k_heads=1, tokens=M, dtype=torch.float32)
+    operands = given(case, device)
+
+    def of(run: Callable[[Tensors], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def function(x: torch.Tensor, w: torch.Tensor = operands["q_weight"], r: Any = None) -> torch.Tensor:
+            return run(operands | {"q": x.unsqueeze(-2), "q_weight": w}).squeeze(-2)
+
+        return function
+
+    alike(name, of(lambda each: call(case, each)[0]), of(partial(formula, case, "q")), device)
+
+
+@each_device
 @pytest.mark.parametrize("case", [EXACT, Case(positions=True), Case(weights=False, cast="before_weight")], ids=str)
 def test_traced(case: Case, device: str) -> None:
     """One operator forward and one backward, with the bits of an eager call."""
@@ -497,7 +504,7 @@ def test_bits_of_a_token_are_its_own(device: str) -> None:
     operands = given(case, device)
     with normforge.batch_invariant():
         wanted = call(case, operands)
-        for layout in ("misaligned", "apart", "transposed"):
+        for layout in ("offset", "gapped", "transposed"):
             some = {name: LAYOUTS[layout](operands[name][4:6]) for name in ("q", "k")}
             some |= {name: operands[name][4:6] for name in ("cos", "sin")}
             for found, its in zip(call(case, operands | some), wanted, strict=True):
@@ -526,8 +533,8 @@ def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert names == ["planned"] * 2
     operands = given(case)
     for changed in (
-        {"q": LAYOUTS["misaligned"](operands["q"])},
-        {"k": LAYOUTS["apart"](operands["k"])},
+        {"q": LAYOUTS["offset"](operands["q"])},
+        {"k": LAYOUTS["gapped"](operands["k"])},
         {"q_weight": None},
     ):
         for _ in range(2):

@@ -145,10 +145,10 @@ def traced(f: Call, x: torch.Tensor) -> Any:
         return jit.trace(f, x, check_trace=True)
 
 
-def compiled(f: Call, *operands: torch.Tensor) -> Any:
+def compiled(f: Call, *operands: torch.Tensor, backend: str = "aot_eager") -> Any:
     torch._dynamo.reset()
     try:
-        return torch.compile(f, backend="aot_eager", fullgraph=True)(*operands)
+        return torch.compile(f, backend=backend, fullgraph=True)(*operands)
     finally:
         torch._dynamo.reset()
 
@@ -229,12 +229,14 @@ GRAPHS: dict[str, Transform] = {
     ),
     "make_fx of jvp": lambda f, x, t: make_fx(lambda a: func.jvp(f, (a,), (a,)))(x)(t),
     "make_fx of hessian": lambda f, x, t: make_fx(lambda a: func.hessian(squares(of_one(f)))(a))(x)(t),
-    # Called with another number of rows.
-    "jit.trace": lambda f, x, t: traced(lambda a: f(a, r=a), x)(torch.cat((x, t))),
+    "jit.trace": lambda f, x, t: traced(of_one(f), x)(t),
+    "jit.trace of other rows": lambda f, x, t: traced(lambda a: f(a, r=a), x)(torch.cat((x, t))),
     "jit.trace of vmap": lambda f, x, t: jit.trace(lambda a: func.vmap(of_one(f))(a), both(x, t))(both(t, x)),
     "fx.symbolic_trace": lambda f, x, t: fx.symbolic_trace(of_one(f))(t),
     "vmap of fx.symbolic_trace": lambda f, x, t: func.vmap(fx.symbolic_trace(of_one(f)))(both(x, t)),
     "compiled": lambda f, x, t: compiled(f, x),
+    # Which aot_eager has no second derivatives of.
+    "compiled double backward": lambda f, x, t: second(lambda *given: compiled(f, *given, backend="eager"), x, t),
     "compiled vmap": lambda f, x, t: compiled(lambda a: func.vmap(f)(a), both(x, t)),
     "compiled grad": lambda f, x, t: compiled(lambda a: func.grad(squares(f))(a), x),
     "compiled vmap of grad": lambda f, x, t: compiled(lambda a: func.vmap(func.grad(squares(f)))(a), both(x, t)),
@@ -242,7 +244,8 @@ GRAPHS: dict[str, Transform] = {
 }
 
 # Seconds each.
-_LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "make_fx of hessian", "functional.hessian"}
+_LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "compiled double backward"}
+_LONG |= {"make_fx of hessian", "functional.hessian"}
 
 CONSTANT: dict[str, Transform] = {
     f"{name} around a constant": lambda f, x, t, within=within: within(lambda a: a * f(t), x, x.cos())
@@ -253,7 +256,8 @@ CONSTANT: dict[str, Transform] = {
 TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS | CONSTANT
 # The formula looks at sizes, which these do not record.
 BY_TORCH = TRANSFORMS | {
-    "jit.trace": lambda f, x, t: (lambda a: f(a, r=a))(torch.cat((x, t))),
+    "jit.trace": lambda f, x, t: f(t),
+    "jit.trace of other rows": lambda f, x, t: f(rows := torch.cat((x, t)), r=rows),
     "jit.trace of vmap": lambda f, x, t: func.vmap(f)(both(t, x)),
     "fx.symbolic_trace": lambda f, x, t: f(t),
     "vmap of fx.symbolic_trace": VMAP["vmap"],
@@ -270,7 +274,7 @@ TRANSFORMED = [
 # Dropout takes those that differentiate, and those that map it.
 TRANSFORMED += [
     *product(("vmap", "grad", "jvp", "double backward", "batched gradients"), DROPPED),
-    ("jit.trace", "grouped"),
+    ("jit.trace of other rows", "grouped"),
 ]
 
 
