@@ -16,7 +16,7 @@ import normforge
 from normforge.families import eager
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
-from proving.cases import RNG, SIGNED_RNG, Case, Tensors, gradients, operands
+from proving.cases import RNG, SIGNED_RNG, Tensors, gradients, operands
 
 from ..calling import each_device, same_bits
 from ..thorough import THOROUGH
@@ -31,13 +31,9 @@ each_add = pytest.mark.parametrize("norm", ADD)
 either_add = pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])
 
 
-def case_of(norm: str, *leading: int, **at: Any) -> Case:
-    return plain(f"add_{norm}", x_bias=True, shape=(*leading, N), dropout_p=P, **at)
-
-
 def leaves(norm: str, *leading: int, device: str = "cpu") -> Tensors:
     """Return fresh operands that require gradients."""
-    return operands(case_of(norm, *leading), device)
+    return operands(plain(f"add_{norm}", x_bias=True, shape=(*leading, N)), device)
 
 
 @each_device

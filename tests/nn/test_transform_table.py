@@ -247,10 +247,14 @@ GRAPHS: dict[str, Transform] = {
 _LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "compiled double backward"}
 _LONG |= {"make_fx of hessian", "functional.hessian"}
 
-CONSTANT: dict[str, Transform] = {
-    f"{name} around a constant": lambda f, x, t, within=within: within(lambda a: a * f(t), x, x.cos())
-    for name, within in (VMAP | GRAD).items()
-    if name in ("grad", "vmap", "jvp", "functionalize")
+
+def around_a_constant(within: Transform) -> Transform:
+    return lambda f, x, t: within(lambda a: a * f(t), x, x.cos())
+
+
+CONSTANT = {
+    f"{name} around a constant": around_a_constant((VMAP | GRAD)[name])
+    for name in ("grad", "vmap", "jvp", "functionalize")
 }
 
 TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS | CONSTANT
@@ -264,7 +268,7 @@ BY_TORCH = TRANSFORMS | {
 }
 
 # By default each transform takes one function of four.
-TRANSFORMED = [
+TRANSFORMED: list[Any] = [
     pytest.param(name, norm, marks=[] if norm == NORMS[place % 4] and name not in _LONG else [THOROUGH])
     for place, name in enumerate(TRANSFORMS)
     for norm in ALL
