@@ -139,12 +139,12 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "name"), OUTPUTS)
-def test_an_output_with_an_element_never_written_or_of_another_kind(dtype: torch.dtype, name: str, way: str) -> None:
+def test_an_output_with_an_element_never_written_or_of_another_kind(dtype: torch.dtype, name: str) -> None:
     expected = oracle(dtype)
-    actual = perfect(expected)
-    assert name in refused(actual._replace(**{name: WAYS[way](getattr(actual, name))}), expected)
+    for way, change in WAYS.items():
+        actual = perfect(expected)
+        assert name in refused(actual._replace(**{name: change(getattr(actual, name))}), expected), way
 
 
 def test_int8_off_by_one_at_a_tie_is_allowed() -> None:
