@@ -487,13 +487,13 @@ def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1
 # Queries and keys: the norm of each head, and its rotary embedding.
 
 
-def embedded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate all columns of x; tables have a column for each pair or for each column, and broadcast against x."""
-    axis, pairs = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
-    first, second = torch.unflatten(x, -1, pairs).unbind(axis)
-    whole = cos.shape[-1] == x.shape[-1]
-    by_cos, by_sin = [torch.unflatten(each, -1, pairs).unbind(axis) if whole else [each] * 2 for each in (cos, sin)]
-    turned = first * by_cos[0] - second * by_sin[0], second * by_cos[1] + first * by_sin[1]
+def embedded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, interleaved: bool) -> torch.Tensor:
+    """Rotate `half` pairs of columns of x; tables have a column for each pair, or for each column."""
+    pairs, axis = ((half, -1), -1) if interleaved else ((-1, half), -2)
+    by_pair = [torch.unflatten(each, -1, pairs) for each in (x, cos, sin)]
+    (first, second), *angles = [(each.select(axis, 0), each.select(axis, -1)) for each in by_pair]
+    (cos_first, cos_second), (sin_first, sin_second) = angles
+    turned = first * cos_first - second * sin_first, second * cos_second + first * sin_second
     return torch.stack(turned, axis).flatten(-2)
 
 
@@ -503,16 +503,19 @@ def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.T
     norm, eps, interleaved, rotary_dim, weight_offset, cast = options
     leading = q.shape[:-2]
     rows = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
-    # All tokens in one dimension, or dimensions that broadcast against q's.
-    by_cos, by_sin = [
-        each.reshape(*leading, each.shape[-1]) if len(each) == math.prod(leading) else each for each in rows
-    ]
+
+    def by_token(table: torch.Tensor) -> torch.Tensor:
+        # All tokens in one dimension, or dimensions that broadcast against q's. Traces take no question that is idle.
+        is_flat = table.dim() == 2 and len(leading) > 1 and table.shape[0] == math.prod(leading)
+        return (table.reshape(*leading, table.shape[-1]) if is_flat else table).unsqueeze(-2)
+
+    by_cos, by_sin = map(by_token, rows)
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         h = _norm(norm, widened(x), _last_dimension(x), None, None, eps)
         to = _rounded_to(cast, x.dtype, x.dtype)
         y = _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), None)
-        turned = embedded(y[..., :rotary_dim], by_cos.unsqueeze(-2), by_sin.unsqueeze(-2), interleaved)
+        turned = embedded(y[..., :rotary_dim], by_cos, by_sin, rotary_dim // 2, interleaved)
         return torch.cat((turned, y[..., rotary_dim:]), -1).to(x.dtype)
 
     return rotated(q, q_weight), rotated(k, k_weight)

@@ -48,7 +48,10 @@ class Formula:
             cos, sin = draw(2, samples, tokens, n // 2 if few else n)
             by_cos, by_sin = (each.unsqueeze(1) for each in self.read(cos, sin))
             parts = [x.tensor_split([cos.shape[-1]], -1) for x in rows]
-            wanted = [torch.cat((embedded(x, by_cos, by_sin, self.interleaved), passed), -1) for x, passed in parts]
+            half = cos.shape[-1] // 2
+            wanted = [
+                torch.cat((embedded(x, by_cos, by_sin, half, self.interleaved), passed), -1) for x, passed in parts
+            ]
             yield function(*rows, cos, sin), tuple(wanted)
 
     def read(self, *tables: torch.Tensor) -> list[torch.Tensor]:

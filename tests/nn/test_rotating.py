@@ -12,7 +12,7 @@ from normforge.errors import FrozenError, PatchError
 from normforge.patching import rotating
 
 from .models import GemmaRMSNorm, LlamaRMSNorm, randomised, written
-from .twins import Counted, assert_near, copies, results, twins
+from .twins import Counted, assert_same_results, copies, twins
 
 SAMPLES, TOKENS, WIDTH, COLUMNS = 2, 5, 48, 8
 
@@ -141,14 +141,7 @@ def inputs(samples: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """How many rotations were computed together with norms."""
-    return Counted(monkeypatch, rotating, "_normalised_and_rotated")
-
-
-def assert_alike(model: Any, patched: Any, *given: torch.Tensor, tolerance: float = 2e-6) -> None:
-    """Fail unless a model and its patched copy agree in their results and gradients."""
-    (wanted, wanted_grads), (actual, grads) = results(model, *given), results(patched, *given)
-    assert_near({"y": actual, **grads}, {"y": wanted, **wanted_grads}, tolerance, 1.0)
-    assert actual.dtype is wanted.dtype
+    return Counted(monkeypatch, rotations=(rotating, "_normalised_and_rotated"))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -159,11 +152,11 @@ def test_norms_are_computed_with_their_rotation(name: str, norm: Any, computed: 
     model = attention(FUSED[name], norms=staticmethod(norms))
     patched = twins(model)[1]
     for samples in (1, SAMPLES):
-        assert_alike(model, patched, *inputs(samples))
-    assert computed.counts() == (2,)
-    bf16 = [each.bfloat16() for each in (model, patched)]
-    assert_alike(*bf16, *inputs(dtype=torch.bfloat16), tolerance=4e-2)
-    assert computed.counts() == (1,)
+        assert_same_results(patched, model, *inputs(samples))
+    assert computed.counts() == {"rotations": 2}
+    bf16 = [each.bfloat16() for each in (patched, model)]
+    assert_same_results(*bf16, *inputs(dtype=torch.bfloat16), tolerance=4e-2)
+    assert computed.counts() == {"rotations": 1}
 
 
 def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
@@ -171,8 +164,8 @@ def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
     given = inputs()
     for each in (patched, *copies(patched)):
         assert "q_norm, k_norm with the rotary embedding" in repr(each)
-        assert_alike(model, each, *given)
-    assert computed.counts() == (3,)
+        assert_same_results(each, model, *given)
+    assert computed.counts() == {"rotations": 3}
     normforge.unpatch(patched)
     assert type(patched) is type(model)
 
@@ -182,7 +175,7 @@ def test_other_forwards_are_left_alone(name: str) -> None:
     model = attention(LEFT[name])
     ours = twins(model)[1]
     assert type(ours) is type(model)
-    assert_alike(model, ours, *inputs())
+    assert_same_results(ours, model, *inputs())
 
 
 def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -> None:
@@ -197,7 +190,7 @@ def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -
         torch.testing.assert_close(ours(x, *tables), model(x, *tables), rtol=2e-6, atol=2e-6)
     model.q_norm.variance_epsilon = ours.q_norm.variance_epsilon = 0.5
     torch.testing.assert_close(ours(x, cos, sin), model(x, cos, sin), rtol=2e-6, atol=2e-6)
-    assert computed.counts() == (0,)
+    assert computed.counts() == {}
 
 
 def test_where_no_kernel_is_loaded_both_are_left_apart(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -207,7 +200,7 @@ def test_where_no_kernel_is_loaded_both_are_left_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(rotating, "qk_norm_rope", refuse)
     model, ours = twins(attention(FUSED["pairs"]))
     for _ in range(2):
-        assert_alike(model, ours, *inputs())
+        assert_same_results(ours, model, *inputs())
     (message,) = {record.message for record in caplog.records}
     assert message == "a rotary embedding and LlamaRMSNorm are left two kernels: no kernel here"
 
@@ -218,7 +211,7 @@ def test_a_norm_with_a_hook_sees_the_rows_that_it_saw() -> None:
     for each in (model, ours):
         each.q_norm.register_forward_hook(lambda module, args, y: seen.append(y.shape))
     given = inputs()
-    assert_alike(model, ours, *given)
+    assert_same_results(ours, model, *given)
     assert seen == [(SAMPLES, TOKENS, 4, COLUMNS)] * 2
 
 
