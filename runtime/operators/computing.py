@@ -95,7 +95,8 @@ def _gradients(function: str, args: Mapping[str, Any], by_formula: bool = False)
     gradients |= {"x": "dx" if gated is None else "dgated"}
     operands = road.operands_of(calls, {**args, **own})
     dtypes = list(dtypes_of(operands))
-    dtypes[0] = args.get("dx_dtype") or dtypes[0]
+    summed = calls.inputs.index("x" if gated is None else "residual")
+    dtypes[summed] = args.get("dx_dtype") or dtypes[summed]
     named = [gradients.get(name, "") for name in calls.inputs]
     due = tuple([name in args["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
     grads = calls.recording.gradients(

@@ -38,7 +38,7 @@ STEPS = [
     *cases("plain", vary=("norm",), without=("residual", "x_bias", "weight", "bias")),
     *(case.but(cast="before_weight") for case in cases("plain", vary=("norm",), dtype=HALF, vectors=HALF)),
     *cases("plain", vary=("norm",), residual=HALF, shape=(2, 3, 40)),
-    *cases("modulated", vary=("norm",), shape=(2, 3, 40)),
+    *cases("modulated", vary=("norm",), residual=HALF, shape=(2, 3, 40)),
     *cases("modulated", vary=("norm",), without=("gate", "residual", "weight", "bias")),
     *cases("gated", vary=("norm",), group_size=8),
     *cases("gated", vary=("norm",), without=("weight", "bias"), shape=(2, 3, 40), norm_before_gate=False),
