@@ -56,7 +56,7 @@ class CallingNorm(Replacing):
         if is_dynamo_compiling() or not inputs:
             # A traced graph equals the unpatched model's.
             return cls.forward(self, *args, **named)
-        before = None if is_served(tuple(inputs)) else self.forward_before(inputs[0])
+        before = None if is_served(tuple(inputs), getattr(self, "eps", None)) else self.forward_before(inputs[0])
         forward: Any = before or _forward(cls)
         return forward(self, *args, **named)
 

@@ -252,7 +252,7 @@ def test_what_is_exported_to_onnx_holds_operators_of_torch_alone(
 
 
 @pytest.mark.parametrize("eps", [-1e-3, float("inf")])
-@pytest.mark.parametrize(("make", "shape"), REPLACED.values(), ids=REPLACED)
+@each_replaced
 def test_an_epsilon_that_no_kernel_takes_is_as_before(
     make: Callable[[], torch.nn.Module], shape: tuple[int, ...], eps: float
 ) -> None:
