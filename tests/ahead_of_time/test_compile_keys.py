@@ -13,13 +13,13 @@ import yaml
 
 import normforge
 from normforge import errors
-from normforge.ahead_of_time.compile_keys import compile_keys, find_target
+from normforge.ahead_of_time.compile_keys import compile_keys, find_target, recorded_keys_for
 from normforge.ahead_of_time.stand_ins import Deployment, plans
 from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import DType, Norm
-from normforge.kernels.gpu import Target, named_target
+from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands, with_tuples
@@ -27,7 +27,7 @@ from proving.cases import Case, cases, check, operands, with_tuples
 from ..folders import PLAIN, RMS, instance, write
 from ..some_rows import SomeTable
 from ..thorough import first_of_each
-from .calls import BF16, CALLS, DEFAULTS, listed
+from .calls import BF16, CALLS, CPU, DEFAULTS, listed
 
 
 @pytest.mark.parametrize(("call", "modes"), DEFAULTS)
@@ -78,10 +78,15 @@ STEPS = first_of_each(
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(case: Case, called: set[KernelKey]) -> None:
-    check(case, operands(case))
-    with torch.no_grad():
-        case.run(operands(case))
+def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(
+    case: Case, called: set[KernelKey], tmp_path: Path
+) -> None:
+    with normforge.record(tmp_path / "needed.yaml"):
+        check(case, operands(case))
+        with torch.no_grad():
+            case.run(operands(case))
+    recorded = recorded_keys_for(tmp_path / "needed.yaml", target_of(CPU), None)
+    assert {key.key.portable for key in recorded} == {key.portable for key in called}
     # Each mode has a module of its name.
     modes = {key.kernel.rpartition(":")[0].rpartition(".")[2] for key in called} - {"finalise"}
     options: dict[str, Any] = {

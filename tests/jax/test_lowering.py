@@ -98,6 +98,17 @@ print(sorted(name for name in ("torch", "triton", "jinja2", "yaml") if sys.modul
 
 
 @pytest.mark.compile
+def test_launches_take_rows_that_adjoin_and_write_nothing_in_place(folder: Path) -> None:
+    norms.load_aot(folder)
+    text = lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)
+    launches_of = [line for line in text.splitlines() if f"custom_call @{jaxlib_triton.TARGET}(" in line]
+    assert len(launches_of) == 3
+    for line in launches_of:
+        assert "alias" not in line
+        assert {*re.findall(r"dense<(.*?)>", line)} == {"[1, 0]", "0"}
+
+
+@pytest.mark.compile
 def test_a_sum_that_is_stored_is_what_the_gradient_reads(folder: Path) -> None:
     norms.load_aot(folder)
     gradient = jax.grad(lambda *o: sum(jnp.sum(each**2) for each in norms.add_rms_norm(*o)), (0, 1, 2))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -504,6 +504,20 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
     again = module(placed(x, Replicate()), residual=placed(residual, Shard(0)))
     for found, whole in zip(again, expected, strict=True):
         same(found, whole, Shard(1))
+
+
+@CASES.case
+def torchs_own_style_of_one_input() -> None:
+    norm = normforge.LayerNorm(N)
+    module = parallelize_module(norm, mesh(), SequenceParallel())
+    x = torch.randn(2, 4, N)
+    part, gradient = placed(x, Shard(1)), placed(torch.ones_like(x), Shard(1))
+    with communicates():
+        y = module(part)
+        y.backward(gradient)
+    same(y, normforge.LayerNorm(N)(x), Shard(1))
+    assert isinstance(norm.weight.grad, DTensor)
+    assert norm.weight.grad.placements == (Partial(),)
 
 
 @CASES.case
