@@ -140,7 +140,7 @@ def load_angles(
 @triton.jit
 def starts_of(tokens, heads, token_stride, head_stride, ALIGNMENT: tl.constexpr):
     """Return where rows start."""
-    offset = tokens.to(tl.int64) * token_stride + heads * head_stride
+    offset = tokens.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
     return tl.multiple_of(offset, (ALIGNMENT, ALIGNMENT))
 
 

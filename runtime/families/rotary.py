@@ -118,6 +118,8 @@ def _check(named: Mapping[str, Any], options: Options) -> None:
     # All tokens in one dimension, or the last dimensions of tokens, of which the others share values.
     of_tokens = [tuple(leading), (prod(leading),), *_shared(leading)]
     rows = of_tokens if positions is None else [tuple(named["cos"].shape[:1])]
+    if positions is not None and 0 in named["cos"].shape[:1] and prod(leading):
+        raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
     shapes = {
         "k": [(*leading, *k.shape[-2:-1], n)],
         "q_weight": [(n,)],

@@ -205,6 +205,8 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "stretched": _stretched,
     "negated": lambda x: torch._neg_view(-x),
+    # A stride that no vector of 16 bytes divides.
+    "apart": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
     **{name: cases.LAYOUTS[name] for name in ("offset", "gapped", "expanded")},
 }
 
@@ -324,6 +326,10 @@ REFUSED: Refused = {
         "tables": ({"cos": torch.ones(5, 63)}, r"cos has shape \(5, 63\).* it takes \(5, 32\) or \(5, 64\)"),
         "two tables": ({"sin": torch.ones(7, 32)}, r"sin has shape \(7, 32\)"),
         "rows of a table": ({"cos": torch.ones(6, 32)}, r"cos has shape \(6, 32\)"),
+        "no rows": (
+            {"cos": torch.ones(0, 32), "sin": torch.ones(0, 32), "positions": torch.zeros(5).long()},
+            r"cos has shape \(0, 32\); with positions it takes a row or more",
+        ),
         "mRoPE": ({"positions": torch.ones(3, 5).long()}, r"positions has shape \(3, 5\).*mRoPE"),
         "odd columns": ({"rotary_dim": 31}, "rotary_dim is 31"),
         "too many columns": ({"rotary_dim": 66}, "rotary_dim is 66"),
