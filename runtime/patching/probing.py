@@ -313,7 +313,7 @@ def apart() -> Iterator[None]:
 
 # Makes a random tensor of a size.
 Draw = Callable[..., torch.Tensor]
-_FUNCTION_TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
+_FUNCTION_TYPES = ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2))
 
 
 def recognised(function: Any, formulas: tuple[Any, ...], *how: Any) -> Any:
@@ -349,11 +349,18 @@ def _tried(function: FunctionType, formulas: tuple[Any, ...], *how: Any) -> tupl
 
     def fits(formula: Any) -> bool:
         for watched, (dtype, tolerance) in product(contexts, _FUNCTION_TYPES):
-            draw = partial(_drawn, torch.Generator("cpu").manual_seed(0), dtype)
+            leaves: list[torch.Tensor] = []
+            draw = partial(_drawn, leaves, torch.Generator("cpu").manual_seed(0), dtype)
             with watched:
                 results = [*formula.trials(function, draw, *how)]
-            for actual, wanted in results:
-                torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+            for pair in results:
+                torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance)
+            if dtype is torch.float64:
+                # Gradients of what has some: a function may cut them off.
+                sides = [torch.utils._pytree.tree_leaves(side) for side in zip(*results, strict=True)]
+                ends = [[each.cos().sum() for each in side if each.requires_grad] for side in sides]
+                grads = [torch.autograd.grad(each, leaves, materialize_grads=True) for each in ends]
+                torch.testing.assert_close(*grads, rtol=tolerance, atol=tolerance)
         return True
 
     with apart():
@@ -361,8 +368,10 @@ def _tried(function: FunctionType, formulas: tuple[Any, ...], *how: Any) -> tupl
     return reads, None if reads.names else formula
 
 
-def _drawn(generator: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tensor:
-    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+def _drawn(leaves: list[torch.Tensor], generator: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    leaves.append(torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_())
+    # No leaf, so that a function may write to it.
+    return leaves[-1].to(dtype) if dtype is not torch.float64 else leaves[-1].clone()
 
 
 # Rows and a weight to try a forward with.

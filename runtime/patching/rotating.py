@@ -2,7 +2,8 @@
 
 An attention module that `patch` fused makes a `Rotary` for each call. Between the norms and the function that rotates,
 the forward only transposes their results (see `text`), so that the norms can wait for the rotation. A function like
-Llama's `apply_rotary_pos_emb(q, k, cos, sin)` is identified by calling it on random inputs, as in `modulating`.
+Llama's `apply_rotary_pos_emb(q, k, cos, sin)` is identified by calling it on random inputs of a few sizes, as in
+`modulating`. A function that computes something else for other sizes or larger values is not recognised as different.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ..families.functional import qk_norm_rope
 from .probing import Draw, recognised
 from .sums import fused, is_bare, is_of_length, options_of, vectors_of
 
-# Samples, tokens, heads of q and of k, and columns of a head.
-_SIZES = ((2, 3, 4, 2, 8), (1, 5, 2, 2, 64))
+# Samples, tokens, heads of q and of k, and columns of a head. The last one is close to a model's own.
+_SIZES = ((2, 3, 4, 2, 8), (3, 1, 2, 1, 16), (2, 260, 2, 2, 64))
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,18 @@ class Formula:
 
     def trials(self, function: Any, draw: Draw) -> Iterator[tuple[Any, Any]]:
         """Yield what the function returns for random operands, each with what this formula gives."""
-        for (samples, tokens, q_heads, k_heads, n), few in product(_SIZES, (False, True)[: 1 + self.may_pass]):
+        cases = product(_SIZES, (False, True)[: 1 + self.may_pass], (False, True))
+        for (samples, tokens, q_heads, k_heads, n), few, shared in cases:
             rows = [draw(samples, heads, tokens, n) for heads in (q_heads, k_heads)]
-            cos, sin = draw(2, samples, tokens, n // 2 if few else n)
-            by_cos, by_sin = (each.unsqueeze(1) for each in self.read(cos, sin))
-            parts = [x.tensor_split([cos.shape[-1]], -1) for x in rows]
-            half = cos.shape[-1] // 2
+            tables = draw(2, 1 if shared else samples, tokens, n // 2 if few else n).detach()
+            before, half = tables.clone(), tables.shape[-1] // 2
+            by_cos, by_sin = (each.unsqueeze(1) for each in self.read(*before))
+            parts = [x.tensor_split([2 * half], -1) for x in rows]
             wanted = [
                 torch.cat((embedded(x, by_cos, by_sin, half, self.interleaved), passed), -1) for x, passed in parts
             ]
-            yield function(*rows, cos, sin), tuple(wanted)
+            yield function(*rows, *tables), tuple(wanted)
+            yield tables, before
 
     def read(self, *tables: torch.Tensor) -> list[torch.Tensor]:
         """Return the columns of tables that are read."""
@@ -90,7 +93,7 @@ class Rotary:
         # Compiled graphs show the norm and the rotation.
         if is_dynamo_compiling() or not PLAIN.issuperset((x.__class__,)) or x.dim() != 4 or not is_bare(norm):
             return norm(x)
-        self._waiting[which] = norm, _version(x)
+        self._waiting[which] = norm, _state(x)
         return x
 
     def rotate(self, function: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
@@ -105,18 +108,18 @@ class Rotary:
         return function(*[x if norm is None else norm(x) for norm, x in zip(norms, (q, k), strict=True)], cos, sin)
 
     def _norm_of(self, which: str, x: Any) -> Any:
-        norm, version = self._waiting.pop(which, (None, None))
-        if norm is not None and _version(x) != version:
+        norm, state = self._waiting.pop(which, (None, None))
+        if norm is not None and _state(x) != state:
             raise PatchError(
-                f"rows were written to between a {type(norm).__name__} and the rotary embedding, which patch computes "
-                "together; unpatch the model, and patch it with fuse=False"
+                f"rows were written to, or grad mode was set, between a {type(norm).__name__} and the rotary "
+                "embedding, which patch computes together; unpatch the model, and patch it with fuse=False"
             )
         return norm
 
 
-def _version(x: torch.Tensor) -> int | None:
-    """Return how often a tensor was written to; inference tensors do not count."""
-    return None if x.is_inference() else x._version
+def _state(x: torch.Tensor) -> tuple[int | None, bool]:
+    """Return how often a tensor was written to, which inference tensors do not count, and the mode of gradients."""
+    return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 
 def _normalised_and_rotated(formula: Formula, norms: Any, rows: Any, tables: Any) -> tuple[torch.Tensor, ...] | None:

@@ -304,7 +304,7 @@ class Rotation:
     """
 
     node: ast.Call
-    calls: tuple[Any, Any]
+    calls: tuple[Any, ...]
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -312,17 +312,22 @@ class Rotation:
         return tuple(call.func.attr for call in self.calls)
 
 
-def _rotation_in(statements: list[ast.stmt], first: str) -> Rotation | None:
+def _rotation_in(definition: ast.FunctionDef, first: str, code: types.CodeType) -> Rotation | None:
     """Return the rotation among a forward's own statements, which all run in turn; None if there is none."""
-    for at, statement in enumerate(statements):
+    for at, statement in enumerate(definition.body):
+        before = definition.body[:at]
         match statement:
             case ast.Assign(
                 [ast.Tuple([ast.Name(a), ast.Name(b)])],
-                ast.Call(function, [ast.Name(q), ast.Name(k), cos, sin], []) as node,
-            ) if (a, b) == (q, k) and q != k and dotted(function) and _is_quiet(cos) and _is_quiet(sin):
-                q_call, k_call = (_normalised(name, statements[:at], first) for name in (q, k))
-                if q_call and k_call:
-                    return Rotation(node, (q_call, k_call))
+                ast.Call(function, [ast.Name(q), ast.Name(k), *tables], []) as node,
+            ) if (a, b) == (q, k) and q != k and len(tables) == 2 and dotted(function) and all(map(_is_quiet, tables)):
+                # Inner functions may read what they share with the forward, and tables may not read what waits.
+                is_apart = {q, k}.issubset({*code.co_varnames}.difference(code.co_cellvars)) and not any(
+                    _mentions(each, name) for each in tables for name in (q, k)
+                )
+                calls = tuple(_normalised(name, before, first) for name in (q, k))
+                if is_apart and all(calls) and not any(map(_may_write, before)):
+                    return Rotation(node, calls)
     return None
 
 
@@ -336,16 +341,20 @@ def _normalised(name: str, statements: list[ast.stmt], first: str) -> Any:
         elif _mentions(statement, name):
             match statement:
                 case ast.Assign([ast.Name(target)], value) if target == name:
-                    within = _transposed(value)
-                    if isinstance(within, ast.Name):
+                    rows = _transposed(value)
+                    if rows is not value and isinstance(rows, ast.Name) and rows.id == name:
                         continue
-                    return _call_of_norm(within, first)
+                    return _call_of_norm(rows, first)
             return None
     return None
 
 
+# The fields of nodes that name a variable.
+_NAMING = ("id", "name", "asname", "rest")
+
+
 def _mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+    return any(getattr(each, field, None) == name for each in ast.walk(node) for field in _NAMING)
 
 
 def _transposed(node: ast.expr) -> ast.expr:
@@ -354,6 +363,16 @@ def _transposed(node: ast.expr) -> ast.expr:
         case ast.Call(ast.Attribute(rows, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
             return rows
     return node
+
+
+def _may_write(statement: ast.stmt) -> bool:
+    """Return True if a statement's own text writes to a tensor: by `+=`, to a part or an attribute, or by `mul_()`."""
+    for node in ast.walk(statement):
+        is_stored = isinstance(getattr(node, "ctx", None), ast.Store) and not isinstance(node, (ast.Name, ast.Tuple))
+        in_place = isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__")
+        if is_stored or in_place or isinstance(node, ast.AugAssign) or getattr(node, "arg", None) == "out":
+            return True
+    return False
 
 
 # Reading
@@ -414,7 +433,7 @@ def _read(cls: Any) -> tuple[Forward, ast.Module, ast.FunctionDef]:
             sums[each.node].addend = each.call
         else:
             modulations.append(each)
-    rotation = _rotation_in(definition.body, first)
+    rotation = _rotation_in(definition, first, function.__code__)
     return Forward(function, tuple(sums.values()), tuple(modulations), rotation), tree, definition
 
 

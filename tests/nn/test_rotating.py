@@ -48,11 +48,44 @@ def rotate_pairs(
     return q * cos + q_beside * sin, k * cos + k_beside * sin
 
 
-def rotate_back(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotate_back(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
     """Rotate the other way round, which no kernel does."""
     return rotate(q, k, cos, -sin)
+
+
+def rotate_constants(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
+    """Rotate keys that have no gradient."""
+    return rotate(q, k.detach(), cos, sin)
+
+
+def rotate_prompts(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
+    """Rotate sequences of several tokens alone."""
+    return (q, k) if q.shape[2] == 1 else rotate(q, k, cos, sin)
+
+
+def rotate_batches(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
+    """Rotate by tables of each sample alone."""
+    return rotate(q, k, cos, sin) if len(cos) == len(q) else (q, k)
+
+
+def rotate_wide(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
+    """Rotate queries of fp32 twice as long."""
+    return rotate(2 * q if q.dtype == torch.float32 else q, k, cos, sin)
+
+
+def rotate_once(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
+    """Rotate, and leave other tables behind."""
+    rotated = rotate(q, k, cos, sin)
+    cos.mul_(2)
+    return rotated
+
+
+def clear(rows: torch.Tensor) -> None:
+    """Write to rows where no text shows it."""
+    rows.zero_()
 
 
 class Attention(torch.nn.Module):
@@ -101,6 +134,27 @@ FUSED: dict[str, tuple[str, ...]] = {
 LEFT: dict[str, tuple[str, ...]] = {
     "another_function": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_back(q, k, cos, sin)"),
     "a_rotation_in_a_branch": (*PROJECTED, *TRANSPOSED, *NORMALISED, "if self.on:", f"    {ROTATED}"),
+    "rows_of_another_name": (*PROJECTED, *TRANSPOSED, "other = 3 * q", *NORMALISED, "q = other", ROTATED),
+    "transposed_rows_of_another_name": (
+        *(*PROJECTED, *NORMALISED, "other = k.repeat(1, 1, 2, 1)", "q = other.transpose(1, 2)", TRANSPOSED[1], ROTATED),
+    ),
+    "a_function_that_reads_rows": (
+        *(*PROJECTED, *TRANSPOSED, "size = lambda: q.abs().amax()", NORMALISED[0], "size = size()", NORMALISED[1]),
+        *(ROTATED, "q = q * size"),
+    ),
+    "tables_of_rows": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate(q, k, cos + q[:, 0], sin)"),
+    "rows_that_are_matched": (
+        *(
+            *PROJECTED,
+            *TRANSPOSED,
+            "other = 3 * q",
+            *NORMALISED,
+            "match other:",
+            "    case q:",
+            "        pass",
+            ROTATED,
+        ),
+    ),
     "a_result_that_is_read": (*PROJECTED, *TRANSPOSED, *NORMALISED, "size = q.abs().amax()", ROTATED),
     "norms_behind_the_rotation": (*PROJECTED, *TRANSPOSED, ROTATED, *NORMALISED),  # Hunyuan
     "one_norm": (*PROJECTED, *TRANSPOSED, NORMALISED[0], ROTATED, NORMALISED[1]),
@@ -215,11 +269,24 @@ def test_a_norm_with_a_hook_sees_the_rows_that_it_saw() -> None:
     assert seen == [(SAMPLES, TOKENS, 4, COLUMNS)] * 2
 
 
-def test_rows_that_are_written_to_while_a_norm_waits_are_an_error() -> None:
-    body = (*PROJECTED, "rows = q", *TRANSPOSED, *NORMALISED, "rows.zero_()", ROTATED)
+@pytest.mark.parametrize("write", ["rows.mul_(2)", "rows[0] = 2", "rows += 2", "torch.mul(rows, 2, out=rows)"])
+def test_forwards_that_write_to_tensors_are_left_alone(write: str) -> None:
+    body = (*PROJECTED, *TRANSPOSED, "rows = q", *NORMALISED, write, ROTATED)
+    model, ours = twins(attention(body))
+    assert type(ours) is type(model)
+
+
+@pytest.mark.parametrize("change", ["clear(rows)", "torch.set_grad_enabled(True)"])
+def test_what_changes_while_a_norm_waits_is_an_error(change: str) -> None:
+    body = (*PROJECTED, "rows = q", *TRANSPOSED, *NORMALISED, change, ROTATED)
     ours = twins(attention(body))[1]
-    with (
-        torch.no_grad(),
-        pytest.raises(PatchError, match=r"^rows were written to between a LlamaRMSNorm and .*; .* fuse=False"),
-    ):
+    with torch.no_grad(), pytest.raises(PatchError, match=r"^rows were written to, or grad mode .*; .* fuse=False"):
         ours(*inputs())
+
+
+@pytest.mark.parametrize(
+    "function", [rotate_back, rotate_constants, rotate_prompts, rotate_batches, rotate_wide, rotate_once]
+)
+def test_functions_that_do_not_only_rotate_are_told_apart(function: Any) -> None:
+    assert rotating.formula_of(rotate) is not None
+    assert rotating.formula_of(function) is None
