@@ -505,7 +505,7 @@ def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.T
     rows = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
 
     def by_token(table: torch.Tensor) -> torch.Tensor:
-        # All tokens in one dimension, or dimensions that broadcast against q's. Traces take no question that is idle.
+        # All tokens in one dimension, or dimensions that broadcast against q's. jit.trace warns of compared sizes.
         is_flat = table.dim() == 2 and len(leading) > 1 and table.shape[0] == math.prod(leading)
         return (table.reshape(*leading, table.shape[-1]) if is_flat else table).unsqueeze(-2)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ class Formula:
             yield function(y, *operands[:positional], **keywords), wanted
 
 
-_FORMULAS = tuple(Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False)))
+def _formulas() -> Iterator[Formula]:
+    return starmap(Formula, product((0, 1), (True, False)))
+
 
 # An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
@@ -87,7 +89,7 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
         positional: how many of the two operands it takes by position, behind the rows.
         named: the names of the others.
     """
-    formula: Formula | None = recognised(function, _FORMULAS, positional, named)
+    formula: Formula | None = recognised(function, _formulas, positional, named)
     return formula
 
 

@@ -316,13 +316,13 @@ Draw = Callable[..., torch.Tensor]
 _FUNCTION_TYPES = ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2))
 
 
-def recognised(function: Any, formulas: tuple[Any, ...], *how: Any) -> Any:
+def recognised(function: Any, formulas: Callable[[], Iterable[Any]], *how: Any) -> Any:
     """Return the formula that a function computes, identified by calling the function on random operands.
 
     Args:
         function: anything; only functions of Python's are tried.
-        formulas: hashable objects with a method `trials(function, draw, *how)`, which yields what the function returns
-            for tensors that `draw` makes, each with what the formula gives.
+        formulas: makes objects with a method `trials(function, draw, *how)`, which yields what the function returns for
+            tensors that `draw` makes, each with what the formula gives.
         how: how the function is called.
 
     Returns:
@@ -339,7 +339,7 @@ def recognised(function: Any, formulas: tuple[Any, ...], *how: Any) -> Any:
 
 # A lambda in a forward is another function in each call.
 @lru_cache(maxsize=256)
-def _tried(function: FunctionType, formulas: tuple[Any, ...], *how: Any) -> tuple[Reads, Any]:
+def _tried(function: FunctionType, formulas: Callable[[], Iterable[Any]], *how: Any) -> tuple[Reads, Any]:
     """Try a function, and return what it reads and the formula that it computes."""
     reads = Reads()
     reads.follow(function)
@@ -364,7 +364,7 @@ def _tried(function: FunctionType, formulas: tuple[Any, ...], *how: Any) -> tupl
         return True
 
     with apart():
-        formula = next((each for each in formulas if attempt(partial(fits, each), False)), None)
+        formula = next((each for each in formulas() if attempt(partial(fits, each), False)), None)
     return reads, None if reads.names else formula
 
 

@@ -62,16 +62,15 @@ class Formula:
         return [each[..., : each.shape[-1] // 2] if self.reads_half else each for each in tables]
 
 
-_FORMULAS = tuple(
-    Formula(interleaved, reads_half, may_pass)
-    for may_pass in (True, False)
-    for interleaved, reads_half in ((False, False), (True, True), (True, False))
-)
+def _formulas() -> Iterator[Formula]:
+    for may_pass in (True, False):
+        for interleaved, reads_half in ((False, False), (True, True), (True, False)):
+            yield Formula(interleaved, reads_half, may_pass)
 
 
 def formula_of(function: Any) -> Formula | None:
     """Return the rotation that a function of q, k, cos and sin computes; None if it computes anything else."""
-    formula: Formula | None = recognised(function, _FORMULAS)
+    formula: Formula | None = recognised(function, _formulas)
     return formula
 
 
