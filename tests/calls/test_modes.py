@@ -14,7 +14,7 @@ from normforge.errors import ConflictError, GradientError
 from proving.cases import Case, cases, operands
 
 from ..calling import FORWARD, each_norm, printed, same_bits
-from ..thorough import THOROUGH
+from ..thorough import THOROUGH, first_of_each
 
 M, N = 3, 100
 
@@ -93,14 +93,16 @@ NUMBERS: list[Any] = [
 NO_NUMBERS = [-1.0, np.nan, 1e39, True, np.bool_(True), *(torch.tensor(each) for each in (True, [1.0]))]
 
 
+EPS = [
+    *cases(vary=()),
+    *cases("plain", vary=(), dropout_p=0.5),
+    *cases("plain", vary=(), dtype=torch.float64, without=("residual", "x_bias")),
+]
+
+
+# Rows, groups and channels have a look-up each.
 @pytest.mark.parametrize(
-    "case",
-    [
-        *cases(vary=()),
-        *cases("plain", vary=(), dropout_p=0.5),
-        *cases("plain", vary=(), dtype=torch.float64, without=("residual", "x_bias")),
-    ],
-    ids=str,
+    "case", first_of_each(EPS, lambda case: case.family if case.family in ("plain", "group", "channels") else None, str)
 )
 def test_eps_is_what_torch_takes_for_a_number(case: Case) -> None:
     """Cold and warm, and nothing else."""
