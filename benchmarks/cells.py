@@ -50,6 +50,10 @@ class Task(Enum):
     MODULATED_BACKWARD = "modulated_backward"  # its dx, dscale, dshift and, where x is gated, dgate and dresidual
     RENORMED = "renormed"  # residual_out = residual + a norm of x, and y of the sum
     RENORMED_BACKWARD = "renormed_backward"  # its dx, dresidual, and those of both norms' vectors
+    CHANNELS = "channels"  # y of a norm over the channels of images
+    CHANNELS_BACKWARD = "channels_backward"  # its dx, dweight and, for LayerNorm, dbias
+    ROTARY = "rotary"  # q and k, each head normalised and rotated
+    ROTARY_BACKWARD = "rotary_backward"  # the gradients of q, k and both weights
 
     @property
     def adds(self) -> bool:
@@ -74,7 +78,7 @@ class Task(Enum):
 
 # Tensors of x's size that a task has to read and write, where they are not two.
 _WHOLE = {
-    **dict.fromkeys((Task.BACKWARD, Task.GROUP_BACKWARD, Task.GATED), 3),
+    **dict.fromkeys((Task.BACKWARD, Task.GROUP_BACKWARD, Task.CHANNELS_BACKWARD, Task.ROTARY_BACKWARD, Task.GATED), 3),
     **dict.fromkeys((Task.GRAD_BOTH, Task.GATED_BACKWARD), 5),
     Task.RENORMED: 4,
     Task.RENORMED_BACKWARD: 6,
@@ -208,6 +212,35 @@ class GroupCell(Cell):
     def id(self) -> str:
         """The cell's name, unique within its suite: `group/gn_bf16_silu/2x320x64x64`."""
         return f"{self.task.value}/{self.kind}/{'x'.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
+class ChannelsCell(GroupCell):
+    """A norm over dim 1 of one shape, whose samples are its rows."""
+
+    groups: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `rms_bf16_last`."""
+        return "_".join(filter(None, (self.norm.value, self.dtype, "last" if self.channels_last else "")))
+
+
+@dataclass(frozen=True)
+class RotaryCell(Cell):
+    """RMSNorm and rotary embedding of the heads of q, which are x, and of k, views of a packed qkv.
+
+    Attributes:
+        kv_heads: of k, and of v, which is not touched; `heads` says how many q has, and how many all three have.
+    """
+
+    heads: tuple[int, int] = (32, 48)
+    kv_heads: int = 8
+
+    @property
+    def bytes_moved(self) -> int:
+        """The heads of q and of k, each once; the tables are 1 % of these."""
+        return super().bytes_moved // self.heads[0] * (self.heads[0] + self.kv_heads)
 
 
 def cell_of(

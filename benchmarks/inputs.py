@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .cells import DTYPES, Cell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, Task
+from .cells import DTYPES, Cell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -43,6 +43,7 @@ class Inputs:
     shift: torch.Tensor | None = None
     y_scale: torch.Tensor | None = None
     x_scale: torch.Tensor | None = None
+    tables: tuple[torch.Tensor, ...] = ()
 
     @property
     def eps(self) -> float:
@@ -62,6 +63,9 @@ class Inputs:
         elif self.cell.task.renorms:
             # The second norm's weight and bias are called scale and shift.
             names = ("x", "residual", "weight", "bias", "scale", "shift")
+        elif isinstance(self.cell, RotaryCell):
+            # The gate is k, and the scale its weight.
+            names = ("x", "gate", "weight", "scale")
         found = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -70,7 +74,7 @@ class Inputs:
         return {name: tensor.detach().requires_grad_() for name, tensor in self.operands().items()}
 
     def of_outputs(self) -> list[torch.Tensor]:
-        """Return the gradients of y and of the sum, if there is one. The sum's may be any rows: the residual serves."""
+        """Return the gradients of y and of a second output: any tensor of its shape, so the residual serves."""
         return [given for given in (self.dy, self.residual) if given is not None]
 
 
@@ -93,7 +97,15 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
 
     x, given = whole(), dict[str, Any]()
     columns = shape[1] if isinstance(cell, GroupCell) else cell.n
-    if cell.heads[0]:
+    if isinstance(cell, RotaryCell):
+        q, k = cell.heads[0], cell.heads[0] + cell.kv_heads
+        packed = normal(shape[0], cell.heads[1], cell.n)
+        x, given["gate"], given["scale"] = packed[:, :q], packed[:, q:k], scale(columns)
+        angles = torch.rand(shape[0], cell.n // 2, device=device, generator=generator) * math.tau
+        given["tables"] = (angles.cos(), angles.sin())
+        if cell.task.differentiates:
+            given["residual"] = normal(*given["gate"].shape)
+    elif cell.heads[0]:
         x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
     if isinstance(cell, GatedCell):
         x, given["gate"] = normal(*cell.leading, 2 * cell.n).chunk(2, -1) if cell.projected else (x, whole())

@@ -53,7 +53,7 @@ def _differentiated(inputs: Inputs) -> dict[str, torch.Tensor]:
         leaves = {name: vectors[name] if name in vectors else each[some].double() for name, each in operands.items()}
         for leaf in leaves.values():
             leaf.requires_grad_(differentiates)
-        outputs = _formula(inputs)(leaves)
+        outputs = _formula(replace(inputs, tables=tuple(table[some] for table in inputs.tables)))(leaves)
         made = dict(zip(("y", "residual_out"), outputs, strict=False))
         if differentiates:
             of = torch.autograd.grad(outputs, tuple(leaves.values()), [dy[some].double() for dy in given])

@@ -39,7 +39,7 @@ Bind = Callable[[Inputs, Mapping[str, torch.Tensor]], Callable[[], Any]]
 RECORDED = (Task.GRAD_FORWARD, Task.GRAD_BOTH)
 DIFFERENTIABLE = (Task.FORWARD, Task.BACKWARD, *RECORDED)
 _OUTPUTS = {
-    **dict.fromkeys((Task.ADD, Task.DROP_ADD, Task.MODULATED, Task.RENORMED), ("y", "residual_out")),
+    **dict.fromkeys((Task.ADD, Task.DROP_ADD, Task.MODULATED, Task.RENORMED, Task.ROTARY), ("y", "residual_out")),
     Task.QUANT: ("y", "y_scale"),
     Task.ADD_QUANT: ("y", "y_scale", "residual_out"),
 }

@@ -11,7 +11,7 @@ import torch
 import normforge
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
-from ..cells import GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, Task
+from ..cells import ChannelsCell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
 from ..expressions import module_builders
 from ..inputs import DROPOUT_P, Inputs
 from ..provider import RECORDED, Builder, Prepared, Provider, calls, named
@@ -24,6 +24,11 @@ def _bind(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> Callable[[], A
     cell, eps = inputs.cell, inputs.eps
     layer = cell.norm is Norm.LAYER
     x, *others = tensors.values()
+    norm: Any = normforge.layer_norm if layer else normforge.rms_norm
+    if isinstance(cell, ChannelsCell):
+        return partial(norm, x, x.shape[1:2], *others, eps, dim=1)
+    if isinstance(cell, RotaryCell):
+        return partial(normforge.qk_norm_rope, x, *others, *inputs.tables, eps=eps)
     if isinstance(cell, GroupCell):
         grouped: Any = normforge.group_norm
         return partial(grouped, x, cell.groups, *others, eps, activation="silu" if cell.silu else None)
@@ -45,7 +50,6 @@ def _bind(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> Callable[[], A
         options = _quantisation(cell)
         return partial(quantised, x, *others, residual=inputs.residual, y_scale=inputs.y_scale, eps=eps, **options)
     if cell.task in RECORDED:
-        norm: Any = normforge.layer_norm if layer else normforge.rms_norm
         return partial(norm, x, (cell.n,), *others, eps)
     forward: Any = normforge.layernorm2d_fwd if layer else normforge.rmsnorm2d_fwd
     return partial(forward, x, inputs.weight, **_options(inputs))
