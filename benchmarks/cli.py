@@ -1,4 +1,4 @@
-"""Run, list and profile suites, time start-up and parts of calls, join or compare results, check goals."""
+"""Run, list and profile suites, time start-up and parts of calls, compare results, check goals."""
 
 from __future__ import annotations
 
@@ -80,9 +80,6 @@ def _add_measuring(verbs: Verbs) -> None:
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
     run.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     run.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
-    run.add_argument(
-        "--share", type=_share, metavar="I/K", help="every K-th of the cells, from the I-th: one of K processes' shares"
-    )
     run.add_argument("--minutes", type=float, help="begin no cell after so long, and say what is left")
     run.add_argument("--budget-ms", type=float, default=50.0, help="device time of a provider on a cell (%(default)s)")
     run.add_argument("--rounds", type=int, default=2, help="turns that providers take within that (%(default)s)")
@@ -158,11 +155,6 @@ def _add_models(verbs: Verbs) -> None:
 
 
 def _add_reading(verbs: Verbs) -> None:
-    merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
-    merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
-    merge.add_argument("--out", type=Path, required=True, help="a folder that holds none of the suites")
-    merge.set_defaults(verb="reading:join")
-
     beside = verbs.add_parser("beside", help="compare two runs; status 1 if a time moved by more than the noise")
     beside.add_argument("old", type=Path, metavar="OLD", help="folder of the earlier results")
     beside.add_argument("new", type=Path, metavar="NEW", help="folder of the rerun")
@@ -189,13 +181,6 @@ def _add_reading(verbs: Verbs) -> None:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb="reading:reach")
-
-
-def _share(text: str) -> tuple[int, int]:
-    which, _, shares = text.partition("/")
-    if not (which.isdecimal() and shares.isdecimal() and 1 <= int(which) <= int(shares)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; give I/K with I from 1 to K, such as 1/4")
-    return int(which), int(shares)
 
 
 def _number(text: str, *, wrong: str) -> float:

@@ -83,55 +83,34 @@ def _layer_backward(title: str, least_n: int, most_n: int, copy: float, peer: fl
     return Rule(f"backward LN, {title}", "backward", "*/ln_bf16/*", "256 MiB", least_n, most_n, copy, peer)
 
 
+# No more than 5 % slower than another cell of this project's.
+_OURS: dict[str, Any] = {"peer": 1 / 1.05, "peers": (PROJECT,)}
+
+
 def _beside_rows(title: str, kind: str) -> Rule:
-    # No more than 5 % slower.
-    return Rule(
-        title,
-        "quantised-decode",
-        f"*_{kind}/*",
-        peer=1 / 1.05,
-        peers=(PROJECT,),
-        instead=(f"_{kind}/", "_row/"),
-    )
+    return Rule(title, "quantised-decode", f"*_{kind}/*", instead=(f"_{kind}/", "_row/"), **_OURS)
 
 
-def _cost_of_invariance() -> tuple[Rule, ...]:
-    # No more than 3 % slower, and in every cell: the cells that cost are few.
-    cells = [cell for cell in batch_invariant_many.SUITE.cells if cell.m > _MOST_FEW]
-    groups = Counter(cell.group for cell in cells)
-    return tuple(
-        Rule(
-            f"{group}, M > {_MOST_FEW}, the default",
-            batch_invariant_many.SUITE.name,
-            group=group,
-            least_m=_MOST_FEW + 1,
-            peer=1 / 1.03,
-            peers=(PROJECT,),
-            least_cells=count,
-            provider=batch_invariant.PROVIDER,
-        )
-        for group, count in groups.items()
-    )
-
-
+# No more than 3 % slower, and in every cell: the cells that cost are few.
+_INVARIANT: dict[str, Any] = {
+    "suite": batch_invariant_many.SUITE.name,
+    "least_m": _MOST_FEW + 1,
+    "provider": batch_invariant.PROVIDER,
+    "peer": 1 / 1.03,
+    "peers": (PROJECT,),
+}
 _RMS = ("forward", "*/rms_bf16/*", "256 MiB", 768, 131072)
 # Goals of the sweep: 95 % of fewer cells leave out less than two. Every task but backward is forward.
 _SWEPT: dict[str, Any] = {"suite": "sweep", "least_cells": 40}
 _MANY: dict[str, Any] = _SWEPT | {"least_m": MOST_SOME + 1}
 _SOME: dict[str, Any] = _SWEPT | {"most_m": MOST_SOME}
 _FORWARD, _BACKWARD = "[!b]*", "backward/*"
+_ADDED = ("quantised", "add_quantised/*")
 _PLAIN_CALL = "forward/ln_bf16/16x4096"
 
 # The work that surrounds a plain norm.
 _FAMILY = (
-    Rule(
-        "dropout, add and LN, the add alone",
-        "dropout",
-        "drop_add/ln_*",
-        peer=1 / 1.05,
-        peers=(PROJECT,),
-        instead=("drop_add/", "add/"),
-    ),
+    Rule("dropout, add and LN, the add alone", "dropout", "drop_add/ln_*", instead=("drop_add/", "add/"), **_OURS),
     Rule("modulated", "modulated", "modulated/*", copy=0.90),
     Rule("modulated, backward", "modulated", "modulated_backward/*", copy=0.80),
     Rule("gated, 262144×128", "gated", "gated/*/262144x128", copy=0.90),
@@ -141,6 +120,11 @@ _FAMILY = (
         for group in dict.fromkeys(cell.group for cell in groupnorm.SUITE.cells)
     ),
     Rule("fp8 in, bf16 out", "fp8-inputs", copy=0.90),
+    Rule("two norms around an add, M from 4096", "renormed", "renormed/*", least_m=4096, copy=0.92, peer=1.3),
+    Rule("two norms around an add, backward, M from 4096", "renormed", "renormed_b*", least_m=4096, copy=0.85),
+    Rule("norms over channels", "channels", "channels/*", copy=0.85, peer=1.0),
+    Rule("norms of q and k with RoPE", "rotary", "rotary/*", copy=0.85),
+    Rule("norms of q and k with RoPE, backward", "rotary", "rotary_b*", copy=0.80),
 )
 
 RULES = (
@@ -166,16 +150,8 @@ RULES = (
     Rule("backward, N from 12288", "backward", "*_bf16/*", "256 MiB", 12288, copy=0.85, peer=1.0),
     Rule("backward at M = 4096", "backward", group="M = 4096", peer=1.0),
     Rule("decode, CUDA graph", "decode", peer=1 / 1.02),
-    Rule(
-        "quantised in groups, added, M from 4096",
-        "quantised",
-        "add_quantised/*",
-        "groups*",
-        least_m=4096,
-        copy=0.90,
-        peer=1.0,
-    ),
-    Rule("quantised in groups, added, M = 1024", "quantised", "add_quantised/*/1024x*", "groups*", peer=1.0),
+    Rule("quantised in groups, added, M from 4096", *_ADDED, "groups*", least_m=4096, copy=0.90, peer=1.0),
+    Rule("quantised in groups, added, M = 1024", *_ADDED, "groups*", most_m=1024, peer=1.0),
     Rule("quantised in groups, added, M 16…256", "quantised-decode", "add_quantised/*", "groups*", peer=1.0),
     Rule("quantised, two outputs, M from 4096", "quantised", "*", "two outputs", least_m=4096, copy=0.95, peer=1.0),
     _beside_rows("quantised in groups, M 16…256, a scale a row", "g128"),
@@ -188,7 +164,12 @@ RULES = (
     Rule("sweep backward, some rows, best peer", cells=_BACKWARD, peer=1.0, share=0.95, **_SOME),
     Rule("sweep backward, many rows, copy", cells=_BACKWARD, copy=0.85, share=0.95, **_MANY),
     Rule("sweep backward, many rows, best peer in the mean", cells=_BACKWARD, mean_peer=1.2, **_MANY),
-    *_cost_of_invariance(),
+    *(
+        Rule(f"{group}, M > {_MOST_FEW}, the default", group=group, least_cells=count, **_INVARIANT)
+        for group, count in Counter(
+            cell.group for cell in batch_invariant_many.SUITE.cells if cell.m > _MOST_FEW
+        ).items()
+    ),
     Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
     Rule(
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL

@@ -1,4 +1,4 @@
-"""Verbs that measure nothing: join results, compare them with others or with goals, tabulate them."""
+"""Verbs that measure nothing: compare results with others or with goals, tabulate them."""
 
 from __future__ import annotations
 
@@ -18,43 +18,6 @@ from .reach import describe as describe_goals
 from .report import markdown, page, pictures_of
 from .results import Results, load
 from .suites import SUITES
-
-
-def join(options: argparse.Namespace, _: list[str]) -> int:
-    """Join the folders of processes that shared a run into a new one, and draw its pictures.
-
-    Raises:
-        UsageError: a folder holds no results, two headers differ, a figure is there twice, or a suite is in `--out`.
-    """
-    merged: dict[str, Results] = {}
-    for folder in options.folders:
-        found = [results for name in SUITES if (results := load(folder, name)) is not None]
-        if not found:
-            raise UsageError(f"no results are in {folder}; make some with `python -m benchmarks run --out {folder}`")
-        for results in found:
-            _add(merged.setdefault(results.suite, Results(results.suite, results.header)), results, folder)
-    taken = [f"{name}.csv" for name in merged if (options.out / f"{name}.csv").exists()]
-    if taken:
-        raise UsageError(f"--out {options.out} holds {', '.join(taken)}; name another folder")
-    for name, results in merged.items():
-        # Cells that the table has with more rows, as trials with --rows make them, come last.
-        position = {cell.id: index for index, cell in enumerate(SUITES[name].of_seed(results.seed).cells)}
-        rows = sorted(results.rows.items(), key=lambda item: position.get(item[0][0], len(position)))
-        results.rows = dict(rows)
-        results.save(options.out)
-        print(f"{name}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
-    _draw([*merged.values()], options.out)
-    return 0
-
-
-def _add(whole: Results, part: Results, folder: Path) -> None:
-    if part.header != whole.header:
-        raise UsageError(f"the header of {folder / part.suite}.csv differs; only results of one run can be merged")
-    twice = [f"{provider} on {cell}" for cell, provider in part.rows if (cell, provider) in whole.rows]
-    if twice:
-        raise UsageError(f"{folder / part.suite}.csv has {twice[0]}, which another folder has too; leave one out")
-    for row in part.rows.values():
-        whole.add(row)
 
 
 def beside(options: argparse.Namespace, _: list[str]) -> int:

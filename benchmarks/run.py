@@ -44,11 +44,6 @@ def run(options: argparse.Namespace, given: list[str]) -> int:
         machine = find_machine()
     except DeviceError as error:
         raise UsageError(str(error)) from None
-    if options.share is not None and options.out is None:
-        raise UsageError(
-            "--share needs --out: processes that share the cells need a folder each, "
-            "which `python -m benchmarks merge` joins"
-        )
     present, absent = find_providers(options.providers)
     for name, reason in absent.items():
         print(f"skipped: {name} is not here ({reason})", file=sys.stderr)
@@ -97,29 +92,15 @@ def _run_in_stages(suite: Suite, cells: tuple[Cell, ...], results: Results, plan
 def _select(
     options: argparse.Namespace, header: dict[str, str], out: Path
 ) -> list[tuple[Suite, tuple[Cell, ...], Results]]:
-    chosen = []
-    suites = {suite.name: suite for suite in of_seed([SUITES[name] for name in options.suite or SUITES], options.seed)}
-    for suite in suites.values():
+    work = []
+    for suite in of_seed([SUITES[name] for name in dict.fromkeys(options.suite or SUITES)], options.seed):
         cells = at_most(suite.cells, options.rows)
         ids = set(matching([cell.id for cell in cells], options.only))
-        chosen += [(suite.name, cell) for cell in cells if cell.id in ids]
-    if not chosen:
+        if chosen := tuple(cell for cell in cells if cell.id in ids):
+            work.append((suite, chosen, _open(suite, header, out, options)))
+    if not work:
         raise UsageError(f"--only {' '.join(options.only)} matches no cell; see `python -m benchmarks list`")
-    work: dict[str, list[Cell]] = {}
-    for name, cell in _share(chosen, options.share):
-        work.setdefault(name, []).append(cell)
-    return [(suites[name], tuple(cells), _open(suites[name], header, out, options)) for name, cells in work.items()]
-
-
-def _share(chosen: list[tuple[str, Cell]], share: tuple[int, int] | None) -> list[tuple[str, Cell]]:
-    if share is None:
-        return chosen
-    # Neighbours are of like size, and take as long: every K-th, across suites, is an even share.
-    which, shares = share
-    taken = chosen[which - 1 :: shares]
-    if not taken:
-        raise UsageError(f"--share {which}/{shares} has no cell, as only {len(chosen)} are chosen; make fewer shares")
-    return taken
+    return work
 
 
 def _open(suite: Suite, header: dict[str, str], out: Path, options: argparse.Namespace) -> Results:

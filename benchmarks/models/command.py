@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import cycle, groupby, product
+from itertools import groupby, product
 from pathlib import Path
-from queue import SimpleQueue
-
-import torch
 
 from normforge.errors import DeviceError
 from normforge.tools.machine import Machine, find_machine
@@ -58,36 +54,27 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     table = _open(out, header, fresh=options.fresh, retry=options.retry)
     jobs = _jobs(options, machine, size, out, header, deadline)
     broken = []
-    gpus = gpus_of(machine)
     # Jobs that need no compiling go first, because the time may be up before compilation is done.
     for _dtype_and_runs, block in groupby(jobs, lambda job: (job.dtype, job.runs)):
         together = list(block)
         if options.jobs > 0:
-            _prepare(together, load(out, header) or table, options.jobs, gpus)
-        broken += _run(together, out, header, gpus)
+            _prepare(together, load(out, header) or table, options.jobs)
+        what = f"{together[0].dtype}, {' and '.join(together[0].runs)}"
+        broken += [_run(job, out, header) for job in progress_over(together, what=what, unit="model")]
     table = load(out, header) or table
     _report(table, jobs, out)
     wrong = [row for row in table.rows.values() if row.status.startswith(WRONG)]
     for row in wrong:
         print(f"{'/'.join(row.key)} is {row.status}", file=sys.stderr)
-    for said in broken:
+    for said in filter(None, broken):
         print(f"error: {said}", file=sys.stderr)
-    return SHORT if wrong or broken else 0
+    return SHORT if wrong or any(broken) else 0
 
 
 def launch(job: Job) -> int:
     """Do a job in a process of its own; the result is its exit status."""
     command = (sys.executable, "-m", "benchmarks.models.worker", job.text())
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": job.gpu} if job.gpu else {})
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
-
-
-def gpus_of(machine: Machine) -> list[str]:
-    """Return the GPUs that jobs are shared among, one job on each at a time."""
-    if machine.device.type == "cpu":
-        return [""]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [name for name in visible.split(",") if name] or [str(index) for index in range(torch.cuda.device_count())]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Table:
@@ -147,7 +134,7 @@ def chosen_names(option: str, given: Sequence[str], names: Collection[str]) -> t
     return tuple(name for name in names if not given or any(fnmatch.fnmatchcase(name, pattern) for pattern in given))
 
 
-def _prepare(jobs: Sequence[Job], table: Table, processes: int, gpus: Sequence[str]) -> None:
+def _prepare(jobs: Sequence[Job], table: Table, processes: int) -> None:
     """Compile what the compiled jobs need, several at once, into the caches on disk.
 
     Tracing takes most of the time, and is done by one thread: each variant's step is a process of its own.
@@ -158,34 +145,15 @@ def _prepare(jobs: Sequence[Job], table: Table, processes: int, gpus: Sequence[s
         if EAGER not in job.runs and not job.late
         for step, variant in product(job.steps, job.variants)
     ]
-    waiting = [part for part in parts if table.due(part.keys)]
-    due = [replace(part, gpu=gpu) for part, gpu in zip(waiting, cycle(gpus), strict=False)]
+    due = [part for part in parts if table.due(part.keys)]
     with ThreadPoolExecutor(processes) as pool:
         for job, status in zip(due, pool.map(launch, due), strict=True):
             if status:
                 print(f"compiling {job.model} in {job.dtype} ahead ended with status {status}", file=sys.stderr)
 
 
-def _run(jobs: Sequence[Job], out: Path, header: dict[str, str], gpus: Sequence[str]) -> list[str]:
-    """Run the jobs that have rows due, one after the other on each GPU; the result says which broke without a blame."""
-    free: SimpleQueue[str] = SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-
-    def run(job: Job) -> str | None:
-        gpu = free.get()
-        try:
-            return _run_job(replace(job, gpu=gpu), out, header)
-        finally:
-            free.put(gpu)
-
-    what = f"{jobs[0].dtype}, {' and '.join(jobs[0].runs)}"
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        ended = progress_over(pool.map(run, jobs), what=what, unit="model", total=len(jobs))
-        return [said for said in ended if said is not None]
-
-
-def _run_job(job: Job, out: Path, header: dict[str, str]) -> str | None:
+def _run(job: Job, out: Path, header: dict[str, str]) -> str | None:
+    """Run a job until it has no row due; return what is to be said if it broke and no variant is to blame."""
     while not job.late and (load(out, header) or Table(header)).due(job.keys):
         before = _rows(out, job)
         status = launch(job)

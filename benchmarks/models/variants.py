@@ -6,7 +6,6 @@ Variants of one model are copies that share its parameters: weights are on the d
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,10 +114,7 @@ def _patch(model: nn.Module, spec: Spec) -> None:
 
 
 def _patch_unfused(model: nn.Module, spec: Spec) -> None:
-    if "fuse" not in inspect.signature(normforge.patch).parameters:
-        raise NotOfferedError("this revision's patch fuses no residual adds, so that it has no fuse=False")
-    options: dict[str, Any] = {"fuse": False}
-    _require_swapped(normforge.patch(model, **options))
+    _require_swapped(normforge.patch(model, fuse=False))
 
 
 def _require_swapped(done: normforge.Patch) -> None:

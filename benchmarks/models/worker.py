@@ -62,7 +62,6 @@ class Job:
         rounds: turns of each variant.
         deadline: of `time.time()`: no variant is begun after it; None is no limit.
         ahead: whether to prepare only, so that what is compiled lies in the caches of a process that times.
-        gpu: which GPU it is done on, as CUDA_VISIBLE_DEVICES names it; empty is the first that is visible.
     """
 
     model: str
@@ -77,7 +76,6 @@ class Job:
     rounds: int = 5
     deadline: float | None = None
     ahead: bool = False
-    gpu: str = ""
 
     @property
     def groups(self) -> list[tuple[str, str]]:

@@ -10,16 +10,10 @@ from benchmarks import cli
 
 from ..calling import status_of
 
-SHARES = ("0/4", "5/4", "2", "1/0", "a/b", "-1/2", "1/2/3", "")
 REFUSED = [
     *((["beside", "old", "new", f"--within={bound}"], f"{bound!r} is no bound") for bound in ("-0.1", "nan", "3%")),
     (["beside", "old", "new", "--within=inf"], "'inf' is no bound; give a share of the old time, such as 0.03 for 3 %"),
     *((["parts", "--seconds", s], f"{s!r} is no time; give seconds, such as 20") for s in ("soon", "-1", "inf")),
-    *(
-        (["run", f"--share={share}", "--out", "nowhere"], f"{share!r} is no share; give I/K with I from 1 to K")
-        for share in SHARES
-    ),
-    (["run", "--share", "1/2", "--only", "nothing"], "--share needs --out"),
     (["list", "--suite", "forward", "--seed", "9"], "--seed 9 draws no cell of --suite forward; leave it out, or add"),
 ]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cli, run, runner
-from benchmarks.cells import Cell, Suite
+from benchmarks import cli, run
+from benchmarks.cells import Suite
 from benchmarks.inputs import Inputs
 from benchmarks.results import Results, load, read
 from benchmarks.runner import run_suite
@@ -74,28 +73,3 @@ def test_the_command_measures_and_resumes(
     assert found.header["revision"] == "r1"
     assert cli.main([*command[:-1], "r2"]) == cli.USAGE
     assert "(revision r1 there, r2 now); pass --fresh" in capsys.readouterr().err
-
-
-def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two suites, of three and of two cells, the first of two shares is every other cell."""
-    cells = tuple(dataclasses.replace(CELLS[0], n=n) for n in (64, 128, 192, 256, 320))
-    suites = {
-        "forward": Suite("forward", "Forward", SUITE.method, cells[:3]),
-        "tutorial": Suite("tutorial", "Tutorial", SUITE.method, cells[3:]),
-    }
-    monkeypatch.setattr(run, "SUITES", suites)
-    command = ["run", "--suite", *suites, "--providers", "copy", "--out", str(tmp_path), "--share", "1/2"]
-    run_cell = runner.run_cell
-
-    def interrupted(suite: Suite, cell: Cell, *rest: Any) -> None:
-        if cell.n == 192:
-            raise KeyboardInterrupt
-        run_cell(suite, cell, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "run_cell", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cli.main(command)
-    assert [row.n for row in loaded(tmp_path).rows.values()] == [64]
-    assert cli.main(command) == 0
-    assert [row.n for name in suites for row in loaded(tmp_path, name).rows.values()] == [64, 192, 320]
