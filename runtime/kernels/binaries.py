@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from .. import settings
 from ..codegen.locking import replace_file
@@ -28,17 +28,7 @@ from .key import KernelKey
 FORMAT = 2
 INDEX = "index.json"
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-# Legal values of a row's fields: a file's name cannot lead out of the folder.
-_FIELDS = {
-    "key": re.compile(".*", re.DOTALL),
-    "file": re.compile(r"\w+-[0-9a-f]{16}", re.ASCII),
-    "binary": re.compile(r"cubin|hsaco"),
-    "binary_sha256": _DIGEST,
-    "metadata_sha256": _DIGEST,
-    "ptx_sha256": re.compile(rf"(?:{_DIGEST.pattern})?"),
-    "source_sha256": _DIGEST,
-}
+Digest = Annotated[str, "[0-9a-f]{64}"]
 
 _lock = fork_safe(threading.Lock())
 _folder: Folder | None = None
@@ -46,7 +36,7 @@ _folder: Folder | None = None
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of a folder.
+    """One kernel of a folder. Each field has a pattern of its legal values: a file's name leads out of no folder.
 
     Attributes:
         key: `KernelKey.portable`.
@@ -59,19 +49,22 @@ class Row:
         source_sha256: the digest of the kernel's source, as `source_digest` returns.
     """
 
-    key: str
-    file: str
-    binary: str
-    binary_sha256: str
-    metadata_sha256: str
-    ptx_sha256: str
-    source_sha256: str
+    key: Annotated[str, "(?s).*"]
+    file: Annotated[str, r"(?a)\w+-[0-9a-f]{16}"]
+    binary: Annotated[str, "cubin|hsaco"]
+    binary_sha256: Digest
+    metadata_sha256: Digest
+    ptx_sha256: Annotated[str, "(?:[0-9a-f]{64})?"]
+    source_sha256: Digest
 
     @property
     def files(self) -> dict[str, str]:
         """The names of the files, with the digests: the binary and the metadata, which Triton loads, and the PTX."""
         digests = {self.binary: self.binary_sha256, "json": self.metadata_sha256, "ptx": self.ptx_sha256}
         return {f"{self.file}.{suffix}": digest for suffix, digest in digests.items() if digest}
+
+
+_LEGAL = {name: hint.__metadata__[0] for name, hint in get_type_hints(Row, include_extras=True).items()}
 
 
 @dataclass(frozen=True)
@@ -239,10 +232,10 @@ def read(path: Path) -> Folder:
 
 
 def _row(values: Any) -> Row:
-    if not isinstance(values, dict) or values.keys() != _FIELDS.keys():
+    if not isinstance(values, dict) or values.keys() != _LEGAL.keys():
         raise ValueError("a kernel has not the fields that one has")
-    for name, legal in _FIELDS.items():
-        if not legal.fullmatch(_text(values, name)):
+    for name, legal in _LEGAL.items():
+        if not re.fullmatch(legal, _text(values, name)):
             raise ValueError(f"a kernel's {name} is {values[name][:80]!r}")
     return Row(**values)
 
