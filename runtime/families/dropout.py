@@ -34,6 +34,6 @@ def normalise_known(
     _, rng = settled(p, rng, x)
     planned = road.with_rng(planned, rng)
     if is_recorded:
-        return record_known((*operands, rng), full, recorded_of(planned), DROPS)
+        return record_known(DROPS, (*operands, rng), full, recorded_of(planned))
     y, total, *_ = run(planned)
     return y, total

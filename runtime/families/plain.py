@@ -6,6 +6,7 @@ Such a call is two tuples, `operands.Operands` and `operands.Options`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import compress, product
 from typing import Any
 
@@ -186,12 +187,10 @@ class _AddNormalise(torch.autograd.Function):
 def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that records calls by one autograd function without a residual, and by another with one."""
 
-    def record(
-        operands: road.Operands, options: road.Options, recorded: Recorded | None, calls: FamilyCalls | None = None
-    ) -> Any:
+    def record(calls: FamilyCalls, operands: road.Operands, options: road.Options, recorded: Recorded | None) -> Any:
         x, weight, bias, residual, x_bias, *_ = operands
         if residual is not None:
-            return add((calls or CALLS, options, recorded), *operands)
+            return add((calls, options, recorded), *operands)
         call = options, recorded
         # Autograd takes about 0.1 us for each None that is passed.
         if x_bias is not None:
@@ -201,13 +200,9 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
     return record
 
 
-_record_seen = _recording(applied(_Normalise), applied(_AddNormalise))
-
-
-def record(calls: FamilyCalls, operands: road.Operands, options: road.Options, recorded: Recorded | None) -> Any:
-    """Record a call that is not known."""
-    return _record_seen(operands, options, recorded, calls)
-
+# Of calls that are not known, and of those that were found and launched.
+record = _recording(applied(_Normalise), applied(_AddNormalise))
+record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 
 # The look-up itself finds out if a residual is added and if statistics are saved.
 CALLS = road.calls_of(
@@ -219,8 +214,7 @@ CALLS = road.calls_of(
 )
 # Calls that add a residual behind a dropout of x, whose seed and offset are settled behind the look-up.
 DROPS = road.calls_of(DROPPED, record=record, looked_up=(5, None))
-record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
-native.record_by("recorded", record_known)
+native.record_by("recorded", partial(record_known, CALLS))
 
 # Names of the gradients that are due, by flags of x (or residual), weight, bias, x_bias and what a dropout is applied
 # to, or of the first ones alone.
@@ -255,7 +249,7 @@ def _gradients_first(
     # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
     seen = is_dynamo_compiling() or dispatch_modes() > 0
     if not (seen or arrived_in_memory((dy, dresidual_out))):
-        return eager.plain_gradients_of_packed(operands, options)
+        return eager.plain_gradients(operands, options)
     # The operator has a gradient, which is asked for only where gradients are enabled in a backward pass.
     if seen or torch.is_grad_enabled():
         return gradients_by_operator(rows, operands, options)
