@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
-from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, has_tangent
+from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, eager_only, has_tangent
 from . import native
 from .known import PLAIN, Key, Tensors
 from .traced import is_dynamo_compiling
@@ -77,13 +77,14 @@ def gradients_of(
 
 
 def reentering(compute: Callable[..., T]) -> Callable[..., T]:
-    """Return `compute` for the backward pass of a batch-invariant call: batch invariant wherever the pass runs."""
+    """Return `compute` batch invariant wherever it runs: the backward pass of such a call, or an operator's twin."""
 
-    def run(*arguments: Any) -> T:
+    @eager_only
+    def run(*arguments: Any, **named: Any) -> T:
         if is_on():
-            return compute(*arguments)
+            return compute(*arguments, **named)
         with batch_invariant():
-            return compute(*arguments)
+            return compute(*arguments, **named)
 
     return run
 

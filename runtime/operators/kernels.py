@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from ..calls.record import reentering
 from ..calls.traced import INVARIANT
-from ..selection.batch import batch_invariant
-from ..selection.invariance import is_on
 from ..upstream.torch_internals import dispatch_modes, eager_only, ends_with_autograd, transforming
 
 NAMESPACE = "normforge"
@@ -82,22 +81,9 @@ def at_once(operator: Operator, kernel: Kernel) -> Kernel:
     return run
 
 
-def within(kernel: Kernel) -> Kernel:
-    """Return a kernel that runs under batch invariance."""
-
-    @eager_only
-    def run(*arguments: Any, **named: Any) -> Any:
-        if is_on():
-            return kernel(*arguments, **named)
-        with batch_invariant():
-            return kernel(*arguments, **named)
-
-    return run
-
-
 def both(name: str, kernel: Kernel) -> dict[str, Kernel]:
     """Return the kernels of an operator and of its twin, by name."""
-    return {name: kernel, f"{name}{INVARIANT}": within(kernel)}
+    return {name: kernel, f"{name}{INVARIANT}": reentering(kernel)}
 
 
 def register_autograd(library: torch.library.Library, name: str, differentiate: Kernel, keep: Kernel) -> None:
