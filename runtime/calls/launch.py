@@ -156,7 +156,12 @@ def run_sized(
         pieces, absent = [*[base + offset for offset in layout.offsets], behind], 0
     else:
         read, written = _as_tensors(plan, layout, tensors, results)
-        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+        wanted = [*plan.sum_dtypes, *layout.offsets[layout.sums :]]
+        starts = [
+            None if each is None else at // torch.float32.itemsize
+            for each, at in zip(wanted, layout.offsets, strict=True)
+        ]
+        pieces = [None if start is None or work is None else work[start:] for start in starts]
         pieces, absent = [*pieces, exchange], None
     rows = len(written) - layout.sums
     inputs = (*read, *written[:rows], *pieces, *own, *numbers)

@@ -16,20 +16,7 @@ from torch.autograd.graph import increment_version
 
 from .. import settings
 from ..codegen.families import Family
-from ..codegen.parameters import (
-    ADDED,
-    BACKWARD,
-    DROPPED,
-    DROPPED_BWD,
-    FORWARD,
-    GATED,
-    GROUP,
-    GROUP_BWD,
-    IN_PARTS,
-    MODULATED,
-    QUANTISED,
-    RENORMED,
-)
+from ..codegen.parameters import ADDED, BACKWARD, DROPPED, DROPPED_BWD, FAMILIES, FORWARD, GROUP, GROUP_BWD, IN_PARTS
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction
 from ..selection import dispatch
@@ -50,7 +37,7 @@ _FAMILIES = {
     "recorded": FORWARD,
     "added_ahead": FORWARD,
     "gradients": BACKWARD,
-    **{family.name: family for family in (DROPPED, ADDED, RENORMED, MODULATED, GATED, QUANTISED, GROUP)},
+    **{family.name: family for family in (DROPPED, ADDED, *FAMILIES, GROUP) if family.name},
     **{f"{family.name}_gradients": family for family in (DROPPED_BWD, *IN_PARTS, GROUP_BWD)},
 }
 

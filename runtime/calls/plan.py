@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 
 from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble
+from ..kernels.assembly import SUMS, Assembly, Facts, assemble
 from ..kernels.gpu import Target, target_of
 from ..kernels.key import pointer_type
 from ..kernels.launcher import Launcher
@@ -63,15 +64,15 @@ class Layout(NamedTuple):
         finish: how the kernel is launched that adds up their partial sums, and its grid; None where there is none.
         adds: picks what that kernel takes from `programs`, what is not there, the sums, and where their parts start.
         programs: how many programs share the rows of a part.
-        offsets: where the partial sums of each sum of the family start, in bytes, 0 for a sum that is not wanted, which
-            no compiled kernel reads; then where each of the values starts that the first step leaves for the next.
+        offsets: where the partial sums of each sum of the family start, in bytes, or for a sum that is not wanted those
+            of the next one, which no kernel reads; then where each of the values starts that the first step leaves for
+            the next.
         memory: how to make the memory that they start in; None where there is none.
         sums: how many of the results are sums, which follow those that are rows.
         to_rstd: where one tensor holds both statistics, the bytes from the means to rstd; 0 if there are no means.
         by_address: whether launches take addresses, and not tensors.
         exchange: how many int64 the programs exchange values through.
         in_c: whether launches take addresses alone, and no memory to exchange values through.
-        starts: `offsets` in fp32 elements, None for a sum that is not wanted.
     """
 
     steps: tuple[tuple[Launch, Grid], ...] = ()
@@ -85,7 +86,6 @@ class Layout(NamedTuple):
     by_address: bool = False
     exchange: int = 0
     in_c: bool = False
-    starts: tuple[int | None, ...] = ()
 
 
 class Sized(NamedTuple):
@@ -232,19 +232,13 @@ class Plan:
         programs = parts * each
         columns = self.sizes.get("channels", self.n)
         section, term = aligned_length(programs * columns), aligned_length(assembly.terms(m))
-        starts: list[int | None] = []
-        length = 0
-        for dtype in self.sum_dtypes:
-            starts.append(None if dtype is None else length)
-            length += 0 if dtype is None else section
-        for _ in assembly.row_terms:
-            starts.append(length)
-            length += term
+        lengths = [0 if dtype is None else section for dtype in self.sum_dtypes] + [term] * len(assembly.row_terms)
+        *starts, length = accumulate(lengths, initial=0)
         exchange = 0 if assembly.exchange is None else assembly.exchange(m)
         steps = [
             (_with_numbers(launch, numbers), grid)
             for launch, recipe in zip(launches, assembly.walkers, strict=False)
-            for grid, numbers in _rounds(recipe, m, programs)
+            for grid, numbers in (recipe.rounds(m) if recipe.rounds else [(recipe.grid(m, programs), ())])
         ]
         finisher = assembly.finisher
         return Layout(
@@ -252,14 +246,13 @@ class Plan:
             finish=None if finisher is None else (launches[-1], self._finishing_grid(finisher.grid(m, each), parts)),
             adds=_adds(len(self.sum_dtypes)),
             programs=each,
-            offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
+            offsets=tuple(start * torch.float32.itemsize for start in starts),
             memory=make_of((length,), torch.float32) if length else None,
             sums=len(self.sum_dtypes),
             to_rstd=packing(m, self.saves_mean)[1],
             by_address=by_address,
             exchange=exchange,
             in_c=by_address and not exchange,
-            starts=tuple(starts),
         )
 
     def _finishing_grid(self, grid: Grid, parts: int) -> Grid:
@@ -287,11 +280,6 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
         known = (Plan(call, misaligned),)
         dispatch.remember(plans, key, known)
     return known[0]
-
-
-def _rounds(recipe: Recipe, m: int, programs: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
-    """Return the grid of each launch, and the numbers that the launch brings behind all other values."""
-    return [(recipe.grid(m, programs), ())] if recipe.rounds is None else recipe.rounds(m)
 
 
 def _with_numbers(launch: Launch, numbers: tuple[int, ...]) -> Launch:
