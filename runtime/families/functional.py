@@ -10,9 +10,9 @@ import torch
 from ..codegen.groups import Activation
 from ..codegen.values import Cast, GateActivation, Norm
 from . import renormed, rotary
-from .gated import calls as gated
+from .gated import row as gated
 from .group import calls as group
-from .modulated import calls as modulated
+from .modulated import row as modulated
 
 
 @overload

@@ -7,21 +7,25 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...calls import road
+from ...calls import native, road
 from ...calls.argument_checks import check_flag, check_tensor
+from ...calls.backend import backend
+from ...calls.check import check_normalised
 from ...calls.outputs import LayerNormOutput
 from ...calls.record import Recording
 from ...calls.road import Operands, Options, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import walkable
-from ...calls.traced import unrecorded
+from ...calls.traced import is_dynamo_compiling, unrecorded
 from ...codegen.model import Mode
 from ...codegen.parameters import GATED, GATED_BWD
 from ...codegen.values import Direction, GateActivation, Gating, Norm
 from ...dtypes import DTYPES, word
 from ...errors import ShapeError
+from ...upstream.torch_internals import is_sharded
 from .. import eager
-from ..operands import GatedArgs, GatedOperands, GatedSaved
+from ..operands import GatedArgs, GatedOperands, GatedOptions, GatedSaved
+from ..plain_calls import by_parts, handed_on, is_handed_on, normalise_family
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -184,3 +188,29 @@ CALLS = calls_of(
     args=_args,
     recording=Recording(launch_recorded, IN_PARTS.recorded, "gated_gradients"),
 )
+
+
+def normalise(operands: GatedOperands, options: Any, group_size: int | None) -> Any:
+    """Run a call of a public function, whose options begin with norm_before_gate."""
+    return _run(operands, with_words(options), group_size)
+
+
+def _run(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    result = None
+    if group_size is None and not is_dynamo_compiling():
+        result = native.calls.gated.normalise(operands, options)
+    if result is not None:
+        return result
+    if is_handed_on(operands):
+        args = road.named(CALLS, operands, options)
+        args |= {"norm_before_gate": args["gating"] == GATING[True], "group_size": group_size}
+        return handed_on(CALLS.functions[options[0]], operands, args, positional=2)
+    if is_sharded(*operands):
+        # Parts may fit on one rank and not on another: the first would wait for the second.
+        name, args, x = CALLS.functions[options[0]], road.named(CALLS, operands, options), operands[0]
+        check_normalised(name, args, x.shape[-1:], kernel=backend(x) == "kernel")
+        # Each rank normalises its rows, in a call of plain tensors.
+        return by_parts(name, CALLS.rows, operands, lambda parts: _run(parts, options, group_size))
+    if group_size is None:
+        return normalise_family(CALLS, operands, options)
+    return _run(in_groups(operands, group_size), options, None).flatten(-2)

@@ -7,16 +7,18 @@ gradients of scale, shift, weight and bias are made of, by operations on a row a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
-from ...calls import road
+from ...calls import native, road
 from ...calls.outputs import LayerNormOutput, dtype_of_all
 from ...calls.record import Recording
 from ...calls.road import Options, Outs, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
+from ...calls.traced import is_dynamo_compiling
 from ...codegen.model import Mode
 from ...codegen.parameters import MODULATED, MODULATED_BWD
 from ...codegen.values import Direction, FusedAdd, Norm
@@ -24,6 +26,7 @@ from ...dtypes import DTYPES
 from ...errors import ConflictError
 from .. import eager
 from ..operands import ModulatedArgs, ModulatedOperands, ModulatedOptions, ModulatedSaved
+from ..plain_calls import handed_on, is_handed_on, normalise_family
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -186,3 +189,15 @@ CALLS = calls_of(
     # x, gate and residual make the sum.
     recording=Recording(launch_recorded, IN_PARTS.recorded, "modulated_gradients", sums=(0, 3, 4)),
 )
+
+
+def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    """Run a call of a public function."""
+    result = None if is_dynamo_compiling() else native.calls.modulated.normalise(operands, options)
+    if result is not None:
+        return result
+    if is_handed_on(operands):
+        args = road.named(CALLS, operands, options)
+        return handed_on(CALLS.functions[options[0]], operands, args, positional=3)
+    check_gate(operands)
+    return normalise_family(CALLS, operands, options)
