@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked
+from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked_of
 from ..calls.traced import unrecorded
 from ..codegen.groups import Span
 from ..codegen.values import Cast, GateActivation, Gating, Norm
@@ -23,8 +23,6 @@ from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_internals import constant_in_traces, is_forward_ad_on, jit_tracing
 from .operands import (
-    BackwardOperands,
-    BackwardOptions,
     GatedArgs,
     GatedSaved,
     GroupArrived,
@@ -190,12 +188,10 @@ class Dropout(NamedTuple):
     Attributes:
         p: the probability that an element is dropped.
         rng: seed and offset, which determine the mask.
-        dtype: of the gradient of x; None is x's.
     """
 
     p: float
     rng: torch.Tensor
-    dtype: torch.dtype | None = None
 
 
 def plain(
@@ -254,25 +250,14 @@ def cast_of(cast: str | Cast, x_dtype: torch.dtype, y_dtype: torch.dtype) -> str
     return cast if _rounded_to(cast, y_dtype, x_dtype) else "after_weight"
 
 
-def plain_gradients_of_packed(operands: Sequence[Any], options: Sequence[Any]) -> NormGradients:
-    """Return `plain_gradients`, where the rstd operand packs the means too, and a dropout's rng and p come last."""
+def plain_gradients(operands: Sequence[Any], options: Sequence[Any]) -> NormGradients:
+    """Return what `plain.gradients_of` returns for the same arguments, differentiable.
+
+    The statistics may be two tensors, the first None for RMSNorm. dy may be None if only dx is due.
+    """
     dy, x, weight, statistics, x_bias, dresidual_out, *rng = operands
     norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping = options
-    dropout = Dropout(dropping[0], rng[0], dropping[1]) if rng else None
-    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
-    of_norm = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
-    return plain_gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, of_norm, dropout)
-
-
-def plain_gradients(
-    operands: BackwardOperands,
-    mean: torch.Tensor | None,
-    options: BackwardOptions,
-    dropout: Dropout | None = None,
-) -> NormGradients:
-    """Return the gradients in `wants`, differentiable. mean is None for RMSNorm; dy may be None if only dx is due."""
-    dy, x, weight, rstd, x_bias, dresidual_out = operands
-    norm, weight_offset, cast, dx_dtype, bias_dtype, wants = options
+    mean, rstd = unpacked_of(x, statistics)
     s = x.float() if x_bias is None else x.float() + x_bias.float()
     normalised = _normalised(s, mean, rstd, *_constants(norm))
     h, *_ = normalised
@@ -282,14 +267,14 @@ def plain_gradients(
     dy = dy.float()
     g = dy if weight is None else dy * (weight.float() + weight_offset)
     dx = _through_rows(g, normalised, dresidual_out)
-    ddropped = dx if dropout is None else dropped(dx, dropout.p, dropout.rng)
+    ddropped = dropped(dx, dropping[0], *rng) if rng else dx
     # One rounding each.
     exact = (
         ("dx", dx, dx_dtype or x.dtype),
         ("dweight", dy * weighted, None if weight is None else weight.dtype),
         ("dbias", dy, bias_dtype),
         ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
-        ("ddropped", ddropped, (None if dropout is None else dropout.dtype) or x.dtype),
+        ("ddropped", ddropped, (dropping[1] if rng else None) or x.dtype),
     )
     grads = {
         name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)

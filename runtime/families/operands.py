@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.values import Cast, FusedQuant, GateActivation, Gating, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import Cast, FusedQuant, GateActivation, Gating
 
 # A call of norms alone.
 Operands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -16,12 +16,6 @@ Options = tuple[str, float | None, float | None, torch.dtype | None, str | Cast]
 
 # The eps that None means in such a call.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-
-# A backward pass of such a call; rstd holds the means too, if there are any.
-BackwardOperands = tuple[
-    torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]
-BackwardOptions = tuple[str, float, str | Cast, torch.dtype | None, torch.dtype | None, Collection[str]]
 
 # A call of modulated norms.
 ModulatedOperands = tuple[
@@ -35,16 +29,6 @@ GatedOperands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Ten
 GatedOptions = tuple[
     str, str | Gating, str | GateActivation, float, float, str | int | FusedQuant, torch.dtype | None, bool | None
 ]
-
-# A call of quantised norms.
-QuantisedOperands = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
-    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
-]  # fmt: skip
-QuantisedOptions = tuple[
-    str, float, float, str | int | FusedQuant, torch.dtype | None, str | Cast, str | int | ScaleGroup,
-    str | ScaleFormat, str | ScaleLayout, bool, bool,
-]  # fmt: skip
 
 
 class ModulatedArgs(NamedTuple):

@@ -200,7 +200,7 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
     return record
 
 
-# Of calls that are not known, and of those that were found and launched.
+# The first records calls that are not known, and the second calls that were found and launched.
 record = _recording(applied(_Normalise), applied(_AddNormalise))
 record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 

@@ -69,12 +69,13 @@ def by_formula(function: str, args: Mapping[str, Any]) -> Results:
     if takes.family_name:
         return _gradients(function, args, by_formula=True)
     args = {**dict(takes.defaults), **args}
-    operands = tuple(args[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
-    options = tuple(args[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
-    dropout = None
+    args["statistics"] = args["mean"], args["rstd"]
+    operands: tuple[str, ...] = ("dy", "x", "weight", "statistics", "x_bias", "dresidual_out")
+    options: tuple[str, ...] = ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants")
     if args["dropout_rng"] is not None:
-        dropout = eager.Dropout(args["dropout_p"], args["dropout_rng"], args["dropped_dtype"])
-    return eager.plain_gradients(operands, args["mean"], (takes.norm.value, *options), dropout)
+        operands, options = (*operands, "dropout_rng"), (*options, "dropout_p", "dropped_dtype")
+    norm = takes.norm.value
+    return eager.plain_gradients([args[name] for name in operands], (norm, *[args[name] for name in options]))
 
 
 def shares_no_row(function: str, args: Mapping[str, Any]) -> bool:
