@@ -124,7 +124,7 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 
 def _forward(centres: bool, x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    """Return y and the statistics of a LayerNorm, which `centres`, or an RMSNorm."""
+    """Return y and the statistics of a norm: LayerNorm if `centres`, else RMSNorm."""
     *parameters, eps = others
     dimensions, run = len(shape), layernorm2d_fwd if centres else rmsnorm2d_fwd
     outputs = run(_rows(x, dimensions), *map(_vector, parameters), eps=_eps_of(eps), save_mv=True)
@@ -140,7 +140,7 @@ def _eps_of(eps: float | None) -> float:
 
 
 def _backward(centres: bool, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    """Return the gradients that are due; the others are statistics, parameters, and which gradients are due."""
+    """Return the gradients of x and the parameters; `others` are statistics, parameters, and which gradients are due."""
     *mean, rstd = others[: 1 + centres]
     (weight, *bias), due = others[1 + centres : -1], others[-1]
     rows, run = _rows(x, len(shape)), layernorm2d_bwd if centres else rmsnorm2d_bwd

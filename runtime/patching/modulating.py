@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product, starmap
 from typing import Any
 
@@ -54,6 +55,10 @@ def _formulas() -> Iterator[Formula]:
     return starmap(Formula, product((0, 1), (True, False)))
 
 
+# Returns the modulation that a function computes, or None. Takes the function, the number of operands that the function
+# takes by position behind the rows, and the names of the others.
+formula_of = partial(recognised, _formulas)
+
 # An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
 
@@ -79,18 +84,6 @@ def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *args:
         return function(y, *args, **kwargs)
     scale, shift = args
     return y * (1 + scale) + shift
-
-
-def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formula | None:
-    """Return the modulation that a function computes, or None if the function computes anything else.
-
-    Args:
-        function: anything.
-        positional: how many of the two operands it takes by position, behind the rows.
-        named: the names of the others.
-    """
-    formula: Formula | None = recognised(function, _formulas, positional, named)
-    return formula
 
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

@@ -316,13 +316,13 @@ Draw = Callable[..., torch.Tensor]
 _FUNCTION_TYPES = ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2))
 
 
-def recognised(function: Any, formulas: Callable[[], Iterable[Any]], *how: Any) -> Any:
+def recognised(formulas: Callable[[], Iterable[Any]], function: Any, *how: Any) -> Any:
     """Return the formula that a function computes, identified by calling the function on random operands.
 
     Args:
-        function: anything; only functions of Python's are tried.
         formulas: makes objects with a method `trials(function, draw, *how)`, which yields what the function returns for
             tensors that `draw` makes, each with what the formula gives.
+        function: anything; only functions of Python's are tried.
         how: how the function is called.
 
     Returns:

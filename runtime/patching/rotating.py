@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -68,10 +69,8 @@ def _formulas() -> Iterator[Formula]:
             yield Formula(interleaved, reads_half, may_pass)
 
 
-def formula_of(function: Any) -> Formula | None:
-    """Return the rotation that a function of q, k, cos and sin computes; None if it computes anything else."""
-    formula: Formula | None = recognised(function, _formulas)
-    return formula
+# Returns the rotation that a function of q, k, cos and sin computes, or None.
+formula_of = partial(recognised, _formulas)
 
 
 class Rotary:
