@@ -140,7 +140,7 @@ def _eps_of(eps: float | None) -> float:
 
 
 def _backward(centres: bool, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    """Return the gradients of x and the parameters; `others` are statistics, parameters, and which gradients are due."""
+    """Return the gradients of x and parameters; `others` are statistics, parameters, and which gradients are due."""
     *mean, rstd = others[: 1 + centres]
     (weight, *bias), due = others[1 + centres : -1], others[-1]
     rows, run = _rows(x, len(shape)), layernorm2d_bwd if centres else rmsnorm2d_bwd
