@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from ..calls.argument_checks import LARGEST_FP32
 from ..calls.attempt import attempted
 from ..calls.known import PLAIN
-from ..calls.outputs import dtypes_of
 from ..calls.row_layout import walkable
 from ..dtypes import FLOATS
 from ..errors import InvarianceError
@@ -113,7 +112,7 @@ def _is_vector(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tup
     return tensor.dtype in dtypes and tensor.shape == shape and tensor.is_contiguous() and _readable(tensor)
 
 
-def _any_of_type(dtype: torch.dtype, parameters: Sequence[torch.Tensor | None]) -> bool:
+def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
     """Return True if any parameter has a dtype; None has none."""
     return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
 
@@ -123,32 +122,48 @@ def _readable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
-def _forward(centres: bool, x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    """Return y and the statistics of a norm: LayerNorm if `centres`, else RMSNorm."""
-    *parameters, eps = others
-    dimensions, run = len(shape), layernorm2d_fwd if centres else rmsnorm2d_fwd
-    outputs = run(_rows(x, dimensions), *map(_vector, parameters), eps=_eps_of(eps), save_mv=True)
-    # On a CPU torch saves a LayerNorm's statistics in the parameters' dtype, or x's.
-    is_wide = not centres or x.is_cuda or _any_of_type(torch.float32, parameters)
-    statistics = [outputs.mean, outputs.rstd][not centres :]
-    dtype = torch.float32 if is_wide else x.dtype
-    return _like(x, outputs.y), *[_one_a_row(each, dimensions, dtype) for each in statistics]
+def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:
+    dimensions = len(shape)
+    vectors = (_vector(weight), _vector(bias))
+    y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
+    # On a CPU torch saves statistics in the parameters' dtype, or x's.
+    dtype = torch.float32 if x.is_cuda or _any_of_type(torch.float32, (weight, bias)) else x.dtype
+    return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
+
+
+def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> Tensors:
+    dimensions = len(shape)
+    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_eps_of(eps), save_mv=True)
+    return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
 
 
 def _eps_of(eps: float | None) -> float:
     return _DEFAULT_EPS if eps is None else eps
 
 
-def _backward(centres: bool, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
-    """Return the gradients of x and parameters; `others` are statistics, parameters, and which gradients are due."""
-    *mean, rstd = others[: 1 + centres]
-    (weight, *bias), due = others[1 + centres : -1], others[-1]
-    rows, run = _rows(x, len(shape)), layernorm2d_bwd if centres else rmsnorm2d_bwd
-    named: dict[str, Any] = {"rstd": _of_rows(rstd, rows), "wants": tuple(compress(_NAMES, due))}
-    if centres:
-        named |= {"mean": _of_rows(mean[0], rows), "bias_dtype": dtypes_of(bias)[0]}
-    grads = run(_rows(dy, len(shape)), rows, _vector(weight), **named)
-    return tuple([_like(passed, grad) for passed, grad in zip((x, weight, *bias), grads, strict=False)])
+def _layer_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
+) -> Tensors:
+    rows = _rows(x, len(shape))
+    grads = layernorm2d_bwd(
+        _rows(dy, len(shape)),
+        rows,
+        _vector(weight),
+        mean=_of_rows(mean, rows),
+        rstd=_of_rows(rstd, rows),
+        bias_dtype=None if bias is None else bias.dtype,
+        wants=tuple(compress(_NAMES, due)),
+    )
+    return _like(x, grads.dx), _like(weight, grads.dweight), _like(bias, grads.dbias)
+
+
+def _rms_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
+) -> Tensors:
+    rows = _rows(x, len(shape))
+    wants = tuple(compress(_NAMES, due))
+    grads = rmsnorm2d_bwd(_rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=wants)
+    return _like(x, grads.dx), _like(weight, grads.dweight)
 
 
 def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
@@ -178,9 +193,9 @@ def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 # The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels. A
 # LayerNorm has two statistics, an RMSNorm one.
 _SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
-    "native_layer_norm": (_forward_fits, partial(_forward, True)),
-    "native_layer_norm_backward": (partial(_backward_fits, 2), partial(_backward, True)),
-    "_fused_rms_norm": (_forward_fits, partial(_forward, False)),
-    "_fused_rms_norm_backward": (partial(_backward_fits, 1), partial(_backward, False)),
+    "native_layer_norm": (_forward_fits, _layer),
+    "native_layer_norm_backward": (partial(_backward_fits, 2), _layer_gradients),
+    "_fused_rms_norm": (_forward_fits, _rms),
+    "_fused_rms_norm_backward": (partial(_backward_fits, 1), _rms_gradients),
 }
 OPERATORS = tuple(_SERVED)
