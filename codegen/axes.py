@@ -95,6 +95,7 @@ AXES = (
     Axis("channels_last", BOOLEANS, default="false"),
     Axis("span", _words(Span), default="group"),
     Axis("dropout", BOOLEANS, default="false"),
+    Axis("statistics_only", BOOLEANS, default="false"),
 )
 
 

@@ -168,6 +168,8 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
     """Return items between brackets as the formatter sets them, or filled if the formatter would give each a line."""
     margin, inner = " " * indent, " " * (indent + 4)
     text = " ".join(items.split()).removesuffix(",")
+    if before.endswith("= (") and "," not in text:
+        text += ","
     one = f"{margin}{before}{text}{after}"
     if len(one) <= emit.LINE_LENGTH:
         return one

@@ -191,6 +191,8 @@ def _render_kernel(
 
 def _output_of(mode: Mode) -> str:
     """Return the template that stores a normalised row."""
+    if mode.statistics_only:
+        return "statistics"
     if mode.scales_locally:
         return "scaled_groups" if mode.group_size.code else "scaled"
     return "quantised" if mode.fquant.quantises else "plain"

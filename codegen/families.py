@@ -286,6 +286,7 @@ class Family:
         parameters: the parameters, in the order of signatures and schemas.
         results: the results, in order.
         name: "renormed", "modulated", "gated", "quantised", "dropped" or "group"; "" for the norms alone.
+        axes: the fields of `Mode` that every call sets alike, with their values.
     """
 
     direction: Direction
@@ -293,6 +294,7 @@ class Family:
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
     name: str = ""
+    axes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
         """Return the parameters of a norm's function."""

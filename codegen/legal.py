@@ -40,6 +40,8 @@ def legal_modes() -> Iterator[Mode]:
             # If the mode itself is illegal, so are the forms below.
             with suppress(IllegalCombinationError):
                 yield replace(mode, dropout=True)
+            with suppress(IllegalCombinationError):
+                yield replace(mode, statistics_only=True)
             yield from _gated(mode)
             yield from _served(mode)
             for gated in bools:

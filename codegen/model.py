@@ -75,6 +75,7 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
+    "statistics_only": {False: "", True: "_only"},
 }
 # For each field, the value without a suffix, and the suffixes.
 _NAMED = tuple((name, next(iter(suffixes)), suffixes) for name, suffixes in _SUFFIXES.items())
@@ -137,6 +138,7 @@ class Mode:
     scale_ub: bool = False
     quantise_rounded: bool = False
     save_unquant: bool = False
+    statistics_only: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype_in not in INPUT_DTYPES:
@@ -178,6 +180,8 @@ class Mode:
             self._check_gated()
         if self.fadd.renorms:
             self._check_renormed()
+        if self.statistics_only:
+            self._check_statistics()
         if self.fadd.is_after and self.fquant.quantises:
             raise IllegalCombinationError(
                 f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
@@ -326,10 +330,28 @@ class Mode:
                     f"fadd {self.fadd.value} has no {name} {self._word(name)}; use another {name}, or another fadd"
                 )
 
+    def _check_statistics(self) -> None:
+        for name, fits in (
+            ("direction", not self.is_backward),
+            ("save_mv", self.save_mv),
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("dtype_out", self.dtype_out is self.dtype_in),
+            ("fadd", not self.fadd.adds),
+            ("x_bias", not self.x_bias),
+            ("cast", not self.cast.comes_first),
+            ("modulated", not self.modulated),
+            ("gating", not self.gating.gates),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"statistics_only saves mean and rstd of x and writes no y, and has no {name} {self._word(name)}; "
+                    f"use another {name}, or leave statistics_only out"
+                )
+
     def _word(self, name: str) -> str:
         """Return the manifest's word for the mode's value on an axis."""
         value = getattr(self, name)
-        return "true" if value is True else str(value.value)
+        return str(value).lower() if isinstance(value, bool) else str(value.value)
 
     def _check_small_input(self) -> None:
         if self.dtype_in not in FP8_INPUT_DTYPES:
@@ -426,6 +448,7 @@ class Mode:
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Return the pipelines that have kernels."""
         spreads = not (self.shares or self.dropout) if self.is_backward else self.streams or self.spreads_sums
+        spreads = spreads and not self.statistics_only
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
 
     @property
@@ -470,7 +493,12 @@ class Mode:
     @property
     def has_window(self) -> bool:
         """Return True if one_pass has a second kernel for unaligned rows: 16-bit values are slow to read singly."""
-        return self.streams and self.dtype_in.itemsize == 2
+        return self.streams and self.dtype_in.itemsize == 2 and not self.statistics_only
+
+    @property
+    def keeps_row(self) -> bool:
+        """Return True if a row in registers is used again: y follows from the row, and so does a variance."""
+        return self.norm.centres or not self.statistics_only
 
     @property
     def operand_dtype(self) -> DType:
@@ -548,7 +576,7 @@ class Mode:
         """Return the stages between normalising a row and storing or quantising it."""
         has = {
             Stage.CAST: self.cast.comes_first,
-            Stage.WEIGHT: True,
+            Stage.WEIGHT: not self.statistics_only,
             Stage.MODULATION: self.modulated,
             Stage.GATE_AFTER: self.gating.is_after,
             Stage.RESIDUAL_AFTER: self.fadd.is_after,

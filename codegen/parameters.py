@@ -472,9 +472,24 @@ RENORMED = Family(
     ),
 )
 
+# The mean and rstd of rows, without y.
+STATISTICS = Family(
+    direction=Direction.FORWARD,
+    name="statistics",
+    axes={"save_mv": True, "statistics_only": True},
+    functions={norm: f"{norm.value}_statistics" for norm in _each("", "statistics_only")},
+    parameters=(FORWARD["x"], FORWARD["eps"]),
+    # The results of the forward functions, of which the first three are never returned.
+    results=(
+        *[replace(result, norms=()) for result in FORWARD.results[:3]],
+        *[replace(result, wanted="") for result in FORWARD.results[3:]],
+    ),
+)
+
 MODULATED = Family(
     direction=Direction.FORWARD,
     name="modulated",
+    axes={"modulated": True},
     functions=_functions("modulated_{function}", "modulated"),
     parameters=(
         FORWARD["x"],
@@ -838,6 +853,7 @@ def _gradients(family: Family, parameters: tuple[Parameter, ...], *others: Resul
     return Family(
         direction=Direction.BACKWARD,
         name=family.name,
+        axes=family.axes,
         functions={norm: f"{name}_backward" for norm, name in family.functions.items()},
         parameters=(
             own.pop("dy"),
@@ -883,7 +899,7 @@ GATED_GRADIENTS = _gradients(
 # The operators that compute a forward family's gradients, by the family's word.
 GRADIENTS = {"": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
-FAMILIES = (FORWARD, BACKWARD, RENORMED, MODULATED, GATED, QUANTISED)
+FAMILIES = (FORWARD, BACKWARD, STATISTICS, RENORMED, MODULATED, GATED, QUANTISED)
 # The families that only autograd calls: their rows are in parts, and their functions have no public names.
 IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
@@ -900,4 +916,6 @@ def family_of(mode: AnyMode) -> Family:
         return QUANTISED
     if mode.fadd.renorms:
         return RENORMED
+    if mode.statistics_only:
+        return STATISTICS
     return BACKWARD if mode.is_backward else FORWARD

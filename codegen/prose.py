@@ -70,7 +70,8 @@ def _forward(mode: Mode) -> tuple[str, ...]:
     elif mode.dtype_out is not mode.dtype_in:
         steps.append(f"{mode.dtype_out.value} output")
     if mode.save_mv:
-        steps.append("mean and rstd saved" if mode.norm.centres else "rstd saved")
+        saved = "mean and rstd saved" if mode.norm.centres else "rstd saved"
+        steps.append(f"{saved} without y" if mode.statistics_only else saved)
     return tuple(steps)
 
 

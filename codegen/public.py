@@ -12,7 +12,7 @@ from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
 from .groups import Activation
-from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, RENORMED
+from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, RENORMED, STATISTICS
 from .values import Norm
 
 
@@ -872,5 +872,59 @@ _ROTARY_FUNCTIONS = FunctionalFunctions(
     ),
 )
 
+
+def _statistics_functions(norm: Norm, formula: str, output: str, returned: str) -> FunctionalFunctions:
+    """Return the function of a norm's statistics."""
+    return FunctionalFunctions(
+        _functions(
+            STATISTICS,
+            STATISTICS.functions[norm],
+            _as(FORWARD["x"], f"(..., N), {_ANY_FLOATS}; any strides. {_COPIED}"),
+            *[replace(row, positional=False) for row in _EPS_OF_TORCH if norm in row.default],
+            norms=(norm,),
+        ),
+        rows=STATISTICS,
+        output=output,
+        call="statistics.compute(operands, options)",
+        summary={norm: f"Compute {returned} of the last dimension, as {norm.row.title} would, in one reading of x."},
+        details={
+            norm: (
+                f"{formula} A kernel that normalises rows as it reads them takes these: a matrix product with a norm "
+                "before it, for example.",
+                "Differentiable in x. The backward pass saves x and the results, and torch's operators compute all "
+                "derivatives.",
+                "Torch's operators compute the same where kernels cannot run, as described in `layer_norm`. For "
+                "DTensors each rank computes its rows. Autocast changes nothing.",
+            )
+        },
+        returns=(f"{returned}: fp32 (fp64 of an fp64 x), x's shape without the last dimension.",),
+        raises=(
+            "ShapeError: x has no dimension.",
+            "DTypeError: x is of a type that cannot be normalised.",
+            "LayoutError: x is sparse or nested.",
+            "ConflictError: eps is no number of at least 0.",
+        ),
+    )
+
+
+_STATISTICS_FUNCTIONS = (
+    _statistics_functions(
+        Norm.LAYER,
+        "rstd = 1 / sqrt(var + eps), with the biased variance (Ba et al., 2016).",
+        _TWO,
+        "mean and rstd",
+    ),
+    _statistics_functions(
+        Norm.RMS, "rstd = 1 / sqrt(mean(x**2) + eps) (Zhang and Sennrich, 2019).", "torch.Tensor", "rstd"
+    ),
+)
+
 PLAIN = (_PLAIN_FUNCTIONS, _L2_FUNCTIONS, _ADD_FUNCTIONS)
-FUNCTIONAL = (_POST_ADD_FUNCTIONS, _MODULATED_FUNCTIONS, _GATED_FUNCTIONS, _GROUP_FUNCTIONS, _ROTARY_FUNCTIONS)
+FUNCTIONAL = (
+    _POST_ADD_FUNCTIONS,
+    _MODULATED_FUNCTIONS,
+    _GATED_FUNCTIONS,
+    _GROUP_FUNCTIONS,
+    _ROTARY_FUNCTIONS,
+    *_STATISTICS_FUNCTIONS,
+)

@@ -44,6 +44,11 @@ def _counts_rows(mode: Mode, part: Pipeline | Part) -> bool:
     return part in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW) or (mode.save_mv and mode.fadd.renorms)
 
 
+def _writes_y(mode: Mode) -> bool:
+    """Return True if a forward kernel writes y, and reads the vectors that y follows from."""
+    return not mode.statistics_only
+
+
 _FORWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_scale_ptr", "(M,) fp32, or one value", lambda m, p: m.dtype_in.is_fp8),
@@ -52,8 +57,8 @@ _FORWARD = (
     _Row("gate_ptr", "(M, N)", lambda m, p: m.gating.gates),
     _Row("dropout_rng_ptr", "(2,) int64, seed and offset", lambda m, p: m.dropout),
     _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.adds),
-    _Row("weight_ptr", "(N,) or None", lambda m, p: not m.grouped),
-    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres and not m.grouped),
+    _Row("weight_ptr", "(N,) or None", lambda m, p: _writes_y(m) and not m.grouped),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: _writes_y(m) and m.norm.centres and not m.grouped),
     _Row("weight_ptr", "(groups, N) or None", lambda m, p: m.grouped),
     _Row("bias_ptr", "(groups, N) or None", lambda m, p: m.norm.centres and m.grouped),
     _Row("next_weight_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms),
@@ -65,7 +70,7 @@ _FORWARD = (
     _Row("global_scale_ptr", "(1,) fp32", lambda m, p: m.scale_format.takes_global),
     _Row("column_scale_ptr", "(N,)", lambda m, p: m.fquant.takes_column_scales),
     _Row("scale_ub_ptr", "(1,) fp32", lambda m, p: m.scale_ub),
-    _Row("y_ptr", "(M, N) {dtype_out}", lambda m, p: m.dtype_out.packs == 1),
+    _Row("y_ptr", "(M, N) {dtype_out}", lambda m, p: _writes_y(m) and m.dtype_out.packs == 1),
     _Row("y_ptr", "(M, N // 2), pairs of {dtype_out}", lambda m, p: m.dtype_out.packs > 1),
     _Row("residual_out_ptr", "(M, N), may be residual_ptr", lambda m, p: m.fadd.stores),
     _Row("y_scale_ptr", "(M,) {scale_dtype}", lambda m, p: m.fquant.measures and not m.group_size.code),
@@ -92,12 +97,12 @@ _FORWARD = (
     ),
     _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
     _Row("shift_row_stride", "elements", lambda m, p: m.modulated),
-    _Row("y_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
+    _Row("y_row_stride", "elements", lambda m, p: _writes_y(m) and p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
     _Row("unquantised_row_stride", "elements", lambda m, p: m.save_unquant),
     _Row("M", "rows", _counts_rows),
     _Row("eps", "fp32"),
-    _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    _Row("weight_offset", "fp32, added to every weight", lambda m, p: _writes_y(m) and not m.norm.centres),
     _Row("dropout_p", "fp32, from 0 to below 1", lambda m, p: m.dropout),
     _Row("y_scale_row_stride", "{scale_elements}", lambda m, p: m.has_scale_strides),
     _Row("y_scale_group_stride", "{scale_elements}{of_four}", lambda m, p: m.has_scale_strides),
@@ -394,6 +399,8 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
         return _BACKWARD_SUMMARIES[part]
     if part is Part.WINDOW:
         return "Rows in turn, each held in registers, where rows start anywhere."
+    if mode.statistics_only and part is Pipeline.TWO_PASS:
+        return "One row a program, chunk by chunk."
     assert isinstance(part, Pipeline)
     return f"{part.summary[0].upper()}{part.summary[1:]}."
 

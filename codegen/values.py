@@ -86,7 +86,16 @@ _L2 = NormRow(
     eps_is="added to the sum of squares",
     torch_eps="",
     formula="In fp32: y = x / sqrt(sum(x**2) + eps) * (weight + weight_offset).",
-    lacks=("fadd.adds", "x_bias", "dropout", "cast.comes_first", "modulated", "gating.gates", "serves"),
+    lacks=(
+        "fadd.adds",
+        "x_bias",
+        "dropout",
+        "cast.comes_first",
+        "modulated",
+        "gating.gates",
+        "serves",
+        "statistics_only",
+    ),
     template="rms.j2",
 )
 

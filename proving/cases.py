@@ -20,13 +20,13 @@ from torch.nn import functional
 
 import normforge
 from normforge.codegen.families import Family, Kind, Parameter
-from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, RENORMED
+from normforge.codegen.parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, RENORMED, STATISTICS
 from normforge.codegen.values import Norm
 from normforge.random_mask import dropped
 
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("plain", "l2", "channels"), FORWARD),
-    **{family.name: family for family in (ADDED, RENORMED, MODULATED, GATED, GROUP)},
+    **{family.name: family for family in (ADDED, RENORMED, MODULATED, GATED, GROUP, STATISTICS)},
 }
 # The families that add the residual behind a norm.
 BEHIND = ("added", "renormed")
@@ -256,6 +256,9 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
     rows = rows - rows.mean(-1, keepdim=True) if case["norm"] == "layer" else rows
     eps, squares = case["eps"] or EPS, rows.square()
     squares = squares.sum(-1, keepdim=True) if case.family == "l2" else squares.mean(-1, keepdim=True)
+    if case.family == "statistics":
+        means = [s.mean(-1)] if case["norm"] == "layer" else []
+        return (*means, (squares.view(s.shape[:-1]) + eps).rsqrt())
     size = squares.sqrt().clamp(min=eps) if case["norm"] == "l2_clamped" else (squares + eps).sqrt()
     y = (rows / size).view(s.shape)
     # Channels lie behind the samples.
@@ -334,7 +337,10 @@ def hold(
     with torch.no_grad():
         wanted = formula(case, doubled(given))
     coarse = coarser(given["x"].dtype, given.get("residual", given["x"]).dtype)
-    assert outputs[0].dtype is given["residual" if case.family == "added" else "x"].dtype
+    y_dtype = (
+        torch.float32 if case.family == "statistics" else given["residual" if case.family == "added" else "x"].dtype
+    )
+    assert outputs[0].dtype is y_dtype
     for output, its in zip(outputs, wanted, strict=True):
         assert output.shape == its.shape
         close("output", output, its, FORWARD_TOLERANCES[coarser(output.dtype, coarse)])

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from .families.functional import gated_layer_norm as gated_layer_norm
     from .families.functional import gated_rms_norm as gated_rms_norm
     from .families.functional import layer_norm_add as layer_norm_add
+    from .families.functional import layer_statistics as layer_statistics
     from .families.functional import modulated_layer_norm as modulated_layer_norm
     from .families.functional import modulated_rms_norm as modulated_rms_norm
     from .families.functional import qk_norm_rope as qk_norm_rope
     from .families.functional import rms_norm_add as rms_norm_add
+    from .families.functional import rms_statistics as rms_statistics
     from .families.gated.functions import GatedLayerNorm as GatedLayerNorm
     from .families.gated.functions import GatedRMSNorm as GatedRMSNorm
     from .families.group.functions import GroupNorm as GroupNorm

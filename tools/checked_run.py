@@ -22,6 +22,7 @@ from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..reference import quantised as quantisation_reference
 from ..reference import renormed as renorming_reference
+from ..reference import statistics as statistics_reference
 from ..selection import dispatch
 from . import checked_gradients
 from .compare import Finding, compare, compare_quantised, numbers_of, worst_of
@@ -39,6 +40,7 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
 
 # By the family's word.
 _BESIDE = {
+    "statistics": statistics_reference,
     "renormed": renorming_reference,
     "modulated": modulation_reference,
     "gated": gating_reference,

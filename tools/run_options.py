@@ -115,6 +115,7 @@ OPTIONS = (
         f"epsilon (default: {', '.join(f'{eps:g} with -norm {norm}' for norm, eps in _EPS.items())})",
     ),
     Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
+    Option("statistics_only", int, 0, tuple(_FLAG), "with -save_mv 1, write no y"),
     Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
     Option("kname", int, 1, tuple(_FLAG), "print the names of the instance and the kernel"),
     Option(
@@ -299,6 +300,7 @@ def _problem(args: argparse.Namespace) -> Problem:
         fquant=fquant,
         x_bias=_FLAG[args.xbias],
         save_mv=_FLAG[args.save_mv],
+        statistics_only=_FLAG[args.statistics_only],
         modulated=args.samples > 0,
         x_gate=_FLAG[args.xgate],
         gating=_GATINGS[args.gate],

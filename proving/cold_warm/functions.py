@@ -283,6 +283,7 @@ _PUBLIC = {
     "modulated": tuple(f"modulated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "gated": tuple(f"gated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "quantised": ("quantised_layer_norm", "quantised_rms_norm"),
+    "statistics": ("layer_statistics", "rms_statistics"),
     "l2": ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", "normalize", "normalize2d_fwd", "normalize2d_bwd"),
 }
 # Queries and keys have forms of their own, and no x.

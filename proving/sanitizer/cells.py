@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+import normforge
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import FORWARD, RENORMED, family_of
 from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES, arguments_of
-from normforge.families import public
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
 
@@ -67,7 +67,7 @@ class Cell:
     def call(self, device: torch.device) -> None:
         """Make the call."""
         function, arguments = self.arguments(device)
-        getattr(public, function)(**arguments)
+        getattr(normforge, function)(**arguments)
 
     def arguments(self, device: torch.device) -> tuple[str, dict[str, Any]]:
         """Return the function of the call, and the call's arguments."""
@@ -191,7 +191,7 @@ def edges() -> Iterator[Cell]:
         for m, n, stride, offset in TABLE["edges"]:
             yield Cell(mode, m, n, stride, offset)
         for m, n, stride, offset, heads in TABLE["heads"]:
-            for in_place in (False,) if mode.is_backward else (False, True):
+            for in_place in (False,) if mode.is_backward or mode.statistics_only else (False, True):
                 yield Cell(mode, m, n, stride, offset, heads, in_place)
 
 

@@ -121,8 +121,7 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
     args = {**dict(takes.defaults), **arguments}
     if addressed:
         refuse_transformed(**args)
-    modulated = takes.family_name == "modulated"
-    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
+    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, **takes.family.axes}
     for name, words, axis in takes.words:
         args[name] = word(words, name, args[name])
         if axis:

@@ -263,7 +263,7 @@ def operate(
 def _out_dtype(norm: str, args: Mapping[str, Any]) -> torch.dtype | None:
     """Return y's dtype, which autocast has a say in unless y is quantised; None for the default."""
     quantises = "fquant" in args and word(FusedQuant, "fquant", args["fquant"]).quantises
-    dtype: torch.dtype | None = args["out_dtype"]
+    dtype: torch.dtype | None = args.get("out_dtype")
     return dtype if dtype is not None or quantises else result_dtype(norm, args["x"])
 
 

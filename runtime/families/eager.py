@@ -245,6 +245,35 @@ def renormed(operands: Sequence[Any], options: Sequence[Any]) -> tuple[torch.Ten
     return y, total
 
 
+def statistics(norm: str, x: torch.Tensor, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the mean, if the norm subtracts one, and rstd of each row, differentiable; of an fp64 x in fp64."""
+    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
+        refuse_torch(f"statistics of {x.dtype} on {x.device}")
+    rows = widened(x)
+    mean = rows.mean(-1, keepdim=True) if norm == "layer" else None
+    rows = rows if mean is None else rows - mean
+    return None if mean is None else mean.squeeze(-1), torch.rsqrt(rows.square().mean(-1) + eps)
+
+
+def statistics_gradient(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dmean: torch.Tensor | None,
+    drstd: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return the gradient of x, differentiable in all tensors, given those of the statistics.
+
+    Of a row of N values, the gradient of the mean is 1 / N, and that of rstd is -rstd**3 * (x - mean) / N.
+    """
+    dx = None if dmean is None else dmean.unsqueeze(-1).expand(x.shape)
+    if drstd is not None:
+        rows = widened(x) if mean is None else widened(x) - mean.unsqueeze(-1)
+        through = rows * (-drstd * rstd.pow(3)).unsqueeze(-1)
+        dx = through if dx is None else dx + through
+    return None if dx is None else (dx / x.shape[-1]).to(x.dtype)
+
+
 def cast_of(cast: str | Cast, x_dtype: torch.dtype, y_dtype: torch.dtype) -> str | Cast:
     """Return the effective cast of two norms: without 16 bits in x or y neither rounds first."""
     return cast if _rounded_to(cast, y_dtype, x_dtype) else "after_weight"

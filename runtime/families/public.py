@@ -16,7 +16,7 @@ from ..calls import first, native
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
 from ..upstream.torch_internals import eager_below
-from . import quantised, renormed
+from . import quantised, renormed, statistics
 from .gated import row as gated
 from .modulated import row as modulated
 
@@ -1028,4 +1028,10 @@ def quantised_rms_norm(
 
 
 # The rows of the families that `forward` serves, by name.
-CALLS = {"renormed": renormed.CALLS, "modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}
+CALLS = {
+    "statistics": statistics.CALLS,
+    "renormed": renormed.CALLS,
+    "modulated": modulated.CALLS,
+    "gated": gated.CALLS,
+    "quantised": quantised.CALLS,
+}

@@ -124,6 +124,29 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
     register_autograd(library, forward, differentiate, keep)
 
 
+def register_statistics(library: torch.library.Library, forward: str) -> None:
+    """Register the gradients of an operator that computes statistics alone.
+
+    Args:
+        library: the library that defines the operator.
+        forward: the operator's name.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[0], *output)
+
+    def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        from ..families.eager import statistics_gradient
+
+        x, *means, rstd = ctx.saved_tensors
+        *dmeans, drstd = arrived
+        mean, dmean = (each[0] if each else None for each in (means, dmeans))
+        return statistics_gradient(x, mean, rstd, dmean, drstd), None
+
+    register_autograd(library, forward, differentiate, keep)
+
+
 def _refuse_unsaved(refusal: str | None) -> None:
     if refusal:
         raise GradientError(f"a gradient was asked of a call that kept too little for one: {refusal}")

@@ -155,6 +155,8 @@ def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
     if takes.direction is Direction.BACKWARD:
         gradients.register_second(_recording, name)
+    elif takes.family_name == "statistics":
+        gradients.register_statistics(_recording, name)
     elif takes.family_name == "renormed":
         gradients.register_in_parts(_recording, name)
     elif takes.gradients:

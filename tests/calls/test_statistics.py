@@ -1,0 +1,127 @@
+"""Statistics of rows alone: what `save_mv` saves, by kernels that write no y."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.codegen.errors import IllegalCombinationError
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, FusedAdd, Norm
+from normforge.families import eager
+
+from ..calling import each_device
+
+# A length of each pipeline, ragged or not.
+LENGTHS = (1, 13, 100, 1024, 1500, 4099, 20000)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def statistics(norm: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if norm == "rms":
+        return (normforge.rms_statistics(x, eps=1e-6),)
+    return normforge.layer_statistics(x)
+
+
+def saved(norm: str, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if norm == "rms":
+        return (normforge.rmsnorm2d_fwd(x, save_mv=True).rstd,)
+    return normforge.layernorm2d_fwd(x, save_mv=True)[3:]
+
+
+@each_device
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics_are_those_of_fp64_and_those_that_norms_save(
+    norm: str, n: int, dtype: torch.dtype, device: str
+) -> None:
+    x = (torch.randn(3, 2, n) + 2).to(device, dtype)
+    found = statistics(norm, x)
+    *means, rstd = eager.statistics(norm, x.double(), 1e-5 if norm == "layer" else 1e-6)
+    wanted = [each for each in (*means, rstd) if each is not None]
+    assert [each.shape for each in found] == [x.shape[:-1]] * len(wanted)
+    for each, its, beside in zip(found, wanted, saved(norm, x), strict=True):
+        assert each.dtype is torch.float32
+        torch.testing.assert_close(each.double(), its, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(each, beside, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_rows_on_strides_have_the_statistics_of_their_copies(norm: str) -> None:
+    wide = torch.randn(4, 3, 96)
+    for x in (wide[..., :40], wide[:, 1:2, :64], wide[..., ::2], wide.transpose(0, 1)):
+        assert all(map(torch.equal, statistics(norm, x), statistics(norm, x.contiguous())))
+
+
+@pytest.mark.parametrize("n", [40, 1500, 20000])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_row_has_the_same_statistics_in_every_batch(norm: str, n: int) -> None:
+    x = torch.randn(9, n).bfloat16()
+    with normforge.batch_invariant():
+        alone = [statistics(norm, row.unsqueeze(0)) for row in x]
+        for at, together in enumerate(statistics(norm, x)):
+            assert torch.equal(torch.cat([row[at] for row in alone]), together)
+
+
+def test_none_is_the_eps_that_rms_norm_takes_for_none() -> None:
+    x = torch.zeros(2, 8)
+    assert torch.equal(normforge.rms_statistics(x), torch.full((2,), torch.finfo(torch.float32).eps).rsqrt())
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gradients_and_second_derivatives_are_those_of_the_formula(norm: str) -> None:
+    x = torch.randn(3, 5, dtype=torch.float32, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    made, its = statistics(norm, x), eager.statistics(norm, wide, 1e-5 if norm == "layer" else 1e-6)
+    wanted = [each for each in its if each is not None]
+    firsts = [
+        torch.autograd.grad(torch.cat([each.pow(2) for each in of]).sum(), leaf, create_graph=True)[0]
+        for of, leaf in ((made, x), (wanted, wide))
+    ]
+    seconds = [torch.autograd.grad(first.pow(3).sum(), leaf)[0] for first, leaf in zip(firsts, (x, wide), strict=True)]
+    for found, exact in (firsts, seconds):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), {}, errors.DTypeError, "x has dtype torch.int32"),
+        (torch.zeros(()), {}, errors.ShapeError, "takes the last dimensions of x, one or more"),
+        (torch.zeros(2, 3), {"eps": -1.0}, errors.ConflictError, "eps"),
+    ],
+    ids=["dtype", "shape", "eps"],
+)
+def test_refusals(x: torch.Tensor, options: dict[str, float], error: type[Exception], message: str) -> None:
+    for function in (normforge.rms_statistics, normforge.layer_statistics):
+        with pytest.raises(error, match=message):
+            function(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [({"save_mv": False}, "no save_mv false"), ({"fadd": FusedAdd.PRE_ADD}, "no fadd pre_add"), ({}, "")],
+    ids=str,
+)
+def test_modes_that_write_no_y_lack_what_y_follows_from(beside: dict[str, Any], message: str) -> None:
+    axes: dict[str, Any] = {"save_mv": True, "statistics_only": True, **beside}
+    if not message:
+        assert Mode(Norm.RMS, DType.BF16, DType.BF16, **axes).name == "rms_fwd_bf16_mv_only"
+        return
+    with pytest.raises(IllegalCombinationError, match=f"writes no y, and has {message}; use another"):
+        Mode(Norm.RMS, DType.BF16, DType.BF16, **axes)
+
+
+def test_the_command_runs_and_holds_them_against_the_oracle() -> None:
+    options = ("-m=3", "-n=300", "-norm=layer", "-save_mv=1", "-statistics_only=1", "-repeat=1", "-warmup=0")
+    made = subprocess.run([sys.executable, "-m", "normforge", "run", *options], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "ln_fwd_fp16_mv_only" in made.stdout
+    assert "mean" in made.stdout
