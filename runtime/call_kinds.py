@@ -29,6 +29,11 @@ MOST_ROWS_IN_I32 = 2**31 - 2**21
 
 # Names of the sizes, of row norms and of GroupNorm.
 ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")
+# The kernels of norms of heads with their rotary embedding, each a mode by itself, and the names of their sizes.
+ROTARY = ("qk_norm_rope_fwd", "qk_norm_rope_bwd")
+# 0 or 1.
+FLAGS = ("interleaved", "centres", "averages", "rounds_first", "whole")
+ROTARY_SIZES = ("n", "q_heads", "k_heads", "rotary_dim", *FLAGS)
 
 _NAME = re.compile(r"\w+", re.ASCII)
 _STRIDES = re.compile(r"\d{1,18}(?:x\d{1,18}x\d{1,18})*", re.ASCII)
@@ -43,7 +48,7 @@ class CallKind:
 
     Attributes:
         mode: the mode's name.
-        sizes: the row length, "n"; of GroupNorm "channels", "groups" and "positions".
+        sizes: the row length, "n"; of GroupNorm "channels", "groups" and "positions"; of heads `ROTARY_SIZES`.
         dtypes: of the tensors that are read and written, by the kernels' names for them: torch's names of types.
         strides: of tensors with gaps between rows: elements from row to row, or for rows on several strides the
             strides with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the
@@ -108,7 +113,9 @@ def read_line(line: str) -> Iterator[CallKind]:
     if not isinstance(document, dict) or not isinstance(document.get("mode"), str):
         raise ValueError("it names no mode")
     try:
-        names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
+        names: tuple[str, ...] = ROTARY_SIZES
+        if document["mode"] not in ROTARY:
+            names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
     except IllegalCombinationError as error:
         raise ValueError(str(error)) from error
     known = ("mode", *names, "rows", "dtypes", "strides", "misaligned", "invariant")
@@ -138,8 +145,9 @@ def read_line(line: str) -> Iterator[CallKind]:
 
 def _size(document: Mapping[str, Any], name: str) -> int:
     size = document.get(name)
-    if type(size) is not int or not 1 <= size <= _LARGEST:
-        raise ValueError(f"{name} is {size!r}, and takes a whole number from 1")
+    least, most, takes = (0, 1, "0 or 1") if name in FLAGS else (1, _LARGEST, "a whole number from 1")
+    if type(size) is not int or not least <= size <= most:
+        raise ValueError(f"{name} is {size!r}, and takes {takes}")
     return size
 
 

@@ -28,11 +28,11 @@ class KernelUse:
     """A kernel that a call took.
 
     Attributes:
-        instance: the instance of the dispatch table, as `normforge.which` names it.
+        instance: the instance of the dispatch table, as `normforge.which` names it; a kernel that no table lists.
         kernel: the kernel's own name, as a profiler shows it.
         n: the row length; of GroupNorm, the number of elements in a group.
         rows: the class of M: "few", "some", "many" or "most".
-        tile: the tile that the table has for such calls on the device's architecture.
+        tile: the tile that the table has for such calls on the device's architecture; "" for no table.
         options: the constants and the compiler's options, by name.
         source: "committed" for a kernel that normforge came with, "folder" for a kernel of another table, "generated"
             for a kernel that was generated on demand.
@@ -111,22 +111,22 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation("kernel", tuple(uses), "", result)
 
 
-def _use(kind: CallKind, entry: Entry, launcher: Launcher, target: Target) -> KernelUse:
+def _use(kind: CallKind, entry: Entry | None, launcher: Launcher, target: Target) -> KernelUse:
     key, folder = launcher.key, binaries.loaded()
-    tile = entry.tile(entry.least_rows().get(kind.rows, 1), kind.n, target.arch)
+    tile = None if entry is None else entry.tile(entry.least_rows().get(kind.rows, 1), kind.n, target.arch)
     constants = {name: value for name, value in key.arguments if isinstance(value, int) and name != "N"}
-    source = "generated"
-    if dispatch.loaded().find(entry.mode, kind.n) is not None:
+    source = "generated" if entry else "committed"
+    if entry and dispatch.loaded().find(entry.mode, kind.n) is not None:
         source = "committed" if entry.package == _OWN else "folder"
     binary = "compiled" if target.compiles else "interpreted"
     if target.compiles and folder is not None and key.portable in folder.rows:
         binary = "aot"
     return KernelUse(
-        instance=entry.name,
+        instance=entry.name if entry else kind.mode,
         kernel=key.symbol,
         n=kind.n,
         rows=kind.rows,
-        tile=shown_tile(tile),
+        tile=shown_tile(tile) if tile else "",
         options={**constants, **dict(key.options)},
         source=source,
         module=Path(launcher.kernel.fn.__code__.co_filename),

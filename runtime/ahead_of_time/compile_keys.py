@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from ..call_kinds import FEW, ROWS, USUAL_ROWS, CallKind
+from ..call_kinds import FEW, MOST, MOST_ROWS_IN_I32, ROTARY, ROWS, USUAL_ROWS, CallKind
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.groups import AnyMode, GroupMode, mode_named
+from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError, RecordError
+from ..kernels import rotary
 from ..kernels.assembly import Facts, assemble
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
@@ -232,7 +234,7 @@ def recorded_keys_for(
     keys: dict[KernelKey, CompileKey] = {}
     for kind in sorted(kinds):
         for entry, launcher in launchers_of(kind, target):
-            _add(keys, launcher, kind.n, entry.name, kind.rows)
+            _add(keys, launcher, kind.n, entry.name if entry else kind.mode, kind.rows)
     return list(keys.values())
 
 
@@ -242,8 +244,8 @@ def _add(keys: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance
     keys[launcher.key] = replace(known, n=n, instances=tuple(instances), rows=tuple(classes))
 
 
-def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry, Launcher]]:
-    """Return the kernels that a kind of call comes to on a GPU, each with its instance.
+def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry | None, Launcher]]:
+    """Return the kernels that a kind of call comes to on a GPU, each with its instance, if it is one of a table.
 
     Raises:
         RecordError: no call is of such a kind.
@@ -258,10 +260,22 @@ def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry, Launcher]]
             raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
 
 
-def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    mode = mode_named(kind.mode)
-    if target.plainly and (isinstance(mode, GroupMode) or (mode.is_backward and mode.shares)):
+def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]:
+    slots = rotary.STRIDES[kind.mode]
+    dtypes, strides = _dtypes(kind, (*rotary.NAMES[kind.mode], *slots, "table")), strides_of_kind(kind, slots)
+    m = MOST_ROWS_IN_I32 + 1 if kind.rows == MOST else 1
+    facts = kind.mode, kind.size, dtypes, strides, misaligned_of_kind(kind), m, target
+    for name, recipe in rotary.assemble(*facts, invariant=kind.invariant).items():
+        yield None, Launcher(rotary.kernel_named(name), recipe, target, None)
+
+
+def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, Launcher]]:
+    mode = None if kind.mode in ROTARY else mode_named(kind.mode)
+    if target.plainly and (not isinstance(mode, Mode) or (mode.is_backward and mode.shares)):
         raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
+    if mode is None:
+        yield from _of_heads(kind, target)
+        return
     groups = kind.size.get("groups", 1)
     if kind.size.get("channels", 0) % groups:
         channels = kind.size["channels"]

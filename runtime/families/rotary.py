@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import zip_longest
 from math import prod
 from operator import or_
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from ..call_kinds import FLAGS, MANY, MOST, ROWS
 from ..calls import argument_checks as checks
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
@@ -25,15 +24,14 @@ from ..calls.plan import Make, make_of
 from ..calls.record import Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
-from ..codegen.tiling import power_of_two
 from ..codegen.values import Cast, Norm
 from ..dtypes import FLOATS, word
 from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
-from ..kernels.assembly import SUMS, Recipe, finisher
 from ..kernels.gpu import require_device, target_of
-from ..kernels.key import ALIGNMENT, pointer_type, row_count_type
+from ..kernels.key import ALIGNMENT
 from ..kernels.launcher import Launcher
-from ..kernels.strides import row_alignment
+from ..kernels.rotary import BACKWARD, FORWARD, HEADS, RESULTS, TOTALS, assemble, kernel_named
+from ..kernels.strides import kind_of
 from ..selection import dispatch
 from ..selection.invariance import is_on
 from ..upstream.dynamo_guards import Empty, allocator
@@ -42,17 +40,10 @@ from ..upstream.triton_launcher import Grid
 from . import eager
 from .plain_calls import handed_on, is_handed_on
 
-# The name of the public function and of the operator, and the kernels of both directions.
+# The name of the public function and of the operator.
 NAME = "qk_norm_rope"
-FORWARD, BACKWARD = f"{NAME}_fwd", f"{NAME}_bwd"
 _OPERANDS = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
 _OPTIONS = ("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "out")
-
-# Values of one column of each pair in a program: 8 for each of its threads, 16 bytes of 16-bit values.
-_VALUES = 1024
-_WARPS = 4
-# Programs of a backward kernel that share the heads of one tensor, for each multiprocessor.
-_RESIDENT = 4
 
 
 def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
@@ -261,67 +252,37 @@ def _planned(
 ) -> Launches:
     """Return the launches of a call; `rows` has its tensors as kernels walk them."""
     norm, eps, interleaved, rotary_dim, weight_offset, cast = options
-    (m, q_heads, n), k_heads, device = rows["q"].shape, rows["k"].shape[1], rows["q"].device
-    block, target = power_of_two(rotary_dim // 2), target_of(device)
-    at_once = max(1, _VALUES // block)
-    programs = [-(-m * heads // at_once) for heads in (q_heads, k_heads)]
-    grid, names, dtypes = (sum(programs), 1, 1), ["q_out", "k_out"], []
-    makes = [make_of(named[name].shape, named[name].dtype) for name in ("q", "k")]
-    if kernel == BACKWARD:
-        grid = (min(max(programs), target.multiprocessors * _RESIDENT), 2, 1)
-        names = ["dq", "dk", "dq_weight_partials", "dk_weight_partials"]
-        dtypes = [named[f"{name}_weight"].dtype if is_due else None for name, is_due in zip("qk", due, strict=True)]
-        makes += [make_of((grid[0], n), dtype and torch.float32) for dtype in dtypes]
-        makes += [make_of((n,), dtype) for dtype in dtypes]
+    (m, q_heads, n), device, kind = rows["q"].shape, rows["q"].device, Norm(norm)
+    whole = rows["cos"].shape[1] == rotary_dim
+    flags = interleaved, kind.centres, kind.row.averages, Cast(cast).comes_first, whole
+    sizes = {"n": n, "q_heads": q_heads, "k_heads": rows["k"].shape[1], "rotary_dim": rotary_dim}
+    sizes |= dict(zip(FLAGS, map(int, flags), strict=True))
+    makes = [make_of(named[own].shape, named[own].dtype) for own in "qk"]
     tensors = dict(rows)
-    for name, make in zip(names, makes, strict=False):
+    for name, make in zip(RESULTS[kernel], makes, strict=True):
         # A new result lies at an aligned address, as its stand-in does.
-        stand_in = make and torch.empty(make[0], dtype=make[2], device="meta")
+        stand_in = torch.empty(make[0], dtype=make[2], device="meta") if make else None
         tensors.setdefault(name, _laid_out(name, stand_in))
+    dtypes = {name: each.dtype for name, each in tensors.items() if each is not None}
+    totals = {f"d{own}_weight": dtypes[f"{own}_weight"] for own, is_due in zip("qk", due, strict=False) if is_due}
+    dtypes |= totals | {f"{name}_partials": torch.float32 for name in totals}
     strides: dict[str, int] = {"table_row_stride": rows["cos"].stride(0)}
+    for name in HEADS[kernel]:
+        strides |= {f"{name}_token_stride": tensors[name].stride(0), f"{name}_head_stride": tensors[name].stride(1)}
+    misaligned = [f"{name}_ptr" for name, each in tensors.items() if each is not None and each.data_ptr() % ALIGNMENT]
+    target = target_of(device)
+    recipes = assemble(kernel, sizes, dtypes, strides, misaligned, m, target, invariant=is_on())
+    grids = [each.grid(m, 1) for each in recipes.values()]
+    if kernel == BACKWARD:
+        sums = [totals.get(name) for name in TOTALS]
+        makes += [make_of((grids[0][0], n), dtype and torch.float32) for dtype in sums]
+        makes += [make_of((n,), dtype) for dtype in sums]
+    size = ROWS.index(MANY if recipes[f"rotary:{kernel}"].types["M"] == "i32" else MOST)
+    dispatch.tell(lambda: kind_of(kernel, sizes, size, dtypes, strides, misaligned))
+    launchers = [Launcher(kernel_named(name), each, target, device) for name, each in recipes.items()]
     by_token = rows["cos"] if rows["positions"] is None else rows["positions"]
-    for name, each in tensors.items():
-        if each is not None and each.dim() == 3:
-            strides |= {f"{name}_token_stride": each.stride(0), f"{name}_head_stride": each.stride(1)}
-
-    def pointer(tensor: Any) -> str | None:
-        # Under batch invariance one kernel serves heads wherever they lie.
-        aligned = not is_on() and tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
-        return None if tensor is None else pointer_type(tensor.dtype, aligned=aligned)
-
-    walker = Recipe(
-        part=None,
-        types={f"{name}_ptr": pointer(each) for name, each in tensors.items()}
-        | {"M": row_count_type(m * max(q_heads, k_heads)), "eps": "fp32", "weight_offset": "fp32"},
-        strides={**strides, "period": by_token.shape[0]},
-        constants={
-            "Q_HEADS": q_heads,
-            "K_HEADS": k_heads,
-            "N": n,
-            "HALF": rotary_dim // 2,
-            "BLOCK": block,
-            "REST": power_of_two(max(1, n - rotary_dim)),
-            "ROWS": at_once,
-            "ALIGNMENT": 1 if is_on() else row_alignment(*strides.values()),
-            "INTERLEAVED": interleaved,
-            "CENTRES": Norm(norm).centres,
-            "AVERAGES": Norm(norm).row.averages,
-            "ROUNDS_FIRST": Cast(cast).comes_first,
-            "WHOLE": rows["cos"].shape[1] == rotary_dim,
-            "PDL": target.launches_early,
-        },
-        warps=_WARPS,
-        options={},
-        grid=lambda m, programs: grid,
-    )
-    sums = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in dtypes]
-    recipes = {f"rotary:{kernel}": walker, "finalise:sum_partials": finisher(n, target, dict(zip_longest(SUMS, sums)))}
-    steps = [
-        (Launcher(resolve_name(f"normforge.generated.{name}"), each, target, device), each.grid(m, 1))
-        for name, each in recipes.items()
-        if each is not None
-    ]
-    return Launches(tuple(steps), (m, eps, weight_offset), allocator(device), tuple(makes))
+    numbers = m, by_token.shape[0], eps, weight_offset
+    return Launches(tuple(zip(launchers, grids, strict=True)), numbers, allocator(device), tuple(makes))
 
 
 @eager_only

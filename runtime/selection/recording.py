@@ -37,6 +37,8 @@ _HEAD = f"""{MARKER}: the instances that a program asked for, and its kinds of c
 # normforge warmup --recorded FILE compiles the kernels, or normforge aot --recorded FILE --arch ARCH --out DIR.
 """
 _CALLS, _ITEM = "calls:", "  - "
+# Kernels that are no instances of a table can be all that was asked for.
+_NO_GROUPS = "\ngroups: {}"
 
 
 def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
@@ -82,7 +84,8 @@ def read(path: Path, data: bytes) -> Recorded:
         raise ValueError("it is not UTF-8 text") from None
     head, marker, tail = text.partition(f"\n{_CALLS}")
     try:
-        instances = _instances(path, f"{head}\n" if marker else text)
+        is_bare = head.endswith(_NO_GROUPS)
+        instances = frozenset() if is_bare else _instances(path, f"{head}\n" if marker else text)
     except NormforgeError as error:
         raise ValueError(str(error)) from error
     if not marker:
@@ -127,7 +130,7 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
     lines = [_HEAD]
     if ladder is not standard:
         lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
-    lines.append("groups:\n")
+    lines.append("groups:\n" if served else f"{_NO_GROUPS}\n".lstrip())
     for mode in sorted(served, key=lambda mode: mode.name):
         # The ladder ends wherever a bucket does, so that each part is either wholly within a bucket or outside.
         names = [part.name for part in ladder if any(part.first in bucket for bucket in served[mode])]
@@ -154,8 +157,8 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
 
     An instance or a kind of call is added to the file when first asked for, so that a killed program leaves a valid
     file. A recording keeps the file's earlier contents, from this program, a concurrent program or an earlier program:
-    remove the file to begin anew. If no instance is asked for, nothing is written, since a manifest has at least one
-    group, and a warning says so. Recordings may be nested, and each recording holds everything asked for within it.
+    remove the file to begin anew. If nothing is asked for, nothing is written, and a warning says so. Recordings may be
+    nested, and each recording holds everything asked for within it.
 
     Args:
         path: the manifest, in an existing folder: a new file, or a file that an earlier recording wrote. The
@@ -249,7 +252,7 @@ class _Recording:
                 except RecordError:
                     if error is None:
                         raise
-        if not self._asked.instances and not self._path.exists():
+        if self._asked == Recorded() and not self._path.exists():
             logger.warning("no instance was asked for, so %s was not written: a manifest needs one", self._path)
 
     def _save(self) -> None:

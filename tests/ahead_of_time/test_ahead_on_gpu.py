@@ -121,10 +121,24 @@ def run():
 """
 
 
+# Queries and keys of a packed tensor, trained and not.
+HEAD_CALLS = """
+def run_heads():
+    q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
+    weight = torch.randn(64, device="cuda", requires_grad=True)
+    for run in (torch.no_grad, torch.enable_grad):
+        with run():
+            results = normforge.qk_norm_rope(q, k, weight, weight, *torch.randn(2, 3, 32, device="cuda"))
+    sum(each.float().sum() for each in results).backward()
+    torch.cuda.synchronize()
+"""
+
+
 def test_what_was_recorded_runs_without_the_compiler(tmp_path: Path) -> None:
     """The kernels that ran while it was recorded, and no others, whatever the types and classes of rows are."""
     recording, out = str(tmp_path / "needed.yaml"), str(tmp_path / "kernels")
-    program = f"{CALLS}{GROUP_CALLS.replace('def run()', 'def run_groups()')}run(dtype=torch.float32)\nrun_groups()\n"
+    program = f"{CALLS}{GROUP_CALLS.replace('def run()', 'def run_groups()')}{HEAD_CALLS}"
+    program += "run(dtype=torch.float32)\nrun_groups()\nrun_heads()\n"
     listed = """
 from normforge.kernels.obtain import obtained
 print(*sorted({key.portable for key, _ in obtained()}), sep="\\n")

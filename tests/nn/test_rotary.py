@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
@@ -18,10 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
 from normforge import errors
+from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.families import rotary
-from normforge.kernels.gpu import Target
+from normforge.kernels import binaries
+from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.obtain import compile_for
-from normforge.selection import dispatch
+from normforge.selection import dispatch, recording
+from normforge.tools import cli
 from proving import cases
 from proving.cases import coarser, gradients
 
@@ -554,6 +558,60 @@ def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> N
         {"cast": "before_weight"},
     ):
         check(replace(case, **option), operands)
+
+
+def _trained(case: Case, operands: Tensors) -> None:
+    results = call(case, leaves_of(operands))
+    torch.autograd.backward(results, [torch.ones_like(each) for each in results])
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_case
+def test_a_recording_comes_to_what_calls_launch(case: Case, layout: str, arch: str, tmp_path: Path) -> None:
+    """Whatever they bring; and what it comes to is listed as their kernels."""
+    path, target, operands = tmp_path / "needed.yaml", named_target(arch), given(case)
+    operands |= {name: LAYOUTS[layout](operands[name]) for name in ("q", "k")}
+    with dispatch.using(dispatch.loaded()), launching_nothing(target) as met, normforge.record(path):
+        _trained(case, operands)
+    with normforge.record(path):
+        pass
+    found = recorded_keys_for(path, target, None)
+    assert {key.key.portable for key in found} == {key.portable for key in met}
+    assert {name for key in found for name in key.instances} == {"qk_norm_rope_fwd", "qk_norm_rope_bwd"}
+
+
+def test_a_recording_says_nothing_of_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        for tokens in (1, 5, 16):
+            call(Case(), given(Case(tokens=tokens)))
+        with normforge.batch_invariant():
+            call(Case(), given(Case()))
+    kinds = recording.read(path, path.read_bytes()).calls
+    assert sorted((kind.rows, kind.invariant) for kind in kinds) == [("many", False), ("many", True)]
+    alike = {str(key.key) for key in normforge.recorded_keys(path, arch="sm_90", rows=["few", "some", "many"])}
+    most = [dict(key.key.arguments) for key in normforge.recorded_keys(path, arch="sm_90", rows=["most"])]
+    assert len(alike) == len(most) == 2
+    assert {each["M"] for each in most} == {"i64"}
+
+
+@pytest.mark.compile
+def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it lacks is refused by a frozen process."""
+    path, out, target = tmp_path / "needed.yaml", tmp_path / "kernels", named_target("sm_90")
+    with dispatch.using(dispatch.loaded()), launching_nothing(target), normforge.record(path):
+        _trained(Case(), given(Case()))
+    assert cli.main(["aot", "--recorded", str(path), "--arch", "sm_90", "--out", str(out)]) == 0
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    for key in recorded_keys_for(path, target, None):
+        assert binaries.read(out).find(key.key, key.function, target) is not None
+    with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
+        call(Case(), given(Case(n=72)))
+    (other,) = met
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    with pytest.raises(errors.FrozenError, match=r"by making the call once .*, or of calls that were recorded"):
+        compile_for(other, resolve_name(other.kernel), target)
 
 
 def test_a_mean_far_from_zero() -> None:
