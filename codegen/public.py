@@ -780,67 +780,136 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
 )
 
 _HEADS = f"{_ANY_FLOATS}; tokens and heads may each have any stride, as in a packed qkv"
-_ROTARY = Family(
-    direction=FORWARD.direction,
-    functions={Norm.RMS: "qk_norm_rope"},
-    parameters=tuple(
-        replace(row, functional=True)
-        for row in (
-            replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
-            replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens."), positional=True),
-            *(
-                replace(
-                    _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"(D,), {_ANY_FLOATS}, or None for 1."),
-                    positional=True,
-                    optional=True,
-                )
-                for name in "qk"
+
+
+_ROTATED = (
+    replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
+    replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens."), positional=True),
+    *(
+        replace(
+            _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"(D,), {_ANY_FLOATS}, or None for 1."),
+            positional=True,
+            optional=True,
+        )
+        for name in "qk"
+    ),
+    *(
+        replace(_row(name, Kind.ROWS, REQUIRED, meaning), positional=True)
+        for name, meaning in (
+            (
+                "cos",
+                f"(..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); {_ANY_FLOATS}. "
+                "Rows are tokens, in q's leading dimensions, the last of these, or one; with positions "
+                "(max_position, ...).",
             ),
-            *(
-                replace(_row(name, Kind.ROWS, REQUIRED, meaning), positional=True)
-                for name, meaning in (
-                    (
-                        "cos",
-                        f"(..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); {_ANY_FLOATS}. "
-                        "Rows are tokens, in q's leading dimensions, the last of these, or one; with positions "
-                        "(max_position, ...).",
-                    ),
-                    ("sin", "as cos. Neither has a gradient."),
-                )
-            ),
-            _row(
-                "positions",
-                Kind.ROWS,
-                "None",
-                "int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of "
-                "rows without positions. None takes the token's own row.",
-            ),
-            replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),
-            _row("eps", Kind.NUMBER, "1e-6", "added to the mean square, to the variance, or to the sum of squares."),
-            _row(
-                "interleaved",
-                Kind.FLAG,
-                "False",
-                "True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).",
-            ),
-            _row(
-                "rotary_dim",
-                Kind.COUNT,
-                "None",
-                "how many of the first columns are rotated, an even number; None is D.",
-            ),
-            _row("weight_offset", Kind.NUMBER, "0.0", "added to both weights, in fp32; 1.0 for Gemma's."),
-            CAST,
-            _row(
-                "out",
-                Kind.OUTS,
-                "None",
-                "where the results go, instead of new tensors: in q's and k's shapes, and possibly q and k themselves. "
-                "No operand may require a gradient then.",
-            ),
+            ("sin", "as cos. Neither has a gradient."),
         )
     ),
-    results=(),
+    _row(
+        "positions",
+        Kind.ROWS,
+        "None",
+        "int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of "
+        "rows without positions. None takes the token's own row.",
+    ),
+    replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),
+    _row("eps", Kind.NUMBER, "1e-6", "added to the mean square, to the variance, or to the sum of squares."),
+    _row(
+        "interleaved",
+        Kind.FLAG,
+        "False",
+        "True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).",
+    ),
+    _row(
+        "rotary_dim",
+        Kind.COUNT,
+        "None",
+        "how many of the first columns are rotated, an even number; None is D.",
+    ),
+    _row("weight_offset", Kind.NUMBER, "0.0", "added to both weights, in fp32; 1.0 for Gemma's."),
+    CAST,
+    _row(
+        "mrope_section",
+        Kind.SHAPE,
+        "None",
+        "mRoPE (Qwen2-VL): how many pairs turn by a token's time, by its height and by its width, three numbers "
+        "that add up to rotary_dim / 2. positions then have three such rows, (3, ...), and cos and sin "
+        "rotary_dim / 2 columns.",
+    ),
+    _row(
+        "mrope_interleaved",
+        Kind.FLAG,
+        "False",
+        "True gives pairs 3 i + 1 to height and 3 i + 2 to width, as many as these have, and all others to time "
+        "(Qwen3-VL); False gives the first pairs to time, the next to height and the last to width.",
+    ),
+)
+
+
+def _of_heads(name: str, ahead: tuple[Parameter, ...], behind: tuple[Parameter, ...]) -> Family:
+    """Return the family of a function of queries and keys, and of what `_ROTATED` has besides."""
+    rows = [replace(row, functional=True) for row in (*ahead, *_ROTATED, *behind)]
+    return Family(FORWARD.direction, {Norm.RMS: name}, tuple(rows), ())
+
+
+_ROTARY = _of_heads(
+    "qk_norm_rope",
+    (),
+    (
+        _row(
+            "out",
+            Kind.OUTS,
+            "None",
+            "where the results go, instead of new tensors: in q's and k's shapes, and possibly q and k themselves. "
+            "No operand may require a gradient then.",
+        ),
+        _row(
+            "key_cache",
+            Kind.ROWS,
+            "None",
+            "(blocks, slots of a block, Hk, D), any strides but D's: a paged cache that the same kernel writes "
+            "the returned k to. In k's dtype, or torch.float8_e4m3fn, which saturates at 448. No operand may require a "
+            "gradient then. Values are left to the caller.",
+        ),
+        _row(
+            "slot_mapping",
+            Kind.ROWS,
+            "None",
+            "int32 or int64, one per token, in q's leading dimensions or one: the slot in key_cache, block * slots of "
+            "a block + slot in it, or -1, which writes nothing. Kernels do not check slots, and of a slot that several "
+            "tokens have any of them writes each value.",
+        ),
+        _row(
+            "k_scale",
+            Kind.ROWS,
+            "None",
+            "one fp32 value on q's device, which the host does not read: divides k before it is rounded to fp8. None "
+            "is 1.",
+        ),
+    ),
+)
+_ROTARY_GRADIENTS = _of_heads(
+    "qk_norm_rope_bwd",
+    (
+        replace(
+            _row("dq_out", Kind.ROWS, REQUIRED, "q's shape and dtype: the gradient of the first result."),
+            positional=True,
+        ),
+        replace(_row("dk_out", Kind.ROWS, REQUIRED, "k's shape and dtype: that of the second one."), positional=True),
+    ),
+    (
+        _row(
+            "out",
+            Kind.OUTS,
+            "None",
+            "where dq and dk go, instead of new tensors: in their shapes, heads of a packed dqkv say, and possibly "
+            "dq_out and dk_out themselves.",
+        ),
+    ),
+)
+_CONFLICTS = (
+    "ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to; "
+    "mrope_section does not add up to rotary_dim / 2, or has no positions."
 )
 _ROTARY_FUNCTIONS = FunctionalFunctions(
     _ROTARY,
@@ -867,8 +936,30 @@ _ROTARY_FUNCTIONS = FunctionalFunctions(
         "DTypeError: a tensor is of a type that cannot be normalised, or q and k are of two types.",
         "DeviceError: tensors are on several devices, or are DTensors.",
         "LayoutError: a tensor is sparse or nested; tensors of out overlap others, or their tokens are on two strides.",
-        "GradientError: cos or sin requires a gradient, or an operand does and out was passed.",
-        "ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to.",
+        "GradientError: cos or sin requires a gradient, or an operand does and out or key_cache was passed.",
+        f"{_CONFLICTS} One of key_cache and slot_mapping was passed alone, or k_scale without an fp8 key_cache.",
+    ),
+)
+_ROTARY_GRADIENT_FUNCTIONS = FunctionalFunctions(
+    _ROTARY_GRADIENTS,
+    rows=_ROTARY_GRADIENTS,
+    output="tuple[torch.Tensor | None, ...]",
+    call="rotary.differentiate(operands, options)",
+    summary={Norm.RMS: "Compute the gradients of `qk_norm_rope`, into given tensors if asked."},
+    details={
+        Norm.RMS: (
+            "Autograd calls the same kernels, and has no packed dqkv that dq and dk could be written to. Called by "
+            "itself, the function writes both to heads of one, with any strides that `qk_norm_rope` reads; a traced "
+            f"call copies them there. {_SUMS} Not differentiable.",
+        )
+    },
+    returns=(
+        "dq, dk, dq_weight and dk_weight: in the shapes and dtypes of what they are gradients of. None of a weight "
+        "that is None.",
+    ),
+    raises=(
+        "GradientError: a tensor requires a gradient, with gradients enabled.",
+        "NormforgeError: one of the errors that `qk_norm_rope` lists.",
     ),
 )
 
@@ -926,5 +1017,6 @@ FUNCTIONAL = (
     _GATED_FUNCTIONS,
     _GROUP_FUNCTIONS,
     _ROTARY_FUNCTIONS,
+    _ROTARY_GRADIENT_FUNCTIONS,
     *_STATISTICS_FUNCTIONS,
 )

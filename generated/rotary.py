@@ -8,7 +8,7 @@ column of each pair in one tile and the other in a second tile. A third tile hol
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, rounded_first, store_chunk, wait_for_launch_ahead
+from .primitives import load_chunk, round_to, rounded_first, store_chunk, to_fp8_e4m3fn, wait_for_launch_ahead
 
 
 @triton.jit
@@ -102,6 +102,17 @@ def normalised(
 
 
 @triton.jit
+def axis_of(cols, HALF: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ALTERNATES: tl.constexpr):
+    """Return which position of a token turns each pair: its time (0), height (1) or width (2)."""
+    if ALTERNATES:
+        turn = cols % 3
+        axis = tl.where(cols < 3 * tl.where(turn == 1, HEIGHT, WIDTH), turn, 0)
+    else:
+        axis = (cols >= HALF - HEIGHT - WIDTH).to(tl.int32) + (cols >= HALF - WIDTH).to(tl.int32)
+    return axis
+
+
+@triton.jit
 def load_angles(
     cos_ptr,
     sin_ptr,
@@ -115,12 +126,18 @@ def load_angles(
     ALIGNMENT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WHOLE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALTERNATES: tl.constexpr,
 ):
     """Read the cosines and then the sines of each row's token, each for both columns of the pairs.
 
     Rows of the tables are positions, or else tokens.
     """
     at = tokens % period
+    if HEIGHT + WIDTH > 0:
+        axis = axis_of(tl.arange(0, BLOCK)[None, :], HALF, HEIGHT, WIDTH, ALTERNATES)
+        at = at + axis.to(tl.int64) * period
     if positions_ptr is not None:
         at = tl.load(positions_ptr + at, mask=row_mask, other=0)
     starts = tl.multiple_of(at.to(tl.int64) * table_row_stride, (ALIGNMENT, ALIGNMENT))
@@ -145,6 +162,17 @@ def starts_of(tokens, heads, token_stride, head_stride, ALIGNMENT: tl.constexpr)
 
 
 @triton.jit
+def as_cached(values, y_ptr, scale_ptr, cache_ptr):
+    """Return values as a cache holds them: of fp8 the quotient of what y holds and a scale, anything else unchanged."""
+    if cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        values = round_to(values, y_ptr.dtype.element_ty).to(tl.float32)
+        if scale_ptr is not None:
+            values = tl.div_rn(values, tl.load(scale_ptr))
+        values = to_fp8_e4m3fn(values, cache_ptr.dtype.element_ty)
+    return values
+
+
+@triton.jit
 def embed_heads(
     x_ptr,
     weight_ptr,
@@ -152,6 +180,13 @@ def embed_heads(
     cos_ptr,
     sin_ptr,
     positions_ptr,
+    slot_mapping_ptr,
+    scale_ptr,
+    cache_ptr,
+    cache_block_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    SLOTS: tl.constexpr,
     program,
     M,
     x_token_stride,
@@ -174,8 +209,11 @@ def embed_heads(
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
     WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
+    HEIGHT: tl.constexpr,  # pairs that turn by a second row of positions (mRoPE)
+    WIDTH: tl.constexpr,  # pairs that turn by a third one
+    ALTERNATES: tl.constexpr,  # whether pairs take the three rows in turn, and not one behind the other
 ):
-    """Normalise and rotate ROWS heads of one tensor."""
+    """Normalise and rotate ROWS heads of one tensor, and write them to the slots of their tokens too, if any."""
     rows = (program.to(M.dtype) * ROWS + tl.arange(0, ROWS))[:, None]
     tokens = rows // HEADS
     row_mask = tokens < M
@@ -204,21 +242,22 @@ def embed_heads(
         ALIGNMENT,
         INTERLEAVED,
         WHOLE,
+        HEIGHT,
+        WIDTH,
+        ALTERNATES,
     )
     starts = starts_of(tokens, rows % HEADS, y_token_stride, y_head_stride, ALIGNMENT)
-    store_heads(
-        y_ptr,
-        starts,
-        first * cos_first - second * sin_first,
-        second * cos_second + first * sin_second,
-        rest,
-        row_mask,
-        N,
-        HALF,
-        BLOCK,
-        REST,
-        INTERLEAVED,
-    )
+    y_first = first * cos_first - second * sin_first
+    y_second = second * cos_second + first * sin_second
+    store_heads(y_ptr, starts, y_first, y_second, rest, row_mask, N, HALF, BLOCK, REST, INTERLEAVED)
+    if cache_ptr is not None:
+        slots = tl.load(slot_mapping_ptr + tokens, mask=row_mask, other=-1).to(tl.int64)
+        starts = starts_of(slots // SLOTS, rows % HEADS, cache_block_stride, cache_head_stride, ALIGNMENT)
+        starts = tl.multiple_of(starts + slots % SLOTS * cache_slot_stride, (ALIGNMENT, ALIGNMENT))
+        y_first = as_cached(y_first, y_ptr, scale_ptr, cache_ptr)
+        y_second = as_cached(y_second, y_ptr, scale_ptr, cache_ptr)
+        rest = as_cached(rest, y_ptr, scale_ptr, cache_ptr)
+        store_heads(cache_ptr, starts, y_first, y_second, rest, slots >= 0, N, HALF, BLOCK, REST, INTERLEAVED)
 
 
 @triton.jit(
@@ -232,6 +271,9 @@ def embed_heads(
         "q_out_head_stride",
         "k_out_token_stride",
         "k_out_head_stride",
+        "key_cache_block_stride",
+        "key_cache_slot_stride",
+        "key_cache_head_stride",
         "period",
         "table_row_stride",
     ]
@@ -243,9 +285,12 @@ def qk_norm_rope_fwd(
     k_weight_ptr,  # (N,) or None
     cos_ptr,  # (positions, HALF or 2 * HALF); without positions (period, ...)
     sin_ptr,  # like cos_ptr
-    positions_ptr,  # (period,) of integers, or None
+    positions_ptr,  # (period,) of integers, or three such rows for mRoPE, or None
+    slot_mapping_ptr,  # (M,) of integers, or None
+    k_scale_ptr,  # (1,) fp32, by which keys are divided for an fp8 key_cache, or None
     q_out_ptr,  # like q, and may be q
     k_out_ptr,  # like k, and may be k
+    key_cache_ptr,  # (blocks, SLOTS, K_HEADS, N): keys too, at the slots of their tokens, none at -1; or None
     M,  # tokens, of a type that counts the heads of all
     q_token_stride,  # elements from one token of q to the next
     q_head_stride,  # elements from one head of q to the next
@@ -255,12 +300,16 @@ def qk_norm_rope_fwd(
     q_out_head_stride,
     k_out_token_stride,
     k_out_head_stride,
+    key_cache_block_stride,  # elements from one block of key_cache to the next; None without key_cache
+    key_cache_slot_stride,  # elements from one slot to the next
+    key_cache_head_stride,
     period,  # tokens after which positions, or else the rows of tables, begin again
     table_row_stride,  # elements from one row of cos and of sin to the next
     eps,  # added to the mean square, variance or sum of squares
     weight_offset,  # added to the weights
     Q_HEADS: tl.constexpr,  # heads of q
     K_HEADS: tl.constexpr,  # heads of k
+    SLOTS: tl.constexpr,  # slots of a block of key_cache; 0 without one
     N: tl.constexpr,  # columns of a head
     HALF: tl.constexpr,  # pairs of columns that are rotated
     BLOCK: tl.constexpr,  # a power of two that holds the pairs
@@ -272,6 +321,9 @@ def qk_norm_rope_fwd(
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
     WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
+    HEIGHT: tl.constexpr,  # pairs that turn by a second row of positions (mRoPE)
+    WIDTH: tl.constexpr,  # pairs that turn by a third one
+    ALTERNATES: tl.constexpr,  # whether pairs take the three rows in turn, and not one behind the other
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Normalise and rotate the heads of q and k: the grid is the blocks of q's heads, and behind them those of k's."""
@@ -286,6 +338,13 @@ def qk_norm_rope_fwd(
             cos_ptr,
             sin_ptr,
             positions_ptr,
+            None,
+            None,
+            None,
+            0,
+            0,
+            0,
+            SLOTS,
             program,
             M,
             q_token_stride,
@@ -308,6 +367,9 @@ def qk_norm_rope_fwd(
             AVERAGES,
             ROUNDS_FIRST,
             WHOLE,
+            HEIGHT,
+            WIDTH,
+            ALTERNATES,
         )
     else:
         embed_heads(
@@ -317,6 +379,13 @@ def qk_norm_rope_fwd(
             cos_ptr,
             sin_ptr,
             positions_ptr,
+            slot_mapping_ptr,
+            k_scale_ptr,
+            key_cache_ptr,
+            key_cache_block_stride,
+            key_cache_slot_stride,
+            key_cache_head_stride,
+            SLOTS,
             program - of_q,
             M,
             k_token_stride,
@@ -339,6 +408,9 @@ def qk_norm_rope_fwd(
             AVERAGES,
             ROUNDS_FIRST,
             WHOLE,
+            HEIGHT,
+            WIDTH,
+            ALTERNATES,
         )
 
 
@@ -375,6 +447,9 @@ def head_gradients(
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
     WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
+    HEIGHT: tl.constexpr,  # pairs that turn by a second row of positions (mRoPE)
+    WIDTH: tl.constexpr,  # pairs that turn by a third one
+    ALTERNATES: tl.constexpr,  # whether pairs take the three rows in turn, and not one behind the other
 ):
     """Compute the gradients of one tensor, and this program's part of the sums over its heads."""
     dweight_first = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -401,6 +476,9 @@ def head_gradients(
             ALIGNMENT,
             INTERLEAVED,
             WHOLE,
+            HEIGHT,
+            WIDTH,
+            ALTERNATES,
         )
         g_first = dy_first * cos_first + dy_second * sin_second
         g_second = dy_second * cos_second - dy_first * sin_first
@@ -467,7 +545,7 @@ def qk_norm_rope_bwd(
     k_weight_ptr,  # (N,) or None
     cos_ptr,  # (positions, HALF or 2 * HALF); without positions (period, ...)
     sin_ptr,  # like cos_ptr
-    positions_ptr,  # (period,) of integers, or None
+    positions_ptr,  # (period,) of integers, or three such rows for mRoPE, or None
     dq_ptr,  # like q
     dk_ptr,  # like k
     dq_weight_partials_ptr,  # (programs, N) fp32, or None
@@ -502,6 +580,9 @@ def qk_norm_rope_bwd(
     AVERAGES: tl.constexpr,  # whether the norm divides the sum of squares by N
     ROUNDS_FIRST: tl.constexpr,  # whether the norm's result is rounded before the weight
     WHOLE: tl.constexpr,  # whether tables have a column for each column that is rotated, and not for each pair
+    HEIGHT: tl.constexpr,  # pairs that turn by a second row of positions (mRoPE)
+    WIDTH: tl.constexpr,  # pairs that turn by a third one
+    ALTERNATES: tl.constexpr,  # whether pairs take the three rows in turn, and not one behind the other
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Compute the gradients of q and k, whose statistics are computed again: the grid is programs, and q or k."""
@@ -539,6 +620,9 @@ def qk_norm_rope_bwd(
             AVERAGES,
             ROUNDS_FIRST,
             WHOLE,
+            HEIGHT,
+            WIDTH,
+            ALTERNATES,
         )
     else:
         head_gradients(
@@ -573,4 +657,7 @@ def qk_norm_rope_bwd(
             AVERAGES,
             ROUNDS_FIRST,
             WHOLE,
+            HEIGHT,
+            WIDTH,
+            ALTERNATES,
         )

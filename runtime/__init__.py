@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .families.functional import modulated_layer_norm as modulated_layer_norm
     from .families.functional import modulated_rms_norm as modulated_rms_norm
     from .families.functional import qk_norm_rope as qk_norm_rope
+    from .families.functional import qk_norm_rope_bwd as qk_norm_rope_bwd
     from .families.functional import rms_norm_add as rms_norm_add
     from .families.functional import rms_statistics as rms_statistics
     from .families.gated.functions import GatedLayerNorm as GatedLayerNorm

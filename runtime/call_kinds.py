@@ -32,8 +32,10 @@ ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")
 # The kernels of norms of heads with their rotary embedding, each a mode by itself, and the names of their sizes.
 ROTARY = ("qk_norm_rope_fwd", "qk_norm_rope_bwd")
 # 0 or 1.
-FLAGS = ("interleaved", "centres", "averages", "rounds_first", "whole")
-ROTARY_SIZES = ("n", "q_heads", "k_heads", "rotary_dim", *FLAGS)
+FLAGS = ("interleaved", "centres", "averages", "rounds_first", "whole", "alternates")
+# 0 where there are no positions of several axes, or no cache of blocks.
+COUNTS = ("height", "width", "slots")
+ROTARY_SIZES = ("n", "q_heads", "k_heads", "rotary_dim", *FLAGS, *COUNTS)
 
 _NAME = re.compile(r"\w+", re.ASCII)
 _STRIDES = re.compile(r"\d{1,18}(?:x\d{1,18}x\d{1,18})*", re.ASCII)
@@ -145,8 +147,9 @@ def read_line(line: str) -> Iterator[CallKind]:
 
 def _size(document: Mapping[str, Any], name: str) -> int:
     size = document.get(name)
-    least, most, takes = (0, 1, "0 or 1") if name in FLAGS else (1, _LARGEST, "a whole number from 1")
+    least, most = int(name not in (*FLAGS, *COUNTS)), 1 if name in FLAGS else _LARGEST
     if type(size) is not int or not least <= size <= most:
+        takes = "0 or 1" if most == 1 else f"a whole number from {least}"
         raise ValueError(f"{name} is {size!r}, and takes {takes}")
     return size
 

@@ -514,9 +514,17 @@ def embedded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, i
 def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Return the results of `rotary.normalise` for the same tensors and checked options, differentiable."""
     q, k, q_weight, k_weight, cos, sin, positions = operands
-    norm, eps, interleaved, rotary_dim, weight_offset, cast = options
+    norm, eps, interleaved, rotary_dim, weight_offset, cast, height, width, alternates = options
     leading = q.shape[:-2]
-    rows = [widened(each if positions is None else each[positions]) for each in (cos, sin)]
+    at: Any = positions
+    if height + width:
+        pairs = torch.arange(rotary_dim // 2, device=q.device)
+        turn = pairs % 3
+        axis = torch.where(pairs < 3 * torch.where(turn == 1, height, width), turn, 0)
+        if not alternates:
+            axis = (pairs >= len(pairs) - height - width).long() + (pairs >= len(pairs) - width)
+        at = positions[axis].movedim(0, -1), pairs
+    rows = [widened(each if positions is None else each[at]) for each in (cos, sin)]
 
     def by_token(table: torch.Tensor) -> torch.Tensor:
         # All tokens in one dimension, or dimensions that broadcast against q's. jit.trace warns of compared sizes.
@@ -533,6 +541,20 @@ def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.T
         return torch.cat((turned, y[..., rotary_dim:]), -1).to(x.dtype)
 
     return rotated(q, q_weight), rotated(k, k_weight)
+
+
+def write_keys(
+    k: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor, k_scale: torch.Tensor | None
+) -> None:
+    """Write keys to the slots of their tokens in a cache of blocks."""
+    slots, keys, cache = slot_mapping.flatten(), k.flatten(0, -3), key_cache
+    if cache.dtype is torch.float8_e4m3fn:
+        keys = (widened(keys) if k_scale is None else widened(keys) / k_scale).clamp(-448, 448).to(cache.dtype)
+        # Torch moves bytes where it does not move fp8.
+        keys, cache = keys.view(torch.uint8), cache.view(torch.uint8)
+    there = slots >= 0
+    slots = slots[there]
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = keys[there]
 
 
 # Second derivatives of every family: torch's operators differentiate the backward formulas above.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -558,7 +559,12 @@ def qk_norm_rope(
     rotary_dim: int | None = None,
     weight_offset: float = 0.0,
     cast: str | Cast = "after_weight",
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    key_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise each head of queries and keys, and apply rotary embeddings, all in one kernel.
 
@@ -591,8 +597,21 @@ def qk_norm_rope(
         cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
             dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
             rounded rows).
+        mrope_section: mRoPE (Qwen2-VL): how many pairs turn by a token's time, by its height and by its width, three
+            numbers that add up to rotary_dim / 2. positions then have three such rows, (3, ...), and cos and sin
+            rotary_dim / 2 columns.
+        mrope_interleaved: True gives pairs 3 i + 1 to height and 3 i + 2 to width, as many as these have, and all
+            others to time (Qwen3-VL); False gives the first pairs to time, the next to height and the last to width.
         out: where the results go, instead of new tensors: in q's and k's shapes, and possibly q and k themselves. No
             operand may require a gradient then.
+        key_cache: (blocks, slots of a block, Hk, D), any strides but D's: a paged cache that the same kernel writes the
+            returned k to. In k's dtype, or torch.float8_e4m3fn, which saturates at 448. No operand may require a
+            gradient then. Values are left to the caller.
+        slot_mapping: int32 or int64, one per token, in q's leading dimensions or one: the slot in key_cache, block *
+            slots of a block + slot in it, or -1, which writes nothing. Kernels do not check slots, and of a slot that
+            several tokens have any of them writes each value.
+        k_scale: one fp32 value on q's device, which the host does not read: divides k before it is rounded to fp8. None
+            is 1.
 
     Returns:
         q and k, normalised and rotated: in the shapes of q and k and in their dtype.
@@ -603,12 +622,83 @@ def qk_norm_rope(
         DTypeError: a tensor is of a type that cannot be normalised, or q and k are of two types.
         DeviceError: tensors are on several devices, or are DTensors.
         LayoutError: a tensor is sparse or nested; tensors of out overlap others, or their tokens are on two strides.
-        GradientError: cos or sin requires a gradient, or an operand does and out was passed.
-        ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to.
+        GradientError: cos or sin requires a gradient, or an operand does and out or key_cache was passed.
+        ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to;
+            mrope_section does not add up to rotary_dim / 2, or has no positions. One of key_cache and slot_mapping was
+            passed alone, or k_scale without an fp8 key_cache.
     """
-    operands = (q, k, q_weight, k_weight, cos, sin, positions)
-    options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, out)
+    operands = (q, k, q_weight, k_weight, cos, sin, positions, key_cache, slot_mapping, k_scale)
+    options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, mrope_section, mrope_interleaved, out)
     result: tuple[torch.Tensor, torch.Tensor] = rotary.normalise(operands, options)
+    return result
+
+
+def qk_norm_rope_bwd(
+    dq_out: torch.Tensor,
+    dk_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    norm: str | Norm = "rms",
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    weight_offset: float = 0.0,
+    cast: str | Cast = "after_weight",
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients of `qk_norm_rope`, into given tensors if asked.
+
+    Autograd calls the same kernels, and has no packed dqkv that dq and dk could be written to. Called by itself, the
+    function writes both to heads of one, with any strides that `qk_norm_rope` reads; a traced call copies them there.
+    The order of sums does not change from run to run. Not differentiable.
+
+    Args:
+        dq_out: q's shape and dtype: the gradient of the first result.
+        dk_out: k's shape and dtype: that of the second one.
+        q: (..., Hq, D), fp16, bf16, fp32 or fp64; tokens and heads may each have any stride, as in a packed qkv.
+        k: (..., Hk, D), with q's dtype and tokens.
+        q_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
+        k_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
+        cos: (..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); fp16, bf16, fp32 or fp64.
+            Rows are tokens, in q's leading dimensions, the last of these, or one; with positions (max_position, ...).
+        sin: as cos. Neither has a gradient.
+        positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of
+            rows without positions. None takes the token's own row.
+        norm: "rms", "layer" or "l2".
+        eps: added to the mean square, to the variance, or to the sum of squares.
+        interleaved: True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).
+        rotary_dim: how many of the first columns are rotated, an even number; None is D.
+        weight_offset: added to both weights, in fp32; 1.0 for Gemma's.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rows are also rounded to y's
+            dtype before the multiplication by weight, as in Hugging Face's Llama; the gradient of weight is that of the
+            rounded rows).
+        mrope_section: mRoPE (Qwen2-VL): how many pairs turn by a token's time, by its height and by its width, three
+            numbers that add up to rotary_dim / 2. positions then have three such rows, (3, ...), and cos and sin
+            rotary_dim / 2 columns.
+        mrope_interleaved: True gives pairs 3 i + 1 to height and 3 i + 2 to width, as many as these have, and all
+            others to time (Qwen3-VL); False gives the first pairs to time, the next to height and the last to width.
+        out: where dq and dk go, instead of new tensors: in their shapes, heads of a packed dqkv say, and possibly
+            dq_out and dk_out themselves.
+
+    Returns:
+        dq, dk, dq_weight and dk_weight: in the shapes and dtypes of what they are gradients of. None of a weight that
+            is None.
+
+    Raises:
+        GradientError: a tensor requires a gradient, with gradients enabled.
+        NormforgeError: one of the errors that `qk_norm_rope` lists.
+    """
+    operands = (dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions)
+    options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, mrope_section, mrope_interleaved, out)
+    result: tuple[torch.Tensor | None, ...] = rotary.differentiate(operands, options)
     return result
 
 

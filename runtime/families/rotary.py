@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import zip_longest
 from math import prod
 from operator import or_
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from ..call_kinds import FLAGS, MANY, MOST, ROWS
+from ..call_kinds import MANY, MOST, ROTARY_SIZES, ROWS
 from ..calls import argument_checks as checks
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
@@ -30,7 +31,7 @@ from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
 from ..kernels.gpu import require_device, target_of
 from ..kernels.key import ALIGNMENT
 from ..kernels.launcher import Launcher
-from ..kernels.rotary import BACKWARD, FORWARD, HEADS, RESULTS, TOTALS, assemble, kernel_named
+from ..kernels.rotary import BACKWARD, CACHE, CACHE_STRIDES, FORWARD, HEADS, RESULTS, TOTALS, assemble, kernel_named
 from ..kernels.strides import kind_of
 from ..selection import dispatch
 from ..selection.invariance import is_on
@@ -43,36 +44,90 @@ from .plain_calls import handed_on, is_handed_on
 # The name of the public function and of the operator.
 NAME = "qk_norm_rope"
 _OPERANDS = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
-_OPTIONS = ("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "out")
+_ARRIVED = ("dq_out", "dk_out", *_OPERANDS)
+# What forward kernels read.
+_READ = (*_OPERANDS, "slot_mapping", "k_scale")
+_OPTIONS = (
+    *("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "mrope_section", "mrope_interleaved", "out"),
+)
 
 
 def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
     """Run a call of the public function, whose options are as callers passed them."""
     _, *asked = options
+    *others, key_cache, slot_mapping, k_scale = operands
     if is_handed_on(operands):
-        args = dict(zip((*_OPERANDS, *_OPTIONS), (*operands, *asked), strict=True))
+        args = dict(zip((*_OPERANDS, CACHE, *_READ[-2:], *_OPTIONS), (*operands, *asked), strict=True))
         return handed_on(NAME, operands, args, positional=6)
+    read = (*others, slot_mapping, k_scale)
     with unrecorded():
-        settled, outs = _settled(operands[0], *asked)
-    launches = _known(FORWARD, settled, (*operands, *outs))
+        settled, outs = _settled(read[0], *asked)
+    outs = outs if key_cache is None else (*(outs or (None, None)), key_cache)
+    launches = _known(FORWARD, settled, (*read, *outs))
     if launches is None:
         with unrecorded():
-            _check(dict(zip(_OPERANDS, operands, strict=True)), settled)
-        if outs:
-            _check_outs(operands, outs)
-    if launches is None and (backend(operands[0]) != "kernel" or left_to_torch(operands)):
-        results = eager.rotary(operands, settled)
-    elif launches is None and (is_dynamo_compiling() or intercepted(*operands, *outs)):
-        results = operator(NAME)(*operands, *settled)
-    else:
-        results = launched(operands, settled, outs) if launches is None else launches.run(operands, outs)
-        recorded = not outs and records(operands)
-        return record_at_once((_RECORDING, (settled, results)), *operands) if recorded else results
-    return tuple([own.copy_(each) for own, each in zip(outs, results, strict=True)]) if outs else results
+            _check(dict(zip(_READ, read, strict=True)), settled, outs)
+    if launches is None and (backend(read[0]) != "kernel" or left_to_torch(operands)):
+        return _computed(read, settled, outs)
+    if launches is None and (is_dynamo_compiling() or intercepted(*operands, *outs)):
+        if key_cache is None:
+            return _copied(operator(NAME)(*others, *settled), outs)
+        return _copied(operator(f"{NAME}_cached")(*read, *settled, key_cache), outs)
+    results = launched(read, settled, outs) if launches is None else launches.run(read, outs)[:2]
+    recorded = not outs and records(others)
+    return record_at_once((_RECORDING, (settled, results)), *others) if recorded else results
+
+
+def differentiate(operands: Operands, options: tuple[Any, ...]) -> Any:
+    """Run a call of the public function of the gradients, whose options are as callers passed them."""
+    _, *asked = options
+    named = dict(zip(_ARRIVED, operands, strict=True))
+    if is_handed_on(operands):
+        args = named | dict(zip(_OPTIONS, asked, strict=True))
+        return handed_on(f"{NAME}_bwd", operands, args, positional=8)
+    with unrecorded():
+        settled, outs = _settled(named["q"], *asked)
+    due = (named["q_weight"] is not None, named["k_weight"] is not None)
+    launches = _known(BACKWARD, (*settled, *due), (*operands, *outs))
+    if launches is not None:
+        return _without_partials(launches.run(operands, outs))
+    with unrecorded():
+        checks.check_no_gradient(f"{NAME}_bwd records none", **named)
+        _check(named, settled, outs)
+    if backend(named["q"]) != "kernel" or left_to_torch(operands):
+        return _copied(_by_formula(operands, settled, due), outs)
+    if is_dynamo_compiling() or intercepted(*operands, *outs):
+        grads = iter(operator(f"{NAME}_backward")(*operands, *settled, [*due]))
+        return _copied([next(grads) if is_due else None for is_due in (True, True, *due)], outs)
+    return _gradients(operands, settled, due, outs)
+
+
+def _computed(read: Operands, options: Options, outs: Operands) -> Operands:
+    """Run a call by torch's operators."""
+    *operands, slot_mapping, k_scale = read
+    results = eager.rotary(tuple(operands), options)
+    for key_cache in outs[2:]:
+        eager.write_keys(results[1], key_cache, slot_mapping, k_scale)
+    return _copied(results, outs)
+
+
+def _copied(results: Sequence[Any], outs: Operands) -> Operands:
+    """Return results, of which the first are copied into the tensors that were passed for them."""
+    pairs = zip_longest(results, outs[:2])
+    return tuple([result if own is None else own.copy_(result) for result, own in pairs])
 
 
 def _settled(
-    q: Any, norm: Any, eps: Any, interleaved: Any, rotary_dim: Any, weight_offset: Any, cast: Any, out: Any
+    q: Any,
+    norm: Any,
+    eps: Any,
+    interleaved: Any,
+    rotary_dim: Any,
+    weight_offset: Any,
+    cast: Any,
+    mrope_section: Any,
+    mrope_interleaved: Any,
+    out: Any,
 ) -> tuple[Options, Operands]:
     """Check options, and return them with the tensors that results go to."""
     n = checks.check_tensor("q", q).shape[-1] if q.dim() else 0
@@ -84,7 +139,25 @@ def _settled(
     number = checks.check_number("eps", eps, least=0.0)
     offset = checks.check_number("weight_offset", weight_offset, least=-checks.LARGEST_FP32)
     norm_word, cast_word = _words(norm, cast)
-    return (norm_word, number, checks.check_flag("interleaved", interleaved), columns, offset, cast_word), out or ()
+    axes = _axes(mrope_section, columns // 2), checks.check_flag("mrope_interleaved", mrope_interleaved)
+    if mrope_section is None and axes[1]:
+        raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
+    flag = checks.check_flag("interleaved", interleaved)
+    return (norm_word, number, flag, columns, offset, cast_word, *axes[0], axes[1]), out or ()
+
+
+def _axes(section: Any, half: int) -> tuple[int, int]:
+    """Return how many pairs of columns turn by height, and by width; 0 of each without sections."""
+    if section is None:
+        return 0, 0
+    sizes = [*section] if isinstance(section, Sequence) else []
+    are_sizes = all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in sizes)
+    if len(sizes) != 3 or not are_sizes or sum(sizes) != half or sizes[0] == half:
+        raise ConflictError(
+            f"mrope_section is {section!r}; it takes three numbers, of time, height and width, that add up to "
+            f"rotary_dim / 2 = {half}, the second or the third above 0"
+        )
+    return sizes[1], sizes[2]
 
 
 @constant_in_traces
@@ -95,42 +168,57 @@ def _words(norm: str | Norm, cast: str | Cast) -> tuple[str, str]:
     return kind.value, word(Cast, "cast", cast).value
 
 
-def _check(named: Mapping[str, Any], options: Options) -> None:
-    """Check the operands of a call."""
-    there = {name: each for name, each in named.items() if each is not None or name in ("k", "cos", "sin")}
+def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> None:
+    """Check the tensors of a call, in either direction."""
+    needed = ("k", "cos", "sin", "dq_out", "dk_out")
+    there = {name: each for name, each in named.items() if each is not None or name in needed}
     for name, each in there.items():
         checks.check_tensor(name, each)
-    q, k, positions = named["q"], named["k"], named["positions"]
-    if is_sharded(*there.values()):
+    q, k, positions, axes = named["q"], named["k"], named["positions"], options[6] + options[7]
+    if is_sharded(*there.values(), *outs):
         raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
-    if q.dim() < 3:
-        raise ShapeError(f"q has shape {tuple(q.shape)}; it takes (..., heads, D), tokens before the heads")
+    for name, each in (("q", q), ("k", k)):
+        if each.dim() < 3 or each.shape[-2] == 0:
+            raise ShapeError(f"{name} has shape {tuple(each.shape)}; it takes (..., heads, D), tokens before the heads")
+    if axes and positions is None:
+        raise ConflictError("mrope_section was passed without positions; pass three rows of them")
     *leading, _, n = q.shape
     # All tokens in one dimension, or the last dimensions of tokens, of which the others share values.
     of_tokens = [tuple(leading), (prod(leading),), *_shared(leading)]
     rows = of_tokens if positions is None else [tuple(named["cos"].shape[:1])]
     if positions is not None and 0 in named["cos"].shape[:1] and prod(leading):
         raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
+    of_k = (*leading, *k.shape[-2:-1], n)
     shapes = {
-        "k": [(*leading, *k.shape[-2:-1], n)],
+        "k": [of_k],
+        "dk_out": [of_k],
         "q_weight": [(n,)],
         "k_weight": [(n,)],
-        "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])],
+        "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])[: 1 if axes else 2]],
         "sin": [tuple(named["cos"].shape)],
-        "positions": of_tokens,
+        "positions": [(3, *each) for each in of_tokens] if axes else of_tokens,
+        "slot_mapping": of_tokens[:2],
+        "k_scale": [(1,), ()],
     }
-    dtypes = {"k": (q.dtype,), "positions": (torch.int32, torch.int64)}
+    integers = (torch.int32, torch.int64)
+    dtypes = {"positions": integers, "slot_mapping": integers, "k_scale": (torch.float32,)}
+    dtypes |= dict.fromkeys(("k", "dq_out", "dk_out"), (q.dtype,))
     for name, each in there.items():
         checks.check_dtype(name, each, dtypes.get(name, (*FLOATS, torch.float64)))
         checks.check_device(name, each, q, "q")
         if tuple(each.shape) not in shapes.get(name, [tuple(q.shape)]):
-            takes = " or ".join(map(str, dict.fromkeys(shapes[name])))
-            # Three rows of positions, of which pairs of columns take one each.
-            also = ": for mRoPE pass each token's own rows of cos and sin, and no positions" * (name == "positions")
+            takes = " or ".join(map(str, dict.fromkeys(shapes.get(name, [tuple(q.shape)]))))
+            also = "; three rows of them (mRoPE) need mrope_section" * (name == "positions" and not axes)
             raise ShapeError(f"{name} has shape {tuple(each.shape)} and q {tuple(q.shape)}; it takes {takes}{also}")
     if options[4] and not {"q_weight", "k_weight"}.issubset(there):
         raise ConflictError(f"weight_offset={options[4]} is added to both weights; pass q_weight and k_weight")
     checks.check_no_gradient("has none as an angle of the rotation", cos=named["cos"], sin=named["sin"])
+    if (len(outs) == 3) != ("slot_mapping" in there):
+        raise ConflictError("one of key_cache and slot_mapping was passed; pass both, or neither")
+    if "k_scale" in there and (len(outs) < 3 or outs[2].dtype is not torch.float8_e4m3fn):
+        raise ConflictError("k_scale was passed, and key_cache is none of torch.float8_e4m3fn; leave k_scale out")
+    if outs:
+        _check_outs(there, outs)
 
 
 def _shared(leading: Sequence[int]) -> list[tuple[int, ...]]:
@@ -139,17 +227,28 @@ def _shared(leading: Sequence[int]) -> list[tuple[int, ...]]:
     return [each for tail in tails for each in (tail, (*[1] * (len(leading) - len(tail)), *tail))]
 
 
-def _check_outs(operands: Operands, outs: Operands) -> None:
-    """Check the tensors that are written to, which may be q and k themselves."""
-    named: dict[str, Any] = {name: each for name, each in zip(_OPERANDS, operands, strict=True) if each is not None}
-    checks.check_no_gradient("has none where out is passed", **named)
-    addressed = not (is_dynamo_compiling() or intercepted(*operands, *outs))
-    for name, out in zip(("q", "k"), outs, strict=True):
-        own = named.pop(name)
-        checks.check_output(f"out ({name})", out, own, own.dtype, {"x": own, **named} if addressed else {}, addressed)
+def _check_outs(named: dict[str, Any], outs: Operands) -> None:
+    """Check the tensors that are written to, which may be q and k themselves, or the gradients that arrived."""
+    checks.check_no_gradient("has none where out or key_cache is passed", **named)
+    addressed = not (is_dynamo_compiling() or intercepted(*named.values(), *outs))
+    for own_name, out in zip([*named][:2], outs[:2], strict=True):
+        if out is None:
+            continue
+        own, name = named.pop(own_name), f"out ({own_name.removesuffix('_out')})"
+        checks.check_output(name, out, own, own.dtype, {"x": own, **named} if addressed else {}, addressed)
         if addressed and out.flatten(0, -3).data_ptr() != out.data_ptr():
-            raise LayoutError(f"out ({name}) has strides {out.stride()}; it takes tokens that are one stride apart")
-        named |= {name: own, f"out ({name})": out}
+            raise LayoutError(f"{name} has strides {out.stride()}; it takes tokens that are one stride apart")
+        named |= {own_name: own, name: out}
+    for cache in outs[2:]:
+        *_, heads, n = named["k"].shape
+        shape = tuple(checks.check_tensor(CACHE, cache).shape)
+        if shape[2:] != (heads, n) or shape[1] == 0:
+            raise ShapeError(f"{CACHE} has shape {shape}; it takes (blocks, slots of a block, {heads}, {n}), k's heads")
+        checks.check_dtype(CACHE, cache, (named["k"].dtype, torch.float8_e4m3fn))
+        checks.check_device(CACHE, cache, named["k"], "k")
+        if addressed:
+            checks.refuse_transformed(**named)
+        checks.check_output(CACHE, cache, cache, cache.dtype, named if addressed else {}, addressed)
 
 
 @eager_only
@@ -171,7 +270,7 @@ def _known(kernel: str, options: Sequence[Any], tensors: Operands) -> Launches |
 
 def _key(kernel: str, options: Sequence[Any], tensors: Operands) -> Key:
     """Return the key of a call. It says how tensors that are written lie to the others, and a guard holds strides."""
-    outs, addresses = tensors[len(_OPERANDS) :] if kernel == FORWARD else (), addresses_of(tensors)
+    outs, addresses = [each for each in tensors[len(_READ) :] if each is not None], addresses_of(tensors)
     within = [(at - out.data_ptr(), out.untyped_storage().nbytes()) for out in outs for at in addresses]
     places = [distance if abs(distance) < size else None for distance, size in within]
     # The mode of gradients, because tensors that require one may be refused.
@@ -195,13 +294,18 @@ class Launches(NamedTuple):
 
     def run(self, read: Operands, outs: Operands = ()) -> Operands:
         """Launch a call of tensors that kernels can walk, and return all results."""
-        increment_version(outs)
-        made = outs or tuple([None if make is None else self.empty(*make) for make in self.makes])
+        increment_version([out for out in outs if out is not None])
+        made = tuple(
+            [self.empty(*make) if own is None and make else own for own, make in zip_longest(outs, self.makes)]
+        )
         programs, *_ = self.steps[0][1]
         values = ((*read, *made[:4]), self.numbers), ((*made[2:4], None, *made[4:], None), (programs,))
         for (launcher, grid), (tensors, numbers) in zip(self.steps, values, strict=False):
             if launcher.launch is None:
-                launcher.launch_tensors(grid, (*tensors, *numbers))
+                # The interpreter encodes fp8 in bytes.
+                fp8 = [each is not None and each.dtype is torch.float8_e4m3fn for each in tensors]
+                seen = [each.view(torch.uint8) if is_fp8 else each for each, is_fp8 in zip(tensors, fp8, strict=True)]
+                launcher.launch_tensors(grid, (*seen, *numbers))
             else:
                 launcher.launch(grid, (*addresses_of(tensors), *numbers))
         return made
@@ -209,17 +313,23 @@ class Launches(NamedTuple):
 
 @eager_only
 def launched(operands: Operands, options: Options, outs: Operands = ()) -> Operands:
-    """Run a call by its kernel, known or not, and return the results for q and k; outs were checked."""
-    q, k, *_ = operands
+    """Run a call by its kernel, known or not, and return the results for q and k.
+
+    Args:
+        operands: what is read.
+        options: of the call.
+        outs: the tensors for the results, and the cache; None for those that are new; none at all without any.
+    """
+    q, *_ = operands
     launches = _known(FORWARD, options, (*operands, *outs))
     if launches is not None:
-        return launches.run(operands, outs)
-    _check(dict(zip(_OPERANDS, operands, strict=True)), options)
+        return launches.run(operands, outs)[:2]
+    _check(dict(zip(_READ, operands, strict=True)), options, outs)
     require_device(q)
-    if not (q.numel() and k.numel()):
-        return outs or eager.rotary(operands, options)
-    named = dict(zip((*_OPERANDS, "q_out", "k_out"), (*operands, *outs), strict=False))
-    return _first(FORWARD, named, options, (), outs)
+    if not q.numel():
+        return _computed(operands, options, outs)
+    named = dict(zip((*_READ, *RESULTS[FORWARD], CACHE), (*operands, *outs), strict=False))
+    return _first(FORWARD, named, options, (), outs)[:2]
 
 
 def _first(
@@ -241,7 +351,9 @@ def _laid_out(name: str, tensor: Any) -> Any:
     """Return a tensor as kernels walk it, copied if need be: heads on two strides, or rows of tables."""
     if tensor is None:
         return None
-    if "weight" in name or name == "positions":
+    if name == CACHE:
+        return tensor
+    if "weight" in name or name in ("positions", "slot_mapping", "k_scale"):
         return resolved(tensor).flatten().contiguous()
     rows = resolved(tensor).flatten(0, -2 if name in ("cos", "sin") else -3)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -251,51 +363,79 @@ def _planned(
     kernel: str, named: Mapping[str, Any], rows: Mapping[str, Any], options: Options, due: tuple[bool, ...]
 ) -> Launches:
     """Return the launches of a call; `rows` has its tensors as kernels walk them."""
-    norm, eps, interleaved, rotary_dim, weight_offset, cast = options
+    norm, eps, interleaved, rotary_dim, weight_offset, cast, height, width, alternates = options
     (m, q_heads, n), device, kind = rows["q"].shape, rows["q"].device, Norm(norm)
     whole = rows["cos"].shape[1] == rotary_dim
-    flags = interleaved, kind.centres, kind.row.averages, Cast(cast).comes_first, whole
-    sizes = {"n": n, "q_heads": q_heads, "k_heads": rows["k"].shape[1], "rotary_dim": rotary_dim}
-    sizes |= dict(zip(FLAGS, map(int, flags), strict=True))
+    flags = interleaved, kind.centres, kind.row.averages, Cast(cast).comes_first, whole, alternates
+    cache = rows.get(CACHE)
+    values = n, q_heads, rows["k"].shape[1], rotary_dim, *flags, height, width, 0 if cache is None else cache.shape[1]
+    sizes = dict(zip(ROTARY_SIZES, map(int, values), strict=True))
     makes = [make_of(named[own].shape, named[own].dtype) for own in "qk"]
     tensors = dict(rows)
     for name, make in zip(RESULTS[kernel], makes, strict=True):
-        # A new result lies at an aligned address, as its stand-in does.
-        stand_in = torch.empty(make[0], dtype=make[2], device="meta") if make else None
-        tensors.setdefault(name, _laid_out(name, stand_in))
+        if make and rows.get(name) is None:
+            # A new result lies at an aligned address, as its stand-in does.
+            tensors[name] = _laid_out(name, torch.empty(make[0], dtype=make[2], device="meta"))
     dtypes = {name: each.dtype for name, each in tensors.items() if each is not None}
     totals = {f"d{own}_weight": dtypes[f"{own}_weight"] for own, is_due in zip("qk", due, strict=False) if is_due}
     dtypes |= totals | {f"{name}_partials": torch.float32 for name in totals}
     strides: dict[str, int] = {"table_row_stride": rows["cos"].stride(0)}
     for name in HEADS[kernel]:
         strides |= {f"{name}_token_stride": tensors[name].stride(0), f"{name}_head_stride": tensors[name].stride(1)}
-    misaligned = [f"{name}_ptr" for name, each in tensors.items() if each is not None and each.data_ptr() % ALIGNMENT]
+    if cache is not None:
+        strides |= dict(zip(CACHE_STRIDES, cache.stride(), strict=False))
+    # What is read value by value may start anywhere.
+    away = {name for name, each in tensors.items() if each is not None and each.data_ptr() % ALIGNMENT}
+    misaligned = [f"{name}_ptr" for name in dtypes if name in (*away, "slot_mapping", "k_scale")]
     target = target_of(device)
     recipes = assemble(kernel, sizes, dtypes, strides, misaligned, m, target, invariant=is_on())
     grids = [each.grid(m, 1) for each in recipes.values()]
+    makes += [None]
     if kernel == BACKWARD:
         sums = [totals.get(name) for name in TOTALS]
-        makes += [make_of((grids[0][0], n), dtype and torch.float32) for dtype in sums]
+        makes[2:] = [make_of((grids[0][0], n), dtype and torch.float32) for dtype in sums]
         makes += [make_of((n,), dtype) for dtype in sums]
     size = ROWS.index(MANY if recipes[f"rotary:{kernel}"].types["M"] == "i32" else MOST)
     dispatch.tell(lambda: kind_of(kernel, sizes, size, dtypes, strides, misaligned))
     launchers = [Launcher(kernel_named(name), each, target, device) for name, each in recipes.items()]
     by_token = rows["cos"] if rows["positions"] is None else rows["positions"]
-    numbers = m, by_token.shape[0], eps, weight_offset
+    numbers = m, by_token.shape[0] // (3 if height + width else 1), eps, weight_offset
     return Launches(tuple(zip(launchers, grids, strict=True)), numbers, allocator(device), tuple(makes))
 
 
 @eager_only
 def launched_gradients(*arguments: Any) -> list[torch.Tensor]:
     """Return the gradients of q, k and the weights that have one, given all arguments of the operator in order."""
-    *options, due = arguments[2 + len(_OPERANDS) :]
-    named = dict(zip(("dq_out", "dk_out", *_OPERANDS), arguments, strict=False))
-    tensors, asked = tuple(named.values()), (*options, *due)
-    if not (named["q"].numel() and named["k"].numel()):
-        return [torch.zeros_like(each) for each, is_due in zip(tensors[2:6], (True, True, *due), strict=True) if is_due]
-    launches = _known(BACKWARD, asked, tensors)
-    results = launches.run(tensors) if launches else _first(BACKWARD, named, tuple(options), tuple(due))
-    return [each for each in (*results[:2], *results[4:]) if each is not None]
+    *options, due = arguments[len(_ARRIVED) :]
+    results = _gradients(arguments[: len(_ARRIVED)], tuple(options), tuple(due))
+    return [each for each in results if each is not None]
+
+
+def _gradients(operands: Operands, options: Options, due: tuple[bool, ...], outs: Operands = ()) -> Operands:
+    """Return the gradients of q, k and both weights by kernels, None of a weight of which none is due."""
+    named = dict(zip((*_ARRIVED, *RESULTS[BACKWARD]), (*operands, *outs), strict=False))
+    if not named["q"].numel():
+        zeros = [
+            torch.zeros_like(each) if is_due else None
+            for each, is_due in zip(operands[2:], (True, True, *due), strict=False)
+        ]
+        return _copied(zeros, outs)
+    launches = _known(BACKWARD, (*options, *due), (*operands, *outs))
+    results = launches.run(operands, outs) if launches else _first(BACKWARD, named, options, due, outs)
+    return _without_partials(results)
+
+
+def _without_partials(results: Operands) -> Operands:
+    return (*results[:2], *results[4:])
+
+
+def _by_formula(operands: Operands, options: Options, due: Sequence[bool]) -> Gradients:
+    """Return the gradients of q, k and both weights by torch's operators."""
+    dq_out, dk_out, *read = operands
+    is_due = (True, True, *due, False, False, False)
+    with torch.no_grad():
+        grads = eager.differentiated(lambda *each: eager.rotary(each, options), tuple(read), is_due, (dq_out, dk_out))
+    return grads[:4]
 
 
 def gradients(

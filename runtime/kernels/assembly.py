@@ -172,7 +172,7 @@ class Recipe:
     part: Pipeline | Part | None
     types: Mapping[str, str | None]
     strides: Mapping[str, RowStride]
-    constants: Mapping[str, int]
+    constants: Mapping[str, int | None]
     warps: int
     options: Mapping[str, Any]
     grid: Callable[[int, int], Grid]

@@ -8,9 +8,10 @@ from itertools import zip_longest
 from pkgutil import resolve_name
 from typing import Any
 
-from ..call_kinds import FLAGS, ROTARY
+from ..call_kinds import COUNTS, FLAGS, ROTARY
 from ..codegen.tiling import power_of_two
-from .assembly import SUMS, Recipe, finisher
+from ..codegen.values import DType
+from .assembly import SUMS, Recipe, finisher, in_software
 from .gpu import Target
 from .key import pointer_type, row_count_type
 from .strides import RowStride, row_alignment
@@ -19,12 +20,15 @@ FORWARD, BACKWARD = ROTARY
 
 _OF_HEADS = ("q", "k", "q_out", "k_out", "dq_out", "dk_out", "dq", "dk")
 _READ = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
+# A paged cache of keys, and its strides.
+CACHE = "key_cache"
+CACHE_STRIDES = [f"{CACHE}_{each}_stride" for each in ("block", "slot", "head")]
 # The gradients of weights, which are sums of partial ones.
 TOTALS = ("dq_weight", "dk_weight")
 # By kernel, the results for q and k, and the tensors that launches bring, in order.
 RESULTS = {FORWARD: ("q_out", "k_out"), BACKWARD: ("dq", "dk")}
 _TENSORS = {
-    FORWARD: (*_READ, *RESULTS[FORWARD]),
+    FORWARD: (*_READ, "slot_mapping", "k_scale", *RESULTS[FORWARD], CACHE),
     BACKWARD: ("dq_out", "dk_out", *_READ, *RESULTS[BACKWARD], *[f"{name}_partials" for name in TOTALS]),
 }
 # The tensors of heads, on two strides each.
@@ -35,6 +39,7 @@ STRIDES = {
     kernel: ["table_row_stride", *[f"{name}_{each}_stride" for name in names for each in ("token", "head")]]
     for kernel, names in HEADS.items()
 }
+STRIDES[FORWARD] += CACHE_STRIDES
 
 # Values of one column of each pair in a program: 8 for each of its threads, 16 bytes of 16-bit values.
 _VALUES = 1024
@@ -70,8 +75,13 @@ def assemble(
     block = power_of_two(half)
     at_once = max(1, _VALUES // block)
 
+    absent = [] if dtypes.get(CACHE) else CACHE_STRIDES
+    strides = {name: stride for name, stride in strides.items() if name not in absent}
+
     def pointer(name: str) -> str | None:
         dtype, slot = dtypes.get(name), f"{name}_ptr"
+        if name == CACHE and dtype and dtype.itemsize == 1 and in_software(DType.FP8_E4M3FN, target):
+            dtype = "uint8"
         return None if dtype is None else pointer_type(dtype, aligned=not invariant and slot not in misaligned)
 
     walker = Recipe(
@@ -89,6 +99,8 @@ def assemble(
             "ROWS": at_once,
             "ALIGNMENT": 1 if invariant else row_alignment(*strides.values()),
             **{name.upper(): bool(sizes[name]) for name in FLAGS},
+            **{name.upper(): sizes[name] for name in COUNTS},
+            **dict.fromkeys(absent),
             "PDL": target.launches_early,
         },
         warps=_WARPS,

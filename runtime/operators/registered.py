@@ -166,7 +166,10 @@ def _register_gradients(name: str, takes: Function) -> None:
 
 # The arguments of `families.rotary`'s operators: the tensors, and the options.
 _HEADS = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions"
-_ROTATION = "str norm, float eps, bool interleaved, int rotary_dim, float weight_offset, str cast"
+_ROTATION = (
+    "str norm, float eps, bool interleaved, int rotary_dim, float weight_offset, str cast, int height, int width, "
+    "bool alternates"
+)
 
 
 def _register_rotary() -> None:
@@ -177,7 +180,13 @@ def _register_rotary() -> None:
     def run(*arguments: Any) -> Any:
         from ..families import rotary
 
-        return rotary.launched(arguments[:count], arguments[count:])
+        return rotary.launched((*arguments[:count], None, None), arguments[count:])
+
+    @eager_only
+    def run_cached(*arguments: Any) -> Any:
+        from ..families import rotary
+
+        return rotary.launched(arguments[: count + 2], arguments[count + 2 : -1], (None, None, arguments[-1]))
 
     @eager_only
     def run_backward(*arguments: Any) -> Any:
@@ -205,6 +214,10 @@ def _register_rotary() -> None:
 
     name, passed = "qk_norm_rope", f"{_HEADS}, {_ROTATION}"
     _define(name, f"({passed}) -> (Tensor, Tensor)", run, fake)
+    schema = f"({_HEADS}, Tensor slot_mapping, Tensor? k_scale, {_ROTATION}, Tensor(a!) key_cache) -> (Tensor, Tensor)"
+    _define(f"{name}_cached", schema, run_cached, fake)
+    for defined in both(f"{name}_cached", run_cached):
+        _count_writes(defined, getattr(torch.ops.normforge, defined).default, 1)
     schema = f"(Tensor dq_out, Tensor dk_out, {passed}, bool[] due) -> Tensor[]"
     _define(f"{name}_backward", schema, run_backward, fake_backward)
     register_autograd(_recording, name, differentiate, keep)

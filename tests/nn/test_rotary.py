@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -57,6 +57,8 @@ class Case:
     weight_offset: float = 0.0
     eps: float = 1e-6
     cast: str = "after_weight"
+    mrope_section: tuple[int, int, int] | None = None
+    mrope_interleaved: bool = False
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -72,6 +74,13 @@ CASES = (
     Case(weight_offset=1.0, eps=0.0, q_heads=3, k_heads=1),
     Case(cast="before_weight", tokens=1),
     Case(n=6, rotary_dim=2, q_heads=1, k_heads=1, eps=0.5, dtype=torch.float32),
+    # Qwen2-VL, an axis without pairs, and Qwen3-VL, whose first axis takes what two others leave.
+    Case(positions=True, mrope_section=(8, 12, 12)),
+    Case(n=80, rotary_dim=64, positions=True, mrope_section=(16, 16, 0), interleaved=True, norm="layer"),
+    *(
+        Case(positions=True, mrope_section=section, mrope_interleaved=True, interleaved=each, dtype=torch.float32)
+        for section, each in (((12, 10, 10), False), ((24, 3, 5), True), ((4, 20, 8), False))
+    ),
     # Programs with several tiles.
     Case(tokens=70, dtype=torch.float32),
 )
@@ -87,9 +96,25 @@ def given(case: Case, device: str = "cpu") -> Tensors:
     if case.weights:
         operands |= {"q_weight": torch.randn(case.n, device=device), "k_weight": torch.randn(case.n, device=device)}
     positions = torch.randperm(case.tokens + 3, device=device)[: case.tokens] if case.positions else None
+    if case.mrope_section:
+        positions = torch.randint(case.tokens + 3, (3, case.tokens), device=device)
     columns = case.rotary_dim // (1 if case.whole else 2)
     angles = torch.randn(case.tokens + 3 * case.positions, columns, device=device)
     return operands | {"cos": angles.cos(), "sin": angles.sin(), "positions": positions}
+
+
+def _of_axes(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """Take the columns of three positions as transformers' Qwen2-VL does, or its Qwen3-VL."""
+    if case.mrope_section is None:
+        return rows
+    if not case.mrope_interleaved:
+        starts = [0, *accumulate(case.mrope_section)]
+        return torch.cat([row[..., start:end] for row, start, end in zip(rows, starts, starts[1:], strict=False)], -1)
+    mixed = rows[0].clone()
+    for at in (1, 2):
+        columns = slice(at, 3 * case.mrope_section[at], 3)
+        mixed[..., columns] = rows[at, ..., columns]
+    return mixed
 
 
 def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
@@ -103,7 +128,7 @@ def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
         h = h + (h.to(case.dtype).to(h.dtype) - h).detach()
     z = h if weight is None else h * (weight + case.weight_offset)
     rows = slice(None) if operands["positions"] is None else operands["positions"]
-    cos, sin = (operands[table][rows].unsqueeze(1) for table in ("cos", "sin"))
+    cos, sin = (_of_axes(case, operands[table][rows]).unsqueeze(1) for table in ("cos", "sin"))
     rotated, rest = z[..., : case.rotary_dim], z[..., case.rotary_dim :]
     pairs, at = ((-1, 2), -1) if case.interleaved else ((2, -1), -2)
     first, second = rotated.reshape(*rotated.shape[:-1], *pairs).unbind(at)
@@ -113,11 +138,13 @@ def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
     return torch.cat((rotated * cos + beside * sin, rest), -1)
 
 
-OPTIONS = ("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast")
+OPTIONS = (
+    *("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "mrope_section", "mrope_interleaved"),
+)
 
 
-def call(case: Case, operands: Tensors, **others: Any) -> Any:
-    return normforge.qk_norm_rope(**operands, **{name: getattr(case, name) for name in OPTIONS}, **others)
+def call(case: Case, operands: Tensors, function: Any = normforge.qk_norm_rope, **others: Any) -> Any:
+    return function(**operands, **{name: getattr(case, name) for name in OPTIONS}, **others)
 
 
 def leaves_of(operands: Tensors, names: Sequence[str] = LEAVES) -> Tensors:
@@ -310,7 +337,162 @@ def test_a_known_call_without_gradients_says_nothing_of_one_with_them() -> None:
                 call(Case(), leaves, **others)
 
 
+CACHED = Case(positions=True)
+SLOTS = torch.tensor([7, -1, 0, 11, 4])
+
+
+def _cache(case: Case, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Three blocks of four slots, filled with what nothing writes."""
+    return torch.full((3, 4, case.k_heads, case.n), 99.0, device=device).to(dtype)
+
+
+def _written(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Return a cache with keys at the slots of their tokens."""
+    rows = cache.clone().flatten(0, 1)
+    for token, slot in enumerate(slots.flatten().tolist()):
+        if slot >= 0:
+            row = k.flatten(0, -3)[token]
+            rows[slot] = (row.float() / scale).clamp(-448, 448).to(cache.dtype) if cache.element_size() == 1 else row
+    return rows.view(cache.shape)
+
+
+CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "adjoining": lambda cache: cache,
+    "heads first": lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2),
+    "beside values": lambda cache: torch.stack((cache, cache), 1)[:, 0],
+    "unaligned": lambda cache: torch.nn.functional.pad(cache.view(torch.uint8), (0, 8)).view(cache.dtype)[
+        ..., : cache.shape[-1]
+    ],
+}
+
+
+@each_device
+@pytest.mark.parametrize("layout", CACHES)
+@pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_written_to_a_cache(interleaved: bool, dtype: torch.dtype | None, layout: str, device: str) -> None:
+    """To the slots of their tokens and no others, in any order and on any strides, of known calls too."""
+    case = Case(n=80, rotary_dim=64, interleaved=interleaved, positions=True)
+    scale = None if dtype is None else torch.tensor([0.015], device=device)
+    for slots in (SLOTS, SLOTS.flip(0).int(), torch.full_like(SLOTS, -1)):
+        operands = given(case, device)
+        wanted = call(case, operands)
+        cache = CACHES[layout](_cache(case, dtype or case.dtype, device))
+        before, version = cache.clone(), cache._version
+        out = (operands["q"], operands["k"]) if slots is SLOTS else None
+        results = call(case, operands, out=out, key_cache=cache, slot_mapping=slots.to(device), k_scale=scale)
+        assert all(map(same_bits, results, wanted))
+        expected = _written(before, wanted[1], slots, 1.0 if scale is None else float(scale))
+        assert same_bits(cache.view(torch.uint8), expected.view(torch.uint8))
+        assert cache._version > version
+
+
+def test_extremes_saturate_in_a_cache() -> None:
+    case = replace(CACHED, norm="rms", weights=False, dtype=torch.float32)
+    operands = given(case)
+    operands["k"][2:4] = torch.tensor([float("nan"), 3.0]).view(2, 1, 1)
+    scale, cache = torch.tensor(1e-4), _cache(case, torch.float8_e4m3fn)
+    _, k = call(case, operands, key_cache=cache, slot_mapping=SLOTS, k_scale=scale)
+    expected = _written(_cache(case, torch.float8_e4m3fn), k, SLOTS, 1e-4)
+    assert cache[0, 0].isnan().all()
+    assert torch.equal(cache.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn], ids=str)
+def test_torchs_operators_write_the_same_cache(dtype: torch.dtype) -> None:
+    case = replace(CACHED, dtype=torch.float64)
+    operands, cache = given(case), _cache(CACHED, dtype)
+    _, k = call(case, operands, key_cache=cache, slot_mapping=SLOTS)
+    assert torch.equal(cache.double(), _written(_cache(case, dtype), k, SLOTS).double())
+
+
+@each_device
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens_of_a_cache(tokens: int, device: str) -> None:
+    case = replace(CACHED, tokens=tokens)
+    operands, cache, slots = given(case, device), _cache(case, case.dtype, device), SLOTS[:tokens].to(device)
+    _, k = call(case, operands, key_cache=cache, slot_mapping=slots)
+    assert same_bits(cache, _written(_cache(case, case.dtype, device), k, slots))
+
+
+def test_a_traced_call_writes_to_the_cache() -> None:
+    """As one operator, which a graph keeps."""
+    operands, wanted = given(CACHED), _cache(CACHED, torch.float8_e4m3fn)
+    call(CACHED, operands, key_cache=wanted, slot_mapping=SLOTS)
+
+    def run(q: torch.Tensor, cache: torch.Tensor) -> Any:
+        return call(CACHED, operands | {"q": q}, key_cache=cache, slot_mapping=SLOTS)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: torch.Tensor, cache: torch.Tensor) -> Any:
+            return run(q, cache)
+
+    args = operands["q"], _cache(CACHED, torch.float8_e4m3fn)
+    runs: list[Any] = [
+        torch.compile(run, backend="aot_eager", fullgraph=True),
+        make_fx(run)(*args),
+        torch.export.export(Module(), args).module(),
+    ]
+    for traced in runs:
+        for _ in range(2):
+            cache = _cache(CACHED, torch.float8_e4m3fn)
+            traced(operands["q"], cache)
+            assert same_bits(cache.view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(errors.TransformError, match="q is wrapped by a transform"):
+        torch.vmap(run, (0, None))(torch.stack((args[0], args[0])), args[1])
+
+
+@each_device
+@each_case
+def test_gradients_are_written_to_heads_of_one_tensor(case: Case, device: str) -> None:
+    """With the bits of autograd's; a known call too, and where they arrived."""
+    for in_place in (False, True, False):
+        operands = given(case, device)
+        leaves = leaves_of(operands)
+        due = [torch.randn_like(operands[name]) for name in ("q", "k")]
+        packed = torch.full_like(operands["q"]._base, 7)
+        out = packed[:, : case.q_heads], packed[:, case.q_heads : case.q_heads + case.k_heads]
+        arrived = [own.copy_(each) for own, each in zip(out, due, strict=True)] if in_place else due
+        found = call(
+            case, dict(zip(("dq_out", "dk_out"), arrived, strict=True)) | operands, normforge.qk_norm_rope_bwd, out=out
+        )
+        wanted = gradients(
+            call(case, leaves), {name: leaves[name] for name in LEAVES if case.weights or name in "qk"}, due
+        )
+        assert all(found[at] is own for at, own in enumerate(out))
+        for name, each in zip(LEAVES, found, strict=True):
+            assert (each is None) is (name not in wanted)
+            assert each is None or same_bits(each, wanted[name])
+        assert (packed[:, case.q_heads + case.k_heads :] == 7).all()
+
+
+def test_gradients_by_other_ways() -> None:
+    """Traced, by torch's operators, of no tokens; and what is refused."""
+    for case in (Case(), Case(dtype=torch.float64), Case(tokens=0)):
+        operands = given(case)
+        due = {f"d{name}_out": torch.randn_like(operands[name]) for name in ("q", "k")}
+        leaves = leaves_of(operands)
+        wanted = torch.autograd.grad(call(case, leaves), [leaves[name] for name in LEAVES], [*due.values()])
+        run = partial(call, case, function=normforge.qk_norm_rope_bwd)
+        out = tuple(torch.empty_like(operands[name]) for name in ("q", "k"))
+        for compute in (run, torch.compile(run, backend="aot_eager")):
+            for found, its in zip(compute(due | operands, out=out), wanted, strict=True):
+                torch.testing.assert_close(found, its)
+    for changed, error, message in (
+        ({"dq_out": Q.half()}, errors.DTypeError, "dq_out has dtype"),
+        ({"dk_out": K[:, :1]}, errors.ShapeError, "dk_out has shape"),
+        ({"dk_out": None}, errors.DTypeError, "dk_out is a NoneType"),
+        ({"q_weight": TRAINED}, errors.GradientError, "q_weight requires a gradient and qk_norm_rope_bwd records none"),
+        ({"out": (Q, K.clone())}, errors.LayoutError, r"out \(dq\) overlaps q"),
+    ):
+        with pytest.raises(error, match=message):
+            normforge.qk_norm_rope_bwd(**({"dq_out": Q.clone(), "dk_out": K.clone()} | GIVEN | changed))
+
+
 GIVEN = given(Case())
+KEPT = _cache(Case(), torch.bfloat16)
+IN_FP8 = {"slot_mapping": SLOTS, "key_cache": KEPT.to(torch.float8_e4m3fn)}
+ROWS = torch.ones(3, 5).long()
 Q, K, WEIGHT = (GIVEN[name] for name in ("q", "k", "k_weight"))
 TRAINED = WEIGHT.clone().requires_grad_()
 REFUSED: Refused = {
@@ -319,11 +501,22 @@ REFUSED: Refused = {
         "integers": ({"q": Q.long()}, "q has dtype torch.int64"),
         "positions of floats": ({"positions": torch.ones(5)}, "positions has dtype"),
         "no tensor": ({"cos": None}, "cos is a NoneType"),
+        "a cache's type": ({"slot_mapping": SLOTS, "key_cache": KEPT.byte()}, "key_cache has dtype torch.uint8"),
+        "slots of floats": ({"slot_mapping": SLOTS.float(), "key_cache": KEPT}, "slot_mapping has dtype"),
+        "a scale's type": ({**IN_FP8, "k_scale": torch.ones(1).half()}, "k_scale has dtype torch.float16"),
         "a result's type": ({"out": (Q, K.float())}, r"out \(k\) has dtype"),
     },
-    errors.DeviceError: {"a device": ({"sin": GIVEN["sin"].to("meta")}, "sin is on meta and q on cpu")},
+    errors.DeviceError: {
+        "a device": ({"sin": GIVEN["sin"].to("meta")}, "sin is on meta and q on cpu"),
+        "a cache's device": (
+            {"slot_mapping": SLOTS, "key_cache": KEPT.to("meta")},
+            "key_cache is on meta and k on cpu",
+        ),
+    },
     errors.ShapeError: {
         "no tokens": ({"q": Q[0], "k": K[0]}, r"q has shape \(4, 64\)"),
+        "no heads": ({"q": Q[:, :0]}, r"q has shape \(5, 0, 64\)"),
+        "no heads of k": ({"k": K[:, :0]}, r"k has shape \(5, 0, 64\)"),
         "tokens of k": ({"k": K[1:]}, r"k has shape \(4, 2, 64\)"),
         "columns of k": ({"k": K[..., 1:]}, "k has shape"),
         "a weight": ({"k_weight": WEIGHT[1:]}, r"k_weight has shape \(63,\)"),
@@ -334,7 +527,18 @@ REFUSED: Refused = {
             {"cos": torch.ones(0, 32), "sin": torch.ones(0, 32), "positions": torch.zeros(5).long()},
             r"cos has shape \(0, 32\); with positions it takes a row or more",
         ),
-        "mRoPE": ({"positions": torch.ones(3, 5).long()}, r"positions has shape \(3, 5\).*mRoPE"),
+        "mRoPE": ({"positions": torch.ones(3, 5).long()}, r"positions has shape \(3, 5\).*need mrope_section"),
+        "positions of mRoPE": (
+            {"positions": torch.ones(5).long(), "mrope_section": (8, 12, 12)},
+            r"positions has shape \(5,\) .*; it takes \(3, 5\)$",
+        ),
+        "whole tables of mRoPE": (
+            {"positions": ROWS, "mrope_section": [8, 12, 12], "cos": torch.ones(9, 64)},
+            r"cos has shape \(9, 64\).*it takes \(9, 32\)$",
+        ),
+        "slots": ({"slot_mapping": SLOTS[1:], "key_cache": KEPT}, r"slot_mapping has shape \(4,\)"),
+        "heads of a cache": ({"slot_mapping": SLOTS, "key_cache": KEPT[:, :, 1:]}, r"key_cache has shape .* 2, 64\)"),
+        "scales": ({**IN_FP8, "k_scale": torch.ones(2)}, r"k_scale has shape \(2,\)"),
         "odd columns": ({"rotary_dim": 31}, "rotary_dim is 31"),
         "too many columns": ({"rotary_dim": 66}, "rotary_dim is 66"),
         "a word of columns": ({"rotary_dim": "all"}, "rotary_dim is 'all'"),
@@ -348,15 +552,40 @@ REFUSED: Refused = {
         "a flag": ({"interleaved": "yes"}, "interleaved='yes'"),
         "an offset of no weight": ({"weight_offset": 1.0, "k_weight": None}, "weight_offset=1.0"),
         "one tensor to write": ({"out": Q}, "out is a Tensor"),
+        "sections": ({"mrope_section": (8, 12, 13), "positions": ROWS}, r"mrope_section is \(8, 12, 13\); .* = 32"),
+        "a section": ({"mrope_section": 32, "positions": ROWS}, "mrope_section is 32; it takes three numbers"),
+        "one axis": ({"mrope_section": (32, 0, 0), "positions": ROWS}, "the second or the third above 0"),
+        "no positions": ({"mrope_section": (8, 12, 12)}, "mrope_section was passed without positions"),
+        "no sections": ({"mrope_interleaved": True}, "mrope_interleaved=True goes with mrope_section"),
+        "no slots": ({"key_cache": KEPT}, "one of key_cache and slot_mapping was passed"),
+        "no cache": ({"slot_mapping": SLOTS}, "one of key_cache and slot_mapping was passed"),
+        "a scale of 16 bits": (
+            {"slot_mapping": SLOTS, "key_cache": KEPT, "k_scale": torch.ones(1)},
+            "k_scale was passed, and key_cache is none of torch.float8_e4m3fn",
+        ),
     },
     errors.GradientError: {
         "angles": ({"cos": GIVEN["cos"].clone().requires_grad_()}, "cos requires a gradient"),
         "in place": ({"q_weight": TRAINED, "out": (Q, K)}, "q_weight requires a gradient and has none where out"),
+        "cached": ({"q_weight": TRAINED, **IN_FP8}, "q_weight requires a gradient and has none where .* key_cache"),
+        "a cache": (
+            {"slot_mapping": SLOTS, "key_cache": KEPT.clone().requires_grad_()},
+            "key_cache requires a gradient and what is written to it has none",
+        ),
     },
     errors.LayoutError: {
         "a sparse tensor": ({"k_weight": WEIGHT.to_sparse()}, "k_weight is in layout"),
         "k over q": ({"out": (Q.clone(), Q[:, 1:3])}, r"out \(k\) overlaps q"),
         "results that overlap": ({"out": ((own := Q.clone()), own[:, :2])}, r"out \(k\) overlaps out \(q\)"),
+        "a cache over k": (
+            {"slot_mapping": SLOTS, "key_cache": K.reshape(5, 1, 2, 64), "k": K.reshape(5, 1, 2, 64)[:, 0]},
+            "key_cache overlaps k in memory",
+        ),
+        "slots that overlap": (
+            {"slot_mapping": SLOTS, "key_cache": KEPT[:1].expand(KEPT.shape)},
+            "the rows of key_cache overlap",
+        ),
+        "columns of a cache": ({"slot_mapping": SLOTS, "key_cache": _stretched(KEPT)}, "key_cache has stride 2"),
         "heads that overlap": ({"out": (Q[:, :1].expand(5, 4, 64), K)}, r"rows of out \(q\) overlap"),
     },
 }
@@ -489,8 +718,13 @@ def test_operators_are_what_torch_wants(weights: bool) -> None:
     case = Case(weights=weights, positions=True)
     operands = leaves_of(given(case))
     tensors = [operands[name] for name in rotary._OPERANDS]
-    options = ("rms", 1e-6, False, 64, 0.0, "after_weight")
+    options = ("rms", 1e-6, False, 64, 0.0, "after_weight", 0, 0, False)
     torch.library.opcheck(torch.ops.normforge.qk_norm_rope.default, (*tensors, *options))
+    with torch.no_grad():
+        cached = torch.ops.normforge.qk_norm_rope_cached.default
+        torch.library.opcheck(cached, (*tensors, SLOTS, None, *options, _cache(CACHED, torch.bfloat16)))
+    with pytest.raises(errors.GradientError, match="requires a gradient"):
+        cached(*tensors, SLOTS, None, *options, _cache(CACHED, torch.bfloat16))
     due = [torch.randn_like(operands[name]) for name in ("q", "k")]
     backward: Any = torch.ops.normforge.qk_norm_rope_backward.default
     plain: list[Any] = [None if each is None else each.detach() for each in tensors]
@@ -574,6 +808,13 @@ def test_a_recording_comes_to_what_calls_launch(case: Case, layout: str, arch: s
     operands |= {name: LAYOUTS[layout](operands[name]) for name in ("q", "k")}
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met, normforge.record(path):
         _trained(case, operands)
+        for dtype in (case.dtype, torch.float8_e4m3fn):
+            call(
+                case,
+                operands,
+                key_cache=CACHES["unaligned"](_cache(case, dtype)),
+                slot_mapping=SLOTS[:1].expand(case.tokens),
+            )
     with normforge.record(path):
         pass
     found = recorded_keys_for(path, target, None)
@@ -626,14 +867,22 @@ def test_a_mean_far_from_zero() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize(
     "case",
-    [Case(n=128, rotary_dim=128), replace(EXACT, positions=True, dtype=torch.float16, cast="before_weight")],
+    [
+        Case(n=128, rotary_dim=128),
+        replace(EXACT, positions=True, dtype=torch.float16, cast="before_weight"),
+        Case(n=128, rotary_dim=128, positions=True, mrope_section=(24, 20, 20), mrope_interleaved=True),
+    ],
     ids=str,
 )
 def test_compile(case: Case, target: Target) -> None:
-    """Both directions launch one kernel, and gradients of weights another."""
+    """Both directions launch one kernel, and gradients of weights another; so does one that writes to a cache."""
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
-        results = call(case, leaves_of(given(case)))
-        torch.autograd.backward(results, [torch.ones_like(each) for each in results])
-    assert sorted(key.symbol for key in met) == ["qk_norm_rope_bwd", "qk_norm_rope_fwd", "sum_partials"]
+        _trained(case, given(case))
+        cache, scale = _cache(case, torch.float8_e4m3fn), torch.ones(1)
+        with launching_nothing(target) as cached:
+            call(case, given(case), key_cache=cache, slot_mapping=SLOTS, k_scale=scale)
+    assert [key.symbol for key in cached] == ["qk_norm_rope_fwd"]
+    met |= cached
+    assert sorted(key.symbol for key in met) == ["qk_norm_rope_bwd", *["qk_norm_rope_fwd"] * 2, "sum_partials"]
     for key in met:
         assert binary_of(target) in compile_for(key, resolve_name(key.kernel), target).asm
