@@ -45,7 +45,7 @@ from .plain_calls import handed_on, is_handed_on
 NAME = "qk_norm_rope"
 _OPERANDS = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
 _ARRIVED = ("dq_out", "dk_out", *_OPERANDS)
-# What forward kernels read.
+# The tensors that forward kernels read.
 _READ = (*_OPERANDS, "slot_mapping", "k_scale")
 _OPTIONS = (
     *("norm", "eps", "interleaved", "rotary_dim", "weight_offset", "cast", "mrope_section", "mrope_interleaved", "out"),
@@ -61,7 +61,7 @@ def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
         return handed_on(NAME, operands, args, positional=6)
     read = (*others, slot_mapping, k_scale)
     with unrecorded():
-        settled, outs = _settled(read[0], *asked)
+        settled, outs = _settled(read[0], asked)
     outs = outs if key_cache is None else (*(outs or (None, None)), key_cache)
     launches = _known(FORWARD, settled, (*read, *outs))
     if launches is None:
@@ -86,7 +86,7 @@ def differentiate(operands: Operands, options: tuple[Any, ...]) -> Any:
         args = named | dict(zip(_OPTIONS, asked, strict=True))
         return handed_on(f"{NAME}_bwd", operands, args, positional=8)
     with unrecorded():
-        settled, outs = _settled(named["q"], *asked)
+        settled, outs = _settled(named["q"], asked)
     due = (named["q_weight"] is not None, named["k_weight"] is not None)
     launches = _known(BACKWARD, (*settled, *due), (*operands, *outs))
     if launches is not None:
@@ -95,6 +95,7 @@ def differentiate(operands: Operands, options: tuple[Any, ...]) -> Any:
         checks.check_no_gradient(f"{NAME}_bwd records none", **named)
         _check(named, settled, outs)
     if backend(named["q"]) != "kernel" or left_to_torch(operands):
+        checks.refuse_transformed(**named)
         return _copied(_by_formula(operands, settled, due), outs)
     if is_dynamo_compiling() or intercepted(*operands, *outs):
         grads = iter(operator(f"{NAME}_backward")(*operands, *settled, [*due]))
@@ -117,19 +118,9 @@ def _copied(results: Sequence[Any], outs: Operands) -> Operands:
     return tuple([result if own is None else own.copy_(result) for result, own in pairs])
 
 
-def _settled(
-    q: Any,
-    norm: Any,
-    eps: Any,
-    interleaved: Any,
-    rotary_dim: Any,
-    weight_offset: Any,
-    cast: Any,
-    mrope_section: Any,
-    mrope_interleaved: Any,
-    out: Any,
-) -> tuple[Options, Operands]:
+def _settled(q: Any, asked: Sequence[Any]) -> tuple[Options, Operands]:
     """Check options, and return them with the tensors that results go to."""
+    norm, eps, interleaved, rotary_dim, weight_offset, cast, section, alternates, out = asked
     n = checks.check_tensor("q", q).shape[-1] if q.dim() else 0
     columns = n if rotary_dim is None else rotary_dim
     if not isinstance(columns, (int, torch.SymInt)) or columns % 2 or not 2 <= columns <= n:
@@ -139,11 +130,11 @@ def _settled(
     number = checks.check_number("eps", eps, least=0.0)
     offset = checks.check_number("weight_offset", weight_offset, least=-checks.LARGEST_FP32)
     norm_word, cast_word = _words(norm, cast)
-    axes = _axes(mrope_section, columns // 2), checks.check_flag("mrope_interleaved", mrope_interleaved)
-    if mrope_section is None and axes[1]:
+    flags = checks.check_flag("interleaved", interleaved), checks.check_flag("mrope_interleaved", alternates)
+    if section is None and alternates:
         raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
-    flag = checks.check_flag("interleaved", interleaved)
-    return (norm_word, number, flag, columns, offset, cast_word, *axes[0], axes[1]), out or ()
+    axes = _axes(section, columns // 2)
+    return (norm_word, number, flags[0], columns, offset, cast_word, *axes, flags[1]), out or ()
 
 
 def _axes(section: Any, half: int) -> tuple[int, int]:
@@ -190,10 +181,8 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
         raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
     of_k = (*leading, *k.shape[-2:-1], n)
     shapes = {
-        "k": [of_k],
-        "dk_out": [of_k],
-        "q_weight": [(n,)],
-        "k_weight": [(n,)],
+        **dict.fromkeys(("k", "dk_out"), [of_k]),
+        **dict.fromkeys(("q_weight", "k_weight"), [(n,)]),
         "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])[: 1 if axes else 2]],
         "sin": [tuple(named["cos"].shape)],
         "positions": [(3, *each) for each in of_tokens] if axes else of_tokens,
@@ -206,8 +195,9 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
     for name, each in there.items():
         checks.check_dtype(name, each, dtypes.get(name, (*FLOATS, torch.float64)))
         checks.check_device(name, each, q, "q")
-        if tuple(each.shape) not in shapes.get(name, [tuple(q.shape)]):
-            takes = " or ".join(map(str, dict.fromkeys(shapes.get(name, [tuple(q.shape)]))))
+        fitting = shapes.get(name, [tuple(q.shape)])
+        if tuple(each.shape) not in fitting:
+            takes = " or ".join(map(str, dict.fromkeys(fitting)))
             also = "; three rows of them (mRoPE) need mrope_section" * (name == "positions" and not axes)
             raise ShapeError(f"{name} has shape {tuple(each.shape)} and q {tuple(q.shape)}; it takes {takes}{also}")
     if options[4] and not {"q_weight", "k_weight"}.issubset(there):
@@ -295,9 +285,8 @@ class Launches(NamedTuple):
     def run(self, read: Operands, outs: Operands = ()) -> Operands:
         """Launch a call of tensors that kernels can walk, and return all results."""
         increment_version([out for out in outs if out is not None])
-        made = tuple(
-            [self.empty(*make) if own is None and make else own for own, make in zip_longest(outs, self.makes)]
-        )
+        pairs = zip_longest(outs, self.makes)
+        made = tuple([self.empty(*make) if own is None and make else own for own, make in pairs])
         programs, *_ = self.steps[0][1]
         values = ((*read, *made[:4]), self.numbers), ((*made[2:4], None, *made[4:], None), (programs,))
         for (launcher, grid), (tensors, numbers) in zip(self.steps, values, strict=False):
@@ -384,7 +373,7 @@ def _planned(
         strides |= {f"{name}_token_stride": tensors[name].stride(0), f"{name}_head_stride": tensors[name].stride(1)}
     if cache is not None:
         strides |= dict(zip(CACHE_STRIDES, cache.stride(), strict=False))
-    # What is read value by value may start anywhere.
+    # One kernel serves these two wherever they lie: each value is read by itself.
     away = {name for name, each in tensors.items() if each is not None and each.data_ptr() % ALIGNMENT}
     misaligned = [f"{name}_ptr" for name in dtypes if name in (*away, "slot_mapping", "k_scale")]
     target = target_of(device)

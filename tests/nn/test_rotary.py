@@ -487,6 +487,8 @@ def test_gradients_by_other_ways() -> None:
     ):
         with pytest.raises(error, match=message):
             normforge.qk_norm_rope_bwd(**({"dq_out": Q.clone(), "dk_out": K.clone()} | GIVEN | changed))
+    with pytest.raises(errors.TransformError, match="dq_out is wrapped by a transform"):
+        torch.vmap(lambda dq_out: normforge.qk_norm_rope_bwd(dq_out, K, **GIVEN))(Q.expand(2, *Q.shape))
 
 
 GIVEN = given(Case())
