@@ -73,7 +73,7 @@ def normalise(operands: Operands, options: tuple[Any, ...]) -> Any:
         if key_cache is None:
             return _copied(operator(NAME)(*others, *settled), outs)
         return _copied(operator(f"{NAME}_cached")(*read, *settled, key_cache), outs)
-    results = launched(read, settled, outs) if launches is None else launches.run(read, outs)[:2]
+    results = launched(read, settled, outs) if launches is None else launches.run(read, outs)
     recorded = not outs and records(others)
     return record_at_once((_RECORDING, (settled, results)), *others) if recorded else results
 
@@ -90,7 +90,7 @@ def differentiate(operands: Operands, options: tuple[Any, ...]) -> Any:
     due = (named["q_weight"] is not None, named["k_weight"] is not None)
     launches = _known(BACKWARD, (*settled, *due), (*operands, *outs))
     if launches is not None:
-        return _without_partials(launches.run(operands, outs))
+        return launches.run(operands, outs)
     with unrecorded():
         checks.check_no_gradient(f"{NAME}_bwd records none", **named)
         _check(named, settled, outs)
@@ -181,8 +181,8 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
         raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
     of_k = (*leading, *k.shape[-2:-1], n)
     shapes = {
-        **dict.fromkeys(("k", "dk_out"), [of_k]),
-        **dict.fromkeys(("q_weight", "k_weight"), [(n,)]),
+        **{name: [of_k] for name in ("k", "dk_out")},
+        **{name: [(n,)] for name in ("q_weight", "k_weight")},
         "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])[: 1 if axes else 2]],
         "sin": [tuple(named["cos"].shape)],
         "positions": [(3, *each) for each in of_tokens] if axes else of_tokens,
@@ -297,7 +297,8 @@ class Launches(NamedTuple):
                 launcher.launch_tensors(grid, (*seen, *numbers))
             else:
                 launcher.launch(grid, (*addresses_of(tensors), *numbers))
-        return made
+        # Neither the cache nor partial sums.
+        return (*made[:2], *made[4:])
 
 
 @eager_only
@@ -312,13 +313,13 @@ def launched(operands: Operands, options: Options, outs: Operands = ()) -> Opera
     q, *_ = operands
     launches = _known(FORWARD, options, (*operands, *outs))
     if launches is not None:
-        return launches.run(operands, outs)[:2]
+        return launches.run(operands, outs)
     _check(dict(zip(_READ, operands, strict=True)), options, outs)
     require_device(q)
     if not q.numel():
         return _computed(operands, options, outs)
     named = dict(zip((*_READ, *RESULTS[FORWARD], CACHE), (*operands, *outs), strict=False))
-    return _first(FORWARD, named, options, (), outs)[:2]
+    return _first(FORWARD, named, options, (), outs)
 
 
 def _first(
@@ -410,12 +411,7 @@ def _gradients(operands: Operands, options: Options, due: tuple[bool, ...], outs
         ]
         return _copied(zeros, outs)
     launches = _known(BACKWARD, (*options, *due), (*operands, *outs))
-    results = launches.run(operands, outs) if launches else _first(BACKWARD, named, options, due, outs)
-    return _without_partials(results)
-
-
-def _without_partials(results: Operands) -> Operands:
-    return (*results[:2], *results[4:])
+    return launches.run(operands, outs) if launches else _first(BACKWARD, named, options, due, outs)
 
 
 def _by_formula(operands: Operands, options: Options, due: Sequence[bool]) -> Gradients:

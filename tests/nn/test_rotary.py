@@ -837,6 +837,8 @@ def test_a_recording_says_nothing_of_tokens(tmp_path: Path) -> None:
     most = [dict(key.key.arguments) for key in normforge.recorded_keys(path, arch="sm_90", rows=["most"])]
     assert len(alike) == len(most) == 2
     assert {each["M"] for each in most} == {"i64"}
+    (use,) = normforge.explain(call, Case(), given(Case())).kernels
+    assert (use.instance, use.kernel, use.source) == ("qk_norm_rope_fwd", "qk_norm_rope_fwd", "committed")
 
 
 @pytest.mark.compile
