@@ -75,7 +75,7 @@ def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str
 
 
 COMPILED = [
-    *cases("plain", "l2", "added", "renormed", "channels", "modulated", vary=("norm",), layout="gapped"),
+    *cases("plain", "l2", "added", "renormed", "statistics", "channels", "modulated", vary=("norm",), layout="gapped"),
     *cases("gated", vary=("norm",), layout="gapped", norm_before_gate=False, group_size=8),
     *cases("group", vary=(), activation="silu"),
     *cases("group", vary=(), layout="channels last", activation="silu"),

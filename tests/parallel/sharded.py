@@ -214,7 +214,7 @@ def each_operator_with_each_tensor() -> None:
 @CASES.case
 def differentiable_functions_are_of_each_ranks_rows() -> None:
     """With no communication: a vector per sample is sharded with the samples, or lies whole beside sharded rows."""
-    families = ("plain", "added", "renormed", "modulated", "gated")
+    families = ("plain", "added", "renormed", "statistics", "modulated", "gated")
     varied = partial(cases, *families, dtype=torch.float32, vectors=torch.float32, residual=torch.float32)
     for case in varied(shape=(2, 5, 40), layout="contiguous", dropout_p=0.0):
         for rows in ROWS:
