@@ -11,7 +11,7 @@ something else only for other sizes, or only under other settings of torch, is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product, starmap
@@ -57,7 +57,7 @@ def _formulas() -> Iterator[Formula]:
 
 # Returns the modulation that a function computes, or None. Takes the function, the number of operands that the function
 # takes by position behind the rows, and the names of the others.
-formula_of = partial(recognised, _formulas)
+formula_of: Callable[..., Formula | None] = partial(recognised, _formulas)
 
 # An expression that is written out in a forward broadcasts by itself.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)

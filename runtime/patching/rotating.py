@@ -8,7 +8,7 @@ Llama's `apply_rotary_pos_emb(q, k, cos, sin)` is identified by calling it on ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -70,7 +70,7 @@ def _formulas() -> Iterator[Formula]:
 
 
 # Returns the rotation that a function of q, k, cos and sin computes, or None.
-formula_of = partial(recognised, _formulas)
+formula_of: Callable[..., Formula | None] = partial(recognised, _formulas)
 
 
 class Rotary:

@@ -13,7 +13,7 @@ from ...calls.backend import backend
 from ...calls.check import check_normalised
 from ...calls.outputs import LayerNormOutput
 from ...calls.record import Recording
-from ...calls.road import Operands, Options, calls_of, launch_recorded
+from ...calls.road import Options, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import walkable
 from ...calls.traced import is_dynamo_compiling, unrecorded
@@ -26,16 +26,6 @@ from ...upstream.torch_internals import is_sharded
 from .. import eager
 from ..operands import GatedArgs, GatedOperands, GatedOptions, GatedSaved
 from ..plain_calls import by_parts, handed_on, is_handed_on, normalise_family
-
-
-def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return operands
-
-
-def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], _: Any = None) -> GatedArgs:
-    norm, gating, activation, _, weight_offset, *_ = options
-    return GatedArgs(norm, gating, activation, weight_offset, dtypes)
-
 
 # By norm_before_gate.
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
@@ -118,10 +108,6 @@ def _groups(kept: GatedSaved) -> int:
     )
 
 
-def _serves(kept: GatedSaved) -> bool:
-    return _groups(kept) <= _MOST_GROUPS
-
-
 def _problem(kept: GatedSaved, args: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
     groups = _groups(kept)
     mode = mode_of(args, kept.x.dtype, groups > 0)
@@ -175,7 +161,7 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
 IN_PARTS = Backward.of(
     GATED_BWD,
     GatedSaved,
-    serves=_serves,
+    serves=lambda kept: _groups(kept) <= _MOST_GROUPS,
     formula=eager.gated_gradients,
     laid_out=_laid_out,
     problem=_problem,
@@ -184,8 +170,8 @@ IN_PARTS = Backward.of(
 CALLS = calls_of(
     GATED,
     eager=eager.gated,
-    saved=_saved,
-    args=_args,
+    saved=lambda operands, total: operands,
+    args=lambda options, dtypes, y_dtype=None: GatedArgs(options[0], options[1], options[2], options[4], dtypes),
     recording=Recording(launch_recorded, IN_PARTS.recorded, "gated_gradients"),
 )
 

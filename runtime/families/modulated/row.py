@@ -15,7 +15,7 @@ from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ...calls import native, road
 from ...calls.outputs import LayerNormOutput, dtype_of_all
 from ...calls.record import Recording
-from ...calls.road import Options, Outs, calls_of, launch_recorded
+from ...calls.road import Outs, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
 from ...calls.traced import is_dynamo_compiling
@@ -33,12 +33,6 @@ def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[tor
     """Return what was normalised (x, or residual_out, which the caller holds anyway), small operands, and a gated x."""
     x, scale, shift, gate, _, weight, bias = operands
     return x if total is None else total, scale, shift, gate, weight, bias, None if gate is None else x
-
-
-def _args(
-    options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype | None = None
-) -> ModulatedArgs:
-    return ModulatedArgs(options[0], options[2], dtypes)
 
 
 def check_gate(operands: ModulatedOperands) -> None:
@@ -185,7 +179,7 @@ CALLS = calls_of(
     MODULATED,
     eager=eager.modulated,
     saved=_saved,
-    args=_args,
+    args=lambda options, dtypes, y_dtype=None: ModulatedArgs(options[0], options[2], dtypes),
     # x, gate and residual make the sum.
     recording=Recording(launch_recorded, IN_PARTS.recorded, "modulated_gradients", sums=(0, 3, 4)),
 )
