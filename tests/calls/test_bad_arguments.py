@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from normforge.errors import (
 )
 from normforge.selection import dispatch
 
-from .test_wrong_tensors import CALLS, E4M3, E8M0, FP4, WHICH, M, N, refusal
+from .test_wrong_tensors import CALLS, E4M3, E8M0, FOLLOWED, FP4, MODULATIONS, WHICH, Call, M, N, refusal
 
 X, VECTOR, ONE = torch.linspace(-1, 1, M * N).view(M, N), torch.ones(N), torch.ones(1)
 # Four strides.
@@ -32,6 +33,16 @@ PERMUTED = torch.zeros(2, 2, 2, 2, N).permute(3, 2, 1, 0, 4)
 PLANES = "(shape (2, 2, 2, 2, 64), strides (64, 128, 256, 512, 1)) do not collapse to 3 row strides or fewer; pass "
 E4M3FNUZ, BYTES = torch.float8_e4m3fnuz, torch.zeros(2 * M * N, dtype=torch.int8)
 STATIC = {"fquant": "static", "y_scale": ONE}
+
+ADDING = (normforge.AddLayerNorm, normforge.AddRMSNorm)
+PLAIN = (normforge.LayerNorm, normforge.RMSNorm, normforge.LayerNormAdd, normforge.RMSNormAdd, *ADDING)
+MADE: dict[str, Call] = {
+    "gated module": (normforge.GatedRMSNorm, {"hidden_size": 24}),
+    "gated layer module": (normforge.GatedLayerNorm, {"hidden_size": 24}),
+    "group module": (normforge.GroupNorm, {"num_groups": 2, "num_channels": 8}),
+    **{cls.__name__: (cls, {"normalized_shape": 40}) for cls in PLAIN},
+}
+NO_TUPLE, NO_DIVISOR = "it takes a tuple of integers", "and x has shape (4, 64); it takes a divisor of N, 64"
 
 # By the good call (of `CALLS`) that each resembles and the error: what is other, and what the message has.
 Rows = list[tuple[dict[str, Any], str]]
@@ -231,6 +242,81 @@ REFUSED: dict[tuple[str, type[Exception]], Rows] = {
         ({"out": torch.empty(M, 2 * N)[:, :N]}, "out has strides (128, 1); it takes a contiguous tensor"),
         ({"out": X, "residual_out": X}, "residual_out overlaps out in memory; pass memory of its own"),
     ],
+    ("layer", ShapeError): [
+        ({"normalized_shape": (32,)}, "normalized_shape is (32,) and x has shape (4, 64)"),
+        (
+            {"normalized_shape": ()},
+            "normalized_shape is () and x has shape (4, 64); it takes the last dimensions of x, one or more",
+        ),
+    ],
+    ("layer", DTypeError): [
+        ({"normalized_shape": wrong}, NO_TUPLE) for wrong in (64, {0: 64}, {64}, "(", "64", (64.0,), (np.float64(64),))
+    ],
+    ("layer", ConflictError): [({"eps": None}, "eps=None will not do; it takes a number")],
+    ("rms", ShapeError): [
+        ({"normalized_shape": (2, 64)}, "normalized_shape is (2, 64) and x has shape (4, 64)"),
+        ({"x": VECTOR, "normalized_shape": (1, 64)}, "normalized_shape is (1, 64) and x has shape (64,)"),
+        ({"normalized_shape": (4, 64)}, "weight has shape (64,); it takes (4, 64)"),
+    ],
+    **{
+        (norm, ConflictError): [({"weight": None, "weight_offset": 1.0}, "weight_offset=1.0 is added to weight and")]
+        for norm in ("rms", "add_layer", "add_rms")
+    },
+    **{
+        (norm, DTypeError): [
+            ({"residual": None}, "residual is a NoneType; it takes a torch.Tensor"),
+            ({"dropout_rng": 5}, "dropout_rng is 5; it takes"),
+            ({"dropout_rng": (1,)}, "dropout_rng is (1,); it takes"),
+        ]
+        for norm in ("add_layer", "add_rms", "add_layer, dropped", "add_rms, dropped")
+    },
+    ("group", ShapeError): [
+        ({"num_groups": 3}, "Expected number of channels in input to be divisible by num_groups, but got input of"),
+        ({"num_groups": 0}, "num_groups is 0"),
+        *(
+            ({"num_groups": wrong}, "it takes a whole number")
+            for wrong in (np.float64(2), torch.tensor(2.0), "2", True)
+        ),
+        ({"bias": torch.ones(1, 8)}, "bias has shape (1, 8); it takes (8,)"),
+        ({"x": VECTOR}, "at least 2 dimensions"),
+    ],
+    ("group", ConflictError): [({"activation": "gelu"}, "activation='gelu' is no mode; it takes 'none', 'silu'")],
+    ("gated groups", ShapeError): [({"group_size": wrong}, NO_DIVISOR) for wrong in (0, 7, -8, 128, 8.0, True, "8")],
+    ("gated groups", ConflictError): [
+        ({"norm_before_gate": "no"}, "norm_before_gate='no' is no flag; it takes True or"),
+    ],
+    ("gated groups", DTypeError): [({"gate": None}, "gate is a NoneType; it takes a torch.Tensor")],
+    ("modulated norm", ConflictError): [
+        ({"gate": VECTOR}, "gate scales x before residual is added to it, and none was passed")
+    ],
+    ("modulated rms", DTypeError): [({"scale": None}, "scale is a NoneType; it takes a torch.Tensor")],
+    ("modulated samples", ShapeError): [
+        ({name: torch.ones(shape)}, f"{name} has shape {shape} and x (2, 3, 8); it takes (2, 8) or (2, 3, 8) or (8,)")
+        for shape in ((2, 3), (8, 3), (3, 8), (1, 8), (2, 1, 8))
+        for name in MODULATIONS
+    ],
+    ("module", ShapeError): [({"x": X[:, :32]}, "normalized_shape is (64,) and x has shape (4, 32)")],
+    # Rows of 64 elements were normalised before, as rows of four times sixteen.
+    ("added module", ShapeError): [
+        ({"x": X, "residual": X + 1}, "normalized_shape is (4, 16) and x has shape (4, 64)"),
+        ({"residual": X}, "residual has shape (4, 64)"),
+    ],
+    ("added module", DTypeError): [({"residual": None}, "residual is a NoneType")],
+    ("gated module", ShapeError): [({"group_size": 7}, "group_size=7 and hidden_size=24; it takes a divisor of that")],
+    ("gated module", ConflictError): [({"norm_before_gate": 2}, "norm_before_gate=2 is no flag")],
+    ("gated layer module", ConflictError): [({"activation": "gelu"}, "activation='gelu' is no mode")],
+    ("group module", ConflictError): [({"activation": "relu"}, "activation='relu' is no mode")],
+    **{
+        (cls.__name__, ConflictError): [
+            ({"weight_offset": 1.0, "elementwise_affine": False}, "weight_offset=1.0 is added to weight and elem"),
+            ({"cast": "early"}, "cast='early' is no mode; it takes 'after_weight', 'before_weight'"),
+            *(
+                ({"dropout_p": p}, f"dropout_p={p!r} will not do; it takes a number from")
+                for p in ((1.0, -0.1, "half") if cls in ADDING else ())
+            ),
+        ]
+        for cls in PLAIN
+    },
 }
 
 
@@ -258,6 +344,8 @@ def known_after_good_calls() -> dict[Any, Any]:
         for function, good in CALLS.values():
             for given in (good, good | {"wants": ("dx",)} if "wants" in good else {}):
                 function(**good | given)
+        for function, good in FOLLOWED.values():
+            function(**good | {"x": good["x"].clone().requires_grad_()})
         return dispatch.plans
 
 
@@ -268,16 +356,17 @@ def known_after_good_calls() -> dict[Any, Any]:
 def test_refused(
     like: str, other: dict[str, Any], error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alike where nothing is known, by `which`, and after good calls."""
-    function, good = CALLS[like]
-    given = good | other
+    """Alike where nothing is known, by `which`, and after good calls, without a draw of random numbers."""
+    function, good = (CALLS | MADE)[like]
+    given, known, random = good | other, known_after_good_calls(), torch.get_rng_state()
     monkeypatch.setattr(dispatch, "plans", {})
     cold = refusal(function, given)
     assert cold[0] is error
     assert says in cold[1]
     assert refusal(WHICH.get(function, function), given) == cold
-    monkeypatch.setattr(dispatch, "plans", known_after_good_calls())
+    monkeypatch.setattr(dispatch, "plans", known)
     assert refusal(function, given) == cold
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_norm_unknown() -> None:
