@@ -84,7 +84,8 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two tensors are equal to the bit, NaN and all."""
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    one, other = (each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b))
+    return a.dtype == b.dtype and torch.equal(one, other)
 
 
 def assert_squares_overflow_to_zeros(m: int, n: int, value: float, device: str) -> None:

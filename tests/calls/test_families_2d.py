@@ -105,24 +105,6 @@ def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
             assert same_bits(total, wanted.residual_out)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("norm", [pytest.param("layer", marks=THOROUGH), "rms"])
-@each_family
-def test_a_compiled_call_is_the_eager_one(case: Case, norm: str) -> None:
-    case = case.but(norm=norm)
-    given = given_to(case)
-
-    def call(tensors: Tensors, **places: torch.Tensor) -> list[torch.Tensor]:
-        return [each for each in run(case, tensors, fquant="dynamic", **places) if each is not None]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    wanted = call(given)
-    out = torch.empty(case["shape"], dtype=torch.int8)
-    for places in ({}, {"out": out}) if case.family == "modulated" else ({},):
-        assert all(map(torch.equal, compiled(given, **places), wanted))
-    assert case.family == "gated" or torch.equal(out, wanted[0])
-
-
 @each_family
 def test_no_rows(case: Case) -> None:
     found = run(case, given_to(case.but(shape=(0, 3, N))), fquant="dynamic")

@@ -377,40 +377,6 @@ def test_no_rows() -> None:
         assert tuple(there(made.y_scale).shape) == (0, groups)
 
 
-# By name: the norm, and what a call asks for.
-TRACED: dict[str, tuple[str, dict[str, Any]]] = {
-    "packed": (
-        "rms",
-        {"group_size": 64, "scale_layout": "column_major", "scale_format": "ue8m0_packed", "out_dtype": E4M3},
-    ),
-    "static": ("layer", {"fquant": "static", "y_scale": lambda: torch.tensor([0.02]), "save_unquant": True}),
-    "rounded": ("rms", {"group_size": "32", "quantise_rounded": True, "residual": lambda: rows(4, N)}),
-    "swizzled": ("layer", SWIZZLED),
-    "NVFP4": ("rms", {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "column_major"}),
-    "NVFP4_swizzled": ("layer", {**NVFP4, "global_scale": lambda: scale_of(500.0), "scale_layout": "swizzled_128x4"}),
-}
-
-
-@pytest.mark.parametrize(
-    ("norm", "asked"),
-    [
-        pytest.param(*row, id=name, marks=() if name in ("static", "NVFP4_swizzled") else THOROUGH)
-        for name, row in TRACED.items()
-    ],
-)
-def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
-    x, weight = rows(4, N), rows(N)
-    asked = {name: value() if callable(value) else value for name, value in asked.items()}
-    expected = FUNCTION[norm](x, weight, **asked)
-    # There is a limit to how many traces of a function torch keeps.
-    torch.compiler.reset()
-    compiled = torch.compile(FUNCTION[norm], backend="aot_eager", fullgraph=True)
-    for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
-        for got, want in zip(actual, expected, strict=True):
-            assert same_bits(got, want)
-            assert got is None or want is None or got.stride() == want.stride()
-
-
 @each_norm
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])

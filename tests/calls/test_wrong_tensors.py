@@ -169,7 +169,7 @@ def is_refused(call: str, name: str, tensor: Any, wrong: str) -> bool:
     if not isinstance(tensor, torch.Tensor) or (call in FOLLOWED and wrong in TAKEN):
         return False
     # GroupNorm does not ask whether its tensors have memory.
-    return (call, wrong) != ("group", "without memory") and ALONE.get(wrong, lambda *_: True)(name, tensor)
+    return (call, wrong) != ("group", "without memory") and (wrong not in ALONE or ALONE[wrong](name, tensor))
 
 
 NAN, TENSOR = math.nan, torch.ones(2)

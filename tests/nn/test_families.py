@@ -299,7 +299,7 @@ def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
     [
         *cases("modulated", vary=()),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=())),
-        *cases("group", "channels", vary=("norm",)),
+        *cases("plain", "group", "channels", vary=("norm",)),
     ],
     ids=str,
 )

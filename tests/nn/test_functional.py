@@ -135,16 +135,6 @@ def test_any_strides(norm: str, lie: str, device: str) -> None:
 
 
 @each_device
-@each_function
-def test_a_sum(norm: str, device: str) -> None:
-    """`.sum()` sends back one element, expanded over everything."""
-    # A sum rounded to bf16 would cost the weight's gradient more than its own rounding.
-    case = plain(norm, shape=(2, 32, 256), dtype=torch.bfloat16, residual=torch.float32)
-    given = operands(case, device)
-    check(case, given, [torch.ones_like(output.flatten()[0]).expand(output.shape) for output in case.run(given)])
-
-
-@each_device
 @each_norm
 def test_a_gradient_of_another_type(norm: str, device: str) -> None:
     case = plain(norm, shape=(3, 130))

@@ -52,20 +52,6 @@ def test_what_kernels_cannot_walk_is_copied() -> None:
 
 
 @each_device
-@pytest.mark.parametrize("case", cases("gated", vary=("norm",), shape=(40, 24)), ids=str)
-def test_the_bits_of_a_row_do_not_depend_on_the_others(case: Case, device: str) -> None:
-    given = operands(case, device)
-
-    def of(rows: int) -> list[torch.Tensor]:
-        some = {**given, "x": given["x"][:rows], "gate": given["gate"][:rows]}
-        (y,) = case.run(some)
-        return [y[0], *(g[0] for g in torch.autograd.grad(y, (some["x"], some["gate"]), torch.ones_like(y)))]
-
-    for rows in (1, 2, 17):
-        assert all(torch.equal(a, b) for a, b in zip(of(rows), of(40), strict=True))
-
-
-@each_device
 @pytest.mark.parametrize(
     "case", cases("gated", vary=("norm", "activation", "norm_before_gate"), without=WITHOUT), ids=str
 )

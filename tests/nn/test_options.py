@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx.experimental.proxy_tensor
 
 import normforge
 from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
@@ -17,8 +16,6 @@ from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, op
 from ..calling import each_device, pieces
 from ..thorough import THOROUGH
 from .oracle import FUNCTIONS, plain
-
-make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 
 M, N = 3, 96
 
@@ -102,29 +99,6 @@ def test_changing_the_bias_of_x_before_the_backward_pass_is_noticed_where_it_is_
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(y.sum(), given["x_bias"])
-
-
-@pytest.mark.parametrize("graph", [pytest.param("aot_eager", marks=THOROUGH), "export", "make_fx"])
-@each_function
-def test_a_traced_call_is_the_same(norm: str, graph: str) -> None:
-    given = tensors(norm, torch.float32)
-    expected = call(norm, given, weight_offset=1.0)
-
-    class Module(torch.nn.Module):
-        def forward(self, given: Tensors) -> tuple[torch.Tensor, ...]:
-            return call(norm, given, weight_offset=1.0)
-
-    if graph == "aot_eager":
-        compiled = torch.compile(Module(), backend="aot_eager", fullgraph=True)
-        check(case_of(norm, offset=1.0), given, run=compiled)
-        return
-    if graph == "export":
-        with torch.no_grad():
-            traced: Any = torch.export.export(Module(), (given,)).module()
-    else:
-        traced = make_fx(lambda given: call(norm, given, weight_offset=1.0))(given)
-    for output, wanted in zip(traced(given), expected, strict=True):
-        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 MODULES: dict[str, type[torch.nn.Module]] = {

@@ -10,10 +10,11 @@ import torch
 
 import normforge
 
+from ..calling import same_bits
+from ..calls.test_wrong_tensors import E4M3, MXFP8, NVFP4
 from ..thorough import THOROUGH
 
 N = 16
-E4M3 = torch.float8_e4m3fn
 W, B = torch.linspace(0.5, 2.0, N), torch.linspace(-1.0, 1.0, N)
 
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -23,9 +24,9 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
         x, W, group_size=32, scale_layout="column_major", out_dtype=E4M3
     ),
     "layer_norm": lambda x: normforge.layer_norm(x, (N,), W, B),
-    "rms_norm": lambda x: normforge.rms_norm(x, (N,), W),
+    "rms_norm": lambda x: normforge.rms_norm(x, (N,), W, weight_offset=1.0, x_bias=B),
     "add_layer_norm": lambda x: normforge.add_layer_norm(x, 2 * x, W, B),
-    "add_rms_norm": lambda x: normforge.add_rms_norm(x, 2 * x, W),
+    "add_rms_norm": lambda x: normforge.add_rms_norm(x, 2 * x, W, weight_offset=1.0, x_bias=B),
     "modulated_rms_norm, (N,)": lambda x: normforge.modulated_rms_norm(x, W, B),
     "modulated_layer_norm, by row": lambda x: normforge.modulated_layer_norm(x, x, 2 * x),
     "gated_layer_norm": lambda x: normforge.gated_layer_norm(x, 2 * x, W, B),
@@ -33,15 +34,29 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "layernorm2d_fwd": lambda x: normforge.layernorm2d_fwd(x, W, B),
     "rmsnorm2d_fwd, quantised": lambda x: normforge.rmsnorm2d_fwd(x, W, fquant="dynamic", out_dtype=E4M3),
     "modulated_layernorm2d_fwd": lambda x: normforge.modulated_layernorm2d_fwd(x, W, B),
+    "modulated_rmsnorm2d_fwd, into": lambda x: normforge.modulated_rmsnorm2d_fwd(
+        x, W, B, fquant="dynamic", out=torch.empty_like(x, dtype=torch.int8)
+    ),
     "gated_rmsnorm2d_fwd": lambda x: normforge.gated_rmsnorm2d_fwd(x, 2 * x, W),
+    "gated_layernorm2d_fwd, quantised": lambda x: normforge.gated_layernorm2d_fwd(
+        x, 2 * x, group_size=8, fquant="dynamic"
+    ),
+    "layernorm2d_fwd, of fp8": lambda x: normforge.layernorm2d_fwd(
+        x.to(E4M3), x_scale=x[:, 1].clone(), residual=x, fadd="pre_add_store", fquant="dynamic"
+    ),
     "quantised_layer_norm": lambda x: normforge.quantised_layer_norm(x, W, B),
     "quantised, packed": lambda x: normforge.quantised_rms_norm(
         x, W, group_size=32, scale_layout="column_major", scale_format="ue8m0_packed", out_dtype=E4M3
     ),
-    "quantised, swizzled": lambda x: normforge.quantised_rms_norm(
-        x, W, group_size=32, scale_layout="swizzled_128x4", scale_format="ue8m0", out_dtype=E4M3
+    "quantised, swizzled": lambda x: normforge.quantised_rms_norm(x, W, **MXFP8, scale_layout="swizzled_128x4"),
+    "quantised, static": lambda x: normforge.quantised_rms_norm(
+        x, W, fquant="static", y_scale=W[:1], out_dtype=E4M3, save_unquant=True
     ),
-    "quantised, static": lambda x: normforge.quantised_rms_norm(x, W, fquant="static", y_scale=W[:1], out_dtype=E4M3),
+    "quantised, rounded, into": lambda x: normforge.quantised_rms_norm(
+        x.half(), W, residual=x, group_size="32", quantise_rounded=True, out=torch.empty_like(x, dtype=torch.int8)
+    ),
+    "NVFP4": lambda x: normforge.quantised_rms_norm(x, W, **NVFP4, scale_layout="column_major"),
+    "NVFP4, swizzled": lambda x: normforge.quantised_layer_norm(x, W, **NVFP4, scale_layout="swizzled_128x4"),
 }
 # Calls that only the graph of all calls has.
 BESIDE: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -56,20 +71,23 @@ _QUICK = ("modulated_layer_norm, (N,)", "quantised, column_major")
 each_call = pytest.mark.parametrize("call", [pytest.param(c, marks=[] if c in _QUICK else [THOROUGH]) for c in CALLS])
 
 
+def leaves(made: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+
+
 class Model(torch.nn.Module):
     def __init__(self, call: str) -> None:
         super().__init__()
         self.call = CALLS[call]
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        leaves = torch.utils._pytree.tree_leaves(self.call(x))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return leaves(self.call(x))
 
 
 def check(traced: Any, model: Model, x: torch.Tensor) -> None:
     for actual, expected in zip(traced(x), model(x), strict=True):
         assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
-        torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-2, atol=1e-2)
+        assert same_bits(actual, expected)
 
 
 @each_call
@@ -98,9 +116,9 @@ def test_each_call_behind_each_other(order: int) -> None:
     """One graph reads the table of functions in both ways, by constants and by guards, whichever comes first."""
     calls = [*CALLS.values(), *BESIDE][::order]
 
-    def all_of(x: torch.Tensor) -> list[Any]:
-        return [call(x) for call in calls]
+    def all_of(x: torch.Tensor) -> list[torch.Tensor]:
+        return leaves([call(x) for call in calls])
 
     x = torch.randn(3, N)
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(all_of, backend="eager", fullgraph=True)(x), all_of(x))
+    assert all(map(same_bits, torch.compile(all_of, backend="eager", fullgraph=True)(x), all_of(x)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .problems import FLOATS, QUANTISED, Choose, MadeCall
+from .problems import Choose, MadeCall
 
 Arguments = dict[str, Any]
 
@@ -61,73 +61,6 @@ def _wrong_tensor(choose: Choose, made: MadeCall, given: Arguments) -> Arguments
     return {name: choose(choose(ways[:-1] if name == "x" else ways))}
 
 
-def _no_x(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    x = given["x"]
-    return {"x": choose((None, x.new_zeros(()), x.new_zeros((3, 0))))}
-
-
-def _rows_apart(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    """Leading dimensions that no three strides walk."""
-    name = choose([name for name in ("x", "residual", "out", "residual_out") if given.get(name) is not None])
-    tensor = given[name]
-    sizes = [size for size in tensor.shape[:-1] if size != 1]
-    if len(sizes) < 4 or 0 in sizes:
-        return None
-    roomy = torch.zeros([size + 1 for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
-    return {name: roomy[tuple(slice(size) for size in tensor.shape)]}
-
-
-def _missing_operand(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    kind = made.call.kind
-    due = [name for name, there in (("residual", kind.residual), ("smooth_scale", kind.smooth_scale)) if there]
-    if made.call.weight_offset:
-        due.append("weight")
-    return {choose(due): None} if due else None
-
-
-def _unused_operand(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    kind, x = made.call.kind, given["x"]
-    unused: Arguments = {}
-    if kind.fadd == "none":
-        unused["residual"] = x.clone()
-    if kind.fadd != "pre_add_store":
-        unused["residual_out"] = torch.zeros_like(x)
-    if kind.fquant != "smooth_dynamic":
-        unused["smooth_scale"] = x.new_ones(kind.n)
-    if kind.norm == "rms" and given["weight"] is None:
-        unused["weight_offset"] = 1.0
-    if not unused:
-        return None
-    name = choose(list(unused))
-    return {name: unused[name]}
-
-
-def _contradiction(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    """Axes that no kernel combines."""
-    if made.call.kind.fquant == "none":
-        quantised: Arguments = {"out_dtype": choose(QUANTISED), "out": None}
-        return choose((quantised, {"scale_dtype": torch.float16}, {"rounding": "truncate"}))
-    plain: Arguments = {"out_dtype": choose(FLOATS), "out": None}
-    truncated: Arguments = {"rounding": "truncate", "out_dtype": choose(QUANTISED[1:]), "out": None}
-    return choose((plain, truncated))
-
-
-def _wrong_out(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    """An output of another type, or one that overlaps what it may not."""
-    kind, x = made.call.kind, given["x"]
-    if x.numel() == 0:
-        return None
-    other = next(dtype for dtype in (torch.float16, torch.bfloat16, torch.int8) if dtype is not kind.out_dtype)
-    wrong: list[Arguments] = [{"out": torch.zeros(x.shape, dtype=other, device=x.device), "out_dtype": kind.out_dtype}]
-    spacious = torch.zeros(2 * x.numel() + 2, dtype=kind.out_dtype, device=x.device)
-    if x.numel() > x.shape[-1]:
-        wrong.append({"out": spacious[: x.shape[-1]].expand(x.shape)})
-    if kind.fadd == "pre_add_store" and kind.residual and kind.out_dtype is kind.residual.dtype:
-        both = spacious[: x.numel()].view(x.shape)
-        wrong.append({"out": both, "residual_out": both})
-    return choose(wrong)
-
-
 # Bytes from one tensor to another that it overlaps: both are aligned, so that nothing else is wrong.
 _APART = 16
 
@@ -149,29 +82,10 @@ def _overlap(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | No
     return {name: output, victim: memory[_APART:reach].view(old.dtype).view(old.shape)}
 
 
-def _gradient(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    if made.call.kind.fquant == "none":
-        return None
-    name = choose([name for name in _TENSORS[:-2] if given.get(name) is not None])
-    return {name: given[name].detach().requires_grad_()}
-
-
 Mistake = Callable[[Choose, MadeCall, Arguments], "Arguments | None"]
 
-MISTAKES: tuple[Mistake, ...] = (
-    _wrong_value,
-    _wrong_value,
-    _wrong_tensor,
-    _wrong_tensor,
-    _no_x,
-    _rows_apart,
-    _missing_operand,
-    _unused_operand,
-    _contradiction,
-    _wrong_out,
-    _overlap,
-    _gradient,
-)
+# Operands that are missing or unused, axes that no kernel combines: tests/calls has a row for each.
+MISTAKES: tuple[Mistake, ...] = (_wrong_value, _wrong_value, _wrong_tensor, _wrong_tensor, _overlap)
 
 
 def spoilt(choose: Choose, made: MadeCall) -> Arguments | None:
