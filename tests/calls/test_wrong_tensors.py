@@ -39,8 +39,8 @@ FUSED = {"fadd": 1, "fquant": 1, "save_mv": True, "eps": 1.0}
 OUTS: dict[str, Any] = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
 SCALES = torch.zeros(M)
 MODULATIONS = ("scale", "shift", "gate")
-NVFP4 = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
-MXFP8 = {"out_dtype": E4M3, "group_size": 32, "scale_format": "ue8m0"}
+NVFP4: dict[str, Any] = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
+MXFP8: dict[str, Any] = {"out_dtype": E4M3, "group_size": 32, "scale_format": "ue8m0"}
 FP8 = {"x": torch.ones(M, N).to(E4M3), "x_scale": torch.ones(M), "out_dtype": torch.bfloat16}
 DROPOUT = {"fadd": "pre_add", "dropout_p": 0.5, "dropout_rng": torch.tensor([1, 2])}
 PLAIN, BOTH = {**rows("x"), **vectors("weight")}, rows("x", "residual")
