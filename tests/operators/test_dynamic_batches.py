@@ -10,8 +10,9 @@ import torch
 
 import normforge
 
-from ..calling import same_bits
-from ..calls.test_wrong_tensors import E4M3, MXFP8, NVFP4
+from ..calling import each_device, same_bits
+from ..calls.test_quantised import NVFP4
+from ..calls.test_wrong_tensors import E4M3, MXFP8
 from ..thorough import THOROUGH
 
 N = 16
@@ -55,8 +56,10 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantised, rounded, into": lambda x: normforge.quantised_rms_norm(
         x.half(), W, residual=x, group_size="32", quantise_rounded=True, out=torch.empty_like(x, dtype=torch.int8)
     ),
-    "NVFP4": lambda x: normforge.quantised_rms_norm(x, W, **NVFP4, scale_layout="column_major"),
-    "NVFP4, swizzled": lambda x: normforge.quantised_layer_norm(x, W, **NVFP4, scale_layout="swizzled_128x4"),
+    "NVFP4": lambda x: normforge.quantised_rms_norm(x, W, **NVFP4, global_scale=W[:1], scale_layout="column_major"),
+    "NVFP4, swizzled": lambda x: normforge.quantised_layer_norm(
+        x, W, **NVFP4, global_scale=W[:1], scale_layout="swizzled_128x4"
+    ),
 }
 # Calls that only the graph of all calls has.
 BESIDE: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -111,14 +114,17 @@ def test_compiled(call: str) -> None:
     torch._dynamo.reset()
 
 
+@each_device
 @pytest.mark.parametrize("order", [1, pytest.param(-1, marks=THOROUGH)])
-def test_each_call_behind_each_other(order: int) -> None:
+def test_each_call_behind_each_other(order: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph reads the table of functions in both ways, by constants and by guards, whichever comes first."""
+    for name, vector in (("W", W), ("B", B)):
+        monkeypatch.setitem(globals(), name, vector.to(device))
     calls = [*CALLS.values(), *BESIDE][::order]
 
     def all_of(x: torch.Tensor) -> list[torch.Tensor]:
         return leaves([call(x) for call in calls])
 
-    x = torch.randn(3, N)
+    x = torch.randn(3, N, device=device)
     torch._dynamo.reset()
     assert all(map(same_bits, torch.compile(all_of, backend="eager", fullgraph=True)(x), all_of(x)))
