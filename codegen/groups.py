@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from itertools import product
 from math import prod
 from typing import ClassVar
@@ -36,10 +37,12 @@ class Span(Enum):
     GROUP = "group"  # a group of channels, at all positions
     CHANNELS = "channels"  # all channels of one position, as LayerNorm over them
     CHANNELS_RMS = "channels_rms"  # the same without a mean, as RMSNorm over them
+    CHANNELS_L2 = "channels_l2"  # the same divided by the L2 norm of all channels
+    CHANNELS_L2_CLAMPED = "channels_l2_clamped"  # or by eps if that is larger
 
     @classmethod
     def of(cls, num_groups: int) -> Span:
-        """Return the span of a call of the operator, which passes 0 or -1 for a span of channels.
+        """Return the span of a call of the operator, which passes 0 or less for a span of channels.
 
         Raises:
             IllegalCombinationError: num_groups is less.
@@ -48,7 +51,8 @@ class Span(Enum):
             return cls.GROUP
         if -num_groups >= len(_CHANNEL_SPANS):
             raise IllegalCombinationError(
-                f"num_groups is {num_groups}; it takes 1 or more, or 0 for LayerNorm and -1 for RMSNorm of channels"
+                f"num_groups is {num_groups}; it takes 1 or more, or for norms of channels 0 (LayerNorm), -1 (RMSNorm), "
+                "-2 (L2 norm) or -3 (L2 norm of at least eps)"
             )
         return _CHANNEL_SPANS[-num_groups]
 
@@ -65,7 +69,7 @@ class Span(Enum):
     @property
     def norm(self) -> Norm:
         """Return the norm of the elements."""
-        return Norm.RMS if self is Span.CHANNELS_RMS else Norm.LAYER
+        return _NORMS.get(self, Norm.LAYER)
 
     @property
     def centres(self) -> bool:
@@ -78,7 +82,8 @@ class Span(Enum):
         return "gn" if self.is_group else f"c{self.norm.prefix}"
 
 
-_CHANNEL_SPANS = (Span.CHANNELS, Span.CHANNELS_RMS)
+_CHANNEL_SPANS = tuple(span for span in Span if not span.is_group)
+_NORMS = {Span.CHANNELS_RMS: Norm.RMS, Span.CHANNELS_L2: Norm.L2, Span.CHANNELS_L2_CLAMPED: Norm.L2_CLAMPED}
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class GroupMode:
     """One legal combination of GroupNorm's axes. The row length is that of a group: its channels times positions.
 
     With a span of channels a row is one position of one sample, and its length is the number of channels. Rows with
-    channels innermost are for the norms of rows: `Mode`.
+    channels innermost and no activation are for the norms of rows: `Mode`.
 
     Attributes:
         dtype_in: the dtype of x.
@@ -119,10 +124,10 @@ class GroupMode:
             raise IllegalCombinationError(
                 f"norm {GROUP} has no dtype_in {self.dtype_in.value}; use one of {floats}, or another norm"
             )
-        if not self.span.is_group and (self.activation.is_applied or self.channels_last):
+        if not self.span.is_group and self.channels_last and not self.activation.is_applied:
             raise IllegalCombinationError(
-                f"span {self.span.value} has no activation, and no channels_last, which is for norms of rows; leave "
-                "both out, or use span group"
+                f"span {self.span.value} with channels_last and no activation is a norm of rows; leave channels_last out, "
+                f"use activation silu, or norm {self.span.norm.value}"
             )
 
     @property
@@ -170,14 +175,16 @@ class GroupMode:
         return (Part.TERMS if self.is_backward else Part.MOMENTS, pipeline)
 
 
+@cache
 def group_modes() -> tuple[GroupMode, ...]:
     """Return every mode of GroupNorm, and of norms over the channels of each position."""
-    modes = [
-        GroupMode(dtype, direction, activation, last)
-        for direction, dtype, activation, last in product(Direction, INPUT_DTYPES, Activation, (False, True))
-    ]
-    spans = product(Direction, INPUT_DTYPES, _CHANNEL_SPANS)
-    return (*modes, *[GroupMode(dtype, direction, span=span) for direction, dtype, span in spans])
+    return tuple(
+        GroupMode(dtype, direction, activation, last, span)
+        for direction, dtype, activation, last, span in product(
+            Direction, INPUT_DTYPES, Activation, (False, True), Span
+        )
+        if span.is_group or activation.is_applied or not last
+    )
 
 
 # The mode of an instance.

@@ -447,6 +447,31 @@ _PLAIN_RAISES = (
 _NUMBERS = "ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to"
 _OTHERS = "NormforgeError: one of the other errors that `layernorm2d_fwd` lists."
 
+ACTIVATION = replace(_row("activation", Kind.WORD, "None", '"silu", or None (or "none") for none.'), words=Activation)
+
+
+def _over_channels(takes: str) -> tuple[Parameter, Parameter]:
+    """Return the rows of a norm over channels, which says what other arguments it takes."""
+    return (
+        _row(
+            "dim",
+            Kind.COUNT,
+            "-1",
+            "-1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position: "
+            f"{takes}. Kernels read x in place if it is contiguous or channels_last, and y has the same layout; any "
+            "other layout is copied once.",
+        ),
+        replace(
+            ACTIVATION,
+            meaning=dict.fromkeys(
+                Norm,
+                '"silu", applied to the result in the same kernel, or None; with dim=1 and an x of 3 dimensions or '
+                "more. Elsewhere torch applies it.",
+            ),
+        ),
+    )
+
+
 _PLAIN_FUNCTIONS = FunctionalFunctions(
     _functions(
         FORWARD,
@@ -465,14 +490,7 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
         CAST,
         _OFFSET_OF_ANY,
         _x_bias("normalized_shape"),
-        _row(
-            "dim",
-            Kind.COUNT,
-            "-1",
-            "-1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position: "
-            "normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place "
-            "if it is contiguous or channels_last, and y has the same layout; any other layout is copied once.",
-        ),
+        *_over_channels("normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults"),
         norms=_FORMULAS,
     ),
     output="torch.Tensor",
@@ -493,7 +511,8 @@ _PLAIN_FUNCTIONS = FunctionalFunctions(
     raises=(
         "ShapeError: normalized_shape is not what x's shape ends in, or is not the shape of each vector.",
         *_PLAIN_RAISES,
-        f"{_NUMBERS}; or dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.",
+        f"{_NUMBERS}; or dim is neither -1 nor 1, an argument was passed that dim does not take, or activation is no "
+        "such word.",
         _OTHERS,
     ),
     rows=FORWARD,
@@ -508,6 +527,7 @@ _L2_FUNCTIONS = FunctionalFunctions(
         _vectors("(N,)")[0],
         _eps(Norm.L2, ". `normalize` instead bounds the norm from below."),
         _eps(Norm.L2_CLAMPED, "."),
+        *_over_channels("weight is (C,)"),
         norms=(Norm.L2, Norm.L2_CLAMPED),
     ),
     output="torch.Tensor",
@@ -537,7 +557,8 @@ _L2_FUNCTIONS = FunctionalFunctions(
     raises=(
         "ShapeError: x has no dimension, or weight is not (N,).",
         *_PLAIN_RAISES,
-        "ConflictError: eps is no number of at least 0.",
+        "ConflictError: eps is no number of at least 0, dim is neither -1 nor 1, or activation is no such word or came "
+        "without dim=1.",
         _OTHERS,
     ),
     rows=FORWARD,
@@ -730,7 +751,6 @@ _GATED_FUNCTIONS = FunctionalFunctions(
 )
 
 NUM_GROUPS = "groups of each sample; it divides "
-ACTIVATION = replace(_row("activation", Kind.WORD, "None", '"silu", or None (or "none") for none.'), words=Activation)
 _CHANNELS = [
     replace(_row(name, Kind.VECTOR, "None", f"(C,), {_ANY_FLOATS}, or None for {default}."), positional=True)
     for name, default in (("weight", 1), ("bias", 0))

@@ -262,11 +262,12 @@ _CHANNEL_CONSTANTS = (
     _Row("ROWS: tl.constexpr", "positions per tile"),
     _Row("BLOCK: tl.constexpr", "channels per chunk"),
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
+    _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),
     _PDL,
 )
 
 _CHANNEL_FORWARD = (
-    _Row("x_ptr", "(B, N, S) {dtype_in}"),
+    _Row("x_ptr", "{rows} {dtype_in}"),
     _Row("weight_ptr", "(N,) or None"),
     _Row("bias_ptr", "(N,) or None", lambda m, p: m.span.centres),
     _Row("y_ptr", "x's shape"),
@@ -278,8 +279,9 @@ _CHANNEL_FORWARD = (
 
 _CHANNEL_BACKWARD = (
     _Row("dy_ptr", "x's shape"),
-    _Row("x_ptr", "(B, N, S) {dtype_in}"),
+    _Row("x_ptr", "{rows} {dtype_in}"),
     _Row("weight_ptr", "(N,) or None"),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: m.activation.is_applied and m.span.centres),
     _Row("mean_ptr", "(B, S) fp32", lambda m, p: m.span.centres),
     _Row("rstd_ptr", "(B, S) fp32"),
     _Row("gh_mean_ptr", "(B, S) fp32, the mean of g * h", lambda m, p: p is not Pipeline.ONE_PASS),
@@ -298,7 +300,8 @@ def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
 
 def group_params(mode: GroupMode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a GroupNorm kernel, as `params` does."""
-    words = {"dtype_in": mode.dtype_in.value, "rows": "(B, S, C)" if mode.channels_last else "(B, C, S)"}
+    order = "S, {}" if mode.channels_last else "{}, S"
+    words = {"dtype_in": mode.dtype_in.value, "rows": f"(B, {order.format('C' if mode.span.is_group else 'N')})"}
     return _listed(_GROUP_TABLES[mode.span.is_group, mode.is_backward], mode, part, words)
 
 

@@ -68,6 +68,11 @@ class Norm(Enum):
         return _NORMS[self].centres
 
     @property
+    def averages(self) -> bool:
+        """Return True if sums along a row are divided by its length."""
+        return _NORMS[self].averages
+
+    @property
     def clamps(self) -> bool:
         """Return True if the norm of a row is clamped at eps."""
         return _NORMS[self].clamps

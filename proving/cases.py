@@ -146,7 +146,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """The arguments that are no tensors, by name."""
         own = {axis: value for axis, value in self.at if axis not in SETTINGS}
-        if self.family in ("plain", "channels") and "residual" in self["without"]:
+        if self["norm"] in ("layer", "rms") and self.family in ("plain", "channels") and "residual" in self["without"]:
             own["normalized_shape"] = self.size
         if "weight" in self["without"]:
             own.pop("weight_offset", None)
@@ -237,7 +237,7 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
 
     if case.family == "channels":
         (y,) = formula(replace(case, family="plain"), {**given, "x": given["x"].movedim(1, -1)})
-        return (y.movedim(-1, 1),)
+        return (functional.silu(y.movedim(-1, 1)) if case["activation"] else y.movedim(-1, 1),)
     s = given["x"] + given.get("x_bias", 0.0)
     if case["dropout_p"]:
         s = dropped(s, case["dropout_p"], SIGNED_RNG.to(s.device))
@@ -255,7 +255,7 @@ def formula(case: Case, given: Tensors) -> tuple[torch.Tensor, ...]:
         rows = s.reshape(*s.shape[:-1], s.shape[-1] // size, size)
     rows = rows - rows.mean(-1, keepdim=True) if case["norm"] == "layer" else rows
     eps, squares = case["eps"] or EPS, rows.square()
-    squares = squares.sum(-1, keepdim=True) if case.family == "l2" else squares.mean(-1, keepdim=True)
+    squares = squares.sum(-1, keepdim=True) if str(case["norm"]).startswith("l2") else squares.mean(-1, keepdim=True)
     if case.family == "statistics":
         means = [s.mean(-1)] if case["norm"] == "layer" else []
         return (*means, (squares.view(s.shape[:-1]) + eps).rsqrt())

@@ -96,7 +96,7 @@ _SPECIAL: Mapping[str, Draw] = {
 _OWN: Mapping[str, Mapping[str, Draw]] = {
     "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
     "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
-    "group": {"activation": one_of(None, "silu", "none", "silu", "relu")},
+    **dict.fromkeys(("", "group"), {"activation": one_of(None, "silu", "none", "silu", "relu")}),
 }
 _NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
     "y_scale": ("one", "vector", "lead", "column", "none"),
@@ -299,7 +299,7 @@ def families() -> dict[str, list[Function]]:
     from normforge import parallel
 
     found = {family: [_public(name) for name in names] for family, names in _PUBLIC.items()}
-    over_channels = [_public(name) for name in ("layer_norm", "rms_norm")]
+    over_channels = [_public(name) for name in ("layer_norm", "rms_norm", "normalize")]
     found["group"] = [
         _public("group_norm"),
         *[replace(each, channels=True, defaults={**each.defaults, "dim": 1}) for each in over_channels],

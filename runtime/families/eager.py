@@ -479,7 +479,7 @@ def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
         return (rows if span.is_group else rows.movedim(-1, 1)).reshape(x.shape)
 
     s = as_rows(widened(x))
-    normalised = _normalised(s, mean if span.centres else None, rstd)
+    normalised = _normalised(s, mean if span.centres else None, rstd, span.norm.averages, span.norm.clamps)
     h = as_images(normalised.h)
     dz = dy.to(s.dtype)
     if options.activation == "silu":

@@ -10,6 +10,7 @@ import torch
 
 from ..calls import native
 from ..calls.traced import is_dynamo_compiling
+from ..codegen.groups import Activation
 from ..codegen.values import Cast
 from .group.calls import normalise_channels
 from .plain_calls import add_normalise, normalise_first, normalise_last
@@ -31,6 +32,7 @@ def layer_norm(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dim: int = -1,
+    activation: str | Activation | None = None,
 ) -> torch.Tensor:
     """Compute LayerNorm over the last dimensions, with the arguments of `torch.nn.functional.layer_norm`.
 
@@ -66,6 +68,8 @@ def layer_norm(
         dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position:
             normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place if
             it is contiguous or channels_last, and y has the same layout; any other layout is copied once.
+        activation: "silu", applied to the result in the same kernel, or None; with dim=1 and an x of 3 dimensions or
+            more. Elsewhere torch applies it.
 
     Returns:
         y: x's shape and dtype.
@@ -76,13 +80,13 @@ def layer_norm(
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
-            dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.
+            dim is neither -1 nor 1, an argument was passed that dim does not take, or activation is no such word.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, bias, None, x_bias)
     options = ("layer", eps, weight_offset, None, cast)
-    if dim != -1:
-        return normalise_channels(operands, normalized_shape, options, dim)
+    if dim != -1 or activation is not None:
+        return normalise_channels(operands, options, dim, activation, normalized_shape)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -101,6 +105,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dim: int = -1,
+    activation: str | Activation | None = None,
 ) -> torch.Tensor:
     """Compute RMSNorm over the last dimensions, with the arguments of `torch.nn.functional.rms_norm`.
 
@@ -135,6 +140,8 @@ def rms_norm(
         dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position:
             normalized_shape is (C,), and cast, weight_offset and x_bias keep their defaults. Kernels read x in place if
             it is contiguous or channels_last, and y has the same layout; any other layout is copied once.
+        activation: "silu", applied to the result in the same kernel, or None; with dim=1 and an x of 3 dimensions or
+            more. Elsewhere torch applies it.
 
     Returns:
         y: x's shape and dtype.
@@ -145,13 +152,13 @@ def rms_norm(
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to; or
-            dim is neither -1 nor 1, or an argument was passed that dim=1 does not take.
+            dim is neither -1 nor 1, an argument was passed that dim does not take, or activation is no such word.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, None, x_bias)
     options = ("rms", eps, weight_offset, None, cast)
-    if dim != -1:
-        return normalise_channels(operands, normalized_shape, options, dim)
+    if dim != -1 or activation is not None:
+        return normalise_channels(operands, options, dim, activation, normalized_shape)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
         y = native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -164,6 +171,9 @@ def l2_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    dim: int = -1,
+    activation: str | Activation | None = None,
 ) -> torch.Tensor:
     """Divide each row of x by its L2 norm: y = x / sqrt(sum(x**2) + eps) * weight over the last dimension.
 
@@ -183,6 +193,11 @@ def l2_norm(
         x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
         weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
         eps: added to the sum of squares. `normalize` instead bounds the norm from below.
+        dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position: weight is
+            (C,). Kernels read x in place if it is contiguous or channels_last, and y has the same layout; any other
+            layout is copied once.
+        activation: "silu", applied to the result in the same kernel, or None; with dim=1 and an x of 3 dimensions or
+            more. Elsewhere torch applies it.
 
     Returns:
         y: x's shape and dtype, under autocast too.
@@ -192,11 +207,14 @@ def l2_norm(
         DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0.
+        ConflictError: eps is no number of at least 0, dim is neither -1 nor 1, or activation is no such word or came
+            without dim=1.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, None, None)
     options = ("l2", eps, 0.0, None, "after_weight")
+    if dim != -1 or activation is not None:
+        return normalise_channels(operands, options, dim, activation)
     result: torch.Tensor = normalise_last(operands, options)
     return result
 
@@ -205,6 +223,9 @@ def normalize(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     eps: float = 1e-12,
+    *,
+    dim: int = -1,
+    activation: str | Activation | None = None,
 ) -> torch.Tensor:
     """Divide each row of x by its L2 norm, as `torch.nn.functional.normalize` does over the last dimension.
 
@@ -225,6 +246,11 @@ def normalize(
         x: (..., N), fp16, bf16, fp32 or fp64; any strides. An x that kernels cannot walk is copied once.
         weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
         eps: the least that a row is divided by.
+        dim: -1 normalises the last dimensions. 1 normalises the channels of x, (B, C, ...), at each position: weight is
+            (C,). Kernels read x in place if it is contiguous or channels_last, and y has the same layout; any other
+            layout is copied once.
+        activation: "silu", applied to the result in the same kernel, or None; with dim=1 and an x of 3 dimensions or
+            more. Elsewhere torch applies it.
 
     Returns:
         y: x's shape and dtype, under autocast too.
@@ -234,11 +260,14 @@ def normalize(
         DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0.
+        ConflictError: eps is no number of at least 0, dim is neither -1 nor 1, or activation is no such word or came
+            without dim=1.
         NormforgeError: one of the other errors that `layernorm2d_fwd` lists.
     """
     operands = (x, weight, None, None, None)
     options = ("l2_clamped", eps, 0.0, None, "after_weight")
+    if dim != -1 or activation is not None:
+        return normalise_channels(operands, options, dim, activation)
     result: torch.Tensor = normalise_last(operands, options)
     return result
 

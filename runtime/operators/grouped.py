@@ -52,8 +52,11 @@ def fake(args: Mapping[str, Any]) -> Results:
 def _checked(args: Mapping[str, Any]) -> GroupOptions:
     """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
     x, options = args["x"], GroupOptions._make([args.get(name) for name in GroupOptions._fields])
-    if not Span.of(options.num_groups).is_group and group.are_channels_last(x) is not False:
-        raise LayoutError(f"x has strides {x.stride()}; with num_groups {options.num_groups} it takes a contiguous x")
+    is_group, no_activation = Span.of(options.num_groups).is_group, options.activation == group.applied(None)
+    if not is_group and no_activation and group.are_channels_last(x) is not False:
+        raise LayoutError(
+            f"x has strides {x.stride()}; with num_groups {options.num_groups} and no activation it takes a contiguous x"
+        )
     if group.are_channels_last(x) is None:
         raise LayoutError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "

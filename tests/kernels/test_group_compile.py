@@ -111,7 +111,11 @@ CHANNEL_CASES = [
     "case",
     first_of_each(
         CHANNEL_CASES,
-        lambda case: (case[0].direction, case[0].span, case[1]) if case[0].dtype_in.value == "bf16" else None,
+        lambda case: (
+            (case[0].direction, case[0].channels_last if case[0].activation.is_applied else case[0].span, case[1])
+            if case[0].dtype_in.value == "bf16"
+            else None
+        ),
         lambda case: f"{case[0].name}-{case[1][0]}x{case[1][1]}-{case[2]}",
     ),
 )

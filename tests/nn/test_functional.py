@@ -90,7 +90,7 @@ def test_torchs_own_call_and_defaults(norm: str, weighted: bool, dtype: torch.dt
 def test_signatures_are_torchs(norm: str) -> None:
     every = inspect.signature(OURS[norm]).parameters.values()
     ours = [p for p in every if p.kind is not p.KEYWORD_ONLY]
-    assert [p.name for p in every if p not in ours] == ["cast", "weight_offset", "x_bias", "dim"]
+    assert [p.name for p in every if p not in ours] == ["cast", "weight_offset", "x_bias", "dim", "activation"]
     theirs = list(inspect.signature(TORCH[norm]).parameters.values())
     # torch calls its first one `input`.
     assert [p.name for p in ours[1:]] == [p.name for p in theirs[1:]]

@@ -7,13 +7,14 @@ from operator import index
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ...calls import native
 from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ...calls.backend import backend, is_served, left_to_torch
 from ...calls.lookup import is_last
 from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
-from ...codegen.groups import Span
+from ...codegen.groups import Activation, Span
 from ...codegen.parameters import GROUP
 from ...codegen.values import Cast
 from ...dtypes import FLOATS
@@ -72,13 +73,19 @@ def normalise(operands: GroupOperands, key_args: row.KeyArgs) -> torch.Tensor:
 _SPANS = {span.norm.value: span.num_groups for span in Span if not span.is_group}
 
 
-def normalise_channels(operands: Operands, normalized_shape: Any, options: Options, dim: int) -> torch.Tensor:
-    """Run a call of `layer_norm` or `rms_norm` over the channels of x, (B, C, ...).
+def normalise_channels(
+    operands: Operands, options: Options, dim: int, activation: str | Activation | None, *shape: Any
+) -> torch.Tensor:
+    """Run a call over the channels of x, (B, C, ...); `shape` is the normalized_shape of norms that take one.
 
-    Channels that are innermost are rows, and so is what kernels do not take. Other channels have kernels of their own.
+    Channels that are innermost are rows if no activation follows, and so is what kernels do not take. Other channels
+    have kernels of their own.
     """
     x, weight, bias, _, x_bias = operands
     norm, eps, weight_offset, _, cast = options
+    if dim.__class__ is int and dim == -1:
+        raise ConflictError(f"activation is {activation!r}, and dim -1; use dim=1, or leave activation out")
+    silu = row.applied(activation)
     if dim.__class__ is not int or dim != 1:
         raise ConflictError(f"dim is {dim!r}; it takes -1, the last dimensions of x, or 1, the channels of (B, C, ...)")
     if x_bias is not None or weight_offset != 0.0 or cast not in (Cast.AFTER_WEIGHT, Cast.AFTER_WEIGHT.value):
@@ -86,24 +93,30 @@ def normalise_channels(operands: Operands, normalized_shape: Any, options: Optio
     is_tensor = isinstance(x, torch.Tensor)
     if is_tensor and x.dim() < 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}; with dim=1 it takes (B, C, ...), at least 2 dimensions")
+    (normalized_shape,) = shape or (x.shape[1:2] if is_tensor else (),)
     if isinstance(normalized_shape, Sequence) and len(normalized_shape) > 1:
         raise ShapeError(f"normalized_shape is {tuple(normalized_shape)}; with dim=1 it takes (C,), the channels alone")
     images = (x, weight, bias)
-    key_args = ("layer", _SPANS[norm], DEFAULT_EPS if eps is None else eps, None, None)
+    key_args = ("layer", _SPANS[norm], DEFAULT_EPS if eps is None else eps, activation, None)
     if is_tensor and is_last(normalized_shape, x.shape[1:2]):
         known = normalise_known(images, key_args)
         if known is not None:
             return known
     rows = (x.movedim(1, -1), *operands[1:])
     is_dense = is_tensor and is_served(images, eps) and not is_sharded(*images) and 0 not in x.shape
-    if is_dense and x.dim() > 2 and x.stride(1) != 1:
+    is_activated = silu != row.applied(None)
+    if is_dense and x.dim() > 2 and (is_activated or x.stride(1) != 1):
         checked(rows, normalized_shape, options, kernel=True)
-        group_options = GroupOptions(key_args[1], float(key_args[2]), row.applied(None), result_dtype(norm, x))
+        group_options = GroupOptions(key_args[1], float(key_args[2]), silu, result_dtype(norm, x))
         if becomes_operator(*images):
             return row.normalise_traced(images, group_options)
         return row.normalise(images, group_options, (*key_args[:2], group_options.eps, *key_args[3:]))
+    if is_activated and is_tensor and x.dtype.itemsize == 2:
+        # The norm and the activation share one rounding.
+        wide: torch.Tensor = normalise_rows(rows, normalized_shape, (norm, eps, weight_offset, torch.float32, cast))
+        return functional.silu(wide).to(result_dtype(norm, x)).movedim(-1, 1)
     y: torch.Tensor = normalise_rows(rows, normalized_shape, options)
-    return y.movedim(-1, 1)
+    return (functional.silu(y) if is_activated else y).movedim(-1, 1)
 
 
 def _as_int(number: Any) -> Any:
