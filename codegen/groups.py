@@ -51,8 +51,8 @@ class Span(Enum):
             return cls.GROUP
         if -num_groups >= len(_CHANNEL_SPANS):
             raise IllegalCombinationError(
-                f"num_groups is {num_groups}; it takes 1 or more, or for norms of channels 0 (LayerNorm), -1 (RMSNorm), "
-                "-2 (L2 norm) or -3 (L2 norm of at least eps)"
+                f"num_groups is {num_groups}; it takes 1 or more, or for norms of channels 0 (LayerNorm), -1 "
+                "(RMSNorm), -2 (L2 norm) or -3 (L2 norm of at least eps)"
             )
         return _CHANNEL_SPANS[-num_groups]
 
@@ -126,8 +126,8 @@ class GroupMode:
             )
         if not self.span.is_group and self.channels_last and not self.activation.is_applied:
             raise IllegalCombinationError(
-                f"span {self.span.value} with channels_last and no activation is a norm of rows; leave channels_last out, "
-                f"use activation silu, or norm {self.span.norm.value}"
+                f"span {self.span.value} with channels_last and no activation is a norm of rows; leave channels_last "
+                f"out, use activation silu, or norm {self.span.norm.value}"
             )
 
     @property

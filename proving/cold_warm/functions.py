@@ -96,7 +96,7 @@ _SPECIAL: Mapping[str, Draw] = {
 _OWN: Mapping[str, Mapping[str, Draw]] = {
     "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
     "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
-    **dict.fromkeys(("", "group"), {"activation": one_of(None, "silu", "none", "silu", "relu")}),
+    **{family: {"activation": one_of(None, "silu", "none", "silu", "relu")} for family in ("", "group")},
 }
 _NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
     "y_scale": ("one", "vector", "lead", "column", "none"),

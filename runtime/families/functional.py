@@ -629,8 +629,6 @@ def qk_norm_rope(
     """
     operands = (q, k, q_weight, k_weight, cos, sin, positions, key_cache, slot_mapping, k_scale)
     options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, mrope_section, mrope_interleaved, out)
-    if dim != -1 or activation is not None:
-        return normalise_channels(operands, options, dim, activation)
     result: tuple[torch.Tensor, torch.Tensor] = rotary.normalise(operands, options)
     return result
 
@@ -700,8 +698,6 @@ def qk_norm_rope_bwd(
     """
     operands = (dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions)
     options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, mrope_section, mrope_interleaved, out)
-    if dim != -1 or activation is not None:
-        return normalise_channels(operands, options, dim, activation)
     result: tuple[torch.Tensor | None, ...] = rotary.differentiate(operands, options)
     return result
 

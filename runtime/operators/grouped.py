@@ -55,7 +55,8 @@ def _checked(args: Mapping[str, Any]) -> GroupOptions:
     is_group, no_activation = Span.of(options.num_groups).is_group, options.activation == group.applied(None)
     if not is_group and no_activation and group.are_channels_last(x) is not False:
         raise LayoutError(
-            f"x has strides {x.stride()}; with num_groups {options.num_groups} and no activation it takes a contiguous x"
+            f"x has strides {x.stride()}; with num_groups {options.num_groups} and no activation it takes a contiguous "
+            "x"
         )
     if group.are_channels_last(x) is None:
         raise LayoutError(

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..calls.backend import is_served
 from ..families.group.functions import group_norm
-from ..families.plain_functions import layer_norm, rms_norm
+from ..families.plain_functions import layer_norm, normalize, rms_norm
 from ..families.replaced import ORIGINAL, Replacing
 from .probing import check_class
 from .report import LeftAloneError
@@ -31,6 +31,13 @@ def _in_place(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return run
 
 
+def _normalize(x: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> torch.Tensor:
+    """Divide by the L2 norm by ours, over the dimensions that kernels take."""
+    if p == 2 and dim in (1, -1):
+        return normalize(x, None, eps, dim=dim)
+    return functional.normalize(x, p, dim, eps)
+
+
 _layer_norm, _rms_norm = _in_place(layer_norm), _in_place(rms_norm)
 
 # Ours, by torch's functions and methods.
@@ -38,12 +45,13 @@ _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     functional.layer_norm: _layer_norm,
     functional.rms_norm: _rms_norm,
     functional.group_norm: group_norm,
+    functional.normalize: _normalize,
     torch.nn.LayerNorm.forward: lambda m, x: _layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
     torch.nn.RMSNorm.forward: lambda m, x: _rms_norm(x, m.normalized_shape, m.weight, m.eps),
     torch.nn.GroupNorm.forward: lambda m, x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps),
 }
 _NAMES = {function: "_normforge_" + function.__qualname__.replace(".", "_") for function in _OURS}
-_KEYWORDS = frozenset(("normalized_shape", "num_groups", "weight", "bias", "eps"))
+_KEYWORDS = frozenset(("normalized_shape", "num_groups", "weight", "bias", "eps", "p", "dim"))
 
 
 class CallingNorm(Replacing):

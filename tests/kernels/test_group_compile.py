@@ -122,7 +122,7 @@ CHANNEL_CASES = [
 def test_norms_over_channels_compile(case: tuple[GroupMode, tuple[int, int], str]) -> None:
     mode, (channels, positions), arch = case
     # As many neighbouring positions at once as divide the image, up to 16 bytes.
-    words = min(16, math.gcd(positions, 8) * mode.dtype_in.itemsize) // 4
+    words = min(16, math.gcd(channels if mode.channels_last else positions, 8) * mode.dtype_in.itemsize) // 4
     for _, asm in compiled(mode, (channels, 1, positions), 8, arch):
         assert not _tiles_that_change_threads(asm["ttgir"], in_loop=mode.is_backward)
         assert words < 2 or "ptx" not in asm or re.search(rf"ld\.global\S*\.v{words}\.b32", asm["ptx"])

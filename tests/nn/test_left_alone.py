@@ -171,7 +171,7 @@ def named_otherwise(m: Any, x: torch.Tensor) -> Any:
 
 def channels_first(m: Any, x: torch.Tensor) -> Any:
     """Normalise over the second dimension, as autoencoders of videos do."""
-    return functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * m.gamma
+    return x / x.norm(dim=1, keepdim=True) * x.shape[1] ** 0.5 * m.gamma
 
 
 def written_out(m: Any, x: torch.Tensor) -> Any:

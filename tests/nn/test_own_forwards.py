@@ -39,6 +39,20 @@ class GroupNorm32(torch.nn.GroupNorm):
         return super().forward(x.float()).type(x.dtype)
 
 
+class ChannelsL2Norm(torch.nn.Module):
+    """Divides channels by their L2 norm in fp32 and scales them, as Wan's WanRMS_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channel_first, self.scale, self.bias = True, WIDTH**0.5, 0.0
+        self.gamma = torch.nn.Parameter(torch.ones(WIDTH, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if x.dtype is not torch.float32 else x
+        normalized = functional.normalize(wide, dim=(1 if self.channel_first else -1)).to(x.dtype)
+        return normalized * self.scale * self.gamma + self.bias
+
+
 class MinimalNorm(torch.nn.Module):
     """A LayerNorm with an optional bias, as minimal GPTs have."""
 
@@ -81,6 +95,7 @@ TAKEN: dict[str, tuple[Callable[[], torch.nn.Module], type, tuple[int, ...]]] = 
     "an offset": (lambda: norm(offset, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, 3, WIDTH)),
     "fp16": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), CallingNorm, (5, WIDTH)),
     "torch's method": (lambda: norm(transposed, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, WIDTH, 3)),
+    "L2 norm of channels": (ChannelsL2Norm, CallingNorm, (2, WIDTH, 3, 5)),
     "centred": (norm(centred, models.LlamaRMSNorm), HuggingFaceLayerNorm, (2, 3, WIDTH)),
     "renamed": (lambda: models.RenamedLayerNorm(WIDTH), normforge.LayerNorm, (9, 2, WIDTH)),
     "renamed, of planes": (lambda: models.RenamedLayerNorm((2, WIDTH)), normforge.LayerNorm, (9, 2, WIDTH)),
@@ -120,6 +135,7 @@ def test_kernels_compute_them_and_compiled_code_is_the_same(name: str, monkeypat
     # torch's own functions are not called.
     for function in ("layer_norm", "rms_norm", "group_norm"):
         monkeypatch.setattr(torch, function, None)
+    monkeypatch.setattr(functional, "normalize", None)
     if isinstance(patched, CallingNorm):
         patched(x)
         with pytest.raises(TypeError, match="not callable"):
