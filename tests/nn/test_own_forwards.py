@@ -50,7 +50,8 @@ class ChannelsL2Norm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float() if x.dtype is not torch.float32 else x
         normalized = functional.normalize(wide, dim=(1 if self.channel_first else -1)).to(x.dtype)
-        return normalized * self.scale * self.gamma + self.bias
+        y: torch.Tensor = normalized * self.scale * self.gamma + self.bias
+        return y
 
 
 class MinimalNorm(torch.nn.Module):
