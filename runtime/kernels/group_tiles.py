@@ -133,7 +133,9 @@ _SECTOR = 32
 # Channels per chunk. A tile has the widest chunks that leave few lanes idle.
 _CHUNKS = (256, 128, 64, 32, 16)
 _IDLE_LANES = 1 / 8
-# Values of x that a thread holds in x's dtype; the backward pass holds as many of dy.
+# Values of x that a thread holds in x's dtype; the backward pass holds as many of dy. Of 16 bits, a forward pass with a
+# mean holds twice as many: it adds up thrice, and more warps are more steps of each sum. ConvNeXt's and VAEs' maps took
+# 0.68 of a copy's speed on an H200, where they took 0.61.
 _VALUES = {False: 64, True: 32}
 _MOST_WARPS = 16
 
@@ -150,7 +152,8 @@ def channel_tile(mode: GroupMode, channels: int) -> Tile:
     block = next(fitting, _CHUNKS[-1])
     held = channels <= _MOST_HELD[is_backward]
     values = rows * (-(-channels // block) * block if held else block)
-    warps = min(power_of_two(-(-values // (WARP * _VALUES[is_backward]))), _MOST_WARPS)
+    each = _VALUES[is_backward] * (2 if mode.span.centres and not is_backward and mode.dtype_in.itemsize == 2 else 1)
+    warps = min(power_of_two(-(-values // (WARP * each))), _MOST_WARPS)
     pipeline = Pipeline.ONE_PASS if held else Pipeline.TWO_PASS
     return Tile(pipeline, rows, block, warps, resident=max(1, _MOST_WARPS // warps) if is_backward else 1)
 
