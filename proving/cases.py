@@ -217,7 +217,7 @@ def operands(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
         of_rows = row.kind in (Kind.ROWS, Kind.SAMPLES, Kind.IMAGES)
         mean = {"x": 0.3, "weight": 1.0, "next_weight": 1.0}.get(row.name, 0.0)
         dtype = case["residual"] if row.name == "residual" else case["dtype"] if of_rows else case["vectors"]
-        drawn = (torch.randn(size, generator=generator) + mean).to(device, dtype)
+        drawn = (torch.randn(size, generator=generator, device="cpu") + mean).to(device, dtype)
         found[row.name] = (LAYOUTS[case["layout"]](drawn) if of_rows else drawn).detach().requires_grad_()
     return found
 

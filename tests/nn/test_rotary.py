@@ -352,7 +352,9 @@ def _written(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor, scale: f
     for token, slot in enumerate(slots.flatten().tolist()):
         if slot >= 0:
             row = k.flatten(0, -3)[token]
-            rows[slot] = (row.float() / scale).clamp(-448, 448).to(cache.dtype) if cache.element_size() == 1 else row
+            # Torch multiplies by the reciprocal of a number on a GPU.
+            divided = row.float() / torch.full_like(row, scale, dtype=torch.float32)
+            rows[slot] = divided.clamp(-448, 448).to(cache.dtype) if cache.element_size() == 1 else row
     return rows.view(cache.shape)
 
 

@@ -218,7 +218,7 @@ def differentiable_functions_are_of_each_ranks_rows() -> None:
     varied = partial(cases, *families, dtype=torch.float32, vectors=torch.float32, residual=torch.float32)
     for case in varied(shape=(2, 5, 40), layout="contiguous", dropout_p=0.0):
         for rows in ROWS:
-            alike(partial(case.function, **case.arguments), operands(case), rows)
+            alike(partial(case.function, **case.arguments), operands(case, DEVICE), rows)
 
 
 @CASES.case
