@@ -13,9 +13,9 @@ T = TypeVar("T")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def progress_over(items: Iterable[T], *, what: str, unit: str) -> tqdm[T]:
-    """Return a bar that moves as items are taken."""
-    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
+def progress_over(items: Iterable[T], *, what: str, unit: str, total: int | None = None) -> tqdm[T]:
+    """Return a bar that moves as items are taken; total is the number of items if items have no length."""
+    return tqdm(items, total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
 
 
 def progress_to(total: int, *, what: str, unit: str) -> tqdm[NoReturn]:
