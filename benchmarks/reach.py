@@ -123,8 +123,8 @@ _FAMILY = (
     Rule("two norms around an add, M from 4096", "renormed", "renormed/*", least_m=4096, copy=0.92, peer=1.3),
     Rule("two norms around an add, backward, M from 4096", "renormed", "renormed_b*", least_m=4096, copy=0.85),
     Rule("norms over channels", "channels", "channels/*", copy=0.85, peer=1.0),
-    Rule("norms of q and k with RoPE", "rotary", "rotary/*", copy=0.85),
-    Rule("norms of q and k with RoPE, backward", "rotary", "rotary_b*", copy=0.80),
+    Rule("norms of q and k with RoPE", "rotary", peer=1.0),
+    Rule("norms of q and k with RoPE, decode", "rotary-decode", peer=1.0),
 )
 
 RULES = (
