@@ -62,6 +62,8 @@ FOLLOWED: dict[str, Call] = {
         {**dict.fromkeys(("x", "residual"), torch.randn(2, 3, 8)), **dict.fromkeys(MODULATIONS, torch.randn(8))},
     ),
     "l2": (normforge.l2_norm, PLAIN),
+    "rms statistics": (normforge.rms_statistics, rows("x")),
+    "layer statistics": (normforge.layer_statistics, rows("x")),
     "module": (normforge.RMSNorm(N), rows("x")),
     "adding module": (normforge.AddRMSNorm(N), BOTH),
     "added module": (
