@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,12 +12,12 @@ from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedAdd, Norm
 from normforge.families import eager
+from normforge.tools import cli
 
 from ..calling import each_device
 
 # A length of each pipeline, ragged or not.
 LENGTHS = (1, 13, 100, 1024, 1500, 4099, 20000)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def statistics(norm: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -35,7 +33,7 @@ def saved(norm: str, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 @each_device
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_statistics_are_those_of_fp64_and_those_that_norms_save(
@@ -69,9 +67,11 @@ def test_a_row_has_the_same_statistics_in_every_batch(norm: str, n: int) -> None
             assert torch.equal(torch.cat([row[at] for row in alone]), together)
 
 
-def test_none_is_the_eps_that_rms_norm_takes_for_none() -> None:
-    x = torch.zeros(2, 8)
-    assert torch.equal(normforge.rms_statistics(x), torch.full((2,), torch.finfo(torch.float32).eps).rsqrt())
+def test_none_is_the_eps_of_rms_norm_and_a_known_call_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wanted = torch.zeros(2, 8), torch.full((2,), torch.finfo(torch.float32).eps).rsqrt()
+    assert torch.equal(normforge.rms_statistics(x), wanted)
+    monkeypatch.delattr("normforge.families.statistics.check_normalised")
+    assert torch.equal(normforge.rms_statistics(x), wanted)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -103,9 +103,7 @@ def test_modes_that_write_no_y_lack_what_y_follows_from(beside: dict[str, Any], 
         Mode(Norm.RMS, DType.BF16, DType.BF16, **axes)
 
 
-def test_the_command_runs_and_holds_them_against_the_oracle() -> None:
+def test_the_command_runs_and_holds_them_against_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("-m=3", "-n=300", "-norm=layer", "-save_mv=1", "-statistics_only=1", "-repeat=1", "-warmup=0")
-    made = subprocess.run([sys.executable, "-m", "normforge", "run", *options], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    assert "ln_fwd_fp16_mv_only" in made.stdout
-    assert "mean" in made.stdout
+    assert cli.main(["run", *options]) == 0
+    assert "ln_fwd_fp16_mv_only" in capsys.readouterr().out
