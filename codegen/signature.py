@@ -402,7 +402,7 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
         return _BACKWARD_SUMMARIES[part]
     if part is Part.WINDOW:
         return "Rows in turn, each held in registers, where rows start anywhere."
-    if mode.statistics_only and part is Pipeline.TWO_PASS:
+    if mode.statistics_only and (part is Pipeline.TWO_PASS or (part is Pipeline.ONE_PASS and not mode.keeps_row)):
         return "One row a program, chunk by chunk."
     assert isinstance(part, Pipeline)
     return f"{part.summary[0].upper()}{part.summary[1:]}."

@@ -64,7 +64,7 @@ def rms_fwd_fp32_mv_only_one_pass(
     BLOCK: tl.constexpr,  # columns a chunk
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
-    """One row a program, held in registers."""
+    """One row a program, chunk by chunk."""
     wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
