@@ -38,7 +38,7 @@ _HEAD = f"""{MARKER}: the instances that a program asked for, and its kinds of c
 """
 _CALLS, _ITEM = "calls:", "  - "
 # Kernels that are no instances of a table can be all that was asked for.
-_NO_GROUPS = "\ngroups: {}"
+_NO_GROUPS = "groups: {}"
 
 
 def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
@@ -84,7 +84,7 @@ def read(path: Path, data: bytes) -> Recorded:
         raise ValueError("it is not UTF-8 text") from None
     head, marker, tail = text.partition(f"\n{_CALLS}")
     try:
-        is_bare = head.endswith(_NO_GROUPS)
+        is_bare = head.endswith(f"\n{_NO_GROUPS}")
         instances = frozenset() if is_bare else _instances(path, f"{head}\n" if marker else text)
     except NormforgeError as error:
         raise ValueError(str(error)) from error
@@ -130,7 +130,7 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
     lines = [_HEAD]
     if ladder is not standard:
         lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
-    lines.append("groups:\n" if served else f"{_NO_GROUPS}\n".lstrip())
+    lines.append("groups:\n" if served else f"{_NO_GROUPS}\n")
     for mode in sorted(served, key=lambda mode: mode.name):
         # The ladder ends wherever a bucket does, so that each part is either wholly within a bucket or outside.
         names = [part.name for part in ladder if any(part.first in bucket for bucket in served[mode])]
