@@ -121,7 +121,7 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
 
 def may_cut(kind: TileClass) -> bool:
     """Return True if kernels with several rows per program may split rows; no chunk may split a group of scales."""
-    return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT, Load.DROP)
+    return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT, Load.DROP, Load.RENORM)
 
 
 def splits_groups(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:

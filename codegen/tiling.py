@@ -45,9 +45,10 @@ class Load(Enum):
     - DROP is ADD with dropout, whose mask takes time whenever x is read.
     - MODULATE is ADD with a scale and a shift per row.
     - FP8 is an 8-bit x with a scale and nothing else, converted to 16 bits.
+    - RENORM is two norms around an add. Forward, kernels that hold no row read x and the residual three times.
 
-    If a table has no tiles for SCALED, ADD_SCALED, DROP, MODULATE, FP8 or, backward, ADD, these take the tiles of
-    `TileClass.alike`.
+    If a table has no tiles for SCALED, ADD_SCALED, DROP, MODULATE, FP8, RENORM or, backward, ADD, these take the tiles
+    of `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -59,6 +60,7 @@ class Load(Enum):
     DROP = "_drop"
     MODULATE = "_mod"
     FP8 = "_fp8"
+    RENORM = "_renorm"
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,11 @@ class TileClass:
             # ADD reads one more gradient. No table has tiles for fp32 rows: on sm_90 threads spill up to 48 bytes with
             # PLAIN's tiles, and up to 240 with the generic ones.
             return (*own, *replace(self, load=Load.PLAIN).alike)
-        if self.load is not Load.DROP:
+        if self.load not in (Load.DROP, Load.RENORM):
             return own
         # Forward, a mask is drawn whenever x is read, and QUANT's tiles read x once: with ADD's tiles, which read long
-        # rows twice, 32768x4096 took an H200 433 us where the add alone took 253 (e2343cb). Backward, x is read once.
+        # rows twice, 32768x4096 took an H200 433 us where the add alone took 253 (e2343cb). ADD's tiles would read x of
+        # two norms three times. Backward, x is read once.
         load = Load.QUANT if self.direction is Direction.FORWARD else Load.ADD
         return (*own, *replace(self, load=load).alike)
 
@@ -156,6 +159,8 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.GATE
     elif mode.dropout:
         load = Load.DROP
+    elif mode.fadd.renorms:
+        load = Load.RENORM
     elif mode.modulated:
         load = Load.MODULATE
     elif mode.dtype_in.is_fp8 and not mode.fadd.adds:

@@ -72,6 +72,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
     Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},
     Load.MODULATE: {"modulated": True},
     Load.FP8: {"dtype_in": DType.FP8_E4M3FN},
+    Load.RENORM: {"fadd": FusedAdd.POST_ADD_NORM},
 }
 
 
