@@ -88,7 +88,8 @@ class Case(Measured[Mode]):
         before = " before" * mode.gating.is_before
         more = {
             "dropout": mode.dropout,
-            "add": mode.fadd.adds,
+            "add": mode.fadd.is_before,
+            "add behind": self.adds_behind,
             f"{mode.gate_activation.value} gate{before}": mode.gating.gates,
             "rounded first": mode.cast.comes_first,
             self.layout.value: self.layout.value,
@@ -102,6 +103,11 @@ class Case(Measured[Mode]):
         return self.mode.norm.centres
 
     @property
+    def adds_behind(self) -> bool:
+        """Return True if the residual is added to normalised rows."""
+        return self.mode.fadd.is_after
+
+    @property
     def parts(self) -> tuple[Pipeline | Part, ...]:
         """The kernels that run."""
         sweeps = self.mode.is_backward and self.tile.pipeline is Pipeline.TWO_PASS
@@ -111,7 +117,7 @@ class Case(Measured[Mode]):
 class GroupCase(Measured[GroupMode]):
     """A launch of GroupNorm: each row of a kind is a group, its channels and positions side by side."""
 
-    centres = True
+    centres, adds_behind = True, False
 
     @property
     def dtypes(self) -> str:

@@ -23,7 +23,7 @@ from .units import Exact, median, rounded, statistics
 
 def normalised(case: AnyCase, rows: Tensors) -> torch.Tensor:
     """Return the rows that are normalised."""
-    if "residual" in rows:
+    if "residual" in rows and not case.adds_behind:
         return peer.stored_sum(rows).double()
     s = rows["x"].double()
     if isinstance(case, Case) and case.mode.gating.is_before:
@@ -44,6 +44,8 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> dict[str,
         y, either = h * weight, either * weight.abs()
         if "bias" in rows:
             y += rows["bias"].double()
+        if case.adds_behind:
+            y += rows["residual"].double()
         if case.mode.gating.gates and not case.mode.gating.is_before:
             y *= peer.activated(case.mode, rows["gate"].double())
         if case.mode.fquant.quantises:

@@ -59,7 +59,7 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> Tensors:
     if mode.gating.gates:
         factor = activated(mode, rows["gate"].float())
         x = x.float() * factor if mode.gating.is_before else x
-    if "residual" in rows:
+    if "residual" in rows and not case.adds_behind:
         x = stored_sum(rows)
     if out != rows["x"].dtype or "residual" in rows or mode.gating.gates:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
@@ -69,6 +69,8 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> Tensors:
         found = norm(case.centres, x.float(), None, None)
         y = found["y"].to(half).float() * weight.float()
         found["y"] = y if bias is None else y + bias.float()
+    if case.adds_behind:
+        found["y"] = found["y"] + rows["residual"].float()
     if factor is not None and not mode.gating.is_before:
         found["y"] = found["y"] * factor
     if mode.fquant.quantises:

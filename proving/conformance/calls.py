@@ -13,7 +13,7 @@ from ..cases import Tensors
 from .case import RESIDUAL_OUT, Case, Y
 
 # The operands that gradients are due to.
-LEAVES = ("x", "gate", "residual", "weight", "bias")
+LEAVES = ("x", "gate", "residual", "weight", "bias", "next_weight", "next_bias")
 
 
 def results(case: Case, given: Tensors) -> Tensors:
@@ -27,10 +27,17 @@ def results(case: Case, given: Tensors) -> Tensors:
     leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if name in given}
     outputs = family(case).run(leaves | {"x": laid_out(case, leaves["x"])})
     named = dict(zip((Y, RESIDUAL_OUT, "keep"), outputs, strict=False))
-    arriving = [given[f"d{name}"].reshape(y.shape) if name in case.arriving else None for name, y in named.items()]
-    gradients = cases.gradients(outputs, leaves, arriving)
-    found = {name: output.detach().reshape(case.shape) for name, output in named.items()}
-    return found | {f"d{name}": gradient for name, gradient in gradients.items()}
+    found = {name: as_rows(case, output.detach()) for name, output in named.items()}
+    return found | {f"d{name}": gradient for name, gradient in gradients(case, given, leaves, named).items()}
+
+
+def gradients(case: Case, given: Tensors, leaves: Tensors, named: Tensors) -> Tensors:
+    """Return the gradients of leaves for those that arrive at outputs by name."""
+    arriving = [
+        laid_out(case, given[f"d{name}"].to(y.dtype)).reshape(y.shape) if name in case.arriving else None
+        for name, y in named.items()
+    ]
+    return cases.gradients([*named.values()], leaves, arriving)
 
 
 def arguments(case: Case, given: Tensors) -> dict[str, Any]:
@@ -64,20 +71,36 @@ def _direct(case: Case, given: Tensors) -> Tensors:
 def family(case: Case) -> cases.Case:
     """Return the call that autograd records as a case of the table of families."""
     at = {"norm": case.norm.value, "shape": case.shape, "eps": case.eps, "without": ()}
-    if case.groups:
-        name, more = "group", {"num_groups": case.groups, "activation": case.activation}
-    elif case.gate is not None:
-        name, more = "gated", {"activation": case.activation, "norm_before_gate": not case.gate_first}
-    else:
-        name, more = "plain", {"cast": case.cast, "weight_offset": case.weight_offset}
-        more["without"] = tuple(operand for operand in ("residual", "weight") if getattr(case, operand) is None)
-        more |= {"dropout_p": case.dropout_p, "return_mask": True} if case.dropout_p else {}
-    return cases.Case(name, tuple({**at, **more}.items()))
+    without = tuple(operand for operand in ("residual", "weight") if getattr(case, operand) is None)
+    options = {"cast": case.cast, "weight_offset": case.weight_offset, "without": without}
+    dropout = {"dropout_p": case.dropout_p, "return_mask": True} if case.dropout_p else {}
+    by_family: dict[str, dict[str, Any]] = {
+        "group": {"num_groups": case.groups, "activation": case.activation},
+        "gated": {"activation": case.activation, "norm_before_gate": not case.gate_first},
+        "channels": {
+            "dim": 1,
+            "activation": None if case.activation == "none" else case.activation,
+            "shape": (case.shape[0], case.n, *case.shape[1:-1]),
+            "without": without,
+        },
+        "l2": {"without": without},
+        "added": options,
+        "renormed": options | {"next_norm": True},
+        "plain": options | dropout,
+    }
+    return cases.Case(case.family, tuple({**at, **by_family[case.family]}.items()))
 
 
 def laid_out(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """Return x as the function takes it: of GroupNorm (samples, channels, positions)."""
+    """Return x as the function takes it: with channels (samples, channels, positions)."""
+    if case.over_channels:
+        return x.movedim(-1, 1) if case.channels_last else x.movedim(-1, 1).contiguous()
     if not case.groups:
         return x
     x = x.reshape(case.shape[0], case.channels, -1)
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if case.channels_last else x
+
+
+def as_rows(case: Case, output: torch.Tensor) -> torch.Tensor:
+    """Return an output of what `laid_out` returns in the case's shape."""
+    return (output.movedim(1, -1) if case.over_channels else output).reshape(case.shape)

@@ -11,6 +11,8 @@ import torch
 from normforge.codegen.values import Norm
 from normforge.dtypes import DTYPES
 
+from .. import cases
+
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 WORDS = {dtype: word.value for dtype, word in DTYPES.items()}
@@ -53,7 +55,10 @@ class Case:
         gate_first: whether rows are gated before they are normalised.
         dropout_p: how likely elements of x are dropped before residual is added.
         channels_per_group: of GroupNorm, whose shape is (samples, groups, n); 0 is another norm.
-        channels_last: of GroupNorm, whether channels are innermost in memory.
+        channels_last: of GroupNorm and of a norm over channels, whether channels are innermost in memory.
+        over_channels: whether rows are the channels of (samples, n, positions); the shape is (samples, positions, n).
+        next_weight: the dtype of a second norm's weight.
+        next_bias: the dtype of a second norm's bias.
     """
 
     suite: str
@@ -86,6 +91,9 @@ class Case:
     dropout_p: float = 0.0
     channels_per_group: int = 0
     channels_last: bool = False
+    over_channels: bool = False
+    next_weight: torch.dtype | None = None
+    next_bias: torch.dtype | None = None
 
     @property
     def groups(self) -> int:
@@ -98,9 +106,22 @@ class Case:
         return self.groups * self.channels_per_group
 
     @property
+    def family(self) -> str:
+        """The family whose calls autograd records, by its name in `proving.cases`."""
+        others = {
+            "group": self.channels_per_group,
+            "gated": self.gate,
+            "channels": self.over_channels,
+            "added": self.fadd == "post_add",
+            "renormed": self.fadd == "post_add_norm",
+            "l2": self.norm not in (Norm.LAYER, Norm.RMS),
+        }
+        return next((name for name, holds in others.items() if holds), "plain")
+
+    @property
     def is_beside(self) -> bool:
-        """Return True if the case is GroupNorm, or has a gate or a dropout."""
-        return bool(self.channels_per_group or self.gate or self.dropout_p)
+        """Return True if the case is no plain norm, or has a dropout."""
+        return self.family != "plain" or bool(self.dropout_p)
 
     @property
     def n(self) -> int:
@@ -115,7 +136,7 @@ class Case:
     @property
     def y(self) -> torch.dtype:
         """The dtype of y."""
-        return self.out or self.x
+        return self.out or (self.residual if self.fadd == "post_add" else None) or self.x
 
     @property
     def quantises(self) -> bool:
@@ -132,7 +153,8 @@ class Case:
             "rounded first": self.cast != "after_weight",
             f"{self.activation} gate{' before' * self.gate_first}": self.gate is not None,
             "dropout": self.dropout_p,
-            self.activation: self.channels_per_group and self.activation != "none",
+            "over channels": self.over_channels,
+            self.activation: self.family in cases.IMAGES and self.activation != "none",
             "channels last": self.channels_last,
         }
         return Mode(

@@ -51,7 +51,8 @@ def operands(case: Case, device: torch.device, seed: int) -> dict[str, torch.Ten
         "dy": (case.dy or case.y) if Y in case.arriving else None,
         "dresidual_out": case.residual if RESIDUAL_OUT in case.arriving else None,
     }
-    vectors = {name: getattr(case, name) for name in ("weight", "bias", "x_bias", "smooth_scale")}
+    names = ("weight", "bias", "x_bias", "smooth_scale", "next_weight", "next_bias")
+    vectors = {name: getattr(case, name) for name in names}
     drawn = {}
     for name, dtype in (rows | vectors).items():
         if dtype is None:

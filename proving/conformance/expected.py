@@ -14,14 +14,14 @@ from normforge.random_mask import dropout_mask
 from .. import cases
 from ..accuracy.units import statistics
 from ..cases import Tensors
-from .calls import LEAVES, backward, family, forward, laid_out
-from .case import Case
+from .calls import LEAVES, as_rows, backward, family, forward, gradients, laid_out
+from .case import RESIDUAL_OUT, Case, Y
 
 # The reference holds some ten fp64 copies of what it is given.
 _AT_ONCE = 1 << 23
 
 # Results that are sums over rows.
-SUMMED = ("dweight", "dbias")
+SUMMED = ("dweight", "dbias", "dnext_weight", "dnext_bias")
 # Results with one value per row.
 PER_ROW = ("y_scale", "mean", "rstd")
 
@@ -54,7 +54,7 @@ def blocks(case: Case) -> Iterator[slice]:
 
 def expected(case: Case, given: Tensors, part: slice) -> dict[str, Want]:
     """Return the expected results of some rows."""
-    if case.groups or case.gate is not None:
+    if case.family != "plain":
         return _by_formula(case, given)
     names = ("x", "residual", "dy", "dresidual_out")
     rows = {name: rows_of(given[name], case.n)[part] for name in names if name in given}
@@ -94,8 +94,9 @@ def _gradients(case: Case, given: Tensors, mask: dict[str, Any]) -> dict[str, Wa
 
 
 def _by_formula(case: Case, given: Tensors) -> dict[str, Want]:
-    """Return the results of a gated norm or GroupNorm, with gradients by autograd."""
+    """Return the results of another family's call, with gradients by autograd."""
     leaves = cases.doubled({name: given[name] for name in LEAVES if name in given})
-    (y,) = cases.formula(family(case), leaves | {"x": laid_out(case, leaves["x"])})
-    gradients = cases.gradients([y], leaves, [given["dy"].double().reshape(y.shape)])
-    return {"y": Want(y.detach().reshape(case.shape))} | {f"d{name}": Want(each) for name, each in gradients.items()}
+    outputs = cases.formula(family(case), leaves | {"x": laid_out(case, leaves["x"])})
+    named = dict(zip((Y, RESIDUAL_OUT), outputs, strict=False))
+    found = {name: Want(as_rows(case, output.detach())) for name, output in named.items()}
+    return found | {f"d{name}": Want(each) for name, each in gradients(case, given, leaves, named).items()}

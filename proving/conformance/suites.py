@@ -41,7 +41,7 @@ def _case(suite: str, fields: dict[str, Any]) -> Case:
     norm, arriving = Norm(fields.pop("norm")), tuple(fields.pop("arriving", "").split())
     # What a call of such a kind lacks.
     unused = {
-        "bias": norm is Norm.RMS,
+        **dict.fromkeys(("bias", "next_bias"), not norm.centres),
         "weight_offset": norm is Norm.LAYER,
         "residual": fields.get("fadd", "none") == "none",
         "smooth_scale": fields.get("fquant") != "smooth_dynamic",

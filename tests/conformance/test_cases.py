@@ -32,7 +32,7 @@ def test_on_a_gpu(line: str) -> None:
 def kind_of(case: Case) -> Hashable:
     """A mode, whatever its weight's type, row length and suite; beside a norm, what there is, whatever types are."""
     if case.is_beside:
-        return (bool(case.groups), case.gate is not None, case.gate_first, case.dropout_p) if case.n < 1000 else None
+        return (case.family, case.norm, case.gate_first, case.channels_last) if case.n < 1000 else None
     return case.mode, bool(case.arriving)
 
 
