@@ -173,9 +173,9 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
     one = f"{margin}{before}{text}{after}"
     if len(one) <= emit.LINE_LENGTH:
         return one
-    if len(inner + text) <= emit.LINE_LENGTH and not before.endswith("= ("):
+    if len(inner + text) <= emit.LINE_LENGTH and not before.endswith(("= (", "= {")):
         return f"{margin}{before}\n{inner}{text}\n{margin}{after}"
-    # The formatter would give each item of a tuple a line. Items are never broken.
+    # The formatter would give each item of a tuple or a dict a line. Items are never broken.
     joined = ", ".join(item.replace(" ", "\0") for item in text.split(", "))
     filled = textwrap.fill(f"{joined},", emit.LINE_LENGTH, initial_indent=inner, subsequent_indent=inner)
     return f"{margin}{before}\n{filled}\n{margin}{after}  # fmt: skip".replace("\0", " ")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter
-from .parameters import FORWARD
+from .parameters import FORWARD, RENORMED
 from .public import FunctionalFunctions
 from .values import Norm
 
@@ -96,11 +96,21 @@ _PLAIN = FunctionalFunctions(
     raises=_RAISES,
 )
 
+_NEXT = (
+    Parameter(
+        "next_norm",
+        Kind.FLAG,
+        default=dict.fromkeys(_NORMS, "False"),
+        meaning={Norm.LAYER: "True normalises the sum again, also without a next_weight."},
+    ),
+    *[replace(RENORMED[f"next_{row.name}"], meaning=row.meaning) for row in _VECTORS],
+)
+
 _ADD = FunctionalFunctions(
     _functions("add_{function}", _X, _as("residual", f"{_RESIDUAL}.", REQUIRED), *_VECTORS, _EPS, _OFFSET),
     rows=FORWARD,
     output="tuple[jax.Array, jax.Array]",
-    call="normalised",
+    call="summed",
     summary={norm: f"Compute {norm.row.title} of x + residual, and the sum." for norm in _NORMS},
     details={
         norm: (f"The norm is of the sum as it is returned, as `{norm.row.function}` computes it. {_RUNS}",)
@@ -111,19 +121,21 @@ _ADD = FunctionalFunctions(
 )
 
 _ADDED = FunctionalFunctions(
-    _functions("{function}_add", *_ADD.family.parameters),
+    _functions("{function}_add", *_ADD.family.parameters[:-1], *_NEXT, _OFFSET),
     rows=FORWARD,
-    output="jax.Array",
+    output="Any",
     call="added",
     summary={norm: f"Compute {norm.row.title} of x and add it to a residual." for norm in _NORMS},
     details={
         norm: (
             f"y = residual + {norm.row.function}(x), in fp32 with one rounding at the end: the norm behind a block, as "
             f"in Gemma 2 and OLMo 2. The gradient of residual is that of y. {_RUNS}",
+            "With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the "
+            "next block does; where the call is differentiated, two kernels do.",
         )
         for norm in _NORMS
     },
-    returns=("y: x's shape, in residual's dtype.",),
+    returns=("y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.",),
     raises=_RAISES,
 )
 

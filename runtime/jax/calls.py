@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
 from ..codegen.values import FusedAdd, FusedQuant, Norm
@@ -41,19 +40,24 @@ class Quantised(NamedTuple):
     residual_out: jax.Array | None
 
 
-def normalised(
-    norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0, adds: FusedAdd = FusedAdd.PRE_ADD_STORE
-) -> Any:
-    """Return y, and residual_out too if a residual is added before the norm; differentiable."""
+def _normalised(fadd: FusedAdd, norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
+    """Return y, and the sum too if it is stored; differentiable."""
     operands = _checked(args, weight_offset, ("x", "residual"))
-    fadd = adds if "residual" in operands else FusedAdd.NONE
     own, out = (DTYPES[operands[name].dtype.name] for name in ("x", "residual" if fadd.is_after else "x"))
     op, arrays = _operation(Mode(norm, own, out, fadd), operands, eps, weight_offset)
-    outputs = _differentiable(op, *arrays)
+    outputs = (_renormed if fadd.renorms else _differentiable)(op, *arrays)
     return outputs if fadd.stores else outputs[0]
 
 
-added = partial(normalised, adds=FusedAdd.POST_ADD)
+normalised: Callable[..., jax.Array] = partial(_normalised, FusedAdd.NONE)
+summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_normalised, FusedAdd.PRE_ADD_STORE)
+
+
+def added(norm: Norm, args: Mapping[str, Any], eps: float, next_norm: bool, *options: float) -> Any:
+    """Return the sum behind a norm, or y of a second norm and the sum; differentiable."""
+    renorms = next_norm or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
+    fadd = FusedAdd.POST_ADD_NORM if renorms else FusedAdd.POST_ADD
+    return _normalised(fadd, norm, args, eps, *options)
 
 
 def quantised(
@@ -91,11 +95,11 @@ def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[s
     if not rows or rows[-1] == 0:
         raise ShapeError(f"x has shape {rows}; it takes (..., N), with N of 1 or more")
     for name, array in arrays.items():
-        has_rows = FORWARD[name].kind is Kind.ROWS
+        has_rows = name in ("x", "residual")
         shape, whose = (rows, "x's shape") if has_rows else (rows[-1:], "x's last dimension")
         if array.shape != shape:
             raise ShapeError(f"{name} has shape {array.shape}; it takes {shape}, {whose}")
-    if _number("weight_offset", weight_offset) and "weight" not in arrays:
+    if _number("weight_offset", weight_offset) and not {"weight", "next_weight"} & {*arrays}:
         raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
     return dict(zip(arrays, varying(*arrays.values()), strict=True))
 
@@ -158,3 +162,25 @@ def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[j
 
 
 _differentiable.defvjp(_saving, _gradients)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _renormed(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the results of two norms around an add, by one operation unless they are differentiated."""
+    return tuple(apply(*operands, op=op))
+
+
+def _apart(op: Operation, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the same results by an operation for each norm."""
+    given = dict(zip([name for name, _ in op.operands], operands, strict=True))
+    second = {name: given.pop(f"next_{name}") for name in ("weight", "bias") if f"next_{name}" in given}
+    own, about = DTYPES[given["residual"].dtype.name], (op.eps, op.weight_offset)
+    first, arrays = _operation(replace(op.mode, dtype_out=own, fadd=FusedAdd.POST_ADD), given, *about)
+    (total,) = _differentiable(first, *arrays)
+    again, arrays = _operation(replace(op.mode, dtype_in=own, fadd=FusedAdd.NONE), {"x": total, **second}, *about)
+    return _differentiable(again, *arrays)[0], total
+
+
+_renormed.defvjp(
+    lambda op, *operands: jax.vjp(partial(_apart, op), *operands), lambda op, pull, arriving: pull(tuple(arriving))
+)

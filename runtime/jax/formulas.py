@@ -40,10 +40,24 @@ def _along(op: Operation) -> Any:
 
 def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     total = args["x"]
-    if op.mode.fadd.is_before:
+    if op.mode.fadd.is_before and not op.mode.fadd.renorms:
         total = _as_stored(total + args["residual"], dict(op.operands)["residual"])
-    outputs = {"residual_out": total}
-    centred = total
+    outputs = _normalised(op, total, args)
+    if op.mode.fadd.is_after or op.mode.fadd.renorms:
+        outputs["y"] += args["residual"]
+    if op.mode.fadd.renorms:
+        total = _as_stored(outputs["y"], dict(op.operands)["residual"])
+        second = {name.removeprefix("next_"): vector for name, vector in args.items() if name.startswith("next_")}
+        outputs = _normalised(op, total, second)
+    if op.mode.fquant.quantises:
+        z = outputs["y"] * args["smooth_scale"] if "smooth_scale" in args else outputs["y"]
+        outputs["y"], outputs["y_scale"] = _quantised(op, z)
+    return {**outputs, "residual_out": total}
+
+
+def _normalised(op: Operation, total: jax.Array, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the norm of rows, with their statistics."""
+    outputs, centred = {}, total
     if op.mode.norm.centres:
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
@@ -54,13 +68,7 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     y = centred * rstd[..., None]
     if "weight" in args:
         y = y * (args["weight"] + op.weight_offset)
-    if "bias" in args:
-        y = y + args["bias"]
-    if op.mode.fadd.is_after:
-        y = y + args["residual"]
-    if op.mode.fquant.quantises:
-        y, outputs["y_scale"] = _quantised(op, y * args["smooth_scale"] if "smooth_scale" in args else y)
-    return {**outputs, "y": y}
+    return {**outputs, "y": y + args["bias"] if "bias" in args else y}
 
 
 def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

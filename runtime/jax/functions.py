@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..codegen.values import Norm
-from .calls import Quantised, added, normalised, quantised
+from .calls import Quantised, added, normalised, quantised, summed
 
 
 def layer_norm(
@@ -43,9 +43,7 @@ def layer_norm(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "weight": weight, "bias": bias}
-    result: jax.Array = normalised(Norm.LAYER, operands, eps)
-    return result
+    return normalised(Norm.LAYER, {"x": x, "weight": weight, "bias": bias}, eps)
 
 
 def rms_norm(
@@ -80,9 +78,7 @@ def rms_norm(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "weight": weight}
-    result: jax.Array = normalised(Norm.RMS, operands, eps, weight_offset)
-    return result
+    return normalised(Norm.RMS, {"x": x, "weight": weight}, eps, weight_offset)
 
 
 def l2_norm(
@@ -113,9 +109,7 @@ def l2_norm(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "weight": weight}
-    result: jax.Array = normalised(Norm.L2, operands, eps)
-    return result
+    return normalised(Norm.L2, {"x": x, "weight": weight}, eps)
 
 
 def normalize(
@@ -147,9 +141,7 @@ def normalize(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "weight": weight}
-    result: jax.Array = normalised(Norm.L2_CLAMPED, operands, eps)
-    return result
+    return normalised(Norm.L2_CLAMPED, {"x": x, "weight": weight}, eps)
 
 
 def add_layer_norm(
@@ -185,9 +177,7 @@ def add_layer_norm(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    result: tuple[jax.Array, jax.Array] = normalised(Norm.LAYER, operands, eps)
-    return result
+    return summed(Norm.LAYER, {"x": x, "residual": residual, "weight": weight, "bias": bias}, eps)
 
 
 def add_rms_norm(
@@ -224,9 +214,7 @@ def add_rms_norm(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "residual": residual, "weight": weight}
-    result: tuple[jax.Array, jax.Array] = normalised(Norm.RMS, operands, eps, weight_offset)
-    return result
+    return summed(Norm.RMS, {"x": x, "residual": residual, "weight": weight}, eps, weight_offset)
 
 
 def layer_norm_add(
@@ -235,7 +223,11 @@ def layer_norm_add(
     weight: jax.Array | None = None,
     bias: jax.Array | None = None,
     eps: float = 1e-5,
-) -> jax.Array:
+    *,
+    next_norm: bool = False,
+    next_weight: jax.Array | None = None,
+    next_bias: jax.Array | None = None,
+) -> Any:
     """Compute LayerNorm of x and add it to a residual.
 
     y = residual + layer_norm(x), in fp32 with one rounding at the end: the norm behind a block, as in Gemma 2 and OLMo
@@ -245,15 +237,21 @@ def layer_norm_add(
     over. Arrays that are sharded along leading dimensions are normalised where they lie, and the gradients of vectors
     are added up over the devices; N is gathered.
 
+    With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
+    does; where the call is differentiated, two kernels do.
+
     Args:
         x: (..., N), float16, bfloat16 or float32.
         residual: x's shape, float16, bfloat16 or float32.
         weight: (N,), float16, bfloat16 or float32, or None for 1.
         bias: (N,), float16, bfloat16 or float32, or None for 0.
         eps: added to the variance; a number, and no array that is traced.
+        next_norm: True normalises the sum again, also without a next_weight.
+        next_weight: (N,), float16, bfloat16 or float32, or None for 1.
+        next_bias: (N,), float16, bfloat16 or float32, or None for 0.
 
     Returns:
-        y: x's shape, in residual's dtype.
+        y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.
 
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
@@ -262,9 +260,11 @@ def layer_norm_add(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    result: jax.Array = added(Norm.LAYER, operands, eps)
-    return result
+    operands = {
+        "x": x, "residual": residual, "weight": weight, "bias": bias, "next_weight": next_weight,
+        "next_bias": next_bias,
+    }  # fmt: skip
+    return added(Norm.LAYER, operands, eps, next_norm)
 
 
 def rms_norm_add(
@@ -273,8 +273,10 @@ def rms_norm_add(
     weight: jax.Array | None = None,
     eps: float = 1e-6,
     *,
+    next_norm: bool = False,
+    next_weight: jax.Array | None = None,
     weight_offset: float = 0.0,
-) -> jax.Array:
+) -> Any:
     """Compute RMSNorm of x and add it to a residual.
 
     y = residual + rms_norm(x), in fp32 with one rounding at the end: the norm behind a block, as in Gemma 2 and OLMo 2.
@@ -284,15 +286,20 @@ def rms_norm_add(
     that are sharded along leading dimensions are normalised where they lie, and the gradients of vectors are added up
     over the devices; N is gathered.
 
+    With next_norm, a next_weight or a next_bias, the same kernel normalises the sum as it is stored, as the next block
+    does; where the call is differentiated, two kernels do.
+
     Args:
         x: (..., N), float16, bfloat16 or float32.
         residual: x's shape, float16, bfloat16 or float32.
         weight: (N,), float16, bfloat16 or float32, or None for 1.
         eps: added to the mean square; a number, and no array that is traced.
+        next_norm: True normalises the sum again, also without a next_weight.
+        next_weight: (N,), float16, bfloat16 or float32, or None for 1.
         weight_offset: added to every weight, in fp32; 1.0 for Gemma's norms.
 
     Returns:
-        y: x's shape, in residual's dtype.
+        y: x's shape, in residual's dtype. With a second norm, its result, in x's dtype, and the sum.
 
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
@@ -301,9 +308,8 @@ def rms_norm_add(
         NormforgeError: when the program is lowered for a GPU: JaxError where jaxlib is not one that kernels are
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
-    operands = {"x": x, "residual": residual, "weight": weight}
-    result: jax.Array = added(Norm.RMS, operands, eps, weight_offset)
-    return result
+    operands = {"x": x, "residual": residual, "weight": weight, "next_weight": next_weight}
+    return added(Norm.RMS, operands, eps, next_norm, weight_offset)
 
 
 def quantised_layer_norm(
@@ -345,8 +351,7 @@ def quantised_layer_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "smooth_scale": smooth_scale}
-    result: Quantised = quantised(Norm.LAYER, operands, eps, out_dtype, scale_dtype)
-    return result
+    return quantised(Norm.LAYER, operands, eps, out_dtype, scale_dtype)
 
 
 def quantised_rms_norm(
@@ -388,5 +393,4 @@ def quantised_rms_norm(
             launched through, CompileError, AotError and FrozenError where a kernel cannot be had.
     """
     operands = {"x": x, "weight": weight, "residual": residual, "smooth_scale": smooth_scale}
-    result: Quantised = quantised(Norm.RMS, operands, eps, out_dtype, scale_dtype, weight_offset)
-    return result
+    return quantised(Norm.RMS, operands, eps, out_dtype, scale_dtype, weight_offset)

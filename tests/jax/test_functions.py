@@ -29,6 +29,7 @@ _L2 = [("l2", ""), ("l2_clamped", "")]
 _FIRST = [
     ("layer", "before", "bfloat16"),
     ("rms", "behind", "bfloat16"),
+    ("layer", "between", "bfloat16"),
     *((*alone, "float32") for alone in [("rms", ""), *_L2]),
 ]
 # About as long as rows are, so that some are clamped.
@@ -45,12 +46,12 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
 
 
 # Where a residual is added, if one is.
-ADDS = ("", "before", "behind")
+ADDS = ("", "before", "behind", "between")
 
 
 def case_of(norm: str, adds: str, without: tuple[str, ...]) -> Case:
     """The case of torch's function of the same name."""
-    family = "l2" if norm.startswith("l2") else "added" if adds == "behind" else "plain"
+    family = "l2" if norm.startswith("l2") else {"behind": "added", "between": "renormed"}.get(adds, "plain")
     absent = (*(("x_bias",) if adds else ("residual", "x_bias")), *without)
     (case,) = cases(family, vary=(), norm=norm, without=absent)
     return case.but(weight_offset=1.0) if norm == "rms" else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
@@ -58,7 +59,7 @@ def case_of(norm: str, adds: str, without: tuple[str, ...]) -> Case:
 
 def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
     """The norm, and the sum if one is stored."""
-    told = {name: case.arguments[name] for name in ("eps", "weight_offset") if case.arguments.get(name)}
+    told = {name: case.arguments[name] for name in ("eps", "weight_offset", "next_norm") if case.arguments.get(name)}
     made = getattr(norms, case.function.__name__)(**given, **told)
     return made if isinstance(made, tuple) else (made,)
 
@@ -86,8 +87,8 @@ def check_gradients(
     case = case_of(norm, adds, without)
     names = [row.name for row in case.rows]
     x, residual, *arriving = arrays(1, shape, dtype, 4)
-    weight, bias = arrays(2, shape[-1:], "float32", 2)
-    every = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    vectors = zip(("weight", "bias", "next_weight", "next_bias"), arrays(2, shape[-1:], "float32", 4), strict=True)
+    every = {"x": x, "residual": residual, **dict(vectors)}
     operands = [every[name] for name in names]
 
     def loss(*given: Any) -> Any:

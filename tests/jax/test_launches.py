@@ -107,7 +107,10 @@ def shapes(*some: tuple[int, ...]) -> list[Any]:
 @pytest.mark.parametrize("shape", shapes((7, 64), (2, 3, 700), (2, 2, 1500), (3, 9000)))
 @pytest.mark.parametrize(
     ("norm", "adds"),
-    [("rms", "before"), *(pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("layer", "behind")))],
+    [
+        *(("rms", "before"), ("layer", "between")),
+        *(pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("layer", "behind"), ("rms", "between"))),
+    ],
 )
 def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
     check_gradients(norm, adds, "float32", shape, 2e-5, 1e-5, scale=5)

@@ -40,6 +40,7 @@ def _here() -> None:
         ("layer", "", (300, 20000), "bfloat16"),
         ("rms", "before", (300, 1024), "bfloat16"),
         ("rms", "behind", (300, 1024), "bfloat16"),
+        ("rms", "between", (300, 1024), "bfloat16"),
         ("l2", "", (300, 128), "bfloat16"),
     ],
 )
