@@ -201,8 +201,8 @@ def whole_calls(inputs: Inputs, library: Any) -> dict[str, Call]:
 def _family_calls(inputs: Inputs, library: Any) -> dict[str, Call]:
     """Make a call of each other family, without a gradient, and recorded where the family has gradients."""
     x, weight, bias, residual = _operands(inputs)
-    # Four samples of M / 4 rows where they divide, and eight groups of channels.
-    samples = math.gcd(4, len(x))
+    # Two samples of M / 2 rows where they divide (kernels for gradients take 8 rows or more), and eight groups.
+    samples = math.gcd(2, len(x))
     rows, images = x.view(samples, -1, inputs.cell.n), x.view(len(x), 16, -1)
     scale, shift = weight.expand(samples, -1).contiguous(), bias.expand(samples, -1).contiguous()
     families: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
