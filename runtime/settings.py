@@ -89,6 +89,8 @@ def batch_invariant() -> bool:
 def fuse_from() -> int:
     """NORMFORGE_FUSE_FROM: the fewest elements of a tensor that a patched block adds and normalises in one kernel.
 
+    Without gradients, it is also the fewest of queries that are normalised and rotated in one kernel.
+
     Fused, a training step saves the GPU passes over them, and costs the host some 50 us. Of the models of
     `python -m benchmarks models`, on an H200 at 2baeb10: at 8 Mi elements T5 and DiT gained 0.5 %, and Qwen3 under
     autocast, which is bound by the host, lost 9 %; at 12.3 Mi and more ViT gained 3 and 4 %, and others up to 2 %.

@@ -192,9 +192,10 @@ def inputs(samples: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.
     return torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def computed(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """How many rotations were computed together with norms."""
+    """How many rotations were computed together with norms, few rows as well."""
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
     return Counted(monkeypatch, rotations=(rotating, "_normalised_and_rotated"))
 
 
@@ -245,6 +246,21 @@ def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -
     model.q_norm.variance_epsilon = ours.q_norm.variance_epsilon = 0.5
     torch.testing.assert_close(ours(x, cos, sin), model(x, cos, sin), rtol=2e-6, atol=2e-6)
     assert computed.counts() == {}
+
+
+def test_few_rows_without_gradients_are_rotated_apart(computed: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel would take the host longer, and batch invariance lets no row depend on how many there are."""
+    model, ours = twins(attention(FUSED["pairs"]))
+    given = inputs()
+    elements = SAMPLES * TOKENS * model.q_proj.out_features
+    for least, counts in ((elements, {"rotations": 1}), (elements + 1, {}), ("", {})):
+        monkeypatch.setenv("NORMFORGE_FUSE_FROM", str(least))
+        with torch.no_grad():
+            torch.testing.assert_close(ours(*given), model(*given), rtol=2e-6, atol=2e-6)
+        assert computed.counts() == counts
+    with torch.no_grad(), normforge.batch_invariant():
+        ours(*given)
+    assert computed.counts() == {"rotations": 1}
 
 
 def test_where_no_kernel_is_loaded_both_are_left_apart(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
