@@ -8,8 +8,6 @@ from pathlib import Path
 
 from .beside import compare, describe, moved
 from .errors import SHORT, UsageError
-from .models import picture as models_picture
-from .models import table as models_table
 from .overview import SECTION, overview
 from .pages import put_into
 from .pictures import draw_all
@@ -40,8 +38,6 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     if options.pictures:
         for folder in options.results:
             _draw([results for name in SUITES if (results := load(folder, name)) is not None], folder)
-            if (models := models_table.load(folder)) is not None:
-                models_picture.draw(models, folder)
     if options.into is None:
         options.out.write_text(page(options.results, overview(options.results)))
         print(f"written: {options.out}")

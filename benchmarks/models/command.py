@@ -22,7 +22,6 @@ from ..environment import ROOT, describe, folder_name
 from ..errors import UsageError
 from ..progress import progress_over
 from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, SUITE, WRONG, Key
-from .picture import draw
 from .specs import SPECS
 from .table import Row, Table, extend, load, tables_of
 from .variants import VARIANTS, versions
@@ -33,7 +32,7 @@ SHORT = 1
 
 
 def models(options: argparse.Namespace, _: list[str]) -> int:
-    """Run the verb: measure what is not in the table yet, print it, and draw it.
+    """Run the verb: measure what is not in the table yet, and print it.
 
     Returns:
         0, or 1 if a row is wrong or a process broke; 0 also when the time was up before the end.
@@ -62,7 +61,7 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
         what = f"{together[0].dtype}, {' and '.join(together[0].runs)}"
         broken += [_run(job, out, header) for job in progress_over(together, what=what, unit="model")]
     table = load(out, header) or table
-    _report(table, jobs, out)
+    _report(table, jobs)
     wrong = [row for row in table.rows.values() if row.status.startswith(WRONG)]
     for row in wrong:
         print(f"{'/'.join(row.key)} is {row.status}", file=sys.stderr)
@@ -179,10 +178,8 @@ def _blame(job: Job, status: int) -> None:
     extend(Path(job.out), job.header, [Row(*key, f"{FAILS}: the process died with status {status} while this ran")])
 
 
-def _report(table: Table, jobs: Sequence[Job], out: Path) -> None:
+def _report(table: Table, jobs: Sequence[Job]) -> None:
     left = sum(len(table.due(job.keys)) for job in jobs)
     if left:
         print(f"{left} rows are left; the same command goes on", file=sys.stderr)
     print("\n\n".join(made.markdown() for made in tables_of(table)))
-    if drawn := draw(table, out):
-        print(f"drawn: {drawn}")

@@ -19,7 +19,6 @@ _STEPS = {TRAIN: "Training step", DECODE: "Decode step"}
 _DTYPES = {BF16: "bf16", AUTOCAST: "fp32 under bf16 autocast"}
 # The last line of a table of times.
 _MEAN = "speed over torch's, geometric mean"
-_PANELS = {EAGER: "eager", COMPILE: "torch.compile", GRAPHS: "torch.compile with CUDA graphs"}
 _RUNS = {EAGER: "{}", COMPILE: "{} + compile", GRAPHS: "{} + CUDA graph"}
 
 
@@ -150,18 +149,6 @@ def tables_of(table: Table) -> list[Grid]:
     return made
 
 
-def panel_titles(table: Table) -> dict[str, list[Row]]:
-    """Return the rows of each step, dtype and way of running, by title."""
-    panels: dict[str, list[Row]] = {}
-    for step, title in _STEPS.items():
-        for dtype, words in _DTYPES.items():
-            for run, way in _PANELS.items():
-                rows = [row for row in table.rows.values() if (row.step, row.dtype, row.run) == (step, dtype, run)]
-                if rows:
-                    panels[f"{title}, {words}, {way}"] = rows
-    return panels
-
-
 def title_of(run: str, variant: str) -> str:
     """Return the title of a column or a bar: `patch + compile`."""
     return _RUNS[run].format(VARIANTS[variant].label if variant in VARIANTS else variant)
@@ -197,9 +184,3 @@ def _cell(row: Row | None, figure: Callable[[Row], float | None]) -> str:
         return row.status.partition(":")[0]
     value = figure(row)
     return "–" if value is None else f"{value:.2f}"
-
-
-def beside_torch(table: Table, row: Row) -> float | None:
-    """How many times torch's speed a row has: torch's eager step of the same model, over this one's."""
-    base = table.rows.get(Key(row.model, row.dtype, row.step, EAGER, TORCH))
-    return base.ms / row.ms if base is not None and base.ms is not None and row.ms is not None else None

@@ -49,4 +49,4 @@ def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
         (EAGER, "torch", True),
         (EAGER, "patch", True),
     ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv", "models.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv"]
