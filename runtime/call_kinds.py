@@ -81,9 +81,13 @@ class CallKind:
         size = self.size
         return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
 
+    def with_rows(self, rows: str) -> CallKind:
+        """Return the kind with another class of M, that of all problems of a launch."""
+        return replace(self, rows=rows, beside=tuple([each.with_rows(rows) for each in self.beside]))
+
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
-        return f"{self.mode} with {sizes} and {self.rows} rows"
+        return ", beside ".join([f"{self.mode} with {sizes} and {self.rows} rows", *map(str, self.beside)])
 
 
 def lines_of(kinds: Iterable[CallKind]) -> list[str]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import Parameter, signature
+from functools import partial
+from inspect import signature
 from itertools import chain
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, cast
 
-from .. import settings
-from ..calls import native
+from ..calls import native, road
 from ..calls.known import PlannedCall
-from ..calls.launch import Held, recorded_of, run
+from ..calls.launch import recorded_of, run
+from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..calls.record import records
-from ..calls.road import FamilyCalls, Operands, Options
+from ..calls.road import FamilyCalls, Outs
 from ..calls.traced import is_dynamo_compiling
 from ..errors import ConflictError
 from ..kernels.gpu import target_of
 from ..kernels.launcher import Launcher
-from ..kernels.several import kernels_of, recipe_of
+from ..kernels.several import join
 from ..selection import dispatch
 from . import plain, quantised
 from .plain_functions import add_rms_norm, rms_norm
@@ -66,13 +66,13 @@ def rms_norms(problems: Sequence[Problem]) -> list[Any]:
     _check(problems)
     if is_dynamo_compiling() or len(problems) == 1:
         return [_alone(*each) for each in problems]
-    known, alone = _found(problems), None
+    alone, known = None, _found(problems)
     if known is None:
-        # The calls are known from now on. Their results are left, so that every call of a kind has the same bits.
+        # Known from now on. What is computed here is not returned, so that every call of a kind has the same bits.
         alone = [_alone(*each) for each in problems]
         known = _found(problems)
-    launcher = None if known is None else _launcher_of(known)
-    if known is None or not launcher:
+    launcher = None if known is None else _launcher_of([planned for planned, _, _ in known])
+    if known is None or launcher is None:
         return alone or [_alone(*each) for each in problems]
     return _launched(known, launcher)
 
@@ -82,52 +82,27 @@ def _check(problems: Sequence[Problem]) -> None:
         passed = f"has {len(problems)} items" if isinstance(problems, (list, tuple)) else f"is {problems!r}"
         raise ConflictError(f"problems {passed}; it takes a list of 1 to {_MOST} tuples (x, weight, options)")
     for at, each in enumerate(problems):
-        if not _is_problem(each):
+        is_sized = isinstance(each, (list, tuple)) and 1 <= len(each) <= 3
+        if not is_sized or (len(each) == 3 and not isinstance(each[2], dict)):
             raise ConflictError(
                 f"problems[{at}] is a {type(each).__name__} that is no (x, weight, options); it takes x, its weight or "
                 "None, and a dict of the other arguments by name, of which the last ones may be missing"
             )
 
 
-def _is_problem(given: Any) -> bool:
-    is_sized = isinstance(given, (list, tuple)) and 1 <= len(given) <= 3
-    return is_sized and (len(given) < 3 or isinstance(given[2], dict))
+def _defaults(function: Callable[..., Any], calls: FamilyCalls, **own: None) -> dict[str, Any]:
+    """Return the options of a function that calls in one launch may have, with their defaults."""
+    names = {*calls.inputs, *calls.options} - {"x", "weight"}
+    return {name: each.default for name, each in signature(function).parameters.items() if name in names} | own
 
 
-class _Function(NamedTuple):
-    """A function of one norm whose calls one launch can serve.
-
-    Attributes:
-        calls: the row of its family.
-        takes: the options that such calls may have.
-        arguments: the default of each argument by name, None for what is no option.
-        operands: picks a call's tensors from the arguments.
-        options: picks what else a call is looked up by.
-    """
-
-    calls: FamilyCalls
-    takes: frozenset[str]
-    arguments: dict[str, Any]
-    operands: Callable[[Any], Operands]
-    options: Callable[[Any], Options]
-
-
-def _function(function: Callable[..., Any], calls: FamilyCalls, options: tuple[str, ...], *also: str) -> _Function:
-    names = (*calls.inputs, *options, *also)
-    defaults = {name: each.default for name, each in signature(function).parameters.items() if name in names}
-    arguments = dict.fromkeys(names) | {name: each for name, each in defaults.items() if each is not Parameter.empty}
-    takes = frozenset(defaults) - {"x", "weight"}
-    return _Function(calls, takes, arguments, itemgetter(*calls.inputs), itemgetter(*options))
-
-
-# The look-up finds out by itself whether a residual is added.
-_PLAIN = _function(add_rms_norm, plain.CALLS, ("eps", "weight_offset", "out_dtype", "cast"))
-_QUANTISED = _function(quantised_rms_norm, quantised.CALLS, quantised.CALLS.options, "y_scale")
+_PLAIN = plain.CALLS, _defaults(add_rms_norm, plain.CALLS, residual=None, out_dtype=None)
+_QUANTISED = quantised.CALLS, _defaults(quantised_rms_norm, quantised.CALLS, y_scale=None)
 _QUANTISING = frozenset(signature(quantised_rms_norm).parameters) - frozenset(signature(add_rms_norm).parameters)
 
 
 def _quantises(options: Mapping[str, Any]) -> bool:
-    return any(name in _QUANTISING for name in options)
+    return not _QUANTISING.isdisjoint(options)
 
 
 def _alone(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS) -> Any:
@@ -139,96 +114,71 @@ def _alone(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS)
     return rms_norm(x, x.shape[-1:] if hasattr(x, "shape") else (), weight, **options)
 
 
-class _Known(NamedTuple):
-    """A problem that is a known call.
-
-    Attributes:
-        planned: what launches take.
-        operands: its tensors.
-        options: what else it was looked up by.
-        quantises: whether it is a call of `quantised_rms_norm`.
-        is_recorded: whether autograd records it.
-    """
-
-    planned: PlannedCall
-    operands: Operands
-    options: Options
-    quantises: bool
-    is_recorded: bool
+# What launches take of a known call; what makes its outputs, given where the values of its launch go; and from these
+# outputs to what its function returns.
+_Known = tuple[PlannedCall, Callable[..., Any], Callable[[Any], Any]]
 
 
 def _found(problems: Sequence[Problem]) -> list[_Known] | None:
-    """Return the problems if all of them are known calls that one launch could serve."""
-    known = []
-    for problem in problems:
-        one = _find(*problem)
-        if one is None:
-            return None
-        known.append(one)
-    return known
+    """Return the problems, if all of them are known calls that one launch could serve."""
+    known = [_find(*each) for each in problems]
+    return None if None in known else cast("list[_Known]", known)
 
 
 def _find(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS) -> _Known | None:
     quantises = _quantises(options)
-    function = _QUANTISED if quantises else _PLAIN
-    if not function.takes.issuperset(options):
+    calls, defaults = _QUANTISED if quantises else _PLAIN
+    if not defaults.keys() >= options.keys():
         return None
-    arguments = {**function.arguments, **options, "x": x, "weight": weight}
-    operands, settled = function.operands(arguments), ("rms", *function.options(arguments))
+    arguments = {**defaults, **options, "x": x, "weight": weight}
+    operands, settled = road.operands_of(calls, arguments), road.options_of(calls, "rms", arguments)
+    outs: Outs = (None, None, arguments.get("y_scale"))
     if quantises:
-        operands, settled, outs = quantised.arranged(operands, settled, (None, None, arguments["y_scale"]))
+        operands, settled, outs = quantised.arranged(operands, settled, outs)
         if outs[-1] is not None or records(operands):
             return None
-    _, is_recorded, planned = getattr(native.calls, function.calls.name).find(operands, settled)
-    return None if planned is None else _Known(planned, operands, settled, quantises, is_recorded)
+    _, is_recorded, planned = getattr(native.calls, calls.name).find(operands, settled[: calls.looked_up[1]])
+    if planned is None:
+        return None
+    if is_recorded:
+        return planned, partial(recorded_of, planned), partial(plain.record_known, calls, operands, settled)
+    launch = partial(quantised.launch, planned, settled, outs) if quantises else partial(run, planned)
+    return planned, launch, _returned
 
 
-def _launcher_of(known: Sequence[_Known]) -> Launcher | bool:
-    """Return the launcher of the kernel that serves calls like these; False if none does."""
-    planned = [each.planned for each in known]
-    key = (rms_norms, *[plan.prepared(m).launchers[0] for plan, _, _, _, m, _ in planned])
-    launcher: Launcher | bool | None = dispatch.plans.get(key)
-    if launcher is None:
-        launcher = _join(planned)
-        dispatch.remember(dispatch.plans, key, launcher)
-    return launcher
+def _returned(outputs: LayerNormOutput | QuantisedOutput) -> Any:
+    y, total, *_ = outputs
+    return outputs if isinstance(outputs, QuantisedOutput) else y if total is None else (y, total)
 
 
-def _join(planned: Sequence[PlannedCall]) -> Launcher | bool:
-    plans, ms = [plan for plan, *_ in planned], [m for *_, m, _ in planned]
-    first, *others = [plan.kind(m) for plan, m in zip(plans, ms, strict=True)]
-    recipes = [plan.prepared(m).assembly.walkers[0] for plan, m in zip(plans, ms, strict=True)]
-    kernels = kernels_of([plan.mode for plan in plans], recipes, invariant=plans[0].is_invariant)
-    device, *elsewhere = {x.device for _, _, (x, *_), *_ in planned}
-    if kernels is None or elsewhere or not settings.generates():
-        return False
-    from ..selection import on_demand
+def _launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:
+    """Return the launcher of the kernel that serves such calls together; None if none does."""
+    plans, key = dispatch.plans, ("several", *[plan.prepared(m).launchers[0] for plan, _, _, _, m, _ in planned])
+    joined = plans.get(key)
+    if joined is None:
+        joined = (_join(planned),)
+        dispatch.remember(plans, key, joined)
+    return cast("Launcher | None", joined[0])
 
-    dispatch.tell(lambda: replace(first, beside=tuple(others)))
-    return Launcher(on_demand.several(kernels), recipe_of(recipes), target_of(device), device)
+
+def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
+    pairs = [(plan, m) for plan, _, _, _, m, _ in planned]
+    (first, _), *_ = pairs
+    recipes = [plan.prepared(m).assembly.walkers[0] for plan, m in pairs]
+    device, *elsewhere = {each.device for _, _, (each, *_), *_ in planned if each is not None}
+    shared = None if elsewhere else join([plan.mode.name for plan, _ in pairs], recipes, invariant=first.is_invariant)
+    if shared is None:
+        return None
+    kind, *beside = [plan.kind(m) for plan, m in pairs]
+    dispatch.tell(lambda: replace(kind, beside=tuple(beside)))
+    return Launcher(*shared, target_of(device), device)
 
 
 def _launched(known: Sequence[_Known], launcher: Launcher) -> list[Any]:
     """Allocate all results, launch once, and return what each function would."""
     held: list[tuple[Any, ...]] = []
-    outputs = [_hold(each, held) for each in known]
-    programs = [plan.at(shape).layout.steps[0][1][0] for (plan, _, _, shape, *_), *_ in known]
-    grid = max(programs), len(programs), 1
+    outputs = [launch(held=held) for _, launch, _ in known]
+    programs = [plan.at(shape).layout.steps[0][1][0] for (plan, _, _, shape, *_), _, _ in known]
     launch = launcher.launch or launcher.launch_tensors
-    launch(grid, (*chain(*held), *programs))
-    return [_returned(each, output) for each, output in zip(known, outputs, strict=True)]
-
-
-def _hold(known: _Known, held: Held) -> Any:
-    if known.quantises:
-        return quantised.launch(known.planned, known.options, (None, None, None), held)
-    return recorded_of(known.planned, held) if known.is_recorded else run(known.planned, held=held)
-
-
-def _returned(known: _Known, output: Any) -> Any:
-    if known.quantises:
-        return output
-    if known.is_recorded:
-        return plain.record_known(plain.CALLS, known.operands, known.options, output)
-    y, total, *_ = output
-    return y if total is None else (y, total)
+    launch((max(programs), len(programs), 1), (*chain(*held), *programs))
+    return [returned(each) for (_, _, returned), each in zip(known, outputs, strict=True)]
