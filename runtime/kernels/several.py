@@ -47,6 +47,5 @@ def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) ->
         strides={f"{name}{end}": stride for end, each in pairs for name, stride in each.strides.items()},
         constants={f"{name}{end}": value for end, each in pairs for name, value in each.constants.items()},
         warps=max(each.warps for each in recipes),
-        grid=lambda m, programs: (programs, len(recipes), 1),
     )
     return on_demand.several(kernels), recipe
