@@ -78,8 +78,9 @@ def rms_norms(problems: Sequence[Problem]) -> list[Any]:
 
 
 def _check(problems: Sequence[Problem]) -> None:
-    if not isinstance(problems, (list, tuple)) or not 1 <= len(problems) <= _MOST:
-        passed = f"has {len(problems)} items" if isinstance(problems, (list, tuple)) else f"is a {type(problems).__name__}"
+    is_list = isinstance(problems, (list, tuple))
+    if not is_list or not 1 <= len(problems) <= _MOST:
+        passed = f"has {len(problems)} items" if is_list else f"is a {type(problems).__name__}"
         raise ConflictError(f"problems {passed}; it takes a list of 1 to {_MOST} tuples (x, weight, options)")
     for at, each in enumerate(problems):
         is_sized = isinstance(each, (list, tuple)) and 1 <= len(each) <= 3

@@ -28,7 +28,7 @@ from ..calls.shared import Refused, each_of
 from ..counting import counted
 from ..kernels.compilation import TARGETS, binary_of
 from ..launching import launching_nothing
-from .test_transform_table import M, N, alike
+from .test_transform_table import Call, M, N, alike
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -184,12 +184,12 @@ def test_what_is_refused(given: dict[str, Any], error: type[Exception], message:
 @pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "double backward", "jit.trace", "make_fx of backward"])
 def test_transforms(name: str, device: str) -> None:
     weight = torch.randn(N, device=device)
-    ours, theirs = (
+    both: tuple[Call, Call] = (
         lambda x, w=weight, r=None: normforge.rms_norms([(weight.expand(3, N),), (x, w, {"eps": 1e-6})])[1],
         lambda x, w=weight, r=None: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w,
     )
-    ours(torch.randn(M, N, device=device))
-    alike(name, ours, theirs, device)
+    both[0](torch.randn(M, N, device=device))
+    alike(name, *both, device)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
