@@ -358,7 +358,7 @@ class LatentsCell(QuantisedCell):
 
     @property
     def bytes_moved(self) -> int:
-        """Those of each latent that is normalised."""
+        """Bytes of each latent that is normalised."""
         columns = self.n if self.way == "alone" else self.n + self.kv_columns
         return super().bytes_moved * columns // self.n
 

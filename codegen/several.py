@@ -12,18 +12,15 @@ from itertools import groupby
 
 from .model import Mode
 from .signature import Param, params
-from .values import Pipeline
+from .values import SEVERAL, Pipeline
 
 # The kernels of the problems, in order.
 Kernels = Sequence[tuple[Mode, Pipeline]]
 
-# The first word of the name of every kernel that calls others.
-SEVERAL = "several"
-
 # A file name may have 255 bytes: the digest of a compiled kernel and the ends of temporary files come behind a symbol.
 _LONGEST = 180
 
-# Whether the launch starts early is one constant, for all problems.
+# The constant of an early start is one for all problems.
 _SHARED = "PDL"
 
 

@@ -284,7 +284,8 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, L
         recipes = [assembly.walkers[0] for _, assembly in assembled]
         shared = join([entry.mode for entry, _ in assembled], recipes, invariant=kind.invariant)
         if shared is not None:
-            yield from [(entry, Launcher(*shared, target, None)) for entry, _ in assembled]
+            kernels, recipe = shared
+            yield from [(entry, Launcher(dispatch.several(kernels), recipe, target, None)) for entry, _ in assembled]
         return
     ((entry, assembly),) = assembled
     for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):

@@ -33,22 +33,22 @@ _NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def rms_norms(problems: Sequence[Problem]) -> list[Any]:
-    """Compute up to four RMSNorms, each with a row length, weight, add and quantisation of its own, in one launch.
+    """Compute up to four RMSNorms, each with a row length, weight, residual and quantisation of its own, in one launch.
 
-    Meant for few rows, where a launch takes longer than the norm: the latents of queries and of keys and values of MLA
-    (DeepSeek-V2, 2024), for example. Each result is that of the function of one norm, `quantised_rms_norm` if an option
-    is one that no other function has (fquant, out_dtype or group_size, say), or else `add_rms_norm` if there is a
-    residual, or else `rms_norm`. Gradients are those of that function.
+    Meant for few rows, where a launch takes longer than a norm: the latents of queries and of keys and values of MLA
+    (DeepSeek-V2, 2024), for example. Each result is that of the function of one norm: `quantised_rms_norm` for an
+    option that only this function has (fquant, out_dtype or group_size, say), else `add_rms_norm` for a residual, else
+    `rms_norm`. So are gradients, each by kernels of its own.
 
-    All norms share the warps of a program, those of the norm that needs most, so that the last bits of another norm may
-    differ from those of a call by itself. Under batch invariance they never do.
+    All norms share the warps of a program, those of the norm with most, so that other norms may differ in the last bits
+    from calls by themselves. Under batch invariance they never do.
 
-    The norms are computed one after another, each by its function, where one launch cannot serve them: where no kernel
-    or an operator is called (see `layer_norm`; on a CPU, in traces, for DTensors); under batch invariance if warps
-    differ; if a kernel walks rows otherwise (rows that start anywhere, or that several programs share); for tensors
-    that are copied first; with out, residual_out, a y_scale to write to, dropout, dim or activation; on several GPUs;
-    and under NORMFORGE_ON_MISS=error, because the kernel of a combination is generated on demand. A first call of a
-    kind calls each function too, which checks all arguments.
+    The norms are computed one after another by these functions where one launch cannot serve them: where no kernel
+    runs, or an operator is called (as described in `layer_norm`: CPUs, traces, DTensors); under batch invariance if
+    warps differ; for rows that start anywhere or that several programs share; for tensors that are copied first; with
+    out, residual_out, a y_scale to write to, or dropout; on several GPUs; and under NORMFORGE_ON_MISS=error, because
+    the kernel of a combination is generated on demand. The first call of a kind calls these functions too, which check
+    the arguments.
 
     Args:
         problems: one to four tuples (x, weight, options), in which options, or both of the last, may be missing. x is
@@ -85,10 +85,8 @@ def _check(problems: Sequence[Problem]) -> None:
     for at, each in enumerate(problems):
         is_sized = isinstance(each, (list, tuple)) and 1 <= len(each) <= 3
         if not is_sized or (len(each) == 3 and not isinstance(each[2], dict)):
-            raise ConflictError(
-                f"problems[{at}] is a {type(each).__name__} that is no (x, weight, options); it takes x, its weight or "
-                "None, and a dict of the other arguments by name, of which the last ones may be missing"
-            )
+            wanted = "(x, weight, options), with a dict of options, or without the last ones"
+            raise ConflictError(f"problems[{at}] is a {type(each).__name__} of other items; it takes {wanted}")
 
 
 def _defaults(function: Callable[..., Any], calls: FamilyCalls, **own: None) -> dict[str, Any]:
@@ -110,13 +108,14 @@ def _alone(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS)
     """Compute one problem by its function."""
     if _quantises(options):
         return quantised_rms_norm(x, weight, **options)
-    if "residual" in options:
+    if options.get("residual") is not None:
         return add_rms_norm(x, weight=weight, **options)
-    return rms_norm(x, x.shape[-1:] if hasattr(x, "shape") else (), weight, **options)
+    others = {name: each for name, each in options.items() if name != "residual"}
+    return rms_norm(x, x.shape[-1:] if hasattr(x, "shape") else (), weight, **others)
 
 
-# What launches take of a known call; what makes its outputs, given where the values of its launch go; and from these
-# outputs to what its function returns.
+# A known call as launches take it, the function that makes its outputs and passes on the values of its launch, and the
+# function from its outputs to its result.
 _Known = tuple[PlannedCall, Callable[..., Any], Callable[[Any], Any]]
 
 
@@ -172,7 +171,8 @@ def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
         return None
     kind, *beside = [plan.kind(m) for plan, m in pairs]
     dispatch.tell(lambda: replace(kind, beside=tuple(beside)))
-    return Launcher(*shared, target_of(device), device)
+    kernels, recipe = shared
+    return Launcher(dispatch.several(kernels), recipe, target_of(device), device)
 
 
 def _launched(known: Sequence[_Known], launcher: Launcher) -> list[Any]:

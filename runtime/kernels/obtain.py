@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from .. import settings
 from ..call_kinds import ROTARY
-from ..codegen.several import SEVERAL
+from ..codegen.values import SEVERAL
 from ..errors import CacheError, FrozenError
 from ..locks import fork_safe
 from .gpu import Target

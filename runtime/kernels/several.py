@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from .. import settings
 from ..codegen.model import Mode
-from ..codegen.several import suffix
+from ..codegen.several import Kernels, suffix
 from ..codegen.values import Pipeline
 from .assembly import Recipe
 
 
-def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) -> tuple[Any, Recipe] | None:
-    """Return the kernel that calls the kernels of some problems and its recipe; None if each takes its own launch.
+def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) -> tuple[Kernels, Recipe] | None:
+    """Return the kernels of some problems and the recipe of the one that calls them; None if each is launched alone.
 
     A launch brings the values of each problem's launch in turn, and then how many programs each problem has. The grid
     is the most programs of a problem, and the problems.
@@ -35,8 +34,6 @@ def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) ->
     ]
     if len(kernels) < len(recipes):
         return None
-    from ..selection import on_demand
-
     pairs = [(suffix(at), each) for at, each in enumerate(recipes)]
     recipe = replace(
         recipes[0],
@@ -48,4 +45,4 @@ def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) ->
         constants={f"{name}{end}": value for end, each in pairs for name, value in each.constants.items()},
         warps=max(each.warps for each in recipes),
     )
-    return on_demand.several(kernels), recipe
+    return kernels, recipe

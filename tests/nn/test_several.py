@@ -42,7 +42,7 @@ Sizes = tuple[tuple[int, int, dict[str, Any]], ...]
 MIXES: Mapping[str, Sizes] = {
     # The latents of queries and of keys and values of DeepSeek-V3.
     "latents": ((5, 1536, GROUPS), (5, 512, GROUPS)),
-    "plain": ((5, 96, {}), (5, 40, {"eps": 1e-3, "weight_offset": 1.0})),
+    "plain": ((5, 96, {"residual": None}), (5, 40, {"eps": 1e-3, "weight_offset": 1.0})),
     "added": ((3, 1500, ADDED), (3, 600, {**ADDED, "cast": "before_weight"})),
     "four": ((4, 128, MXFP8), (1, 256, {**STATIC, "y_scale": "value"}), (300, 130, {**SMOOTH, **ADDED}), (9, 72, {})),
     "three": ((2, 64, {"x_bias": "columns"}), (7, 64, {}), (2, 64, {**GROUPS, "save_unquant": True})),
@@ -66,8 +66,9 @@ def alone(x: torch.Tensor, weight: torch.Tensor | None = None, options: Mapping[
     options = dict(options or {})
     if {"fquant", "group_size", "out"}.intersection(options):
         return normforge.quantised_rms_norm(x, weight, **options)
-    if "residual" in options:
-        return normforge.add_rms_norm(x, options.pop("residual"), weight, **options)
+    residual = options.pop("residual", None)
+    if residual is not None:
+        return normforge.add_rms_norm(x, residual, weight, **options)
     return normforge.rms_norm(x, x.shape[-1:], weight, **options)
 
 
@@ -157,8 +158,8 @@ REFUSED: Refused = {
         "no problems": ({"problems": []}, f"problems has 0 items{NO_LIST}"),
         "five problems": ({"problems": [(X,)] * 5}, f"problems has 5 items{NO_LIST}"),
         "a tensor": ({"problems": X}, f"problems is a Tensor{NO_LIST}"),
-        "no tuple": ({"problems": [(X,), X]}, "problems[1] is a Tensor that is no (x, weight, options)"),
-        "no options": ({"problems": [(X, WEIGHT, 1e-6), (X,)]}, "problems[0] is a tuple that is no (x,"),
+        "no tuple": ({"problems": [(X,), X]}, "problems[1] is a Tensor of other items; it takes (x, weight, options)"),
+        "no options": ({"problems": [(X, WEIGHT, 1e-6), (X,)]}, "problems[0] is a tuple of other items; it takes"),
         "an eps below 0": ({"problems": [(X,), (X, WEIGHT, {"eps": -1.0})]}, "eps=-1.0 will not do"),
         "no static scale": ({"problems": [(X,), (X, None, {"fquant": "static"})]}, "y_scale and none was passed"),
     },
