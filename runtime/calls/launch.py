@@ -44,9 +44,8 @@ def run(
         The results of the family's rows; GroupNorm has y, mean and rstd alone.
     """
     plan, addresses, tensors, shape, _, numbers = planned
-    results = run_sized(
-        plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out), packed=packed, held=held
-    )
+    outs = out, residual_out
+    results = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, packed=packed, held=held)
     return make_output(LayerNormOutput, results)
 
 

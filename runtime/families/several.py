@@ -25,14 +25,11 @@ from . import plain, quantised
 from .plain_functions import add_rms_norm, rms_norm
 from .public import quantised_rms_norm
 
-# x, its weight, and the other arguments by name; the last ones may be missing.
-Problem = Sequence[Any]
-
 _MOST = 4
 _NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def rms_norms(problems: Sequence[Problem]) -> list[Any]:
+def rms_norms(problems: Sequence[Sequence[Any]]) -> list[Any]:
     """Compute up to four RMSNorms, each with a row length, weight, residual and quantisation of its own, in one launch.
 
     Meant for few rows, where a launch takes longer than a norm: the latents of queries and of keys and values of MLA
@@ -77,7 +74,7 @@ def rms_norms(problems: Sequence[Problem]) -> list[Any]:
     return _launched(known, launcher)
 
 
-def _check(problems: Sequence[Problem]) -> None:
+def _check(problems: Sequence[Sequence[Any]]) -> None:
     is_list = isinstance(problems, (list, tuple))
     if not is_list or not 1 <= len(problems) <= _MOST:
         passed = f"has {len(problems)} items" if is_list else f"is a {type(problems).__name__}"
@@ -119,7 +116,7 @@ def _alone(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS)
 _Known = tuple[PlannedCall, Callable[..., Any], Callable[[Any], Any]]
 
 
-def _found(problems: Sequence[Problem]) -> list[_Known] | None:
+def _found(problems: Sequence[Sequence[Any]]) -> list[_Known] | None:
     """Return the problems, if all of them are known calls that one launch could serve."""
     known = [_find(*each) for each in problems]
     return None if None in known else cast("list[_Known]", known)
@@ -163,10 +160,10 @@ def _launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:
 
 def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
     pairs = [(plan, m) for plan, _, _, _, m, _ in planned]
-    (first, _), *_ = pairs
     recipes = [plan.prepared(m).assembly.walkers[0] for plan, m in pairs]
     device, *elsewhere = {each.device for _, _, (each, *_), *_ in planned if each is not None}
-    shared = None if elsewhere else join([plan.mode.name for plan, _ in pairs], recipes, invariant=first.is_invariant)
+    names, is_invariant = [plan.mode.name for plan, _ in pairs], planned[0][0].is_invariant
+    shared = None if elsewhere else join(names, recipes, invariant=is_invariant)
     if shared is None:
         return None
     kind, *beside = [plan.kind(m) for plan, m in pairs]

@@ -52,7 +52,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
         CacheError: the cache folder cannot be written, or other users can write to the folder.
     """
     # All pipelines, so that the bytes do not depend on the row length that came first.
-    package, is_new = _add(mode.name, emit.render_module(mode, mode.pipelines))
+    package, is_new = _add(mode.name, emit.render_module(mode, mode.pipelines), "add the instance to a manifest")
     entry = plan(mode, n, package)
     if is_new:
         logger.info("generated %s into %s: %s does not hold it", entry.name, cache_folder(), table)
@@ -68,12 +68,17 @@ def several(kernels: Kernels) -> Any:
         CacheError: for the reasons of `generate`.
     """
     name = name_of(kernels)
-    package, _ = _add(name, emit.render_several(kernels))
+    package, _ = _add(name, emit.render_several(kernels), "set NORMFORGE_ON_MISS=error for a launch each")
     return getattr(importlib.import_module(f".{name}", package), name)
 
 
-def _add(name: str, module: str) -> tuple[str, bool]:
+def _add(name: str, module: str, otherwise: str) -> tuple[str, bool]:
     """Write a module into the cache, if the cache lacks the module; return the cache's package, and if it was written.
+
+    Args:
+        name: the module's name.
+        module: the module's text.
+        otherwise: what a user whose cache cannot be written can do, for the error.
 
     Raises:
         CacheError: for the reasons of `generate`.
@@ -97,7 +102,7 @@ def _add(name: str, module: str) -> tuple[str, bool]:
     except OSError as error:
         raise CacheError(
             f"no kernel for {name} is loaded, and none can be generated into {folder} ({error}); "
-            "set NORMFORGE_CACHE to a folder that can be written, or add the instance to a manifest"
+            f"set NORMFORGE_CACHE to a folder that can be written, or {otherwise}"
         ) from error
     # The import system caches the listing of a folder.
     importlib.invalidate_caches()

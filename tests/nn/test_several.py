@@ -35,7 +35,10 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 E4M3 = torch.float8_e4m3fn
 GROUPS: dict[str, Any] = {"fquant": "dynamic", "group_size": 128, "out_dtype": E4M3}
 MXFP8: dict[str, Any] = {"group_size": 32, "out_dtype": E4M3, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
-SMOOTH, STATIC = {"fquant": "smooth_dynamic", "smooth_scale": "columns"}, {"fquant": "static", "out_dtype": E4M3}
+SMOOTH, STATIC = (
+    {"fquant": "smooth_dynamic", "smooth_scale": "columns", "x_bias": "columns"},
+    {"fquant": "static", "out_dtype": E4M3},
+)
 ADDED: dict[str, Any] = {"residual": "rows"}
 # The rows, columns and options of each problem; a word stands for a tensor of such a shape.
 Sizes = tuple[tuple[int, int, dict[str, Any]], ...]
