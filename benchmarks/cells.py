@@ -37,6 +37,7 @@ class Task(Enum):
     ADD_QUANT = "add_quant"  # both
     QUANTISED = "quantised"  # y quantised as engines have it
     ADD_QUANTISED = "add_quantised"  # both
+    LATENTS = "latents"  # the norms of two latents, both quantised
     SCALED = "scaled"  # y, in 16 bits, of an fp8 x times its scale
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
     MODULE = "module"  # y of a module that is called under no_grad
@@ -63,7 +64,7 @@ class Task(Enum):
     @property
     def quantises(self) -> bool:
         """Return True if y is quantised."""
-        return self in (Task.QUANT, Task.ADD_QUANT, Task.QUANTISED, Task.ADD_QUANTISED)
+        return self in (Task.QUANT, Task.ADD_QUANT, Task.QUANTISED, Task.ADD_QUANTISED, Task.LATENTS)
 
     @property
     def differentiates(self) -> bool:
@@ -335,6 +336,31 @@ class QuantisedCell(Cell):
         """Whole tensors, each once, and the scales that are written, which are 1 % of them in groups of 128."""
         second = self.m * self.n * DTYPES[self.dtype].itemsize if self.unquantised else 0
         return super().bytes_moved + second + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class LatentsCell(QuantisedCell):
+    """The latents of queries, which are x, and of keys and values, columns of one projection as MLA has them.
+
+    Attributes:
+        kv_columns: of the second latent.
+        way: "together" in one call, "apart" in a call each, or "alone", the first latent alone.
+    """
+
+    columns: int = 128
+    kv_columns: int = 512
+    way: str = "together"
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `rms_bf16_fp8_g128_together`."""
+        return f"{super().kind}_{self.way}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of each latent that is normalised."""
+        columns = self.n if self.way == "alone" else self.n + self.kv_columns
+        return super().bytes_moved * columns // self.n
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .cells import ChannelsCell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
+from .cells import (
+    ChannelsCell,
+    Fp8Cell,
+    GatedCell,
+    GroupCell,
+    LatentsCell,
+    ModulatedCell,
+    Norm,
+    QuantisedCell,
+    RotaryCell,
+    Task,
+)
 from .inputs import DROPOUT_P, QMAX, Inputs
 from .provider import Builders, Prepared, calls, named
 
@@ -187,6 +199,19 @@ def quantised(cell: QuantisedCell, eps: float) -> Function:
     return run
 
 
+def latents(cell: LatentsCell, eps: float) -> Function:
+    """Compute both latents as `quantised`, or the first alone."""
+
+    def run(x: torch.Tensor, weight: torch.Tensor, kv: torch.Tensor, kv_weight: torch.Tensor) -> Any:
+        outputs = quantised(cell, eps)(x, weight, None, None, None)
+        if cell.way == "alone":
+            return outputs
+        second = quantised(replace(cell, n=cell.kv_columns), eps)(kv, kv_weight, None, None, None)
+        return outputs | {f"kv_{name}": tensor for name, tensor in second.items()}
+
+    return run
+
+
 def _quantised(cell: QuantisedCell, y: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
     dtype = torch.float8_e4m3fn
     qmax = QMAX[dtype]
@@ -229,6 +254,8 @@ def expression(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> tuple[Fun
         return over_channels, (x, *norm)
     if isinstance(cell, GroupCell):
         return group, (x, weight, bias, cell.groups, eps, cell.silu)
+    if isinstance(cell, LatentsCell):
+        return latents(cell, eps), (x, weight, inputs.gate, inputs.scale)
     if isinstance(cell, QuantisedCell):
         return quantised(cell, eps), (x, weight, bias, residual, inputs.y_scale)
     if isinstance(cell, Fp8Cell):

@@ -91,6 +91,10 @@ def _beside_rows(title: str, kind: str) -> Rule:
     return Rule(title, "quantised-decode", f"*_{kind}/*", instead=(f"_{kind}/", "_row/"), **_OURS)
 
 
+def _together(title: str, way: str, most: float) -> Rule:
+    return Rule(title, "latents", "*_together/*", instead=("_together", f"_{way}"), **{**_OURS, "peer": 1 / most})
+
+
 # No more than 3 % slower, and in every cell: the cells that cost are few.
 _INVARIANT: dict[str, Any] = {
     "suite": batch_invariant_many.SUITE.name,
@@ -125,6 +129,8 @@ _FAMILY = (
     Rule("norms over channels", "channels", "channels/*", copy=0.85, peer=1.0),
     Rule("norms of q and k with RoPE", "rotary", peer=1.0),
     Rule("norms of q and k with RoPE, decode", "rotary-decode", peer=1.0),
+    _together("both latents of MLA, the first alone", "alone", 1.1),
+    _together("both latents of MLA, a call each", "apart", 1.0),
 )
 
 RULES = (

@@ -22,6 +22,7 @@ from .groups import AnyMode, GroupMode, mode_named
 from .instance import ANY, Instance, Tile
 from .model import Mode
 from .progress import progress
+from .several import Kernels, name_of, problems_of
 from .signature import column_sums, group_params, group_summary, params, row_tensors, summary
 from .sketch import Reader, Sketch, Sketches, blank
 from .tiling import SMALL_M, SOME_M
@@ -146,6 +147,22 @@ def render_module(mode: AnyMode, pipelines: Iterable[Pipeline]) -> str:
         words = {path: str(attrgetter(path)(mode)) for path in sketch.paths if path not in ("docstring", "imports")}
         words |= {"docstring": _docstring(mode), "imports": _imports(sketch.names(words))}
         return Rendered(sketch.fill(words), sketch)
+
+
+def render_several(kernels: Kernels) -> str:
+    """Render the module of a kernel that calls some forward kernels, which the module holds too.
+
+    Raises:
+        TemplateError: a template is missing or cannot be rendered.
+    """
+    with _rendering():
+        called = [_render_kernel(mode, part, *_templates_of(mode)) for mode, part in dict.fromkeys(kernels)]
+        calling = render("several.py.j2", symbol=name_of(kernels), problems=problems_of(kernels))
+        titles = "; ".join(dict.fromkeys(prose.summary(mode) for mode, _ in kernels))
+        docstring = f'"""Several norms in one launch.\n\n{textwrap.fill(f"{titles}.", LINE_LENGTH - 1)}\n"""'
+        texts = [*called, calling.strip("\n")]
+        imports = _imports(Sketch("\n".join(texts)).names({}))
+        return render("module.py.j2", docstring=docstring, imports=imports, kernels=texts)
 
 
 def render_every_kernel(name: str) -> str | None:

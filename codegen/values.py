@@ -495,6 +495,10 @@ class Pipeline(Enum):
         return self is not Pipeline.SPREAD or arch.startswith("sm_")
 
 
+# The first word of the name of every kernel that calls others.
+SEVERAL = "several"
+
+
 class Part(Enum):
     """A kernel that a pipeline needs besides the kernel with its name."""
 

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .families.public import renormed_rmsnorm2d_fwd as renormed_rmsnorm2d_fwd
     from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd
     from .families.public import rmsnorm2d_fwd as rmsnorm2d_fwd
+    from .families.several import rms_norms as rms_norms
     from .families.which import which as which
     from .kernels.binaries import load_aot as load_aot
     from .override.switch import TorchOverride as TorchOverride

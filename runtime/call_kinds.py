@@ -58,6 +58,7 @@ class CallKind:
         misaligned: the tensors that start at no multiple of 16 bytes.
         rows: the class of M, one of `ROWS`.
         invariant: whether they are batch invariant.
+        beside: the kinds of the further problems that share the launch, in order; see `normforge.rms_norms`.
     """
 
     mode: str
@@ -67,6 +68,7 @@ class CallKind:
     misaligned: tuple[str, ...] = ()
     rows: str = ""
     invariant: bool = False
+    beside: tuple[CallKind, ...] = ()
 
     @property
     def size(self) -> dict[str, int]:
@@ -79,9 +81,13 @@ class CallKind:
         size = self.size
         return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
 
+    def with_rows(self, rows: str) -> CallKind:
+        """Return the kind with another class of M, that of all problems of a launch."""
+        return replace(self, rows=rows, beside=tuple([each.with_rows(rows) for each in self.beside]))
+
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
-        return f"{self.mode} with {sizes} and {self.rows} rows"
+        return ", beside ".join([f"{self.mode} with {sizes} and {self.rows} rows", *map(str, self.beside)])
 
 
 def lines_of(kinds: Iterable[CallKind]) -> list[str]:
@@ -99,6 +105,8 @@ def _document(alike: list[CallKind]) -> dict[str, Any]:
             document[name] = dict(getattr(first, name))
     if first.misaligned:
         document["misaligned"] = list(first.misaligned)
+    if first.beside:
+        document["beside"] = [_document([each]) for each in first.beside]
     return {**document, "invariant": True} if first.invariant else document
 
 
@@ -112,6 +120,11 @@ def read_line(line: str) -> Iterator[CallKind]:
         document = json.loads(line)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    yield from _kinds(document)
+
+
+def _kinds(document: Any) -> Iterator[CallKind]:
+    """Yield the kinds of a line, or the kind of a further problem."""
     if not isinstance(document, dict) or not isinstance(document.get("mode"), str):
         raise ValueError("it names no mode")
     try:
@@ -120,7 +133,7 @@ def read_line(line: str) -> Iterator[CallKind]:
             names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
     except IllegalCombinationError as error:
         raise ValueError(str(error)) from error
-    known = ("mode", *names, "rows", "dtypes", "strides", "misaligned", "invariant")
+    known = ("mode", *names, "rows", "dtypes", "strides", "misaligned", "invariant", "beside")
     unknown = [key for key in document if key not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
@@ -133,6 +146,10 @@ def read_line(line: str) -> Iterator[CallKind]:
     invariant = document.get("invariant", False)
     if not isinstance(invariant, bool):
         raise ValueError(f"invariant is {invariant!r}, and takes true or false")
+    beside = document.get("beside", [])
+    if not isinstance(beside, list):
+        raise ValueError(f"beside is {beside!r}, and takes a list of further problems")
+    problems = tuple([kind for each in beside for kind in _kinds(each)])
     for word in dict.fromkeys(rows):
         yield CallKind(
             mode=document["mode"],
@@ -142,6 +159,7 @@ def read_line(line: str) -> Iterator[CallKind]:
             misaligned=tuple(sorted(set(misaligned))),
             rows=word,
             invariant=invariant,
+            beside=problems,
         )
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from normforge.calls import backend, first, plan, road
-from normforge.families import rotary
+from normforge.families import rotary, several
 from normforge.families.group import row as group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target
@@ -40,7 +40,7 @@ def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
-        for module in (plan, rotary):
+        for module in (plan, rotary, several):
             put(module, "target_of", target)
             patches.enter_context(mock.patch.object(module, "Launcher", noting(met)))
         for module in (first, group, road, rotary):

@@ -21,10 +21,11 @@ from ..codegen.parameters import family_of
 from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError, RecordError
 from ..kernels import rotary
-from ..kernels.assembly import Facts, assemble
+from ..kernels.assembly import Assembly, Facts, assemble
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
+from ..kernels.several import join
 from ..kernels.strides import misaligned_of_kind, strides_of_kind
 from ..selection import dispatch
 from ..selection.batch import batch_invariant
@@ -230,7 +231,7 @@ def recorded_keys_for(
             "record a program that calls kernels: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
         )
     if classes is not None:
-        kinds = frozenset(replace(kind, rows=word) for kind in kinds for word in classes)
+        kinds = frozenset(kind.with_rows(word) for kind in kinds for word in classes)
     keys: dict[KernelKey, CompileKey] = {}
     for kind in sorted(kinds):
         for entry, launcher in launchers_of(kind, target):
@@ -271,11 +272,28 @@ def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]
 
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, Launcher]]:
     mode = None if kind.mode in ROTARY else mode_named(kind.mode)
-    if target.plainly and (not isinstance(mode, Mode) or (mode.is_backward and mode.shares)):
-        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
+    if target.plainly and (kind.beside or not isinstance(mode, Mode) or (mode.is_backward and mode.shares)):
+        what = "rms_norms" if kind.beside else kind.mode
+        raise ConflictError(f"{what} was recorded and is none of normforge.jax's; leave out --for jax")
     if mode is None:
         yield from _of_heads(kind, target)
         return
+    assembled = [_assembled(each, target, kind.invariant) for each in (kind, *kind.beside)]
+    if kind.beside:
+        # On this GPU the problems may share no launch.
+        recipes = [assembly.walkers[0] for _, assembly in assembled]
+        shared = join([entry.mode for entry, _ in assembled], recipes, invariant=kind.invariant)
+        if shared is not None:
+            kernels, recipe = shared
+            yield from [(entry, Launcher(dispatch.several(kernels), recipe, target, None)) for entry, _ in assembled]
+        return
+    ((entry, assembly),) = assembled
+    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+        yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
+
+
+def _assembled(kind: CallKind, target: Target, invariant: bool) -> tuple[Entry, Assembly]:
+    mode = mode_named(kind.mode)
     groups = kind.size.get("groups", 1)
     if kind.size.get("channels", 0) % groups:
         channels = kind.size["channels"]
@@ -287,15 +305,13 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, L
     # A scale for all rows and a scale per row need the same compilations.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     described = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
-    facts = Facts(*described, invariant=kind.invariant, sizes=kind.size)
+    facts = Facts(*described, invariant=invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
     least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
     m = least.get(kind.rows, 0)
     if m == 0:
         raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
-    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
-    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
-        yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
+    return entry, assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
 
 
 _ANEW = "the recording was changed, or written by another version of normforge; record anew"

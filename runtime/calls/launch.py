@@ -16,6 +16,9 @@ from .known import PlannedCall, Tensors, addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of
 from .plan import Layout, Plan, Sized, make_of
 
+# The values of launches that one launch is to make; None for a call that is launched by itself.
+Held = list[tuple[Any, ...]] | None
+
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
 
@@ -26,6 +29,7 @@ def run(
     residual_out: torch.Tensor | None = None,
     *,
     packed: bool = False,
+    held: Held = None,
 ) -> LayerNormOutput:
     """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 
@@ -34,12 +38,14 @@ def run(
         out: where y goes, or None for a new tensor.
         residual_out: where the stored sum goes, or None for a new tensor.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
+        held: see `run_sized`.
 
     Returns:
         The results of the family's rows; GroupNorm has y, mean and rstd alone.
     """
     plan, addresses, tensors, shape, _, numbers = planned
-    results = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out), packed=packed)
+    outs = out, residual_out
+    results = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, packed=packed, held=held)
     return make_output(LayerNormOutput, results)
 
 
@@ -50,9 +56,9 @@ run_recorded = partial(run, packed=True)
 Recorded = tuple[torch.Tensor, "torch.Tensor | None", torch.Tensor, bool]
 
 
-def recorded_of(planned: Any) -> Recorded:
-    """Launch a call that was looked up or planned, for autograd to record."""
-    y, total, *_, statistics = run_recorded(planned)
+def recorded_of(planned: Any, held: Held = None) -> Recorded:
+    """Launch a call that was looked up or planned, for autograd to record; `held` is as in `run_sized`."""
+    y, total, *_, statistics = run_recorded(planned, held=held)
     assert statistics is not None
     return y, total, statistics, planned[0].is_invariant
 
@@ -116,6 +122,7 @@ def run_sized(
     outs: Tensors = (),
     *,
     packed: bool = False,
+    held: Held = None,
 ) -> list[Any]:
     """Allocate the results for which no tensor was passed, and launch the kernels, unless there are no rows.
 
@@ -127,6 +134,7 @@ def run_sized(
         numbers: what launches bring behind the numbers of `sized`.
         outs: where the first results go, None for new tensors.
         packed: see `run`.
+        held: takes what a launch of the forward kernel would bring; None launches the kernel.
     """
     layout, own, makes, recorded = sized
     empty = plan.empty
@@ -165,6 +173,9 @@ def run_sized(
         pieces, absent = [*pieces, exchange], None
     rows = len(written) - layout.sums
     inputs = (*read, *written[:rows], *pieces, *own, *numbers)
+    if held is not None:
+        held.append(inputs)
+        return results
     for launch, grid in layout.steps:
         launch(grid, inputs)
     if layout.finish is not None:

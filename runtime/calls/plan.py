@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call_kinds import FEW, ROWS
+from ..call_kinds import FEW, ROWS, CallKind
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..kernels.assembly import SUMS, Assembly, Facts, assemble
 from ..kernels.gpu import Target, target_of
@@ -190,12 +190,16 @@ class Plan:
         size = bisect_left(self._most_rows, m)
         return self._prepared[size] or self._prepare(size, m)
 
+    def kind(self, m: int) -> CallKind:
+        """Return the kind of calls of m rows."""
+        facts, size = self._facts, bisect_left(self._most_rows, m)
+        return kind_of(self.mode.name, self.sizes, size, self._dtypes, facts.strides, facts.misaligned)
+
     def _prepare(self, size: int, m: int) -> Prepared:
         facts, on = self._facts, self._launches_on
         assembly = assemble(facts, self.entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
         if on is not None:
-            sizes, name = self.sizes, self.mode.name
-            dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
+            dispatch.tell(lambda: self.kind(m))
         recipes = (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ()))
         launchers = tuple([Launcher(self.entry.load(each.part), each, self._target, on) for each in recipes])
         self._prepared[size] = prepared = Prepared(assembly, launchers)

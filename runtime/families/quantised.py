@@ -13,7 +13,7 @@ from ..calls.argument_checks import check_device, check_dtype, check_tensor, che
 from ..calls.check import Call
 from ..calls.first import address_of
 from ..calls.known import MISALIGNED, PlannedCall
-from ..calls.launch import run_sized
+from ..calls.launch import Held, run_sized
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
 from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Outs, calls_of
@@ -30,6 +30,12 @@ _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput:
     """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the outs."""
+    result: QuantisedOutput = road.launched_2d(CALLS, *arranged(operands, options, outs))
+    return result
+
+
+def arranged(operands: Any, options: Options, outs: Outs) -> tuple[Any, Options, Outs]:
+    """Return the arguments of `forward` as the family's rows have them: a static y_scale is an operand."""
     norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales = options
     quantisation = word(FusedQuant, "fquant", fquant)
     if quantisation.is_static:
@@ -37,9 +43,7 @@ def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput:
         operands = (*operands[:_STATIC], *static, *operands[_STATIC + 2 :])
         outs = (*outs[:2], None)
     group = ScaleGroup.NONE.value if group_size is None else group_size
-    options = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales)
-    result: QuantisedOutput = road.launched_2d(CALLS, operands, options, outs)
-    return result
+    return operands, (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales), outs
 
 
 def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
@@ -123,8 +127,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutput:
-    """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan."""
+def launch(planned: PlannedCall, options: Options, outs: Outs, held: Held = None) -> QuantisedOutput:
+    """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan, as `run_sized` does."""
     plan, addresses, tensors, shape, m, numbers = planned
     out, residual_out, y_scale, *_ = outs
     mode, dtype = plan.mode, plan.dtypes[2]
@@ -141,7 +145,7 @@ def _launch(planned: PlannedCall, options: Options, outs: Outs) -> QuantisedOutp
         elif y_scale.numel() != m * columns:
             # The padding of tiles is 0 too.
             y_scale.view(torch.uint8).zero_()
-    outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out, y_scale))
+    outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out, y_scale), held=held)
     return QuantisedOutput._make(outputs)
 
 
@@ -163,6 +167,6 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     return row * unit, scale.stride(-1) * unit
 
 
-CALLS = calls_of(QUANTISED, output=QuantisedOutput, check=_check, launch=_launch)
+CALLS = calls_of(QUANTISED, output=QuantisedOutput, check=_check, launch=launch)
 # The place of the layout among the options, behind the norm, and of the first static scale among the operands.
 _LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from .. import settings
 from ..call_kinds import ROTARY
+from ..codegen.values import SEVERAL
 from ..errors import CacheError, FrozenError
 from ..locks import fork_safe
 from .gpu import Target
@@ -153,7 +154,7 @@ def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
             "with normforge.warmup(shapes=...), `normforge warmup --shape` or `normforge aot --shape`, and x's shape "
             "with how many groups a sample has: 2x320x64x64/32"
         )
-    if key.symbol in ROTARY:
+    if key.symbol in ROTARY or key.symbol.startswith(SEVERAL):
         how = "by making the call once without NORMFORGE_FROZEN"
     raise FrozenError(
         f"NORMFORGE_FROZEN=1 forbids compiling {key} for {target.arch}, and Triton's cache does not hold it"

@@ -206,6 +206,13 @@ def name_of(mode: AnyMode, n: int) -> str:
     return entry.name
 
 
+def several(kernels: Any) -> Any:
+    """Return the kernel that calls some forward kernels, `codegen.several.Kernels`, generated on demand."""
+    from . import on_demand
+
+    return on_demand.several(kernels)
+
+
 def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
     global _generated
     if not settings.generates():

@@ -11,12 +11,14 @@ import importlib
 import logging
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .. import settings
 from .._version import __version__
 from ..codegen import emit, tiling
 from ..codegen.groups import AnyMode
 from ..codegen.locking import replace_file
+from ..codegen.several import Kernels, name_of
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
 from .table import Entry, import_folder
@@ -49,9 +51,39 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
     Raises:
         CacheError: the cache folder cannot be written, or other users can write to the folder.
     """
-    folder = cache_folder()
     # All pipelines, so that the bytes do not depend on the row length that came first.
-    module = emit.render_module(mode, mode.pipelines)
+    package, is_new = _add(mode.name, emit.render_module(mode, mode.pipelines), "add the instance to a manifest")
+    entry = plan(mode, n, package)
+    if is_new:
+        logger.info("generated %s into %s: %s does not hold it", entry.name, cache_folder(), table)
+    else:
+        logger.debug("found %s in %s: %s does not hold it", entry.name, cache_folder(), table)
+    return entry
+
+
+def several(kernels: Kernels) -> Any:
+    """Return the kernel that calls some forward kernels, from a module that is written as `generate` writes one.
+
+    Raises:
+        CacheError: for the reasons of `generate`.
+    """
+    name = name_of(kernels)
+    package, _ = _add(name, emit.render_several(kernels), "set NORMFORGE_ON_MISS=error for a launch each")
+    return getattr(importlib.import_module(f".{name}", package), name)
+
+
+def _add(name: str, module: str, otherwise: str) -> tuple[str, bool]:
+    """Write a module into the cache, if the cache lacks the module; return the cache's package, and if it was written.
+
+    Args:
+        name: the module's name.
+        module: the module's text.
+        otherwise: what a user whose cache cannot be written can do, for the error.
+
+    Raises:
+        CacheError: for the reasons of `generate`.
+    """
+    folder = cache_folder()
     try:
         folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
@@ -62,24 +94,19 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
                 f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no "
                 "other user may write to"
             )
-        for name, text in emit.shared_files(backward=True, groups=True).items():
-            _replace(folder / name, text)
-        is_new = _replace(folder / f"{mode.name}.py", module)
+        for shared, text in emit.shared_files(backward=True, groups=True).items():
+            _replace(folder / shared, text)
+        is_new = _replace(folder / f"{name}.py", module)
     except CacheError:
         raise
     except OSError as error:
         raise CacheError(
-            f"no kernel for {mode.name} is loaded, and none can be generated into {folder} ({error}); "
-            "set NORMFORGE_CACHE to a folder that can be written, or add the instance to a manifest"
+            f"no kernel for {name} is loaded, and none can be generated into {folder} ({error}); "
+            f"set NORMFORGE_CACHE to a folder that can be written, or {otherwise}"
         ) from error
     # The import system caches the listing of a folder.
     importlib.invalidate_caches()
-    entry = plan(mode, n, _package(folder))
-    if is_new:
-        logger.info("generated %s into %s: %s does not hold it", entry.name, folder, table)
-    else:
-        logger.debug("found %s in %s: %s does not hold it", entry.name, folder, table)
-    return entry
+    return _package(folder), is_new
 
 
 def cache_folder() -> Path:

@@ -121,7 +121,7 @@ def run():
 """
 
 
-# Queries and keys of a packed tensor, trained and not.
+# Queries and keys of a packed tensor, trained and not; and latents of MLA.
 HEAD_CALLS = """
 def run_heads():
     q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
@@ -130,6 +130,9 @@ def run_heads():
         with run():
             results = normforge.qk_norm_rope(q, k, weight, weight, *torch.randn(2, 3, 32, device="cuda"))
     sum(each.float().sum() for each in results).backward()
+    latents = torch.randn(3, 2112, device="cuda", dtype=torch.bfloat16)
+    groups = {"group_size": 128, "out_dtype": torch.float8_e4m3fn}
+    normforge.rms_norms([(latents[:, :1536], None, groups), (latents[:, 1536:2048], None, groups)])
     torch.cuda.synchronize()
 """
 

@@ -34,6 +34,20 @@ def vectors(*names: str) -> dict[str, Any]:
     return {name: torch.rand(N) + 0.5 for name in names}
 
 
+def together(
+    x: Any,
+    weight: Any,
+    eps: Any = 1e-6,
+    weight_offset: Any = 0.0,
+    fquant: Any = "dynamic",
+    out_dtype: Any = E4M3,
+    cast: Any = "after_weight",
+) -> Any:
+    """Return the result of the second of two norms of one launch."""
+    named = {"eps": eps, "weight_offset": weight_offset, "fquant": fquant, "out_dtype": out_dtype, "cast": cast}
+    return normforge.rms_norms([(torch.ones(M, N), None), (x, weight, named)])[1]
+
+
 # Numbers that equal words of other types, which a dictionary would take for them.
 FUSED = {"fadd": 1, "fquant": 1, "save_mv": True, "eps": 1.0}
 OUTS: dict[str, Any] = {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
@@ -102,6 +116,7 @@ CALLS: dict[str, Call] = {
     "bounded": (normforge.quantised_rms_norm, {**rows("x"), "out_dtype": E4M3, "scale_ub": torch.ones(1)}),
     "MXFP8": (normforge.quantised_layer_norm, {**rows("x"), **MXFP8, "scale_layout": "swizzled_128x4"}),
     "NVFP4": (normforge.quantised_rms_norm, {**rows("x"), **NVFP4}),
+    "together": (together, PLAIN),
     "modulated": (
         normforge.modulated_layernorm2d_fwd,
         {**rows("x", "scale", "shift", "gate", "residual"), **vectors("weight"), "fquant": "dynamic", **OUTS},

@@ -20,6 +20,7 @@ from normforge.codegen import calls, emit, tiling
 from normforge.codegen.groups import Activation, AnyMode, GroupMode, Span
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
 from normforge.codegen.model import Mode
+from normforge.codegen.several import name_of
 from normforge.codegen.tile_tables import TileTable, tiles_of
 from normforge.codegen.values import Direction, DType, Norm, Pipeline
 
@@ -38,6 +39,10 @@ GROUP_MODES = (
     GroupMode(DType.BF16, Direction.BACKWARD, span=Span.CHANNELS),
     GroupMode(DType.BF16, Direction.BACKWARD, span=Span.CHANNELS_RMS),
 )
+
+# Two problems by one kernel, and a third by another one, in one launch.
+_GROUPS, _ADDED = (Mode.from_name(name) for name in ("rms_fwd_bf16_fp8_e4m3fn_dq_g128", "rms_fwd_bf16_addst"))
+TOGETHER = [(_GROUPS, Pipeline.ONE_PASS), (_GROUPS, Pipeline.ONE_PASS), (_ADDED, Pipeline.ROWS)]
 
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.
 _SPREAD = Tile(Pipeline.SPREAD, 1, 4096, 16, resident=1, held=4)
@@ -71,6 +76,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     folder = emit.render_folder(instances)
     yield from ((name, folder[name]) for name in _SHARED)
     yield "rotary.py", emit.own_files()["rotary.py"]
+    yield f"{name_of(TOGETHER)}.py", emit.render_several(TOGETHER)
     yield from ((path, calls.render_calls(path)) for path in EMITTED)
 
 

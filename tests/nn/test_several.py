@@ -1,0 +1,248 @@
+"""Several RMSNorms in one launch: the results of their own functions, in one launch where one can serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.ahead_of_time.compile_keys import recorded_keys_for
+from normforge.families import several
+from normforge.kernels import binaries
+from normforge.kernels.gpu import Target, named_target
+from normforge.kernels.key import KernelKey
+from normforge.kernels.obtain import compile_for
+from normforge.selection import dispatch
+from normforge.tools import cli
+from proving import cases
+from proving.cases import LAYOUTS, Case
+
+from ..calling import each_device, pieces, same_bits
+from ..calls.shared import Refused, each_of
+from ..counting import counted
+from ..kernels.compilation import TARGETS, binary_of
+from ..launching import launching_nothing
+from .test_transform_table import Call, M, N, alike
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+E4M3 = torch.float8_e4m3fn
+GROUPS: dict[str, Any] = {"fquant": "dynamic", "group_size": 128, "out_dtype": E4M3}
+MXFP8: dict[str, Any] = {"group_size": 32, "out_dtype": E4M3, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
+SMOOTH, STATIC = (
+    {"fquant": "smooth_dynamic", "smooth_scale": "columns", "x_bias": "columns"},
+    {"fquant": "static", "out_dtype": E4M3},
+)
+ADDED: dict[str, Any] = {"residual": "rows"}
+# The rows, columns and options of each problem; a word stands for a tensor of such a shape.
+Sizes = tuple[tuple[int, int, dict[str, Any]], ...]
+MIXES: Mapping[str, Sizes] = {
+    # The latents of queries and of keys and values of DeepSeek-V3.
+    "latents": ((5, 1536, GROUPS), (5, 512, GROUPS)),
+    "plain": ((5, 96, {"residual": None}), (5, 40, {"eps": 1e-3, "weight_offset": 1.0})),
+    "added": ((3, 1500, ADDED), (3, 600, {**ADDED, "cast": "before_weight"})),
+    # Their kernels' names are too long for the name of one.
+    "four": (
+        (4, 128, {**MXFP8, "quantise_rounded": True, "save_unquant": True}),
+        (1, 256, {**STATIC, "y_scale": "value"}),
+        (300, 130, {**SMOOTH, **ADDED, "cast": "before_weight"}),
+        (9, 72, {"x_bias": "columns", "cast": "before_weight"}),
+    ),
+    "three": ((2, 64, {}), (7, 64, {}), (2, 64, {**GROUPS, "x_bias": "columns"})),
+    "pipelines": ((300, 64, {}), (4, 1500, {}), (2, 33000, {})),
+}
+each_mix = pytest.mark.parametrize("mix", MIXES)
+
+
+def problems(sizes: Sizes, device: str = "cpu") -> list[Any]:
+    """Draw bf16 rows and weights; the rows are columns of one wide tensor, as those of a projection are."""
+    drawn = []
+    for m, n, options in sizes:
+        shapes = {"rows": (m, n), "columns": (n,), "value": (1,)}
+        x, weight = (torch.randn(*size, device=device).bfloat16() for size in ((m, n + 64), (n,)))
+        own = [torch.rand(shapes[each], device=device) + 0.5 if each in shapes else each for each in options.values()]
+        drawn.append((x[:, :n], weight, dict(zip(options, own, strict=True))))
+    return drawn
+
+
+def alone(x: torch.Tensor, weight: torch.Tensor | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    options = dict(options or {})
+    if {"fquant", "group_size", "out"}.intersection(options):
+        return normforge.quantised_rms_norm(x, weight, **options)
+    residual = options.pop("residual", None)
+    if residual is not None:
+        return normforge.add_rms_norm(x, residual, weight, **options)
+    return normforge.rms_norm(x, x.shape[-1:], weight, **options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The launches of several problems at once."""
+    names: list[str] = []
+    monkeypatch.setattr(several, "_launched", counted(names, "together", several._launched))
+    return names
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert type(one) is type(other)
+        assert all(map(same_bits, pieces(one), pieces(other)))
+
+
+@each_device
+@pytest.mark.parametrize("case", cases.cases("plain", norm="rms"), ids=str)
+def test_outputs_and_gradients(case: Case, device: str) -> None:
+    """Of calls like none before and of known ones, against fp64."""
+
+    def run(given: cases.Tensors) -> tuple[torch.Tensor, ...]:
+        options = {**given, **case.arguments}
+        x, weight = options.pop("x"), options.pop("weight", None)
+        options.pop("normalized_shape", None)
+        beside = torch.ones(2, 24, device=device)
+        for _ in range(2):
+            first, second = normforge.rms_norms([(x, weight, options), (beside,)])
+        torch.testing.assert_close(second, beside)
+        return pieces(first)
+
+    cases.check(case, cases.operands(case, device), run=run)
+
+
+@each_device
+@each_mix
+def test_results_are_those_of_each_function(mix: str, device: str, launches: list[str]) -> None:
+    """To the bit, on a GPU under batch invariance: elsewhere a problem may have more warps there."""
+    given = problems(MIXES[mix], device)
+    found = [normforge.rms_norms(given) for _ in range(2)]
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found[1] = normforge.rms_norms(given)
+        graph.replay()
+    assert_same(*found)
+    assert set(launches) == {"together"}
+    for one, other in zip(found[0], [alone(*each) for each in given], strict=True):
+        for own, its in zip(pieces(one), pieces(other), strict=True):
+            if device == "cuda" and own is not None and own.dtype.itemsize > 1:
+                torch.testing.assert_close(own, its, rtol=1.6e-2, atol=1.6e-2)
+            assert device == "cuda" or same_bits(own, its)
+    compiled = torch.compile(normforge.rms_norms, backend="aot_eager", fullgraph=True)
+    with normforge.batch_invariant():
+        for run in (normforge.rms_norms, compiled):
+            assert_same(run(given), [alone(*each) for each in given])
+
+
+def test_what_one_launch_cannot_serve(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
+    """Each problem has a launch of its own, then."""
+    (q, of_q, groups), kv = problems(MIXES["latents"])
+    for first in (
+        (q.double(), of_q.double()),
+        (LAYOUTS["negated"](q.float()), of_q),
+        (q[:0], of_q, groups),
+        (q, of_q, {**groups, "out": torch.empty(q.shape, dtype=E4M3)}),
+        (q, of_q, {"residual": q, "dropout_p": 0.5, "dropout_rng": (1, 2)}),
+        (torch.randn(8, 131, dtype=torch.bfloat16),),
+    ):
+        for _ in range(2):
+            assert_same(normforge.rms_norms([first, kv]), [alone(*first), alone(*kv)])
+    with normforge.batch_invariant():
+        # With the warps of the other one, its bits would be others.
+        normforge.rms_norms(problems(((2, 96, {}), (2, 8000, {}))))
+    normforge.rms_norms([kv])
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    with dispatch.using(dispatch.loaded()):
+        normforge.rms_norms(problems(MIXES["added"]))
+    assert launches == []
+
+
+X, WEIGHT = torch.randn(M, N), torch.ones(N)
+LEAF, NO_LIST = X.clone().requires_grad_(), "; it takes a list of 1 to 4 tuples (x, weight, options)"
+REFUSED: Refused = {
+    errors.ConflictError: {
+        "no problems": ({"problems": []}, f"problems has 0 items{NO_LIST}"),
+        "five problems": ({"problems": [(X,)] * 5}, f"problems has 5 items{NO_LIST}"),
+        "a tensor": ({"problems": X}, f"problems is a Tensor{NO_LIST}"),
+        "no tuple": ({"problems": [(X,), X]}, "problems[1] is a Tensor of other items; it takes (x, weight, options)"),
+        "no options": ({"problems": [(X, WEIGHT, 1e-6), (X,)]}, "problems[0] is a tuple of other items; it takes"),
+        "no static scale": ({"problems": [(X,), (X, None, {"fquant": "static"})]}, "y_scale and none was passed"),
+    },
+    errors.DTypeError: {"no tensor": ({"problems": [(X,), (1.0,)]}, "x is a float")},
+    errors.GradientError: {"a leaf": ({"problems": [(X,), (LEAF, None, {"fquant": "dynamic"})]}, "x requires")},
+    TypeError: {"an unknown option": ({"problems": [(X,), (X, None, {"epsilon": 1.0})]}, "unexpected keyword")},
+}
+
+
+@each_of(REFUSED)
+def test_what_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Also once good calls are known."""
+    for _ in range(2):
+        with pytest.raises(error) as raised:
+            normforge.rms_norms(**given)
+        assert message in str(raised.value)
+        with torch.no_grad():
+            normforge.rms_norms([(X,), (LEAF, None, {"fquant": "dynamic"})])
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "double backward", "jit.trace", "make_fx of backward"])
+def test_transforms(name: str, device: str) -> None:
+    weight = torch.randn(N, device=device)
+    both: tuple[Call, Call] = (
+        lambda x, w=weight, r=None: normforge.rms_norms([(weight.expand(3, N),), (x, w, {"eps": 1e-6})])[1],
+        lambda x, w=weight, r=None: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w,
+    )
+    both[0](torch.randn(M, N, device=device))
+    alike(name, *both, device)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@each_mix
+def test_a_recording_comes_to_what_calls_launch(mix: str, arch: str, invariant: bool, tmp_path: Path) -> None:
+    path, target = tmp_path / "needed.yaml", named_target(arch)
+    recorded = dispatch.using(dispatch.loaded()), launching_nothing(target), normforge.record(path)
+    with recorded[0], recorded[1] as met, recorded[2], normforge.batch_invariant(invariant):
+        normforge.rms_norms(problems(MIXES[mix]))
+    with normforge.record(path):
+        pass
+    assert {key.key.portable for key in recorded_keys_for(path, target, None)} == {key.portable for key in met}
+    assert invariant or len(_together(met)) == 1
+    assert recorded_keys_for(path, target, ["few", "many"])
+
+
+def _together(met: Iterable[KernelKey]) -> list[KernelKey]:
+    return [key for key in met if key.symbol.startswith("several_")]
+
+
+@pytest.mark.compile
+def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it lacks is refused by a frozen process."""
+    path, out, target = tmp_path / "needed.yaml", tmp_path / "kernels", named_target("sm_90")
+    with dispatch.using(dispatch.loaded()), launching_nothing(target), normforge.record(path):
+        normforge.rms_norms(problems(MIXES["latents"]))
+    assert cli.main(["aot", "--recorded", str(path), "--arch", "sm_90", "--out", str(out)]) == 0
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    for key in recorded_keys_for(path, target, None):
+        assert binaries.read(out).find(key.key, key.function, target) is not None
+    with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
+        normforge.rms_norms(problems(((5, 384, GROUPS), (5, 512, GROUPS))))
+    (other,) = _together(met)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    with pytest.raises(errors.FrozenError, match=r"by making the call once .*, or of calls that were recorded"):
+        compile_for(other, resolve_name(other.kernel), target)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@each_mix
+def test_compile(mix: str, target: Target) -> None:
+    with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
+        normforge.rms_norms(problems(MIXES[mix]))
+    (together,) = _together(met)
+    assert binary_of(target) in compile_for(together, resolve_name(together.kernel), target).asm
