@@ -103,6 +103,8 @@ class Rotary:
 
     def rotate(self, function: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         """Return function(q, k, cos, sin) of the normalised q and k."""
+        if not self._waiting:
+            return function(q, k, cos, sin)
         norms = [self._norm_of(which, x) for which, x in (("q", q), ("k", k))]
         formula = None if None in norms else formula_of(function)
         if formula is not None:

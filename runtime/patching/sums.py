@@ -133,10 +133,12 @@ class Sums:
     def _is_large(self, *tensors: Any) -> bool:
         """Return True if plain tensors, of at least as many elements as are fused, are all there is."""
         return (
+            # The size first: a model that decodes calls this with few elements.
             self._least is not None
+            and PLAIN.issuperset((tensors[0].__class__,))
+            and bool(tensors[0].numel() >= self._least)
             and PLAIN.issuperset([each.__class__ for each in tensors])
             and not any(each.is_nested for each in tensors)
-            and bool(tensors[0].numel() >= self._least)
             # Batch invariance: a row's bits may not depend on the number of rows, and fusing sums does.
             and not is_on()
         )
