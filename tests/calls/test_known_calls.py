@@ -119,22 +119,6 @@ def test_a_subclass_is_served_and_not_remembered(checked: list[tuple[int, ...]])
     assert len(checked) == 5
 
 
-class Handed(torch.Tensor):
-    """A subclass that answers for itself."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return "handed"
-
-
-def test_a_dropout_is_handed_to_a_subclass_that_answers_for_itself() -> None:
-    add: Any = normforge.add_layer_norm
-    given: dict[str, Any] = {"dropout_p": 0.5, "dropout_rng": (1, 2)}
-    for _ in range(2):
-        add(X, X, WEIGHT, **given)
-        assert add(X, X, WEIGHT.as_subclass(Handed), **given) == "handed"
-
-
 def gradient(**changed: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "dy": X, "x": X.clone(), "weight": WEIGHT, "mean": torch.zeros(3), "rstd": torch.ones(3),
