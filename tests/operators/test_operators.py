@@ -190,20 +190,6 @@ def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None, at_on
     check(case, given, run=run)
 
 
-def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
-    x, x_bias, residual = torch.randn(500, N).bfloat16(), torch.zeros(N), torch.randn(500, N)
-    for tensor in (x, x_bias):
-        tensor.requires_grad_()
-    given = {"x": x, "x_bias": x_bias, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
-    y, *_ = registered.FORWARD["layer"](*arguments("layer", {**given, "weight": None, "bias": None}))
-    dy = torch.randn(500, N).bfloat16()
-    dx, dx_bias = torch.autograd.grad(y, (x, x_bias), dy)
-    assert dx.dtype == torch.bfloat16
-    exact = (x.detach().double() + residual.double()).requires_grad_()
-    (wanted,) = torch.autograd.grad(torch.nn.functional.layer_norm(exact, (N,)), exact, dy.double())
-    torch.testing.assert_close(dx_bias.double(), wanted.sum(0), rtol=1e-4, atol=1e-4)
-
-
 def followed(case: Case, run: Callable[[Tensors], Any]) -> Any:
     """Call the operator of a call that nothing follows once more, with an x that requires a gradient."""
     given = operands(case)
