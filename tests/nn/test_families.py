@@ -66,7 +66,7 @@ QUICK = dict.fromkeys(
         *cases("l2", "added", "renormed", *BOTH),
         *cases("statistics", vary=("norm", "layout")),
         *cases("plain", vary=("norm", "dtype", "vectors"), shape=(3, 130), without=("residual",)),
-        *(case.but(layout=layout) for layout in LAYOUTS for case in cases("group", vary=())),
+        *(case.but(layout=layout) for layout in LAYOUTS for case in cases("plain", "group", vary=("norm",))),
         *cases("l2", "added", "renormed", vary=("norm", "without", "eps")),
         *(case for n in (1, 1500, 33000) for case in cases("l2", vary=("norm", "dtype"), shape=(5, n))),
         *cases(*BOTH, vary=("norm", "without")),
