@@ -48,7 +48,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def test_the_compiler_is_told_which_operands_lie_at_multiples_of_16_bytes(launched: list[Launcher]) -> None:
     usual = {"x": torch.randn(M, N), "weight": torch.randn(N)}
     for name in (*usual, None):
-        given = {each: misaligned(tensor) if each == name else tensor for each, tensor in usual.items()}
+        given: dict[str, Any] = {each: misaligned(tensor) if each == name else tensor for each, tensor in usual.items()}
         normforge.rmsnorm2d_fwd(**given)
         told = dict(launched[-1].key.arguments)
         assert {each: told[f"{each}_ptr"] == "*fp32:16" for each in given} == {each: each != name for each in given}
