@@ -71,8 +71,9 @@ STEPS = first_of_each(
             if case.family != "renormed" or not case["without"]
         ),
         *cases("plain", "renormed", vary=(), dtype=BF16, residual=BF16, without=("x_bias",)),
+        *cases("gated", vary=("norm",), dtype=BF16, vectors=BF16, shape=(8, 48), group_size=16),
     ],
-    lambda case: (case.family, case["vectors"]),
+    lambda case: (case.family, case["vectors"], case["group_size"]),
     str,
 )
 
@@ -93,7 +94,8 @@ def test_a_training_step_launches_what_is_listed_for_the_vectors_it_has(
         f"{name}_dtypes": [None if name in case["without"] else case["vectors"]] for name in ("weight", "bias")
     }
     shapes = {"group": "3x12x3x4/4", "channels": "2x12x5x7/1"}
-    sizes = {"shapes": [shapes[case.family]]} if case.family in shapes else {"n": 40, "rows": ["few"]}
+    of_rows = {"n": case["group_size"] or 40, "rows": ["few"]}
+    sizes = {"shapes": [shapes[case.family]]} if case.family in shapes else of_rows
     assert called == listed(*modes, **sizes, **options)
 
 

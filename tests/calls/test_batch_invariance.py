@@ -121,18 +121,6 @@ def test_no_rows() -> None:
         assert all(tensor.shape[0] == 0 for tensor in call(rows(0, N)).values())
 
 
-def test_known_calls_are_of_one_kind() -> None:
-    """A call that was checked without it is none of these, and the other way round, however they are nested."""
-    assert agree()
-    with normforge.batch_invariant(False):
-        assert not agree()
-        assert not agree()
-        with normforge.batch_invariant():
-            assert agree()
-        assert not agree()
-    assert agree()
-
-
 def test_a_backward_pass_is_as_its_forward_pass_was() -> None:
     """Wherever it runs: outside of the `with`, and in threads of autograd's own."""
     weight = vector(1, rows(1, N)).requires_grad_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
 
 from .. import calling
-from ..calling import FORWARD, LENGTHS, each_norm, each_pipeline
+from ..calling import LENGTHS, each_norm
 from ..stand_in_cuda import NEEDS_A_COMPILER
 from ..thorough import THOROUGH
-from .shared import backward_operands, check_backward
 
 pytestmark = NEEDS_A_COMPILER
 
@@ -134,21 +132,6 @@ def test_a_forward_function(
             calling.check(norm, torch.randn(M, N), **given, **modes, **outs, eps=0.25)
             assert [each._version for each in outs.values()] == [1] * len(outs)
     assert len(launched) == 4
-    assert looked == []
-
-
-WANTS = [("dx",), ("dweight",), ("dx", "dweight", "dx_bias")]
-OF_DROPPED = [("ddropped",), ("dx", "ddropped"), ("dweight", "ddropped")]
-
-
-@each_pipeline
-@pytest.mark.parametrize(("norm", "wants"), [*product(FORWARD, WANTS), *product(["layer"], OF_DROPPED)], ids=str)
-def test_a_backward_function(norm: str, wants: tuple[str, ...], n: int, launched: Launched, looked: list[str]) -> None:
-    drops: dict[str, Any] = {**DROPS, "x_bias": None} if "ddropped" in wants else {}
-    for _ in range(2):
-        looked.clear()
-        check_backward(norm, **backward_operands(norm, M, n) | drops, wants=wants)
-    assert launched
     assert looked == []
 
 

@@ -78,15 +78,6 @@ def test_hard_rows_are_quantised(case: Case, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("case", cases(*BOTH, vary=("norm", "norm_before_gate"), **USUAL), ids=str)
-def test_an_unquantised_call_is_the_differentiable_one(case: Case, device: str) -> None:
-    given = given_to(case, device)
-    found, made = run(case, given), case.run(given)
-    assert all(map(same_bits, found, made))
-    assert not any(each is not None for each in found[len(made) :])
-
-
-@each_device
 @pytest.mark.parametrize("n", [N, pytest.param(33001, marks=THOROUGH)])
 def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
     for case in cases("modulated", vary=("norm",), dtype=torch.bfloat16, shape=(2, 3, n)):

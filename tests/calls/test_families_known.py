@@ -7,13 +7,11 @@ import torch
 
 import normforge
 from normforge.calls import road
-from normforge.calls.plan import Plan
 from normforge.errors import ConflictError, ShapeError
 from normforge.families.gated import row as gated
 from proving.cases import Case, Tensors, cases, close, doubled, formula, operands
 
 from ..calling import each_device, same_bits
-from .shared import all_plans
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -64,42 +62,3 @@ def test_a_row_has_the_same_bits_whatever_it_shares_its_modulation_with(device: 
     assert same_bits(for_all, of_each)
     assert same_bits(for_all, of_samples.view(6, N))
     assert same_bits(for_all[2], alone)
-
-
-@each_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        MODULATED.but(shape=(2, 8, N)),
-        *(case.but(group_size=size) for size in (None, 16) for case in cases("gated", vary=("norm",), shape=(8, N))),
-    ],
-    ids=str,
-)
-def test_kernels_of_calls_are_listed_before(case: Case, device: str) -> None:
-    """`compile_keys` has what forward and backward calls of rows that adjoin launch, and what adds up gradients."""
-    given = operands(case, device)
-    outputs = case.run(given)
-    torch.autograd.grad(torch.stack(outputs).sum(), list(given.values()))
-    plans = [plan for plan in all_plans() if isinstance(plan, Plan)]
-    assert [plan.mode.is_backward for plan in plans] == [False, True]
-    group = case["group_size"] or N
-    rows = given["x"].numel() // group
-    for plan in plans:
-        types = dict(plan.prepared(rows).launchers[0].key.arguments)
-        listed = normforge.compile_keys(
-            n=[group],
-            modes=[plan.mode.name],
-            arch="sm_90",
-            weight_dtypes=[torch.float32 if "weight" in given else None],
-            dy_dtypes=[torch.float32],
-            rows=["few"],
-        )
-        its = dict(listed[0].key.arguments)
-        assert its.keys() == types.keys()
-        # Of samples of several rows a walk is listed, for one sample and several alike.
-        names = [n for n in its if n.endswith(("_ptr", "_stride")) and not isinstance(its[n], tuple)]
-        assert {name: types[name] for name in names} == {name: its[name] for name in names}
-        if "weight" in given and plan.mode.is_backward:
-            (sums,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
-            assert sums["dweight_ptr"] == "*fp32:16"
-            assert sums["dbias_ptr"] == ("*fp32:16" if "bias" in given else None)

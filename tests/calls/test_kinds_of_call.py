@@ -1,8 +1,7 @@
-"""A call that differs from one before in an operand's type, layout or alignment is of another kind."""
+"""Which kernels calls of a kind take: by how operands are aligned, and by how many rows there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
 from normforge.codegen.values import DType, Norm
 from normforge.families.public import layernorm2d_bwd
-from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.selection.table import Table, entries_of
-from proving.cases import LAYOUTS
-
-from ..calling import FORWARD, ORACLE, agree, each_norm
-from .shared import backward_operands, check_backward, there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -51,78 +45,13 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return memory[shift:].view(tensor.shape).copy_(tensor)
 
 
-VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
-ROWS = ("x", "residual", "out", "residual_out")
-
-
-def fused(norm: str) -> dict[str, Any]:
-    """Arguments of a call that has every operand there is."""
-    given: dict[str, Any] = {name: torch.randn(M, N) for name in ("x", "residual")}
-    given |= {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
-    given |= {name: torch.randn(N) for name in VECTORS}
-    if norm == "rms":
-        del given["bias"]
-    return given | {"fadd": 1, "fquant": 1, "save_mv": True}
-
-
-def plain(norm: str) -> dict[str, Any]:
-    return {name: fused(norm)[name] for name in ("x", "weight", "bias") if name in fused(norm)}
-
-
-def backward(norm: str) -> dict[str, Any]:
-    return {**backward_operands(norm), "wants": ("dx", "dweight", "dx_bias")}
-
-
-def check(norm: str, given: dict[str, Any]) -> None:
-    """Hold a forward call, or a backward one, against the oracle."""
-    if "dy" not in given:
-        inputs = {name: value for name, value in given.items() if name not in ("out", "residual_out")}
-        return agree(FORWARD[norm](**given), ORACLE[norm](**inputs))
-    actual = check_backward(norm, **given)
-    assert {name for name, gradient in actual._asdict().items() if gradient is not None} == set(given["wants"])
-    assert there(actual.dx).dtype == given["x"].dtype
-    return None
-
-
-GRADIENTS = ("dy", "dresidual_out")
-KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
-    "bf16": (torch.Tensor.bfloat16, (*VECTORS, "x", "residual", *GRADIENTS)),
-    "gaps": (LAYOUTS["gapped"], (*ROWS, *GRADIENTS)),
-    "misaligned": (misaligned, (*VECTORS, *ROWS, *GRADIENTS, "mean", "rstd")),
-    "absent": (lambda tensor: None, ("dresidual_out",)),
-}
-
-
-def told(launcher: Launcher) -> dict[str, object]:
-    """What the compiler was told of each operand that is there, by its name."""
-    types = {name: word for name, word in launcher.key.arguments if name.endswith("_ptr") and word is not None}
-    return {"out" if name == "y_ptr" else name.removesuffix("_ptr"): word for name, word in types.items()}
-
-
-def true(given: dict[str, Any]) -> dict[str, object]:
-    """What is true of them."""
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    return {name: pointer_type(t.dtype, aligned=t.data_ptr() % 16 == 0) for name, t in tensors.items()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arguments", [plain, fused, backward])
-@each_norm
-def test_another_kind_of_operand_is_another_kind_of_call(
-    norm: str, arguments: Callable[[str], dict[str, Any]], kind: str, launched: list[Launcher]
-) -> None:
-    """A kernel of the call before would read another type, or, on a GPU, fault on a misaligned address."""
-    usual = arguments(norm)
-    check(norm, usual)
-    change, names = KINDS[kind]
-    for name in [name for name in names if name in usual]:
-        other = usual | {name: change(usual[name])}
-        if name == "residual" and kind == "bf16":
-            other["residual_out"] = usual["residual_out"].bfloat16()
-        launched.clear()
-        check(norm, other)
-        # The first launch is of the kernel that walks the rows.
-        assert true(other).items() <= told(launched[0]).items(), name
+def test_the_compiler_is_told_which_operands_lie_at_multiples_of_16_bytes(launched: list[Launcher]) -> None:
+    usual = {"x": torch.randn(M, N), "weight": torch.randn(N)}
+    for name in (*usual, None):
+        given: dict[str, Any] = {each: misaligned(tensor) if each == name else tensor for each, tensor in usual.items()}
+        normforge.rmsnorm2d_fwd(**given)
+        told = dict(launched[-1].key.arguments)
+        assert {each: told[f"{each}_ptr"] == "*fp32:16" for each in given} == {each: each != name for each in given}
 
 
 # For at most 6 rows another kernel than for more, and for at most 12 a third where a table has it; M, and warps.

@@ -18,7 +18,7 @@ from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.selection import dispatch
 from proving.cases import cases, check, operands
 
-from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
+from ..calling import FORWARD, ORACLE, agree, each_norm
 from .shared import there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -27,14 +27,6 @@ X, WEIGHT = torch.linspace(-1, 1, 3 * 64).view(3, 64), torch.ones(64)
 
 
 VECTORS = ("weight", "bias", "x_bias")
-
-
-def test_one_vector_is_not_another() -> None:
-    """Of as many tensors, all alike, it is the key that says which operands they are."""
-    vector = torch.randn(64)
-    for name in VECTORS * 2:
-        given: dict[str, Any] = {name: vector}
-        agree(normforge.layernorm2d_fwd(X, **given), ORACLE["layer"](X, **given))
 
 
 def test_a_vector_beside_a_dropout_is_not_another() -> None:
@@ -104,35 +96,6 @@ def test_contexts_that_are_gone_cost_nothing() -> None:
     with normforge.batch_invariant():
         pass
     assert "plans" in vars(dispatch)
-
-
-class Tagged(torch.Tensor):
-    """A subclass that changes nothing."""
-
-
-def test_a_subclass_is_served_and_not_remembered(checked: list[tuple[int, ...]]) -> None:
-    operands: dict[str, Any] = {"x": torch.randn(3, 64), "weight": torch.randn(64)}
-    expected = normforge.layernorm2d_fwd(**operands).y
-    for name, tensor in (*operands.items(), *operands.items()):
-        tagged = normforge.layernorm2d_fwd(**operands | {name: tensor.as_subclass(Tagged)}).y
-        assert same_bits(tagged.as_subclass(torch.Tensor), expected)
-    assert len(checked) == 5
-
-
-class Handed(torch.Tensor):
-    """A subclass that answers for itself."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return "handed"
-
-
-def test_a_dropout_is_handed_to_a_subclass_that_answers_for_itself() -> None:
-    add: Any = normforge.add_layer_norm
-    given: dict[str, Any] = {"dropout_p": 0.5, "dropout_rng": (1, 2)}
-    for _ in range(2):
-        add(X, X, WEIGHT, **given)
-        assert add(X, X, WEIGHT.as_subclass(Handed), **given) == "handed"
 
 
 def gradient(**changed: Any) -> dict[str, Any]:

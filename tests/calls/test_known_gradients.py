@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import normforge
 from proving.cases import LAYOUTS, Case, Tensors, agree, cases, doubled, formula, gradients, hold, operands
 
 from ..calling import each_device
-from ..thorough import THOROUGH
 
 # Of each family, the cases whose backward pass is one that kernels compute, down to the last sum.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -82,37 +80,6 @@ def test_the_second_backward_pass_is_known_on_a_card(case: Case, looked: list[st
     for size in (70, 2) if case.family != "modulated" else ():
         held(case.but(shape=(size, *case["shape"][1:])), operands(case.but(shape=(size, *case["shape"][1:])), "cuda"))
     assert looked == []
-
-
-@THOROUGH
-@each_device
-@pytest.mark.parametrize("case", [WITH_A_SUM[1], *USUAL[1:]], ids=str)
-def test_what_differs_on_any_axis_is_another_kind(case: Case, device: str) -> None:
-    """Each axis of the table is part of the key that a pass is known by: the gradients are those of fp64."""
-    passed(case, operands(case, device))
-    shape = case["shape"]
-    others = [*cases(case.family, without=case["without"], shape=shape)][1:]
-    others += [case.but(shape=(shape[0], shape[1] + 4, *shape[2:]))]
-    others += [case.but(shape=(1, math.prod(shape[:-1]), shape[-1]))] if case.family != "group" else []
-    # Of GroupNorm rows with gaps are copied, and then like the first.
-    for other in [each for each in others if (each.family, each["layout"]) != ("group", "gapped")]:
-        held(other, operands(other, device))
-
-
-@each_device
-@each_usual
-def test_gradients_that_lie_otherwise_are_copied_and_then_known(case: Case, device: str, looked: list[str]) -> None:
-    given = operands(case, device)
-    passed(case, given)
-    found = {}
-    for layout in ("transposed", "expanded", "gapped", "negated", "offset", "again"):
-        looked.clear()
-        held(case, given, LAYOUTS["offset" if layout == "again" else layout](torch.randn_like(given["x"])))
-        found[layout] = looked.copy()
-    assert found["again"] == []
-    kinds = {layout for layout, words in found.items() if "kernel" in words}
-    # Rows of a group are copied unless they adjoin. A negated gradient is left to torch's operators, or copied.
-    assert kinds == ({"offset"} if case.family == "group" else {"gapped", "offset"})
 
 
 @each_device

@@ -205,32 +205,6 @@ def test_misaligned_tensors_after_aligned_ones(n: int, dtype: torch.dtype) -> No
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("n", [OWN + 4, OWN + 16])
-def test_a_sweep_of_m_compiles_an_instance_once_for_each_class_of_m(n: int, compilations: list[str]) -> None:
-    weight = torch.ones(n, device="cuda", requires_grad=True)
-    for m in (*range(1, 40), 63, 64, 65, 511, 512, 513, 1000, 1024, 4097, 30011, 100_000):
-        x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-        normforge.layernorm2d_fwd(x, weight.detach())
-    forward = len(compilations)
-    assert 1 <= forward <= 2
-    for m in (*range(1, 40), 63, 64, 65, 511, 512, 513, 1000, 1024, 4097, 30011):
-        x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-        y = normforge.layer_norm(x, (n,), weight)
-        torch.autograd.grad(y, weight, torch.ones_like(y))
-    # A forward kernel that saves statistics, a backward one, and the one that adds up, for each class of M.
-    assert 3 <= len(compilations) - forward <= 6
-    torch.cuda.synchronize()
-
-
-def test_rows_further_apart_than_an_i32_counts() -> None:
-    stride = 2**31 + 16
-    whole = torch.empty(stride + 64, device="cuda", dtype=torch.bfloat16)
-    x = whole.as_strided((2, 64), (stride, 1))
-    x.copy_(torch.randn(2, 64))
-    for _ in range(2):
-        agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
-
-
 def test_profilers_hooks_are_called() -> None:
     from triton import knobs
 

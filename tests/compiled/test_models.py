@@ -195,20 +195,6 @@ def test_dropout_stays_in_the_kernel_of_its_addition() -> None:
     assert function.joined == {"join_gradient": 2}
 
 
-@THOROUGH
-@pytest.mark.parametrize(("scaled", "norms"), [(True, 1), (False, 5)])
-def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = rules.Left("rms", torch.float32, 1, 64, scaled=scaled, recorded=True)
-    monkeypatch.setattr(rules, "LEFT_TO_INDUCTOR", (left,))
-    model, x = Stack(), rows()
-    for enabled, ours in ((False, 5), (True, norms)):
-        torch._dynamo.reset()
-        with normforge.compile_passes(enabled):
-            function = Compiled(model)
-            hold(function, model, x)
-        assert function.count("norm2d_fwd") == ours
-
-
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, Olmo2RMSNorm, GemmaRMSNorm, T5LayerNorm])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=THOROUGH)], ids=str)
 @each_device

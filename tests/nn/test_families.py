@@ -64,6 +64,9 @@ QUICK = dict.fromkeys(
         ),
         *WITH_A_SUM,
         *cases("l2", "added", "renormed", *BOTH),
+        *cases("statistics", vary=("norm", "layout")),
+        *cases("plain", vary=("norm", "dtype", "vectors"), shape=(3, 130), without=("residual",)),
+        *(case.but(layout=layout) for layout in LAYOUTS for case in cases("plain", "group", vary=("norm",))),
         *cases("l2", "added", "renormed", vary=("norm", "without", "eps")),
         *(case for n in (1, 1500, 33000) for case in cases("l2", vary=("norm", "dtype"), shape=(5, n))),
         *cases(*BOTH, vary=("norm", "without")),
@@ -151,7 +154,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
         *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
         *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
         *cases("group", vary=("activation",)),
-        *cases("l2", "added", "renormed", "channels", vary=("norm", "eps")),
+        *cases("l2", "added", "renormed", "channels", "statistics", vary=("norm", "eps")),
         *(
             case
             for without in ((), ("residual",))

@@ -219,25 +219,6 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
         torch.testing.assert_close(y[~hit], want[~hit])
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda x: x[:, 2:6],
-        lambda x: x[:, :, 1:5, ::2],
-        lambda x: x.transpose(2, 3),
-        lambda x: x[:1].expand(3, -1, -1, -1),
-        lambda x: x.flip(0)[1:],
-        lambda x: innermost(x)[:, :4],
-        lambda x: torch._neg_view(x),
-        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    ],
-)
-def test_other_layouts_work(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = cut(torch.randn(2, 8, 6, 6))
-    case = group(tuple(x.shape), 2, without=("weight", "bias"))
-    hold(case, {"x": x.detach().requires_grad_()})
-
-
 def test_channels_that_are_almost_innermost_stay_so() -> None:
     y = normforge.group_norm(innermost(torch.randn(2, 8, 6, 6))[:, :4], 2)
     assert y.is_contiguous(memory_format=torch.channels_last)

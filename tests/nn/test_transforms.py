@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from proving.cases import operands
 
 from ..calling import python, same_bits
 from .models import randomised
-from .oracle import each_function, plain
+from .oracle import FUNCTIONS, each_function, plain
 from .test_transform_table import TRANSFORMS, Call, M, N, pair
 
 # Without torch's own types, which these mostly lack.
@@ -191,14 +192,14 @@ class Asked(torch.Tensor):
 
 
 @pytest.mark.parametrize("place", ["x", "weight"])
-@each_function
-def test_a_class_of_ones_own_is_asked(norm: str, place: str) -> None:
-    case = plain(norm, shape=(M, N))
+@pytest.mark.parametrize(("norm", "dropout_p"), [*product(FUNCTIONS, (0.0,)), ("add_layer", 0.3)])
+def test_a_class_of_ones_own_is_asked(norm: str, place: str, dropout_p: float) -> None:
+    case = plain(norm, shape=(M, N), dropout_p=dropout_p)
     given = {name: tensor.detach() for name, tensor in operands(case).items()}
     expected = case.run(given)
     Asked.functions = []
     actual = case.run(given | {place: given[place].as_subclass(Asked)})
-    assert case.function in Asked.functions
+    assert (plain_calls.dropped_add_normalise if dropout_p else case.function) in Asked.functions
     assert all(type(tensor) is Asked for tensor in actual)
     assert same_bits(actual[0].as_subclass(torch.Tensor), expected[0])
 

@@ -55,13 +55,3 @@ def test_gradients_on_strides_of_their_own() -> None:
     found = torch.autograd.grad(compiled(qkv, weight), (qkv, weight), dy)
     expected = torch.autograd.grad(functional(qkv, weight), (qkv, weight), dy)
     assert all(same_bits(got, want) for got, want in zip(found, expected, strict=True))
-
-
-def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return normforge.rmsnorm2d_fwd(x, out=out).y
-
-
-def test_places_whose_rows_overlap_are_refused_in_a_trace() -> None:
-    compiled: Any = torch.compile(into, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="the rows of out overlap"):
-        compiled(torch.randn(2, 2, N), torch.zeros(99).as_strided((2, 2, N), (20, 8, 1)))

@@ -13,8 +13,6 @@ from normforge.calls.traced import INVARIANT
 from normforge.compiled import rules
 from normforge.errors import InvarianceError
 
-from ..thorough import THOROUGH
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 N = 131
@@ -27,29 +25,6 @@ def rows(m: int) -> torch.Tensor:
 def operators(graph: torch.fx.GraphModule) -> list[str]:
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     return [name for name in names if "normforge" in name or "norm" in name]
-
-
-# Rows, and what normalises them alike in any batch.
-CALLS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "layer_norm": (lambda: rows(257), lambda x: normforge.layer_norm(x, (N,))),
-    "group_norm": (lambda: torch.randn(15, 8, 5, 5), lambda x: normforge.group_norm(x, 2)),
-}
-
-
-@THOROUGH
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_calls_have_the_bits_of_eager_ones(name: str, dynamic: bool) -> None:
-    """For every M, of a fixed size and of one that varies; outside they are of another graph."""
-    batch_of, call = CALLS[name]
-    x, program = batch_of(), torch.compile(call, backend="aot_eager", dynamic=dynamic, fullgraph=True)
-    outside = program(x)
-    with normforge.batch_invariant():
-        batch = call(x)
-        for first, last in ((0, len(x)), (3, 4), (5, 12)):
-            assert torch.equal(program(x[first:last]), batch[first:last])
-    assert torch.equal(program(x), outside)
-    assert torch.equal(outside, call(x))
 
 
 def test_a_compiled_gradient_is_invariant_wherever_it_runs() -> None:

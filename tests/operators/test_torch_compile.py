@@ -322,6 +322,7 @@ BAD: dict[str, dict[str, Any]] = {
     "x transposed": {"x": torch.zeros(N, 3).T},
     "x permuted": {"x": torch.zeros(2, 2, 2, 2, N).permute(3, 2, 1, 0, 4)},
     "fadd unknown": {"fadd": "add"},
+    "out of rows that overlap": {"x": torch.ones(2, 2, N), "out": torch.ones(99).as_strided((2, 2, N), (20, 8, 1))},
     "out of a gradient": {"out": torch.zeros(3, N, requires_grad=True)},
 }
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..thorough import LONG, THOROUGH
+from ..thorough import LONG
 from .profile import chooser, each_device, examples, problem_for
 
 
@@ -25,18 +25,3 @@ def test_a_legal_call_computes_what_it_says_and_touches_nothing_else(device: str
 def test_two_norms_compute_what_they_say_and_touch_nothing_else(device: str, data: st.DataObject) -> None:
     made = problem_for(chooser(data), device, "renormed").made(torch.device(device))
     made.check(made.run())
-
-
-@THOROUGH
-@each_device
-@examples(35)
-@given(data=st.data())
-def test_a_second_call_of_a_kind_answers_for_its_own_tensors_and_leaves_the_first_alone(
-    device: str, data: st.DataObject
-) -> None:
-    first = problem_for(chooser(data), device)
-    second = problem_for(chooser(data), device, kind=first.kind)
-    of_first, of_second = first.made(torch.device(device)), second.made(torch.device(device))
-    output = of_first.run()
-    of_second.check(of_second.run())
-    of_first.check(output)
