@@ -300,6 +300,9 @@ class QuantisedCell(Cell):
         packed: whether scales are powers of two, of which four exponents make an int32.
         static: whether one scale is given for all.
         unquantised: whether y is returned in x's dtype too.
+        way: of MLA's latents, which are columns of one projection: "together" in one call, "apart" in a call each, or
+            "alone", the latent of queries, which is x, alone; "" is another norm.
+        kv_columns: of the latent of keys and values.
     """
 
     out_dtype: str = "fp8"
@@ -308,6 +311,8 @@ class QuantisedCell(Cell):
     packed: bool = False
     static: bool = False
     unquantised: bool = False
+    way: str = ""
+    kv_columns: int = 0
 
     @property
     def kind(self) -> str:
@@ -317,6 +322,7 @@ class QuantisedCell(Cell):
             "column" if self.column_major else "",
             "packed" if self.packed else "",
             "two" if self.unquantised else "",
+            self.way,
         )
         return "_".join(filter(None, (self.norm.value, self.dtype, self.out_dtype, scales, *words)))
 
@@ -335,32 +341,8 @@ class QuantisedCell(Cell):
     def bytes_moved(self) -> int:
         """Whole tensors, each once, and the scales that are written, which are 1 % of them in groups of 128."""
         second = self.m * self.n * DTYPES[self.dtype].itemsize if self.unquantised else 0
-        return super().bytes_moved + second + self.scale_bytes
-
-
-@dataclass(frozen=True)
-class LatentsCell(QuantisedCell):
-    """The latents of queries, which are x, and of keys and values, columns of one projection as MLA has them.
-
-    Attributes:
-        kv_columns: of the second latent.
-        way: "together" in one call, "apart" in a call each, or "alone", the first latent alone.
-    """
-
-    columns: int = 128
-    kv_columns: int = 512
-    way: str = "together"
-
-    @property
-    def kind(self) -> str:
-        """Everything but the shape, as in `rms_bf16_fp8_g128_together`."""
-        return f"{super().kind}_{self.way}"
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of each latent that is normalised."""
         columns = self.n if self.way == "alone" else self.n + self.kv_columns
-        return super().bytes_moved * columns // self.n
+        return (super().bytes_moved + second + self.scale_bytes) * columns // self.n
 
 
 @dataclass(frozen=True)

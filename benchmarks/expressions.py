@@ -10,18 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .cells import (
-    ChannelsCell,
-    Fp8Cell,
-    GatedCell,
-    GroupCell,
-    LatentsCell,
-    ModulatedCell,
-    Norm,
-    QuantisedCell,
-    RotaryCell,
-    Task,
-)
+from .cells import ChannelsCell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
 from .inputs import DROPOUT_P, QMAX, Inputs
 from .provider import Builders, Prepared, calls, named
 
@@ -199,7 +188,7 @@ def quantised(cell: QuantisedCell, eps: float) -> Function:
     return run
 
 
-def latents(cell: LatentsCell, eps: float) -> Function:
+def latents(cell: QuantisedCell, eps: float) -> Function:
     """Compute both latents as `quantised`, or the first alone."""
 
     def run(x: torch.Tensor, weight: torch.Tensor, kv: torch.Tensor, kv_weight: torch.Tensor) -> Any:
@@ -254,7 +243,7 @@ def expression(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> tuple[Fun
         return over_channels, (x, *norm)
     if isinstance(cell, GroupCell):
         return group, (x, weight, bias, cell.groups, eps, cell.silu)
-    if isinstance(cell, LatentsCell):
+    if isinstance(cell, QuantisedCell) and cell.way:
         return latents(cell, eps), (x, weight, inputs.gate, inputs.scale)
     if isinstance(cell, QuantisedCell):
         return quantised(cell, eps), (x, weight, bias, residual, inputs.y_scale)

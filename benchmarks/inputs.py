@@ -10,19 +10,7 @@ from typing import Any
 
 import torch
 
-from .cells import (
-    DTYPES,
-    Cell,
-    Fp8Cell,
-    GatedCell,
-    GroupCell,
-    LatentsCell,
-    ModulatedCell,
-    Norm,
-    QuantisedCell,
-    RotaryCell,
-    Task,
-)
+from .cells import DTYPES, Cell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -119,7 +107,7 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
             given["residual"] = normal(*given["gate"].shape)
     elif cell.heads[0]:
         x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
-    elif isinstance(cell, LatentsCell):
+    elif isinstance(cell, QuantisedCell) and cell.way:
         # The gate is the second latent, and the scale its weight.
         packed = normal(cell.m, cell.n + cell.kv_columns)
         x, given["gate"] = packed[:, : cell.n], packed[:, cell.n :]

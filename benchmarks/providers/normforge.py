@@ -11,17 +11,7 @@ import torch
 import normforge
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
-from ..cells import (
-    ChannelsCell,
-    GatedCell,
-    GroupCell,
-    LatentsCell,
-    ModulatedCell,
-    Norm,
-    QuantisedCell,
-    RotaryCell,
-    Task,
-)
+from ..cells import ChannelsCell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, RotaryCell, Task
 from ..expressions import module_builders
 from ..inputs import DROPOUT_P, Inputs
 from ..provider import RECORDED, Builder, Prepared, Provider, calls, named
@@ -55,7 +45,7 @@ def _bind(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> Callable[[], A
         names = ("weight", "bias", "next_weight", "next_bias") if layer else ("weight", "next_weight")
         residual, *vectors = others
         return partial(behind, x, residual, eps=eps, **dict(zip(names, vectors, strict=True)))
-    if isinstance(cell, LatentsCell):
+    if isinstance(cell, QuantisedCell) and cell.way:
         return _latents(inputs, cell)
     if isinstance(cell, QuantisedCell):
         quantised: Any = normforge.quantised_layer_norm if layer else normforge.quantised_rms_norm
@@ -67,7 +57,7 @@ def _bind(inputs: Inputs, tensors: Mapping[str, torch.Tensor]) -> Callable[[], A
     return partial(forward, x, inputs.weight, **_options(inputs))
 
 
-def _latents(inputs: Inputs, cell: LatentsCell) -> Callable[[], Any]:
+def _latents(inputs: Inputs, cell: QuantisedCell) -> Callable[[], Any]:
     """Return a call whose result is that of the first latent, which the oracle knows."""
     options = {"eps": inputs.eps, **_quantisation(cell)}
     problems: list[Any] = [(inputs.x, inputs.weight, options), (inputs.gate, inputs.scale, options)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..cells import LatentsCell, Method, Norm, Suite, Task
+from ..cells import Method, Norm, QuantisedCell, Suite, Task
 
 _TOKENS = (1, 4, 16, 64, 128, 256)
 
@@ -13,7 +13,7 @@ SUITE = Suite(
     "Norms of MLA's latents, few tokens",
     Method.GRAPH,
     tuple(
-        LatentsCell(Task.LATENTS, Norm.RMS, m, 1536, group=way, way=way)
+        QuantisedCell(Task.LATENTS, Norm.RMS, m, 1536, group=way, columns=128, way=way, kv_columns=512)
         for way, m in product(("together", "apart", "alone"), _TOKENS)
     ),
     along="m",

@@ -13,7 +13,6 @@ from benchmarks.cells import (
     Cell,
     Fp8Cell,
     GatedCell,
-    LatentsCell,
     ModulatedCell,
     Norm,
     QuantisedCell,
@@ -65,7 +64,7 @@ def test_ids_are_unique_and_someone_offers_each_cell(name: str) -> None:
         (QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 8, 512, columns=128), 7 + 16 / 512),
         (QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 8, 512, columns=128, column_major=True, packed=True), 7 + 4 / 512),
         (QuantisedCell(Task.ADD_QUANTISED, Norm.RMS, 8, 512, columns=128, unquantised=True), 9 + 16 / 512),
-        (LatentsCell(Task.LATENTS, Norm.RMS, 8, 512, kv_columns=256, way="apart"), (3 + 16 / 512) * 1.5),
+        (QuantisedCell(Task.LATENTS, Norm.RMS, 8, 512, columns=128, way="apart", kv_columns=256), (3 + 16 / 512) * 1.5),
     ],
     ids=lambda value: value.id if isinstance(value, Cell) else str(value),
 )
