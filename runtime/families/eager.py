@@ -497,7 +497,7 @@ def differentiated(
             return tuple([results[at] for at in there])
 
         # TorchDynamo, which compiled autograd is traced by, follows this, and no torch.autograd.grad.
-        _, pull_back = torch.func.vjp(of_wanted, *[operands[at] for at in wanted])
+        pull_back: Any = torch.func.vjp(of_wanted, *[operands[at] for at in wanted])[1]
         for at, gradient in zip(wanted, pull_back(tuple([arrived[at] for at in there])), strict=True):
             grads[at] = gradient
     return grads
