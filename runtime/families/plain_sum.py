@@ -17,7 +17,7 @@ from ..calls.backend import intercepted, is_served
 from ..calls.known import PlannedCall
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.outputs import dtypes_of, rounded
-from ..calls.record import Gradients, Launched, Recording, record_at_once, records
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, record_at_once, records
 from ..calls.road import as_operands, prepared
 from ..selection.invariance import is_on
 from .operands import Operands, Options
@@ -109,10 +109,8 @@ def _launch_sum(call: tuple[torch.Tensor], operands: Sequence[Any]) -> Launched:
     return call[0], None, (), dtypes_of(operands), is_on()
 
 
-def _sum_gradients(
-    _: Any, dtypes: Any, dtotal: torch.Tensor | None, dresidual_out: None, due: Sequence[bool], *__: Any
-) -> Gradients:
-    return rounded((dtotal, dtotal), dtypes, due)
+def _sum_gradients(call: BackwardPass) -> Gradients:
+    return rounded((call.dy, call.dy), call.args, call.due)
 
 
 def _launch_norm(call: tuple[Options, Ahead], operands: Sequence[Any]) -> Launched:
@@ -123,14 +121,12 @@ def _launch_norm(call: tuple[Options, Ahead], operands: Sequence[Any]) -> Launch
     return y, again, (again, weight, statistics), (options, None if bias is None else bias.dtype), is_on()
 
 
-def _norm_gradients(
-    saved: Sequence[Any], args: Any, dy: torch.Tensor | None, dagain: torch.Tensor | None, due: Any, *_: Any
-) -> Gradients:
-    if dy is None:
-        return dagain, None, None
-    (norm, _, weight_offset, _, cast), bias_dtype = args
-    options = (norm, weight_offset, cast, None, bias_dtype, WANTS[due])
-    return gradients_of(options, dy, *saved, None, dagain)[:3]
+def _norm_gradients(call: BackwardPass) -> Gradients:
+    if call.dy is None:
+        return call.dresidual_out, None, None
+    (norm, _, weight_offset, _, cast), bias_dtype = call.args
+    options = (norm, weight_offset, cast, None, bias_dtype, WANTS[call.due])
+    return gradients_of(options, call.dy, *call.saved, None, call.dresidual_out)[:3]
 
 
 _SUM, _NORM = Recording(_launch_sum, _sum_gradients), Recording(_launch_norm, _norm_gradients, sums=(0,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.first import resolved
-from ..calls.record import Gradients, Launched, Recording, record, records
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, record, records
 from ..calls.road import Operands, Options, calls_of
 from ..calls.traced import becomes_operator, intercepted, is_dynamo_compiling, operated, unrecorded
 from ..codegen.parameters import STATISTICS
@@ -44,9 +43,10 @@ def _launch_recorded(options: Options, operands: Operands) -> Launched:
     return rstd, mean, (*operands, mean, rstd), None, is_on()
 
 
-def _gradients(saved: Sequence[Any], args: None, drstd: Any, dmean: Any, *_: Any) -> Gradients:
-    x, mean, rstd = saved
-    return (eager.statistics_gradient(x, mean, rstd, dmean, drstd),)
+def _gradients(call: BackwardPass) -> Gradients:
+    # rstd is recorded first.
+    x, mean, rstd = call.saved
+    return (eager.statistics_gradient(x, mean, rstd, call.dresidual_out, call.dy),)
 
 
 CALLS = calls_of(STATISTICS)

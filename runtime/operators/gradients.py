@@ -10,6 +10,7 @@ import torch
 from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtype_of_all, dtypes_of
+from ..calls.record import BackwardPass
 from ..calls.road import operands_of, options_of
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
@@ -117,7 +118,9 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
         _refuse_unsaved(ctx.refusal)
         needed = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         due = tuple([needed.get(name, False) for name in ctx.calls.inputs])
-        grads = ctx.calls.recording.gradients(ctx.saved_tensors, ctx.args, *arrived[:2], due)
+        dy, dresidual_out, *_ = arrived
+        call = BackwardPass(ctx.saved_tensors, ctx.args, dy, dresidual_out, due)
+        grads = ctx.calls.recording.gradients(call)
         by_name = dict(zip(ctx.calls.inputs, grads, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
 

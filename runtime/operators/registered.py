@@ -27,6 +27,7 @@ from ..calls import native
 from ..calls.check import check, refuse_gradient
 from ..calls.functions import OPERATORS, Function
 from ..calls.outputs import results_of
+from ..calls.record import BackwardPass
 from ..codegen.groups import GROUP
 from ..codegen.parameters import GRADIENTS, GROUP_BWD
 from ..codegen.values import Direction
@@ -206,11 +207,12 @@ def _register_rotary() -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:count])
 
-    def differentiate(ctx: Any, *arrived: Any) -> tuple[Any, ...]:
+    def differentiate(ctx: Any, dq_out: Any, dk_out: Any) -> tuple[Any, ...]:
         from ..families import rotary
 
         due, again = ctx.needs_input_grad[:count], torch.is_grad_enabled()
-        return (*rotary.gradients(ctx.saved_tensors, ctx.options, *arrived, due, again), *[None] * len(ctx.options))
+        call = BackwardPass(ctx.saved_tensors, ctx.options, dq_out, dk_out, due, again)
+        return (*rotary.gradients(call), *[None] * len(ctx.options))
 
     name, passed = "qk_norm_rope", f"{_HEADS}, {_ROTATION}"
     _define(name, f"({passed}) -> (Tensor, Tensor)", run, fake)
