@@ -29,7 +29,7 @@ from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
 from ..upstream.torch_internals import is_sharded, left_in_traces
-from . import dropout, eager
+from . import eager
 from . import plain as recorded
 from .eager import Dropout
 from .operands import DEFAULT_EPS, Operands, Options
@@ -57,7 +57,7 @@ def dropped_add_normalise(
 ) -> Any:
     """Run `add_normalise` with a dropout of x; `asked` is dropout_p, dropout_rng and return_mask."""
     if not (is_dynamo_compiling() or asked[2]):
-        result = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
+        result = recorded.normalise_dropped(operands, normalized_shape, options, asked[:2])
         if result is not None:
             return result
     if is_handed_on(operands):

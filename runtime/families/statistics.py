@@ -40,17 +40,22 @@ def _returned(statistics: Statistics) -> Any:
 
 def _launch_recorded(options: Options, operands: Operands) -> Launched:
     mean, rstd = _run(operands, options)
-    return rstd, mean, (*operands, mean, rstd), None, is_on()
+    first, second = (rstd, None) if mean is None else (mean, rstd)
+    return first, second, (*operands, mean, rstd), None, is_on()
 
 
 def _gradients(call: BackwardPass) -> Gradients:
-    # rstd is recorded first.
     x, mean, rstd = call.saved
-    return (eager.statistics_gradient(x, mean, rstd, call.dresidual_out, call.dy),)
+    dmean, drstd = (None, call.dy) if mean is None else (call.dy, call.dresidual_out)
+    return (eager.statistics_gradient(x, mean, rstd, dmean, drstd),)
 
 
-CALLS = calls_of(STATISTICS)
-_RECORDING = Recording(_launch_recorded, _gradients, sums=(0,))
+CALLS = calls_of(
+    STATISTICS,
+    saved=lambda operands, mean: (*operands, mean),
+    args=lambda *_: None,
+    recording=Recording(_launch_recorded, _gradients, sums=(0,)),
+)
 
 
 def compute(operands: Operands, options: Options) -> Any:
@@ -74,6 +79,5 @@ def compute(operands: Operands, options: Options) -> Any:
         return _returned(eager.statistics(norm, x, options[1]))
     rows = road.as_operands((resolved(x),), 1)
     if records(rows) and not becomes_operator(*rows):
-        recorded = record((_RECORDING, options), *rows)
-        return recorded if isinstance(recorded, torch.Tensor) else recorded[::-1]
+        return record((CALLS.recording, options), *rows)
     return _returned(_run(rows, options))

@@ -156,9 +156,7 @@ def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
     if takes.direction is Direction.BACKWARD:
         gradients.register_second(_recording, name)
-    elif takes.family_name == "statistics":
-        gradients.register_statistics(_recording, name)
-    elif takes.family_name == "renormed":
+    elif takes.family_name in ("renormed", "statistics"):
         gradients.register_in_parts(_recording, name)
     elif takes.gradients:
         backward = GROUP_BWD if takes.family_name == GROUP else GRADIENTS[takes.family_name]
