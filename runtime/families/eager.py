@@ -275,7 +275,9 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     x, gate, weight, bias = operands
     norm, gating, activation, eps, weight_offset, _, out_dtype, _ = options
     is_before = word(Gating, "gating", gating).is_before
-    factor = _activated(activation, widened(gate))
+    wide = widened(gate)
+    rising = torch.sigmoid(wide)
+    factor = rising if word(GateActivation, "activation", activation) is GateActivation.SIGMOID else wide * rising
     s = widened(x)
     y = _norm(norm, s * factor if is_before else s, _last_dimension(x), None, None, eps)
     y = _affine(y, _offset(weight, weight_offset), bias)
@@ -290,11 +292,6 @@ def gated_gradients(
     options = (args.norm, args.gating, args.activation, (mean, rstd), args.weight_offset, None, None, None)
     grads = _gradients(lambda *each: (gated(each, options),), operands, due, (dy,))
     return rounded(grads, args.dtypes, due)
-
-
-def _activated(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
-    rising = torch.sigmoid(gate)
-    return rising if word(GateActivation, "activation", activation) is GateActivation.SIGMOID else gate * rising
 
 
 # Modulated norms: y = norm(x * gate + residual) * (1 + scale) + shift.
