@@ -137,10 +137,7 @@ class _Record(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         if total is None:
             return y
-        for at in recording.sums:
-            if operands[at] is not None and operands[at].requires_grad:
-                break
-        else:
+        if True not in [operands[at] is not None and operands[at].requires_grad for at in recording.sums]:
             ctx.mark_non_differentiable(total)
         return y, total
 

@@ -14,14 +14,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
-from ..calls import record as recording
 from ..calls.first import launched, resolved
 from ..calls.known import PLAIN, Key
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.lookup import is_last
 from ..calls.outputs import NormGradients, dtype_of_all, rounded_to, unflattened, unpacked
 from ..calls.randomness import settled
-from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, reentering
+from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
@@ -35,6 +34,9 @@ from .operands import Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 _DROPPED_BACKWARD = road.calls_of(DROPPED_BWD, name="dropped_gradients")
+
+# A call that autograd records: the options, and the results of the launch, or None for a call of an operator.
+Recording = tuple[road.Options, "Recorded | None"]
 
 
 @eager_only
@@ -84,7 +86,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[road.Options, Recorded | None],
+        call: Recording,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None = None,
@@ -106,63 +108,83 @@ class _Normalise(torch.autograd.Function):
         return None, *gradients[: len(ctx.needs_input_grad) - 1]
 
 
-def _launch_add(call: tuple[FamilyCalls, road.Options, Recorded | None], operands: road.Operands) -> Launched:
-    """Return y and residual_out of x, weight, bias, residual and x_bias, and of the rng of a dropout of x, if any.
+class _AddNormalise(torch.autograd.Function):
+    """y and residual_out of x, weight, bias, residual and x_bias, and of the rng of a dropout of x, if there is one.
 
-    Saved are residual_out, which the caller holds anyway, weight, statistics, and rng in place of the mask.
+    The backward pass saves residual_out, which the caller holds anyway, weight, a mean and rstd per row, and rng in
+    place of the mask.
     """
-    calls, options, recorded = call
-    x, weight, bias, residual, x_bias, *rng = operands
-    y, total, statistics, is_invariant = recorded or road.run_seen(calls, operands, options)
-    # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
-    norm, _, weight_offset, _, cast, *others = options
-    cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
-    summed = None if x_bias is None else x_bias.dtype
-    # The probability of a dropout stands between fadd and whether statistics are saved.
-    p = others[1:-1] if rng else None
-    args = norm, weight_offset, cast, x.dtype, None if bias is None else bias.dtype, residual.dtype, summed, p
-    return y, total, (total, weight, statistics, *rng), args, is_invariant
 
-
-def _add_gradients(call: BackwardPass) -> Gradients:
-    dy, dresidual_out = call.dy, call.dresidual_out
-    norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, p = call.args
-    for_x, for_weight, for_bias, for_residual, for_x_bias = call.due[:5]
-    total, weight, statistics, *rng = call.saved
-    dx, dweight, dbias, dx_bias, of_x = dresidual_out, None, None, None, dresidual_out
-    if dy is not None:
-        dx_dtype = residual_dtype
-        if p:
-            wants = WANTS[for_residual, for_weight, for_bias, for_x_bias, for_x]
-            dropping = *p, x_dtype
-        else:
-            wants, dropping = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias], ()
-            if for_x and residual_dtype is not x_dtype:
-                dx_dtype = dtype_of_all((x_dtype, residual_dtype)) if for_residual else x_dtype
-        # The sum includes x_bias already. An x_bias of zeros has the kernel sum x's gradient before rounding.
-        nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
-        options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping)
-        dx, dweight, dbias, dx_bias, ddropped = gradients_of(
-            options, dy, total, weight, statistics, nothing, dresidual_out, *rng
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: tuple[FamilyCalls, road.Options, Recorded | None],
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        x_bias: torch.Tensor | None,
+        *rng: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        calls, options, recorded = call
+        y, total, statistics, is_invariant = recorded or road.run_seen(
+            calls, (x, weight, bias, residual, x_bias, *rng), options
         )
-        of_x = ddropped if p else dx
-    elif dresidual_out is not None:
-        of_x = dropped(eager.widened(dresidual_out), *p, *rng) if p else dresidual_out
-        rows = of_x.reshape(-1, of_x.shape[-1])
-        dx_bias = rows.sum(0, dtype=torch.float32).to(x_bias_dtype) if for_x_bias else None
-    return (
-        rounded_to(of_x, x_dtype) if for_x else None,
-        dweight,
-        dbias,
-        rounded_to(dx, residual_dtype) if for_residual else None,
-        dx_bias,
-        # For rng; autograd takes no notice of a None too many.
-        None,
-    )
+        # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
+        norm, _, weight_offset, _, cast, *others = options
+        cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
+        summed = None if x_bias is None else x_bias.dtype
+        ctx.args = (
+            *(norm, weight_offset, cast, x.dtype, None if bias is None else bias.dtype, residual.dtype, summed),
+            is_invariant,
+            # The probability of a dropout stands between fadd and whether statistics are saved.
+            others[1:-1] if rng else None,
+        )
+        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
+        ctx.set_materialize_grads(False)
+        if not (x.requires_grad or residual.requires_grad or (x_bias is not None and x_bias.requires_grad)):
+            ctx.mark_non_differentiable(total)
+        ctx.save_for_backward(total, weight, statistics, *rng)
+        return y, total
 
-
-# x, residual and x_bias make the sum.
-_ADDING = Recording(_launch_add, _add_gradients, sums=(0, 3, 4))
+    @staticmethod
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant, p = ctx.args
+        _, for_x, for_weight, for_bias, for_residual, for_x_bias, *_ = ctx.needs_input_grad
+        total, weight, statistics, *rng = ctx.saved_tensors
+        dx, dweight, dbias, dx_bias, of_x = dresidual_out, None, None, None, dresidual_out
+        if dy is not None:
+            dx_dtype = residual_dtype
+            if p:
+                wants = WANTS[for_residual, for_weight, for_bias, for_x_bias, for_x]
+                dropping = *p, x_dtype
+            else:
+                wants, dropping = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias], ()
+                if for_x and residual_dtype is not x_dtype:
+                    dx_dtype = dtype_of_all((x_dtype, residual_dtype)) if for_residual else x_dtype
+            # The sum includes x_bias already. An x_bias of zeros has the kernel sum x's gradient before rounding.
+            nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
+            options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping)
+            dx, dweight, dbias, dx_bias, ddropped = GRADIENTS[is_invariant](
+                options, dy, total, weight, statistics, nothing, dresidual_out, *rng
+            )
+            of_x = ddropped if p else dx
+        elif dresidual_out is not None:
+            of_x = dropped(eager.widened(dresidual_out), *p, *rng) if p else dresidual_out
+            rows = of_x.reshape(-1, of_x.shape[-1])
+            dx_bias = rows.sum(0, dtype=torch.float32).to(x_bias_dtype) if for_x_bias else None
+        return (
+            None,
+            rounded_to(of_x, x_dtype) if for_x else None,
+            dweight,
+            dbias,
+            rounded_to(dx, residual_dtype) if for_residual else None,
+            dx_bias,
+            # For rng; autograd takes no notice of a None too many.
+            None,
+        )
 
 
 def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +193,7 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
     def record(calls: FamilyCalls, operands: road.Operands, options: road.Options, recorded: Recorded | None) -> Any:
         x, weight, bias, residual, x_bias, *_ = operands
         if residual is not None:
-            return add((_ADDING, (calls, options, recorded)), *operands)
+            return add((calls, options, recorded), *operands)
         call = options, recorded
         # Autograd takes about 0.1 us for each None that is passed.
         if x_bias is not None:
@@ -182,8 +204,8 @@ def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[.
 
 
 # The first records calls that are not known, and the second calls that were found and launched.
-record = _recording(applied(_Normalise), recording.record)
-record_known = _recording(applied_at_once(_Normalise), recording.record_at_once)
+record = _recording(applied(_Normalise), applied(_AddNormalise))
+record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 
 # The look-up itself finds out if a residual is added and if statistics are saved.
 CALLS = road.calls_of(
