@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked_of
@@ -483,18 +484,32 @@ def differentiated(
     """
     wanted = [at for at, operand in enumerate(operands) if operand is not None and due[at]]
     there = [at for at, gradient in enumerate(arrived) if gradient is not None]
-    grads: list[torch.Tensor | None] = [None] * len(operands)
-    if wanted and there:
 
-        def of_wanted(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
-            each = [*operands]
-            for at, operand in zip(wanted, inputs, strict=True):
-                each[at] = operand
-            results = compute(*each)
-            return tuple([results[at] for at in there])
+    def of_wanted(*inputs: Any) -> tuple[Any, ...]:
+        each = [*operands]
+        for at, operand in zip(wanted, inputs, strict=True):
+            each[at] = operand
+        results = compute(*each)
+        return tuple([results[at] for at in there])
 
-        # TorchDynamo, which compiled autograd is traced by, follows this, and no torch.autograd.grad.
-        pull_back: Any = torch.func.vjp(of_wanted, *[operands[at] for at in wanted])[1]
-        for at, gradient in zip(wanted, pull_back(tuple([arrived[at] for at in there])), strict=True):
-            grads[at] = gradient
-    return grads
+    inputs: list[Any] = [operands[at] for at in wanted]
+    gradients: Any = tuple([arrived[at] for at in there])
+    found: Any = ()
+    if not inputs or not gradients:
+        pass
+    elif is_dynamo_compiling():
+        # TorchDynamo, which compiled autograd is traced by, follows nothing else. Where hooks on saved tensors are set,
+        # which is never in a trace, torch.func refuses them.
+        pull_back: Any = torch.func.vjp(of_wanted, *inputs)[1]
+        found = pull_back(gradients)
+    else:
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Views of tensors that are in the graph already, or leaves of a graph that ends here.
+            inputs = [x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_() for x in inputs]
+            pairs = [pair for pair in zip(of_wanted(*inputs), gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            results, gradients = zip(*pairs, strict=True)
+            found = torch.autograd.grad(results, inputs, gradients, create_graph=again, allow_unused=True)
+    by_place = dict(zip(wanted, found, strict=False))
+    return [by_place.get(at) for at in range(len(operands))]
