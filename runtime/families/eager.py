@@ -40,7 +40,7 @@ from .operands import (
 )
 
 Tensors = Sequence["torch.Tensor | None"]
-# What rows are normalised by: eps, None for torch's default, or the saved mean, if any, and rstd.
+# Eps, or the mean, if any, and the rstd that were saved.
 By = float | tuple["torch.Tensor | None", torch.Tensor] | None
 
 # Pieces that all families share.
@@ -247,7 +247,8 @@ def plain_gradients(operands: Sequence[Any], options: Sequence[Any]) -> NormGrad
     """
     dy, x, weight, statistics, x_bias, dresidual_out, *rng = operands
     norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping = options
-    to = _rounded_to(cast, (x if dy is None else dy).dtype, x.dtype)
+    dy = torch.zeros_like(x) if dy is None else dy
+    to = _rounded_to(cast, dy.dtype, x.dtype)
 
     def compute(s: torch.Tensor, weight: Any, bias: Any, x_bias: Any, before: Any) -> Tensors:
         if before is not None:
@@ -510,6 +511,6 @@ def differentiated(
             pairs = [pair for pair in zip(of_wanted(*inputs), gradients, strict=True) if pair[0].requires_grad]
         if pairs:
             results, gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(results, inputs, gradients, create_graph=again, allow_unused=True)
+            found = torch.autograd.grad(results, inputs, gradients, create_graph=again, materialize_grads=True)
     by_place = dict(zip(wanted, found, strict=False))
     return [by_place.get(at) for at in range(len(operands))]

@@ -93,7 +93,7 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_dtype("y_scale", out, (dtype,))
     check_device("y_scale", out, call.x)
     strided = out.dim() == 2 and call.mode.has_scale_strides
-    # As rows of one scale each.
+    # Each scale is a row of its own.
     elements = out.unsqueeze(-1)
     if not out.is_contiguous():
         if not (strided and out.stride(0) > 0 and out.stride(1) > 0):
