@@ -93,6 +93,7 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_dtype("y_scale", out, (dtype,))
     check_device("y_scale", out, call.x)
     strided = out.dim() == 2 and call.mode.has_scale_strides
+    at_scale = address_of("y_scale", out) if addressed else 0
     # Each scale is a row of its own.
     elements = out.unsqueeze(-1)
     if not out.is_contiguous():
@@ -106,7 +107,6 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_written("y_scale", out, addressed)
     if not addressed:
         return
-    at_scale = address_of("y_scale", out)
     for name, other in others.items():
         if may_overlap(elements, other):
             raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
