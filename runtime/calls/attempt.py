@@ -37,7 +37,7 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, 
                 return run(x, *others, **named)
         return run(x, *others, **named)
     except NormforgeError as error:
-        _say_once(whose, run.__name__, error)
+        _say_once(whose, run, error)
         return None
     finally:
         if recording:
@@ -49,10 +49,10 @@ def _captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-_said: set[tuple[str, str, type[NormforgeError]]] = set()
+_said: set[tuple[str, Callable[..., Any], type[NormforgeError]]] = set()
 
 
-def _say_once(whose: str, where: str, error: NormforgeError) -> None:
+def _say_once(whose: str, where: Callable[..., Any], error: NormforgeError) -> None:
     if (whose, where, type(error)) not in _said:
         _said.add((whose, where, type(error)))
         logger.warning("%s: %s", whose, error)

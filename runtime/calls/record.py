@@ -31,19 +31,40 @@ Learnt = tuple[Key, Arrived]
 Launched = tuple[torch.Tensor, "torch.Tensor | None", Sequence[Any], Any, bool]
 
 
+class BackwardPass(NamedTuple):
+    """The backward pass of one call.
+
+    Attributes:
+        saved: the tensors that were saved.
+        args: what else it has to know.
+        dy: the gradient of y, or None.
+        dresidual_out: the gradient of the stored sum, or None.
+        due: for each operand, whether its gradient is.
+        by_formula: whether the eager formula has to compute.
+        learnt: what the call becomes known by, or None.
+    """
+
+    saved: Sequence[Any]
+    args: Any
+    dy: torch.Tensor | None
+    dresidual_out: torch.Tensor | None
+    due: tuple[bool, ...]
+    by_formula: bool = False
+    learnt: Learnt | None = None
+
+
 class Recording(NamedTuple):
     """How autograd records the calls of one family.
 
     Attributes:
         launch: from a call and its operands to outputs, and to what the backward pass needs.
-        gradients: from the arguments of `gradients_of`, whether the eager formula has to compute, and what the call
-            becomes known by, or None, to gradients.
+        gradients: from the backward pass to a gradient per operand.
         family: the name of the look-up of backward calls among `native.calls`; "" for calls looked up elsewhere.
         sums: indices of the operands that the stored sum is made of.
     """
 
     launch: Callable[[Any, tuple[Any, ...]], Launched]
-    gradients: Callable[..., Gradients]
+    gradients: Callable[[BackwardPass], Gradients]
     family: str = ""
     sums: tuple[int, ...] = ()
 
@@ -73,7 +94,7 @@ def gradients_of(
             gradients: Gradients = known
             return gradients
         learnt = key, arrived
-    return recording.gradients(saved, args, dy, dresidual_out, due, by_formula, learnt)
+    return recording.gradients(BackwardPass(saved, args, dy, dresidual_out, due, by_formula, learnt))
 
 
 def reentering(compute: Callable[..., T]) -> Callable[..., T]:

@@ -28,7 +28,7 @@ from .known import MISALIGNED, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics
 from .outputs import rounded, unpacked_of
 from .plan import Plan, Sized, plan_of
-from .record import Arrived, Gradients, Learnt, arrived_in_memory
+from .record import Arrived, BackwardPass, Gradients, Learnt, arrived_in_memory
 
 
 class Problem(NamedTuple):
@@ -91,22 +91,14 @@ class Backward(NamedTuple):
         in_memory = arrived_in_memory(there) and all(each.dtype in FLOATS and not each.is_neg() for each in there)
         return in_memory and kept[0].numel() > 0 and self.serves(kept)
 
-    def recorded(
-        self,
-        saved: Sequence[Any],
-        args: Any,
-        dy: torch.Tensor | None,
-        dresidual_out: torch.Tensor | None,
-        due: tuple[bool, ...],
-        by_formula: bool,
-        learnt: Learnt | None,
-    ) -> Gradients:
+    def recorded(self, call: BackwardPass) -> Gradients:
         """Return the gradients of a call that was recorded; see `Recording`."""
-        *tensors, statistics = saved
+        *tensors, statistics = call.saved
         kept = self.saved(*tensors, *unpacked_of(tensors[0], statistics))
-        if dy is None or by_formula or not self.takes(kept, dy, dresidual_out):
-            return self.formula(kept, args, dy, dresidual_out, due)
-        grads: Gradients = self.gradients(kept, args, (dy, dresidual_out), due, learnt)
+        arrived = call.dy, call.dresidual_out
+        if call.dy is None or call.by_formula or not self.takes(kept, *arrived):
+            return self.formula(kept, call.args, *arrived, call.due)
+        grads: Gradients = self.gradients(kept, call.args, arrived, call.due, call.learnt)
         return grads
 
     @eager_only

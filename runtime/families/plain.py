@@ -15,9 +15,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native, road
 from ..calls.first import launched, resolved
-from ..calls.known import Key
-from ..calls.launch import Recorded
+from ..calls.known import PLAIN, Key
+from ..calls.launch import Recorded, recorded_of, run
+from ..calls.lookup import is_last
 from ..calls.outputs import NormGradients, dtype_of_all, rounded_to, unflattened, unpacked
+from ..calls.randomness import settled
 from ..calls.record import arrived_in_memory, reentering
 from ..calls.road import FamilyCalls, as_operands, operate
 from ..calls.row_layout import walkable
@@ -171,7 +173,8 @@ class _AddNormalise(torch.autograd.Function):
             of_x = ddropped if p else dx
         elif dresidual_out is not None:
             of_x = dropped(eager.widened(dresidual_out), *p, *rng) if p else dresidual_out
-            dx_bias = eager.over_rows(of_x).to(x_bias_dtype) if for_x_bias else None
+            rows = of_x.reshape(-1, of_x.shape[-1])
+            dx_bias = rows.sum(0, dtype=torch.float32).to(x_bias_dtype) if for_x_bias else None
         return (
             None,
             rounded_to(of_x, x_dtype) if for_x else None,
@@ -215,6 +218,28 @@ CALLS = road.calls_of(
 # Calls that add a residual behind a dropout of x, whose seed and offset are settled behind the look-up.
 DROPS = road.calls_of(DROPPED, record=record, looked_up=(5, None))
 native.record_by("recorded", partial(record_known, CALLS))
+
+
+def normalise_dropped(operands: Operands, normalized_shape: Any, options: Options, asked: tuple[Any, Any]) -> Any:
+    """Return the outputs of a known call with a dropout, or None; `asked` is dropout_p and dropout_rng as passed.
+
+    Nothing is drawn for a call that is not known, because it may be refused.
+    """
+    x, *_ = operands
+    p, rng = asked
+    if p.__class__ is not float or p == 0.0 or (isinstance(rng, torch.Tensor) and rng.__class__ not in PLAIN):
+        return None
+    full = full_options(operands, options, p)
+    _, is_recorded, planned = native.calls.dropped.find(operands, full)
+    if planned is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
+        return None
+    _, rng = settled(p, rng, x)
+    planned = road.with_rng(planned, rng)
+    if is_recorded:
+        return record_known(DROPS, (*operands, rng), full, recorded_of(planned))
+    y, total, *_ = run(planned)
+    return y, total
+
 
 # Names of the gradients that are due, by flags of x (or residual), weight, bias, x_bias and what a dropout is applied
 # to, or of the first ones alone.

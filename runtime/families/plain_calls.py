@@ -29,7 +29,7 @@ from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
 from ..upstream.torch_internals import is_sharded, left_in_traces
-from . import dropout, eager
+from . import eager
 from . import plain as recorded
 from .eager import Dropout
 from .operands import DEFAULT_EPS, Operands, Options
@@ -57,7 +57,7 @@ def dropped_add_normalise(
 ) -> Any:
     """Run `add_normalise` with a dropout of x; `asked` is dropout_p, dropout_rng and return_mask."""
     if not (is_dynamo_compiling() or asked[2]):
-        result = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
+        result = recorded.normalise_dropped(operands, normalized_shape, options, asked[:2])
         if result is not None:
             return result
     if is_handed_on(operands):
@@ -157,10 +157,11 @@ def _first(
             return normalise(operands, normalized_shape, options)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
-    if asked is None and kernel and not left and is_sharded(*operands):
-        return _by_parts(operands, normalized_shape, options)
     shape = checked(operands, normalized_shape, options, kernel=kernel and not left)
     options = _as_floats(options)
+    if asked is None and kernel and not left and is_sharded(*operands):
+        call = partial(normalise, normalized_shape=shape, options=options)
+        return by_parts(Norm(norm).row.function, CALLS.rows, operands, call, len(shape))
     drops = None
     if asked is not None:
         # Drawn once nothing else can be refused.
@@ -277,18 +278,6 @@ def normalise_family(calls: FamilyCalls, operands: Any, options: Any, shape: Seq
     traced = becomes_operator(*operands)
     # The key of a known call holds the arguments as passed, and the surrounding state.
     return (road.normalise_traced if traced else road.normalise)(calls, operands, floats)
-
-
-def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """Run `normalise` on DTensors: each rank normalises its rows, in a call of plain tensors."""
-    x, _, _, residual, _ = operands
-    if residual is not None and residual.shape != x.shape:
-        # Parts may fit on one rank and not on another: the first would wait for the second.
-        args = road.named(CALLS, operands, options)
-        check_normalised(CALLS.functions[options[0]], args, normalized_shape, kernel=True)
-    rows, dimensions = [FORWARD[name] for name in CALLS.inputs], len(normalized_shape or ())
-    call = partial(normalise, normalized_shape=normalized_shape, options=options)
-    return by_parts(Norm(options[0]).row.function, rows, operands, call, dimensions)
 
 
 def with_offset(operands: Any, options: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ would give the sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from ..calls import native
 from ..calls.backend import intercepted, is_served
 from ..calls.known import PlannedCall
 from ..calls.launch import Recorded, recorded_of, run
-from ..calls.outputs import rounded
-from ..calls.record import records
+from ..calls.outputs import dtypes_of, rounded
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, record_at_once, records
 from ..calls.road import as_operands, prepared
 from ..selection.invariance import is_on
-from ..upstream.torch_internals import applied_at_once
 from .operands import Operands, Options
-from .plain import CALLS, GRADIENTS, WANTS, full_options
+from .plain import CALLS, WANTS, full_options, gradients_of
 
 # y, and the statistics of the rows, or None if autograd does not record the norm.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -68,7 +68,7 @@ def norm_of_sum(
         y, and an alias of the sum. The norm's backward kernel adds the alias's gradient to dx; autograd adds the
         gradient of `total` after the kernel.
     """
-    both: tuple[torch.Tensor, torch.Tensor] = _apply_norm((options, ahead), total, weight, bias)
+    both: tuple[torch.Tensor, torch.Tensor] = record_at_once((_NORM, (options, ahead)), total, weight, bias)
     return both
 
 
@@ -104,53 +104,32 @@ def _served(operands: Operands, options: Options) -> bool:
     )
 
 
-class _Sum(torch.autograd.Function):
-    """The sum of x and residual. Autograd does not know y and the statistics yet, and nothing is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, launched: tuple[torch.Tensor], x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        ctx.dtypes = (x.dtype, residual.dtype)
-        return launched[0]
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *rounded((dtotal, dtotal), ctx.dtypes, ctx.needs_input_grad[1:])
+def _launch_sum(call: tuple[torch.Tensor], operands: Sequence[Any]) -> Launched:
+    # Autograd does not know y and the statistics yet, and nothing is saved.
+    return call[0], None, (), dtypes_of(operands), is_on()
 
 
-class _NormOfSum(torch.autograd.Function):
-    """y of a sum, and an alias of the sum. The backward pass saves the sum, weight, and a mean and rstd per row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        args: tuple[Options, Ahead],
-        total: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        options, (y, statistics) = args
-        ctx.is_invariant = is_on()
-        # The alias shares memory and version counter with total, so autograd notices a write to either.
-        again = total.detach()
-        ctx.args = options, None if bias is None else bias.dtype
-        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
-        ctx.set_materialize_grads(False)
-        if not total.requires_grad:
-            ctx.mark_non_differentiable(again)
-        ctx.save_for_backward(again, weight, statistics)
-        return y, again
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None, dagain: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if dy is None:
-            return None, dagain, None, None
-        (norm, _, weight_offset, _, cast), bias_dtype = ctx.args
-        due = (*ctx.needs_input_grad[1:], False)
-        options = (norm, weight_offset, cast, None, bias_dtype, WANTS[due])
-        return None, *GRADIENTS[ctx.is_invariant](options, dy, *ctx.saved_tensors, None, dagain)[:3]
+def _sum_gradients(call: BackwardPass) -> Gradients:
+    return rounded((call.dy, call.dy), call.args, call.due)
 
 
-_apply_sum, _apply_norm = applied_at_once(_Sum), applied_at_once(_NormOfSum)
+def _launch_norm(call: tuple[Options, Ahead], operands: Sequence[Any]) -> Launched:
+    options, (y, statistics) = call
+    total, weight, bias = operands
+    # The alias shares memory and version counter with total, so autograd notices a write to either.
+    again = total.detach()
+    return y, again, (again, weight, statistics), (options, None if bias is None else bias.dtype), is_on()
+
+
+def _norm_gradients(call: BackwardPass) -> Gradients:
+    if call.dy is None:
+        return call.dresidual_out, None, None
+    (norm, _, weight_offset, _, cast), bias_dtype = call.args
+    options = (norm, weight_offset, cast, None, bias_dtype, WANTS[call.due])
+    return gradients_of(options, call.dy, *call.saved, None, call.dresidual_out)[:3]
+
+
+_SUM, _NORM = Recording(_launch_sum, _sum_gradients), Recording(_launch_norm, _norm_gradients, sums=(0,))
 
 
 def _record(operands: Operands, options: Options, recorded: Recorded) -> Any:
@@ -159,7 +138,7 @@ def _record(operands: Operands, options: Options, recorded: Recorded) -> Any:
     x, weight, bias, residual, _ = operands
     if total is None:
         return norm_of_sum(options, (y, statistics), x, weight, bias)
-    return _apply_sum((total,), x, residual), (y, statistics)
+    return record_at_once((_SUM, (total,)), x, residual), (y, statistics)
 
 
 native.record_by("added_ahead", _record)

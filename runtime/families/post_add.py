@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function
 from ..calls import native, road
 from ..calls.argument_checks import check_tensor
 from ..calls.outputs import rounded
-from ..calls.record import Gradients, Recording
+from ..calls.record import BackwardPass, Gradients, Recording
 from ..calls.road import calls_of, launch_recorded
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.parameters import ADDED
@@ -31,25 +31,19 @@ def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype
     return norm, weight_offset, cast, dtypes
 
 
-def _gradients(
-    saved: Sequence[Any],
-    args: Any,
-    dy: torch.Tensor | None,
-    _: torch.Tensor | None,
-    due: tuple[bool, ...],
-    *__: Any,
-) -> Gradients:
-    x, weight, x_bias, statistics = saved
-    norm, weight_offset, cast, dtypes = args
+def _gradients(call: BackwardPass) -> Gradients:
+    x, weight, x_bias, statistics = call.saved
+    norm, weight_offset, cast, dtypes = call.args
+    due = call.due
     # The residual is no operand of the norm.
     of_norm = *due[:3], due[4]
     wants = WANTS[of_norm]
     options = (norm, weight_offset, cast, None, dtypes[2], wants)
     grads: Any = (None,) * 4
     if wants:
-        grads = gradients_of(options, dy, x, weight, statistics, x_bias, None)
+        grads = gradients_of(options, call.dy, x, weight, statistics, x_bias, None)
     dx, dweight, dbias, dx_bias, *_ = grads
-    return rounded((dx, dweight, dbias, dy, dx_bias), dtypes, due)
+    return rounded((dx, dweight, dbias, call.dy, dx_bias), dtypes, due)
 
 
 CALLS = calls_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..calls import native, road
 from ..calls.argument_checks import check_flag, check_tensor
 from ..calls.launch import recorded_of, run
 from ..calls.outputs import LayerNormOutput, of_norm, packing, rounded
-from ..calls.record import Gradients, Recording
+from ..calls.record import BackwardPass, Gradients, Recording
 from ..calls.road import Operands, Options, Outs, calls_of, launch_recorded, record_known
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.parameters import RENORMED
@@ -34,17 +33,9 @@ def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: tor
     return norm, weight_offset, eager.cast_of(cast, dtypes[0] or y_dtype, y_dtype), dtypes
 
 
-def _gradients(
-    saved: Sequence[Any],
-    args: Any,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: tuple[bool, ...],
-    *_: Any,
-) -> Gradients:
+def _gradients(call: BackwardPass) -> Gradients:
     """Run the backward pass of each norm: that of the second adds dresidual_out, and leaves the gradient of the sum."""
-    x, weight, total, next_weight, statistics = saved
-    norm, weight_offset, cast, dtypes = args
+    (x, weight, total, next_weight, statistics), (norm, weight_offset, cast, dtypes), dy, dresidual_out, due, *_ = call
     m = x.numel() // x.shape[-1]
     first, second = (of_norm(statistics, at, m, norm == "layer") for at in (0, 1))
     dsum: torch.Tensor | None = dresidual_out

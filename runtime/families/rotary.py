@@ -22,7 +22,7 @@ from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
 from ..calls.known import MISALIGNED, UNREADABLE, Key, addresses_of, remember
 from ..calls.plan import Make, make_of
-from ..calls.record import Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
 from ..codegen.values import Cast, Norm
@@ -423,21 +423,14 @@ def _by_formula(operands: Operands, options: Options, due: Sequence[bool]) -> Gr
     return grads[:4]
 
 
-def gradients(
-    saved: Operands,
-    options: Options,
-    dq_out: torch.Tensor | None,
-    dk_out: torch.Tensor | None,
-    due: Sequence[bool],
-    by_formula: bool,
-    *_: object,
-) -> Gradients:
+def gradients(call: BackwardPass) -> Gradients:
     """Return the gradients of a call's operands: by kernels, by the operator, or by the formula."""
+    saved, options, dq_out, dk_out, due, *_ = call
     pairs: Any = ((dq_out, saved[0]), (dk_out, saved[1]))
     # A gradient that did not arrive is one row of zeros, which serves as all rows.
     arrived = tuple([x.new_zeros(x.shape[-1:]).expand(x.shape) if each is None else each for each, x in pairs])
     seen = intercepted(*arrived, *saved)
-    if by_formula or not (seen or arrived_in_memory(arrived)):
+    if call.by_formula or not (seen or arrived_in_memory(arrived)):
         return eager.differentiated(lambda *operands: eager.rotary(operands, options), saved, due, arrived)
     compute = operator(f"{NAME}_backward") if seen else launched_gradients
     grads = iter(compute(*arrived, *saved, *options, [*due[2:4]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.first import resolved
-from ..calls.record import Gradients, Launched, Recording, record, records
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, record, records
 from ..calls.road import Operands, Options, calls_of
 from ..calls.traced import becomes_operator, intercepted, is_dynamo_compiling, operated, unrecorded
 from ..codegen.parameters import STATISTICS
@@ -41,16 +40,22 @@ def _returned(statistics: Statistics) -> Any:
 
 def _launch_recorded(options: Options, operands: Operands) -> Launched:
     mean, rstd = _run(operands, options)
-    return rstd, mean, (*operands, mean, rstd), None, is_on()
+    first, second = (rstd, None) if mean is None else (mean, rstd)
+    return first, second, (*operands, mean, rstd), None, is_on()
 
 
-def _gradients(saved: Sequence[Any], args: None, drstd: Any, dmean: Any, *_: Any) -> Gradients:
-    x, mean, rstd = saved
+def _gradients(call: BackwardPass) -> Gradients:
+    x, mean, rstd = call.saved
+    dmean, drstd = (None, call.dy) if mean is None else (call.dy, call.dresidual_out)
     return (eager.statistics_gradient(x, mean, rstd, dmean, drstd),)
 
 
-CALLS = calls_of(STATISTICS)
-_RECORDING = Recording(_launch_recorded, _gradients, sums=(0,))
+CALLS = calls_of(
+    STATISTICS,
+    saved=lambda operands, mean: (*operands, mean),
+    args=lambda *_: None,
+    recording=Recording(_launch_recorded, _gradients, sums=(0,)),
+)
 
 
 def compute(operands: Operands, options: Options) -> Any:
@@ -74,6 +79,5 @@ def compute(operands: Operands, options: Options) -> Any:
         return _returned(eager.statistics(norm, x, options[1]))
     rows = road.as_operands((resolved(x),), 1)
     if records(rows) and not becomes_operator(*rows):
-        recorded = record((_RECORDING, options), *rows)
-        return recorded if isinstance(recorded, torch.Tensor) else recorded[::-1]
+        return record((CALLS.recording, options), *rows)
     return _returned(_run(rows, options))

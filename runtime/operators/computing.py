@@ -12,6 +12,7 @@ from ..calls.check import check
 from ..calls.first import launched, refuse_foreign
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtypes_of
+from ..calls.record import BackwardPass
 from ..calls.traced import intercepted, operator
 from ..codegen.families import Kind
 from ..codegen.groups import GROUP
@@ -100,15 +101,10 @@ def _gradients(function: str, args: Mapping[str, Any], by_formula: bool = False)
     dtypes[summed] = args.get("dx_dtype") or dtypes[summed]
     named = [gradients.get(name, "") for name in calls.inputs]
     due = tuple([name in args["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
-    grads = calls.recording.gradients(
-        (*calls.saved(operands, total), (args.get("mean"), args["rstd"])),
-        calls.args(road.options_of(calls, norm, args), tuple(dtypes)),
-        torch.zeros_like(total) if dy is None else dy,
-        args.get("dresidual_out"),
-        due,
-        by_formula,
-        None,
-    )
+    saved = (*calls.saved(operands, total), (args.get("mean"), args["rstd"]))
+    kept_args = calls.args(road.options_of(calls, norm, args), tuple(dtypes))
+    dy = torch.zeros_like(total) if dy is None else dy
+    grads = calls.recording.gradients(BackwardPass(saved, kept_args, dy, args.get("dresidual_out"), due, by_formula))
     by_name = {name: each for name, each in zip(named, grads, strict=True) if each is not None}
     return [by_name.get(row.name) for row in takes.family.results]
 

@@ -10,6 +10,7 @@ import torch
 from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtype_of_all, dtypes_of
+from ..calls.record import BackwardPass
 from ..calls.road import operands_of, options_of
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
@@ -110,39 +111,19 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
         ctx.args = calls.args(options_of(calls, takes.norm.value, args), dtypes_of(operands), output[0].dtype)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2 if output[0].dtype in FLOATS else 0 :])
-        ctx.refusal = "" if args["save_mv"] else _UNSAVED
-        ctx.save_for_backward(*calls.saved(operands, output[1]), output[-1])
+        ctx.refusal = "" if args.get("save_mv", True) else _UNSAVED
+        # The sum, or of statistics alone the mean.
+        ctx.save_for_backward(*calls.saved(operands, output[-2] if output[1:] else None), output[-1])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         _refuse_unsaved(ctx.refusal)
         needed = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         due = tuple([needed.get(name, False) for name in ctx.calls.inputs])
-        grads = ctx.calls.recording.gradients(ctx.saved_tensors, ctx.args, *arrived[:2], due)
+        dy, dresidual_out, *_ = (*arrived, None)
+        call = BackwardPass(ctx.saved_tensors, ctx.args, dy, dresidual_out, due)
+        grads = ctx.calls.recording.gradients(call)
         by_name = dict(zip(ctx.calls.inputs, grads, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
-
-    register_autograd(library, forward, differentiate, keep)
-
-
-def register_statistics(library: torch.library.Library, forward: str) -> None:
-    """Register the gradients of an operator that computes statistics alone.
-
-    Args:
-        library: the library that defines the operator.
-        forward: the operator's name.
-    """
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(inputs[0], *output)
-
-    def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        from ..families.eager import statistics_gradient
-
-        x, *means, rstd = ctx.saved_tensors
-        *dmeans, drstd = arrived
-        mean, dmean = (each[0] if each else None for each in (means, dmeans))
-        return statistics_gradient(x, mean, rstd, dmean, drstd), None
 
     register_autograd(library, forward, differentiate, keep)
 

@@ -27,6 +27,7 @@ from ..calls import native
 from ..calls.check import check, refuse_gradient
 from ..calls.functions import OPERATORS, Function
 from ..calls.outputs import results_of
+from ..calls.record import BackwardPass
 from ..codegen.groups import GROUP
 from ..codegen.parameters import GRADIENTS, GROUP_BWD
 from ..codegen.values import Direction
@@ -155,9 +156,7 @@ def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
     if takes.direction is Direction.BACKWARD:
         gradients.register_second(_recording, name)
-    elif takes.family_name == "statistics":
-        gradients.register_statistics(_recording, name)
-    elif takes.family_name == "renormed":
+    elif takes.family_name in ("renormed", "statistics"):
         gradients.register_in_parts(_recording, name)
     elif takes.gradients:
         backward = GROUP_BWD if takes.family_name == GROUP else GRADIENTS[takes.family_name]
@@ -206,11 +205,12 @@ def _register_rotary() -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:count])
 
-    def differentiate(ctx: Any, *arrived: Any) -> tuple[Any, ...]:
+    def differentiate(ctx: Any, dq_out: Any, dk_out: Any) -> tuple[Any, ...]:
         from ..families import rotary
 
         due, again = ctx.needs_input_grad[:count], torch.is_grad_enabled()
-        return (*rotary.gradients(ctx.saved_tensors, ctx.options, *arrived, due, again), *[None] * len(ctx.options))
+        call = BackwardPass(ctx.saved_tensors, ctx.options, dq_out, dk_out, due, again)
+        return (*rotary.gradients(call), *[None] * len(ctx.options))
 
     name, passed = "qk_norm_rope", f"{_HEADS}, {_ROTATION}"
     _define(name, f"({passed}) -> (Tensor, Tensor)", run, fake)

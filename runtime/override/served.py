@@ -122,48 +122,32 @@ def _readable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
-def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:
-    dimensions = len(shape)
-    vectors = (_vector(weight), _vector(bias))
-    y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
-    # On a CPU torch saves statistics in the parameters' dtype, or x's.
-    dtype = torch.float32 if x.is_cuda or _any_of_type(torch.float32, (weight, bias)) else x.dtype
-    return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
-
-
-def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> Tensors:
-    dimensions = len(shape)
-    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_eps_of(eps), save_mv=True)
-    return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
+def _forward(function: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *others: Any) -> Tensors:
+    (*parameters, eps), dimensions = others, len(shape)
+    vectors = map(_vector, parameters)
+    y, _, _, *statistics = function(_rows(x, dimensions), *vectors, eps=_eps_of(eps), save_mv=True)
+    # On a CPU torch saves a LayerNorm's statistics in the parameters' dtype, or x's.
+    has_mean = statistics[0] is not None
+    is_own = has_mean and not (x.is_cuda or _any_of_type(torch.float32, (*parameters,)))
+    dtype = x.dtype if is_own else torch.float32
+    return _like(x, y), *[_one_a_row(each, dimensions, dtype) for each in statistics if each is not None]
 
 
 def _eps_of(eps: float | None) -> float:
     return _DEFAULT_EPS if eps is None else eps
 
 
-def _layer_gradients(
-    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
+def _backward(
+    function: Callable[..., Any], names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, shape: Any, *others: Any
 ) -> Tensors:
-    rows = _rows(x, len(shape))
-    grads = layernorm2d_bwd(
-        _rows(dy, len(shape)),
-        rows,
-        _vector(weight),
-        mean=_of_rows(mean, rows),
-        rstd=_of_rows(rstd, rows),
-        bias_dtype=None if bias is None else bias.dtype,
-        wants=tuple(compress(_NAMES, due)),
-    )
-    return _like(x, grads.dx), _like(weight, grads.dweight), _like(bias, grads.dbias)
-
-
-def _rms_gradients(
-    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
-) -> Tensors:
-    rows = _rows(x, len(shape))
-    wants = tuple(compress(_NAMES, due))
-    grads = rmsnorm2d_bwd(_rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=wants)
-    return _like(x, grads.dx), _like(weight, grads.dweight)
+    """Return the gradients of x and the parameters; `names` are those of the statistics."""
+    rows, (weight, *bias) = _rows(x, len(shape)), others[len(names) : -1]
+    named: dict[str, Any] = {name: _of_rows(each, rows) for name, each in zip(names, others, strict=False)}
+    if bias:
+        named["bias_dtype"] = None if bias[0] is None else bias[0].dtype
+    wants = tuple(compress(_NAMES, others[-1]))
+    grads = function(_rows(dy, len(shape)), rows, _vector(weight), **named, wants=wants)
+    return tuple(map(_like, (x, weight, *bias), grads))
 
 
 def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
@@ -190,12 +174,18 @@ def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return statistic.view(rows.shape[:-1]).float()
 
 
-# The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels. A
-# LayerNorm has two statistics, an RMSNorm one.
+# The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels.
+_MOMENTS = ("mean", "rstd")
 _SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
-    "native_layer_norm": (_forward_fits, _layer),
-    "native_layer_norm_backward": (partial(_backward_fits, 2), _layer_gradients),
-    "_fused_rms_norm": (_forward_fits, _rms),
-    "_fused_rms_norm_backward": (partial(_backward_fits, 1), _rms_gradients),
+    "native_layer_norm": (_forward_fits, lambda *args: _forward(layernorm2d_fwd, *args)),
+    "native_layer_norm_backward": (
+        partial(_backward_fits, 2),
+        lambda *args: _backward(layernorm2d_bwd, _MOMENTS, *args),
+    ),
+    "_fused_rms_norm": (_forward_fits, lambda *args: _forward(rmsnorm2d_fwd, *args)),
+    "_fused_rms_norm_backward": (
+        partial(_backward_fits, 1),
+        lambda *args: _backward(rmsnorm2d_bwd, _MOMENTS[1:], *args),
+    ),
 }
 OPERATORS = tuple(_SERVED)

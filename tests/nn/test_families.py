@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -182,6 +183,36 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
             continue
         assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape), name
         close(name, gradient, wish, BACKWARD_TOLERANCES[case["dtype"]])
+
+
+EACH = [case for name in ("plain", "modulated", "gated", "group", "renormed") for case in cases(name)]
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_a_gradient_of_a_gradient_beneath_hooks_on_what_is_saved(case: Case) -> None:
+    """As checkpoint and offloading set them, for a penalty on gradients say."""
+    given = operands(case, "cpu")
+    found = []
+    for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        with hooks:
+            y = case.run(given)[0]
+            (dx,) = torch.autograd.grad(y.sin().sum(), given["x"], create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), given["x"])[0])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_compiled_autograd_is_one_graph(case: Case) -> None:
+    given = operands(case, "cpu")
+    whole = torch.compile(backend="eager", fullgraph=True)
+    found = []
+    for autograd in (nullcontext(), torch._dynamo.compiled_autograd._enable(whole)):
+        y = case.run(given)[0]
+        with autograd:
+            found.append(torch.autograd.grad(y.square().sum(), list(given.values()), allow_unused=True))
+    tolerance = BACKWARD_TOLERANCES[case["dtype"]]
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
 SMALL = [

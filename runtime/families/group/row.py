@@ -17,7 +17,16 @@ from ...calls.check import Call
 from ...calls.known import Key, PlannedCall, addresses_of, remember
 from ...calls.launch import Ready, Recorded, recorded_of, run, run_recorded
 from ...calls.plan import Plan, Sized, make_of, plan_of
-from ...calls.record import Launched, Learnt, Recording, arrived_in_memory, record, record_at_once, records
+from ...calls.record import (
+    BackwardPass,
+    Launched,
+    Learnt,
+    Recording,
+    arrived_in_memory,
+    record,
+    record_at_once,
+    records,
+)
 from ...calls.row_gradients import call_of, looked_up_again
 from ...calls.traced import intercepted, operator
 from ...codegen.groups import Activation, GroupMode, Span
@@ -275,21 +284,14 @@ def _launch_recorded(call: tuple[GroupOptions, Recorded | None], operands: Group
     return y, None, (*operands, statistics), _args(options, *operands[1:]), is_invariant
 
 
-def _gradients(
-    saved: Any,
-    args: tuple[GroupOptions, bool, bool],
-    dy: torch.Tensor,
-    _: None,
-    due: tuple[bool, ...],
-    by_formula: bool,
-    learnt: Learnt | None,
-) -> Sequence[torch.Tensor | None]:
-    x, weight, bias, statistics = saved
-    wants = list(compress(GroupNormGradients._fields, due))
-    arrived = GroupArrived(dy, x, weight, bias, statistics, args[0], wants)
-    if by_formula or not arrived_in_memory((dy,)):
+def _gradients(call: BackwardPass) -> Sequence[torch.Tensor | None]:
+    dy: Any = call.dy
+    x, weight, bias, statistics = call.saved
+    wants = list(compress(GroupNormGradients._fields, call.due))
+    arrived = GroupArrived(dy, x, weight, bias, statistics, call.args[0], wants)
+    if call.by_formula or not arrived_in_memory((dy,)):
         return eager.group_gradients(arrived)
-    return launched_backward(arrived, due, learnt)
+    return launched_backward(arrived, call.due, call.learnt)
 
 
 _RECORDING = Recording(_launch_recorded, _gradients, "group_gradients")
