@@ -105,7 +105,7 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
             raise LayoutError(f"y_scale has strides {out.stride()}; pass a contiguous tensor")
         if rows_overlap(elements):
             raise LayoutError(
-                f"the elements of y_scale overlap or interleave (shape {tuple(out.shape)}, strides {out.stride()}); pass memory "
+                f"the elements of y_scale overlap (shape {tuple(out.shape)}, strides {out.stride()}); pass memory "
                 "for each, a contiguous tensor say, or leave y_scale out"
             )
     check_written("y_scale", out, addressed)
