@@ -84,7 +84,7 @@ def _norm(
     """Call torch's own norm, or normalise the last dimension by saved statistics."""
     # Sizes are tensors where torch.jit.trace records them, and none is compared.
     if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
-        refuse_torch(f"a norm of {x.dtype} on {x.device}")
+        refuse_torch(f"{'the gradient of ' * isinstance(eps, tuple)}a norm of {x.dtype} on {x.device}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) > 1:
         # Which types go together depends on the device and on the transform, and the kernels take any.
