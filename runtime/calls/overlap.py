@@ -121,6 +121,20 @@ def rows_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+def elements_overlap(tensor: torch.Tensor) -> bool:
+    """Return True if any two elements of a tensor of two dimensions, on strides above 0, are one."""
+    (rows, columns), (row, column) = tensor.shape, tensor.stride()
+    # Side by side, as they mostly are; in a trace sizes may be symbols, of which less is asked then.
+    if row >= columns * column or column >= rows * row:
+        return False
+    # The greatest common divisor of both strides, by hand: of symbols math.gcd knows none.
+    shared, rest = row, column
+    while rest:
+        shared, rest = rest, shared % rest
+    # The fewest steps along either dimension that come to the same place.
+    return column // shared < rows and row // shared < columns
+
+
 def _is_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if all elements of two (..., N) tensors of one shape share their addresses."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)

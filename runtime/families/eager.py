@@ -1,8 +1,7 @@
 """Norms in torch's own operators, forward and backward: the fallback where no kernel runs, and second derivatives.
 
-Each family has one formula: plain (with or without dropout), gated, modulated and group norms, and rotary embeddings.
-Autograd differentiates the formula, with the saved statistics in the place of eps, once or more often. Gradients are
-computed in fp32, and each is rounded once.
+Each family has a forward formula and a differentiable backward formula: plain (with or without dropout), gated,
+modulated and group norms. Backward formulas compute in fp32, round each gradient once and sum rows in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked_of
@@ -40,8 +38,6 @@ from .operands import (
 )
 
 Tensors = Sequence["torch.Tensor | None"]
-# Eps, or the mean, if any, and the rstd that were saved.
-By = float | tuple["torch.Tensor | None", torch.Tensor] | None
 
 # Pieces that all families share.
 
@@ -79,20 +75,18 @@ def _norm(
     shape: tuple[int, ...],
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: By,
+    eps: float | None,
 ) -> torch.Tensor:
-    """Call torch's own norm, or normalise the last dimension by saved statistics."""
+    """Call torch's own norm."""
     # Sizes are tensors where torch.jit.trace records them, and none is compared.
     if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
-        refuse_torch(f"{'the gradient of ' * isinstance(eps, tuple)}a norm of {x.dtype} on {x.device}")
+        refuse_torch(f"a norm of {x.dtype} on {x.device}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) > 1:
         # Which types go together depends on the device and on the transform, and the kernels take any.
         wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
         weight, bias = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
         return _norm(norm, x.to(wide), shape, weight, bias, eps).to(x.dtype)
-    if isinstance(eps, tuple):
-        return _affine(_by_statistics(norm, x, *eps), weight, bias)
     if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
@@ -122,22 +116,67 @@ def _last_dimension(x: torch.Tensor) -> tuple[int, ...]:
         return tuple(x.shape[-1:])
 
 
-def _by_statistics(norm: str, s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor) -> torch.Tensor:
-    """Return rows normalised by saved statistics, which become functions of the rows with the saved values.
+class _Normalised(NamedTuple):
+    """Rows normalised by saved statistics.
 
-    They imply eps. A negative rstd is that of a clamped row, and no function of the row.
+    Attributes:
+        h: the normalised rows.
+        rstd: the saved rstd, of shape (..., 1), without its sign.
+        centres: True if the mean was subtracted.
+        averages: True if sums along a row are divided by its length.
+        clamped: True for a row whose rstd is no function of the row; None if each row's is one.
     """
-    averages, clamps = _constants(norm)
+
+    h: torch.Tensor
+    rstd: torch.Tensor
+    centres: bool
+    averages: bool
+    clamped: torch.Tensor | None
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the mean along each row, or the sum if the norm does not average; 0 for a clamped row."""
+        total = rows.mean(-1, keepdim=True) if self.averages else rows.sum(-1, keepdim=True)
+        return total if self.clamped is None else total.masked_fill(self.clamped, 0.0)
+
+
+def _normalised(
+    s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, averages: bool = True, clamps: bool = False
+) -> _Normalised:
+    """Return rows normalised by saved statistics.
+
+    Where a second derivative could be asked for, statistics become functions of the rows, with the saved values. They
+    imply eps.
+    """
     rstd = rstd.view(*s.shape[:-1], 1)
+    mean = None if mean is None else mean.view(rstd.shape)
     clamped, rstd = (rstd < 0, rstd.abs()) if clamps else (None, rstd)
-    if mean is not None:
-        centre = s.mean(-1, keepdim=True)
-        s = s - (mean.view(rstd.shape) + (centre - centre.detach()))
-    h = s * rstd
-    squares = h.square()
-    total = squares.mean(-1, keepdim=True) if averages else squares.sum(-1, keepdim=True)
-    change = total - total.detach()
-    return h * torch.rsqrt(1 + (change if clamped is None else change.masked_fill(clamped, 0.0)))
+    saved = _Normalised(s, rstd, mean is not None, averages, clamped)
+    if torch.is_grad_enabled() and s.requires_grad:
+        if mean is None:
+            square = saved.along(s.square())
+        else:
+            centre = s.mean(-1, keepdim=True)
+            mean = mean + (centre - centre.detach())
+            square = (s - centre).square().mean(-1, keepdim=True)
+        rstd = (rstd.pow(-2) + (square - square.detach())).rsqrt()
+    return saved._replace(h=s * rstd if mean is None else (s - mean) * rstd, rstd=rstd)
+
+
+def _through_rows(g: torch.Tensor, normalised: _Normalised, dresidual_out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the gradient of rows, given that of the normalised rows (g) and that of the stored sum."""
+    if 0 not in g.shape:
+        refuse_torch(f"a norm's gradient on {g.device}")
+    dx = g - normalised.h * normalised.along(g * normalised.h)
+    if normalised.centres:
+        dx = dx - normalised.along(g)
+    dx = dx * normalised.rstd
+    return dx if dresidual_out is None else dx + dresidual_out.float()
+
+
+def over_rows(gradient: torch.Tensor, columns: int = 1) -> torch.Tensor:
+    """Sum a gradient in fp32 over all dimensions but the last `columns`."""
+    leading = tuple(range(gradient.dim() - columns))
+    return gradient.sum(leading, dtype=torch.float32) if leading else gradient.float()
 
 
 # Plain norms, with or without a residual, x_bias, a cast before the weight, and dropout.
@@ -247,26 +286,31 @@ def plain_gradients(operands: Sequence[Any], options: Sequence[Any]) -> NormGrad
     """
     dy, x, weight, statistics, x_bias, dresidual_out, *rng = operands
     norm, weight_offset, cast, dx_dtype, bias_dtype, wants, *dropping = options
+    mean, rstd = unpacked_of(x, statistics)
+    s = x.float() if x_bias is None else x.float() + x_bias.float()
+    normalised = _normalised(s, mean, rstd, *_constants(norm))
+    h, *_ = normalised
     dy = torch.zeros_like(x) if dy is None else dy
     to = _rounded_to(cast, dy.dtype, x.dtype)
-
-    def compute(s: torch.Tensor, weight: Any, bias: Any, x_bias: Any, before: Any) -> Tensors:
-        if before is not None:
-            # A dropout of zeros, beside the sum that was stored.
-            s = s + dropped(before if x_bias is None else before + x_bias, dropping[0], *rng)
-        elif x_bias is not None:
-            s = s + x_bias
-        h = _norm(norm, s, _last_dimension(s), None, None, unpacked_of(x, statistics))
-        return _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), bias), s
-
-    # Whose values are not kept, and change nothing.
-    bias = x.new_zeros(x.shape[-1:], dtype=torch.float32) if "dbias" in wants else None
-    before = torch.zeros_like(x, dtype=torch.float32) if rng else None
-    inputs = (x, weight, bias, x_bias, before)
-    own_dtypes = dtypes_of(inputs)
-    dtypes = (dx_dtype or x.dtype, own_dtypes[1], bias_dtype, own_dtypes[3], (dropping[1] if rng else None) or x.dtype)
-    due = [name in wants for name in NormGradients._fields]
-    return NormGradients(*rounded(_gradients(compute, inputs, due, (dy, dresidual_out)), dtypes, due))
+    weighted = h if to is None else h.to(to).float()
+    dy = dy.float()
+    g = dy if weight is None else dy * (weight.float() + weight_offset)
+    dx = _through_rows(g, normalised, dresidual_out)
+    ddropped = dropped(dx, dropping[0], *rng) if rng else dx
+    # One rounding each.
+    exact = (
+        ("dx", dx, dx_dtype or x.dtype),
+        ("dweight", dy * weighted, None if weight is None else weight.dtype),
+        ("dbias", dy, bias_dtype),
+        ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
+        ("ddropped", ddropped, (dropping[1] if rng else None) or x.dtype),
+    )
+    grads = {
+        name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)
+        for name, rows, dtype in exact
+        if name in wants
+    }
+    return NormGradients(*[grads.get(name) for name in NormGradients._fields])
 
 
 # Gated norms: y = norm(x) * act(gate), or y = norm(x * act(gate)).
@@ -277,9 +321,7 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     x, gate, weight, bias = operands
     norm, gating, activation, eps, weight_offset, _, out_dtype, _ = options
     is_before = word(Gating, "gating", gating).is_before
-    wide = widened(gate)
-    rising = torch.sigmoid(wide)
-    factor = rising if word(GateActivation, "activation", activation) is GateActivation.SIGMOID else wide * rising
+    factor = _activated(activation, widened(gate))
     s = widened(x)
     y = _norm(norm, s * factor if is_before else s, _last_dimension(x), None, None, eps)
     y = _affine(y, _offset(weight, weight_offset), bias)
@@ -289,11 +331,40 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
 def gated_gradients(
     saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, dsum: None, due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a gated call's operands that are due, differentiable."""
-    *operands, mean, rstd = saved
-    options = (args.norm, args.gating, args.activation, (mean, rstd), args.weight_offset, None, None, None)
-    grads = _gradients(lambda *each: (gated(each, options),), operands, due, (dy,))
+    """Return the gradients of a gated call's operands that are due, differentiable; `gated` has the kernels.
+
+    With f the activated gate, f' its slope and h the normalised rows: behind the norm, dgate = dy * (h * weight + bias)
+    * f', and dy * f takes dy's place. In front of it, the norm's backward pass makes ds of dy, dx = ds * f and dgate =
+    ds * x * f'.
+    """
+    is_before = word(Gating, "gating", args.gating).is_before
+    x, gate, dy = saved.x.float(), saved.gate.float(), dy.float()
+    factor = _activated(args.activation, gate)
+    normalised = _normalised(x * factor if is_before else x, saved.mean, saved.rstd)
+    h, *_ = normalised
+    weight = None if saved.weight is None else saved.weight.float() + args.weight_offset
+    of_affine = dy if is_before else dy * factor
+    ds = _through_rows(of_affine if weight is None else of_affine * weight, normalised)
+    dgate = ds * x if is_before else dy * _affine(h, weight, saved.bias)
+    grads = (
+        ds * factor if is_before else ds,
+        dgate * _slope(args.activation, gate) if due[1] else None,
+        None if saved.weight is None else over_rows(of_affine * h, saved.weight.dim()),
+        None if saved.bias is None else over_rows(of_affine, saved.bias.dim()),
+    )
     return rounded(grads, args.dtypes, due)
+
+
+def _activated(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
+    rising = torch.sigmoid(gate)
+    return rising if word(GateActivation, "activation", activation) is GateActivation.SIGMOID else gate * rising
+
+
+def _slope(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
+    rising = torch.sigmoid(gate)
+    if word(GateActivation, "activation", activation) is GateActivation.SIGMOID:
+        return rising * (1 - rising)
+    return rising * (1 + gate * (1 - rising))
 
 
 # Modulated norms: y = norm(x * gate + residual) * (1 + scale) + shift.
@@ -308,13 +379,10 @@ def modulated(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
         total = total * _per_sample(gate, x)
     if residual is not None:
         total = as_stored(total + widened(residual), residual.dtype)
-    y = _modulated(norm, total, scale, shift, _offset(weight, weight_offset), bias, eps).to(out_dtype or x.dtype)
+    weight = _offset(weight, weight_offset)
+    y = _norm(norm, total, _last_dimension(x), weight, bias, eps)
+    y = (y * (1 + _per_sample(scale, x)) + _per_sample(shift, x)).to(out_dtype or x.dtype)
     return y if residual is None else (y, total.to(residual.dtype))
-
-
-def _modulated(norm: str, s: torch.Tensor, scale: Any, shift: Any, weight: Any, bias: Any, eps: By) -> torch.Tensor:
-    y = _norm(norm, s, _last_dimension(s), weight, bias, eps)
-    return y * (1 + _per_sample(scale, s)) + _per_sample(shift, s)
 
 
 def _per_sample(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -333,20 +401,41 @@ def modulated_gradients(
     dresidual_out: torch.Tensor | None,
     due: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a modulated call's operands that are due, differentiable."""
-    rows, scale, shift, gate, weight, bias, gated, mean, rstd = saved
-    for_x, for_scale, for_shift, for_gate, for_residual, for_weight, for_bias = due
+    """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated`.
 
-    def compute(s: torch.Tensor, scale: Any, shift: Any, weight: Any, bias: Any) -> Tensors:
-        return _modulated(args.norm, s, scale, shift, _offset(weight, args.weight_offset), bias, (mean, rstd)), s
-
-    needed = (for_x or for_residual or for_gate, for_scale, for_shift, for_weight, for_bias)
-    grads = _gradients(compute, (rows, scale, shift, weight, bias), needed, (dy, dresidual_out))
-    ds, dscale, dshift, dweight, dbias = grads
+    With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
+    pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and
+    dshift = dy, summed over the rows that share them.
+    """
+    rows = saved.x
+    dscale = dshift = dweight = dbias = None
+    if dy is None:
+        ds = None if dresidual_out is None else dresidual_out.float()
+    else:
+        normalised = _normalised(rows.float(), saved.mean, saved.rstd)
+        h, *_ = normalised
+        factor = None if saved.weight is None else saved.weight.float() + args.weight_offset
+        dy = dy.float()
+        dz = dy * (1 + _per_sample(saved.scale, rows))
+        ds = _through_rows(dz if factor is None else dz * factor, normalised, dresidual_out)
+        _, for_scale, for_shift, _, _, for_weight, for_bias = due
+        dscale = _over_sharing(dy * _affine(h, factor, saved.bias), saved.scale) if for_scale else None
+        dshift = _over_sharing(dy, saved.shift) if for_shift else None
+        dweight = over_rows(dz * h) if for_weight else None
+        dbias = over_rows(dz) if for_bias else None
     dx, dgate = ds, None
-    if gate is not None:
-        dx, dgate = _gradients(lambda x, gate: (x * _per_sample(gate, x),), (gated, gate), (for_x, for_gate), (ds,))
+    if ds is not None and saved.gate is not None and saved.gated is not None:
+        dx = ds * _per_sample(saved.gate, ds) if due[0] else None
+        dgate = _over_sharing(ds * saved.gated.float(), saved.gate) if due[3] else None
     return rounded((dx, dscale, dshift, dgate, ds, dweight, dbias), args.dtypes, due)
+
+
+def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
+    """Sum a gradient over the rows that share a row of a modulation: (N,), (samples, N), or x's own shape."""
+    if modulation.dim() == gradient.dim():
+        return gradient
+    shared = tuple(range(int(modulation.dim() > 1), gradient.dim() - 1))
+    return gradient.sum(shared, dtype=torch.float32)
 
 
 # GroupNorm.
@@ -378,25 +467,35 @@ def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
     """Return the gradients of a call of GroupNorm that are due, differentiable; `group` has the kernels."""
     dy, x, weight, bias, statistics, options, wants = arrived
     span = Span.of(options.num_groups)
-    mean, rstd = statistics
-    by = mean if span.centres else None, rstd
+    mean, rstd = statistics.to(widened(x).dtype)
 
-    def compute(x: torch.Tensor, weight: Any, bias: Any) -> Tensors:
-        # The elements that share statistics are the last dimension.
-        s = x.reshape(x.shape[0], options.num_groups, -1) if span.is_group else x.flatten(2).movedim(1, -1)
-        h = _norm(span.norm.value, s, _last_dimension(s), None, None, by)
-        h = (h if span.is_group else h.movedim(-1, 1)).reshape(x.shape)
-        z = _affine(h, _per_channel(weight, x), _per_channel(bias, x))
-        return (functional.silu(z) if options.activation == "silu" else z,)
+    def as_rows(images: torch.Tensor) -> torch.Tensor:
+        """Return the elements that share statistics as the last dimension."""
+        if span.is_group:
+            return images.reshape(images.shape[0], options.num_groups, -1)
+        return images.flatten(2).movedim(1, -1)
 
-    operands = (x, weight, bias)
+    def as_images(rows: torch.Tensor) -> torch.Tensor:
+        return (rows if span.is_group else rows.movedim(-1, 1)).reshape(x.shape)
+
+    s = as_rows(widened(x))
+    normalised = _normalised(s, mean if span.centres else None, rstd, span.norm.averages, span.norm.clamps)
+    h = as_images(normalised.h)
+    dz = dy.to(s.dtype)
+    if options.activation == "silu":
+        z = _per_channel(weight, x) * h + _per_channel(bias, x, 0.0)
+        dz = dz * _slope("silu", z)
+    dx = as_images(_through_rows(as_rows(dz * _per_channel(weight, x)), normalised))
+    others = tuple([dim for dim in range(x.dim()) if dim != 1])
+    dweight = (dz * h).sum(others) if "dweight" in wants and weight is not None else None
+    dbias = dz.sum(others) if "dbias" in wants and bias is not None else None
     due = [name in wants for name in GroupNormGradients._fields]
-    return GroupNormGradients(*rounded(_gradients(compute, operands, due, (dy,)), dtypes_of(operands), due))
+    return GroupNormGradients(*rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))
 
 
-def _per_channel(vector: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """Return a vector of channels in a shape that broadcasts to x's."""
-    return None if vector is None else vector.reshape(-1, *[1] * (x.dim() - 2))
+def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1.0) -> torch.Tensor | float:
+    """Return a vector of channels in the dtype of arithmetic, of a shape that broadcasts to x's."""
+    return absent if vector is None else widened(vector).reshape(-1, *[1] * (x.dim() - 2))
 
 
 # Queries and keys: the norm of each head, and its rotary embedding.
@@ -458,15 +557,7 @@ def write_keys(
     cache[slots // cache.shape[1], slots % cache.shape[1]] = keys[there]
 
 
-# Gradients of every family: torch's operators differentiate the formulas above.
-
-
-def _gradients(
-    compute: Callable[..., Tensors], operands: Tensors, due: Sequence[bool], arrived: Tensors
-) -> list[torch.Tensor | None]:
-    """Return the gradients that `differentiated` returns, computed in fp32 and not rounded."""
-    wide, arriving = ([None if each is None else each.float() for each in side] for side in (operands, arrived))
-    return differentiated(compute, wide, due, arriving)
+# Second derivatives of every family: torch's operators differentiate the backward formulas above.
 
 
 def differentiated(
@@ -481,36 +572,25 @@ def differentiated(
         arrived: the gradient of each result; None where none arrived.
 
     Returns:
-        A gradient per operand; None where none is due. The gradients are differentiable if gradients are enabled.
+        A gradient per operand; None where none is due, or the results do not depend on the operand. The gradients are
+        differentiable if gradients are enabled.
     """
-    wanted = [at for at, operand in enumerate(operands) if operand is not None and due[at]]
-    there = [at for at, gradient in enumerate(arrived) if gradient is not None]
-
-    def of_wanted(*inputs: Any) -> tuple[Any, ...]:
-        each = [*operands]
-        for at, operand in zip(wanted, inputs, strict=True):
-            each[at] = operand
-        results = compute(*each)
-        return tuple([results[at] for at in there])
-
-    inputs: list[Any] = [operands[at] for at in wanted]
-    gradients: Any = tuple([arrived[at] for at in there])
-    found: Any = ()
-    if not inputs or not gradients:
-        pass
-    elif is_dynamo_compiling():
-        # TorchDynamo, which compiled autograd is traced by, follows nothing else. Where hooks on saved tensors are set,
-        # which is never in a trace, torch.func refuses them.
-        pull_back: Any = torch.func.vjp(of_wanted, *inputs)[1]
-        found = pull_back(gradients)
-    else:
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Views of tensors that are in the graph already, or leaves of a graph that ends here.
-            inputs = [x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-            pairs = [pair for pair in zip(of_wanted(*inputs), gradients, strict=True) if pair[0].requires_grad]
-        if pairs:
-            results, gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(results, inputs, gradients, create_graph=again, materialize_grads=True)
-    by_place = dict(zip(wanted, found, strict=False))
-    return [by_place.get(at) for at in range(len(operands))]
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of tensors that are in the graph already, or leaves of a graph that ends here.
+        inputs = [
+            None if operand is None else operand.view_as(operand) if again else operand.detach().requires_grad_(needed)
+            for operand, needed in zip(operands, due, strict=True)
+        ]
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(compute(*inputs), arrived, strict=True)
+            if result is not None and gradient is not None and result.requires_grad
+        ]
+    is_due = [operand is not None and needed for operand, needed in zip(inputs, due, strict=True)]
+    wanted = [operand for operand, needed in zip(inputs, is_due, strict=True) if operand is not None and needed]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    results, gradients = zip(*pairs, strict=True)
+    grads = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
+    return [next(grads) if needed else None for needed in is_due]

@@ -173,8 +173,7 @@ class _AddNormalise(torch.autograd.Function):
             of_x = ddropped if p else dx
         elif dresidual_out is not None:
             of_x = dropped(eager.widened(dresidual_out), *p, *rng) if p else dresidual_out
-            rows = of_x.reshape(-1, of_x.shape[-1])
-            dx_bias = rows.sum(0, dtype=torch.float32).to(x_bias_dtype) if for_x_bias else None
+            dx_bias = eager.over_rows(of_x).to(x_bias_dtype) if for_x_bias else None
         return (
             None,
             rounded_to(of_x, x_dtype) if for_x else None,

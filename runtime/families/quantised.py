@@ -15,7 +15,7 @@ from ..calls.first import address_of
 from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.launch import Held, run_sized
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
-from ..calls.overlap import may_overlap, rows_overlap
+from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Outs, calls_of
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
@@ -97,13 +97,10 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_dtype("y_scale", out, (dtype,))
     check_device("y_scale", out, call.x)
     strided = out.dim() == 2 and call.mode.has_scale_strides
-    at_scale = address_of("y_scale", out) if addressed else 0
-    # Each scale is a row of its own.
-    elements = out.unsqueeze(-1)
     if not out.is_contiguous():
         if not (strided and out.stride(0) > 0 and out.stride(1) > 0):
             raise LayoutError(f"y_scale has strides {out.stride()}; pass a contiguous tensor")
-        if rows_overlap(elements):
+        if elements_overlap(out):
             raise LayoutError(
                 f"the elements of y_scale overlap (shape {tuple(out.shape)}, strides {out.stride()}); pass memory "
                 "for each, a contiguous tensor say, or leave y_scale out"
@@ -111,12 +108,23 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
     check_written("y_scale", out, addressed)
     if not addressed:
         return
+    at_scale = address_of("y_scale", out)
+    start, end = _span(out)
     for name, other in others.items():
-        if may_overlap(elements, other):
+        at, behind = _span(other)
+        if start < behind and at < end:
             raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
     if not call.mode.serves and at_scale & MISALIGNED:
         # The kernel is that of `layernorm2d_fwd`, which allocates them.
         raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and behind its last byte; (0, 0) for a tensor without elements."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def launch(planned: PlannedCall, options: Options, outs: Outs, held: Held = None) -> QuantisedOutput:

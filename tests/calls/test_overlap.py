@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.overlap import may_overlap, rows_overlap
+from normforge.calls.overlap import elements_overlap, may_overlap, rows_overlap
 from normforge.errors import LayoutError
 
 M, N = 3, 64
@@ -59,6 +59,15 @@ def test_rows_of_one_tensor_overlap() -> None:
         memory[:4].view(1, 2, 2),
     ):
         assert not rows_overlap(view)
+
+
+def test_elements_of_one_tensor_overlap() -> None:
+    """Told exactly, of any two strides."""
+    memory = torch.arange(100, dtype=torch.int8)
+    for strides in itertools.product(range(1, 9), repeat=2):
+        for shape in itertools.product(range(1, 6), repeat=2):
+            view = memory.as_strided(shape, strides)
+            assert elements_overlap(view) == (len(set(view.flatten().tolist())) < view.numel()), (shape, strides)
 
 
 def test_counts_bytes_not_elements() -> None:
