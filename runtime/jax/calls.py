@@ -99,7 +99,7 @@ def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[s
         shape, whose = (rows, "x's shape") if has_rows else (rows[-1:], "x's last dimension")
         if array.shape != shape:
             raise ShapeError(f"{name} has shape {array.shape}; it takes {shape}, {whose}")
-    if _number("weight_offset", weight_offset) and not {"weight", "next_weight"} & {*arrays}:
+    if _number("weight_offset", weight_offset) and "weight" not in arrays:
         raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
     return dict(zip(arrays, varying(*arrays.values()), strict=True))
 

@@ -209,7 +209,7 @@ X = np.ones((2, 8), np.float32)
         (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), x's shape"),
         (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
         (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
-        (lambda: norms.rms_norm(X, weight_offset=1.0), ConflictError, "weight_offset=1.0 is added to weight"),
+        (lambda: norms.rms_norm_add(X, X, next_weight=X[0], weight_offset=1.0), ConflictError, "is added to weight"),
         (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
         (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),
         (
