@@ -120,7 +120,7 @@ _RENORMED = PublicFunctions(
     ),
     rows=RENORMED,
     output="LayerNormOutput",
-    call="renormed.forward(operands, options, (out, residual_out))",
+    call="post_add.forward(operands, options, (out, residual_out))",
     summary={
         norm: f"Compute {norm.row.title}, add the result to a residual, and compute {norm.row.title} of the sum."
         for norm in RENORMED.functions
@@ -652,7 +652,7 @@ _POST_ADD_FUNCTIONS = FunctionalFunctions(
         (_TWO, {"next_norm": "Literal[True]"}, ("next_norm",)),
         (_TWO, {"next_weight": "torch.Tensor"}, ("next_weight",)),
     ),
-    call="renormed.add(operands, options, next_norm)",
+    call="post_add.add(operands, options, next_norm)",
     summary={
         norm: f"Compute {norm.row.title} over the last dimension and add it to a residual, in one kernel."
         for norm in _FORMULAS

@@ -16,7 +16,7 @@ _TEXT = '''\
 {mark}
 """aten::{operator} by normforge's kernels, and by torch's own what they do not serve."""
 
-from normforge.override.standalone import standalone
+from normforge.override.switch import standalone
 
 _call = standalone("{operator}")
 

@@ -20,7 +20,6 @@ from ..families import public
 from ..families.gated import row as gated
 from ..families.modulated import row as modulated
 from ..families.operands import GatedSaved, ModulatedSaved
-from ..families.public import CALLS
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..selection import dispatch
@@ -105,7 +104,7 @@ class _Forward(NamedTuple):
 def _forward(problem: Problem, device: torch.device) -> _Forward:
     mode, family = problem.mode, family_of(problem.mode)
     args = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
-    calls = CALLS[family.name]
+    calls = road.ROWS[family.name]
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
     outputs = road.launched(calls, operands, options)

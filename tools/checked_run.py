@@ -14,8 +14,7 @@ from ..calls.functions import completed
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
-from ..families import public, renormed
-from ..families.public import CALLS
+from ..families import post_add, public
 from ..families.which import which
 from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference
@@ -98,9 +97,9 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     function = family.functions[mode.norm]
     oracle = _BESIDE[family.name].FORWARD[mode.norm]
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
-    args, calls = completed(function, arguments), CALLS[family.name]
+    args, calls = completed(function, arguments), road.ROWS[family.name]
     # The 2d function divides the tensor that holds the statistics of two norms.
-    call = partial(renormed.forward, outs=(None, None)) if mode.fadd.renorms else partial(road.launched, calls)
+    call = partial(post_add.forward, outs=(None, None)) if mode.fadd.renorms else partial(road.launched, calls)
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
     return Run(

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from ..ahead_of_time import warmup as ahead
-from ..ahead_of_time.build import build
 from ..ahead_of_time.compile_keys import (
     CompileKey,
     find_target,
@@ -17,6 +16,7 @@ from ..ahead_of_time.compile_keys import (
     recorded_keys_for,
 )
 from ..ahead_of_time.stand_ins import Deployment, Kind
+from ..ahead_of_time.warmup import build
 from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.values import DType

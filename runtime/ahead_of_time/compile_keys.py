@@ -21,11 +21,10 @@ from ..codegen.parameters import family_of
 from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError, RecordError
 from ..kernels import rotary
-from ..kernels.assembly import Assembly, Facts, assemble
+from ..kernels.assembly import Assembly, Facts, assemble, join
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
-from ..kernels.several import join
 from ..kernels.strides import misaligned_of_kind, strides_of_kind
 from ..selection import dispatch
 from ..selection.batch import batch_invariant

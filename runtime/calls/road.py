@@ -145,8 +145,8 @@ def with_rng(planned: PlannedCall, rng: Any) -> PlannedCall:
     return cast("PlannedCall", complete)
 
 
-# By their names.
-_ROWS: dict[str, FamilyCalls] = {}
+# The rows of the families that were imported, by their names.
+ROWS: dict[str, FamilyCalls] = {}
 
 
 def calls_of(family: Family, **own: Any) -> FamilyCalls:
@@ -163,13 +163,13 @@ def calls_of(family: Family, **own: Any) -> FamilyCalls:
     calls = FamilyCalls(**(facts | own))
     if calls.recording is not None:
         native.record_by(calls.name, partial(record_known, calls))
-    return _ROWS.setdefault(calls.name, calls)
+    return ROWS.setdefault(calls.name, calls)
 
 
 @constant_in_traces
 def function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of a function, and the names of a call's operands and options."""
-    row = _ROWS[family]
+    row = ROWS[family]
     return row.functions[norm], (*row.inputs, *row.options)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..codegen.groups import Activation
 from ..codegen.values import Cast, GateActivation, Norm
-from . import renormed, rotary, statistics
+from . import post_add, rotary, statistics
 from .gated import row as gated
 from .group import calls as group
 from .modulated import row as modulated
@@ -125,7 +125,7 @@ def layer_norm_add(
     """
     operands = (x, weight, bias, residual, x_bias, next_weight, next_bias)
     options = ("layer", eps, weight_offset, None, cast, "post_add", None)
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = renormed.add(operands, options, next_norm)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = post_add.add(operands, options, next_norm)
     return result
 
 
@@ -228,7 +228,7 @@ def rms_norm_add(
     """
     operands = (x, weight, None, residual, x_bias, next_weight, None)
     options = ("rms", eps, weight_offset, None, cast, "post_add", None)
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = renormed.add(operands, options, next_norm)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = post_add.add(operands, options, next_norm)
     return result
 
 

@@ -16,7 +16,7 @@ from ..calls import first, native
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
 from ..upstream.torch_internals import eager_below
-from . import quantised, renormed, statistics
+from . import post_add, quantised
 from .gated import row as gated
 from .modulated import row as modulated
 
@@ -604,7 +604,7 @@ def renormed_layernorm2d_fwd(
     """
     operands = (x, weight, bias, residual, next_weight, next_bias, smooth_scale)
     options = ("layer", eps, 0.0, cast, fquant, out_dtype, save_mv)
-    return renormed.forward(operands, options, (out, residual_out))
+    return post_add.forward(operands, options, (out, residual_out))
 
 
 def renormed_rmsnorm2d_fwd(
@@ -656,7 +656,7 @@ def renormed_rmsnorm2d_fwd(
     """
     operands = (x, weight, None, residual, next_weight, None, smooth_scale)
     options = ("rms", eps, weight_offset, cast, fquant, out_dtype, save_mv)
-    return renormed.forward(operands, options, (out, residual_out))
+    return post_add.forward(operands, options, (out, residual_out))
 
 
 def modulated_layernorm2d_fwd(
@@ -1025,13 +1025,3 @@ def quantised_rms_norm(
         save_unquant,
     )  # fmt: skip
     return quantised.forward(operands, options, (out, residual_out, y_scale))
-
-
-# The rows of the families that `forward` serves, by name.
-CALLS = {
-    "statistics": statistics.CALLS,
-    "renormed": renormed.CALLS,
-    "modulated": modulated.CALLS,
-    "gated": gated.CALLS,
-    "quantised": quantised.CALLS,
-}

@@ -17,9 +17,9 @@ from ..calls.record import records
 from ..calls.road import FamilyCalls, Outs
 from ..calls.traced import is_dynamo_compiling
 from ..errors import ConflictError
+from ..kernels.assembly import join
 from ..kernels.gpu import target_of
 from ..kernels.launcher import Launcher
-from ..kernels.several import join
 from ..selection import dispatch
 from . import plain, quantised
 from .plain_functions import add_rms_norm, rms_norm

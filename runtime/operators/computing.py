@@ -18,7 +18,7 @@ from ..codegen.families import Kind
 from ..codegen.groups import GROUP
 from ..codegen.values import Direction
 from ..families import eager, public
-from ..families.public import CALLS
+from ..families import statistics as statistics
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
 from . import grouped
@@ -45,7 +45,7 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
         require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
-    calls = CALLS[takes.family_name]
+    calls = road.ROWS[takes.family_name]
     options = road.options_of(calls, takes.norm.value, args)
     results = road.launched(calls, road.operands_of(calls, args), options)
     return results
@@ -88,7 +88,7 @@ def shares_no_row(function: str, args: Mapping[str, Any]) -> bool:
 
 def _gradients(function: str, args: Mapping[str, Any], by_formula: bool = False) -> Results:
     takes = OPERATORS[function]
-    calls, norm = CALLS[takes.family_name], takes.norm.value
+    calls, norm = road.ROWS[takes.family_name], takes.norm.value
     assert calls.recording is not None
     gradients = dict(OPERATORS[calls.functions[norm]].gradients)
     total, gated, dy = args["x"], args.get("gated"), args["dy"]

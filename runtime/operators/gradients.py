@@ -11,7 +11,7 @@ from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.functions import OPERATORS
 from ..calls.outputs import dtype_of_all, dtypes_of
 from ..calls.record import BackwardPass
-from ..calls.road import operands_of, options_of
+from ..calls.road import ROWS, operands_of, options_of
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
 from ..codegen.families import Kind
@@ -103,10 +103,10 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
     takes = OPERATORS[forward]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        from ..families.public import CALLS
+        from . import computing as computing
 
         args = dict(zip(takes.passed, inputs, strict=True))
-        ctx.calls = calls = CALLS[takes.family_name]
+        ctx.calls = calls = ROWS[takes.family_name]
         operands = operands_of(calls, args)
         ctx.args = calls.args(options_of(calls, takes.norm.value, args), dtypes_of(operands), output[0].dtype)
         ctx.set_materialize_grads(False)

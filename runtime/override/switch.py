@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 
+from ..errors import DeviceError
 from ..kernels.gpu import interpreting
 from ..locks import fork_safe
 from ..upstream.torch_dispatcher import Replacement, kernel_of, without_torchs_own_overrides
@@ -107,3 +110,36 @@ def override_torch() -> TorchOverride:
 def restore_torch() -> None:
     """Withdraw every request of `override_torch`; do nothing if there is none."""
     _switch().leave(None)
+
+
+# The dispatch keys of the devices that kernels run on.
+_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def standalone(operator: str) -> Callable[..., Any]:
+    """Return an operator of aten as a function, run by our kernel where one serves; results have no gradients.
+
+    Torch's kernels are looked up now, so that the function may replace the operator itself afterwards.
+
+    Args:
+        operator: one of `served.OPERATORS`.
+
+    Returns:
+        A function of the operator's arguments, in the order of its schema. It raises a DeviceError for tensors on a
+        device that torch has no kernel of the operator for.
+    """
+    serves = {}
+    for key in _KEYS:
+        if (kernel := kernel_of(operator, key.name)) is not None:
+            serves[key.name.lower()] = partial(serving(operator, kernel), torch._C.DispatchKeySet(key))
+
+    def call(x: torch.Tensor, *others: Any) -> Any:
+        serve = serves.get(x.device.type)
+        if serve is None:
+            raise DeviceError(
+                f"aten::{operator} was given a tensor on {x.device}; this torch has kernels of it for "
+                f"{' and '.join(serves)}: move the tensor there"
+            )
+        return serve(x, *others)
+
+    return call

@@ -28,7 +28,7 @@ from ..calls.known import PLAIN
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..errors import NormforgeError
-from ..families import post_add, renormed
+from ..families import post_add
 from ..families.operands import DEFAULT_EPS, Options
 from ..families.plain_modules import LayerNorm, RMSNorm
 from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
@@ -167,7 +167,7 @@ class Sums:
         is_alike = is_bare(behind) and is_taken(behind, x) and options_of(behind, x.dtype, x) == options
         if is_alike and x.dtype is dtype is residual.dtype:
             of_both = (word, eps, weight_offset, cast, "none", None, None)
-            launched = self._fused(norm, renormed.add_ahead, (*operands, *vectors_of(behind), None), of_both)
+            launched = self._fused(norm, post_add.add_ahead, (*operands, *vectors_of(behind), None), of_both)
             if launched is not None:
                 self._joined = _Joined(launched[0], launched[1], behind, options)
                 return self._joined.total

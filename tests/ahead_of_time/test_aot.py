@@ -16,9 +16,9 @@ from unittest.mock import Mock
 import pytest
 
 import normforge
-from normforge.ahead_of_time import build as building
-from normforge.ahead_of_time.build import Built, build
+from normforge.ahead_of_time import warmup as building
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.ahead_of_time.warmup import Built, build
 from normforge.errors import AotError, FrozenError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining

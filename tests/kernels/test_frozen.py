@@ -10,8 +10,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from normforge.ahead_of_time.build import build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.ahead_of_time.warmup import build
 from normforge.errors import CacheError, FrozenError
 from normforge.kernels.assembly import Recipe
 from normforge.kernels.gpu import named_target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.families import post_add, renormed
+from normforge.families import post_add
 from normforge.patching import modulating, sums
 
 from .twins import Counted
@@ -21,6 +21,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Counted:
         input_added=(sums, "norm_of_summand"),
         sum_behind=(post_add, "normalise"),
         # And with another norm behind the sum behind.
-        norm_behind=(renormed, "add_ahead"),
+        norm_behind=(post_add, "add_ahead"),
         modulation=(modulating, "_fused"),
     )
