@@ -13,8 +13,7 @@ from normforge.calls import backend, first, plan, road
 from normforge.families import rotary, several
 from normforge.families.group import row as group
 from normforge.kernels import launcher
-from normforge.kernels.gpu import Target
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import Launcher
 from normforge.upstream import triton_launcher
 

@@ -21,8 +21,7 @@ from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.values import DType
 from ..dtypes import TORCH_DTYPES
-from ..kernels.gpu import Target
-from ..kernels.key import KernelKey
+from ..kernels.gpu import KernelKey, Target
 from ..kernels.strides import strides_told
 from .arguments import ABSENT
 

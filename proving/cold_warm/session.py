@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from normforge.calls import native
-from normforge.calls.lookup import Lookup
+from normforge.calls.native import Lookup
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 

@@ -22,8 +22,7 @@ from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError, RecordError
 from ..kernels import rotary
 from ..kernels.assembly import Assembly, Facts, assemble, join
-from ..kernels.gpu import Target, named_target, target_of
-from ..kernels.key import KernelKey
+from ..kernels.gpu import KernelKey, Target, named_target, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.strides import misaligned_of_kind, strides_of_kind
 from ..selection import dispatch

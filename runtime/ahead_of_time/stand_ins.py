@@ -11,10 +11,9 @@ import torch
 
 from ..call_kinds import ROWS, USUAL_ROWS
 from ..calls.check import Call, check
-from ..calls.overlap import rows_overlap
 from ..calls.plan import Plan
 from ..calls.row_gradients import call_of
-from ..calls.row_layout import MOST_STRIDES
+from ..calls.row_layout import MOST_STRIDES, rows_overlap
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.key import ALIGNMENT
+from ..kernels.gpu import ALIGNMENT
 from ..kernels.strides import row_alignment
 from ..selection import dispatch
 from ..upstream.dynamo_guards import Fits, contiguous_strides, guard

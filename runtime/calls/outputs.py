@@ -14,7 +14,7 @@ import torch
 from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.values import ScaleLayout
-from ..kernels.key import ALIGNMENT
+from ..kernels.gpu import ALIGNMENT
 from .check import Call
 
 # From a shape and a dtype to a tensor.

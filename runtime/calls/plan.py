@@ -21,8 +21,7 @@ import torch
 from ..call_kinds import FEW, ROWS, CallKind
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..kernels.assembly import SUMS, Assembly, Facts, assemble
-from ..kernels.gpu import Target, target_of
-from ..kernels.key import pointer_type
+from ..kernels.gpu import Target, pointer_type, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
@@ -30,8 +29,7 @@ from ..upstream.dynamo_guards import allocator, contiguous_strides
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length, packing, y_shape
-from .overlap import REPLACEABLE, Extent, Extents, extent_of
-from .row_layout import stride_of
+from .row_layout import REPLACEABLE, Extent, Extents, extent_of, stride_of
 
 _BYTES = pointer_type("uint8", aligned=False)
 

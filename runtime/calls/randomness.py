@@ -14,9 +14,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import FORWARD
-from ..errors import ConflictError, DeviceError, DTypeError, ShapeError
-from ..upstream.torch_internals import is_sharded
-from .argument_checks import check_contiguous, check_device, check_dtype, check_number
+from ..errors import ConflictError, DeviceError, DTypeError
+from .check import check_number, check_random, refuse_sharded
 
 _P = FORWARD["dropout_p"]
 _LARGEST_I64 = 2**63 - 1
@@ -93,34 +92,3 @@ def _beside(x: torch.Tensor) -> AbstractContextManager[object]:
     """Return a context that makes tensors as x is: a fake tensor takes fake ones alone, outside of its mode too."""
     mode = None if is_dynamo_compiling() else getattr(x, "fake_mode", None)
     return nullcontext() if mode is None else mode
-
-
-def check_random(name: str, state: Any, x: torch.Tensor) -> None:
-    """Check a seed and an offset, which are not read.
-
-    Raises:
-        ArgumentError: one of its kinds.
-    """
-    if not isinstance(state, torch.Tensor):
-        raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
-    refuse_sharded(x, state)
-    # Not by `check_operand`, to which a shape follows from x's.
-    check_dtype(name, state, (torch.int64,))
-    if tuple(state.shape) != (2,):
-        raise ShapeError(f"{name} has shape {tuple(state.shape)}; it takes (2,), seed and offset")
-    check_device(name, state, x)
-    check_contiguous(name, state)
-
-
-def refuse_sharded(*tensors: object) -> None:
-    """Refuse a dropout of rows that are dealt out over ranks.
-
-    Raises:
-        DeviceError: a tensor is a DTensor.
-    """
-    if is_sharded(*tensors):
-        raise DeviceError(
-            "dropout_p was passed with a DTensor, of whose rows no rank knows the numbers that the mask follows from; "
-            "pass the to_local() of each tensor, with a dropout_rng that differs from rank to rank, or call "
-            "torch.nn.functional.dropout before the norm"
-        )

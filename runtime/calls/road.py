@@ -15,13 +15,11 @@ from ..codegen.families import Family, Parameter
 from ..codegen.values import Cast, FusedQuant
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
-from ..kernels.gpu import require_device
-from ..kernels.key import ALIGNMENT
+from ..kernels.gpu import ALIGNMENT, require_device
 from ..selection import invariance
 from ..upstream.torch_internals import constant_in_traces, eager_only
 from . import native
-from .argument_checks import check_output
-from .check import Call, check, refuse_gradient
+from .check import Call, check, check_output, refuse_gradient
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
 from .known import MISALIGNED, Key, PlannedCall

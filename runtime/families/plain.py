@@ -17,7 +17,7 @@ from ..calls import native, road
 from ..calls.first import launched, resolved
 from ..calls.known import PLAIN, Key
 from ..calls.launch import Recorded, recorded_of, run
-from ..calls.lookup import is_last
+from ..calls.native import is_last
 from ..calls.outputs import NormGradients, dtype_of_all, rounded_to, unflattened, unpacked
 from ..calls.randomness import settled
 from ..calls.record import arrived_in_memory, reentering

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..calls.argument_checks import check_number
+from ..calls.check import check_number
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..dtypes import word

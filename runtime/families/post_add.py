@@ -10,7 +10,7 @@ import torch
 from torch.overrides import handle_torch_function
 
 from ..calls import native, road
-from ..calls.argument_checks import check_flag, check_tensor
+from ..calls.check import check_flag, check_tensor
 from ..calls.launch import recorded_of, run
 from ..calls.outputs import LayerNormOutput, of_norm, packing, rounded
 from ..calls.record import BackwardPass, Gradients, Recording

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from ..calls import road
-from ..calls.argument_checks import check_device, check_dtype, check_tensor, check_written
-from ..calls.check import Call
+from ..calls.check import Call, check_device, check_dtype, check_tensor, check_written
 from ..calls.first import address_of
 from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.launch import Held, run_sized
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
-from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Outs, calls_of
+from ..calls.row_layout import elements_overlap
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
-from ..kernels.key import ALIGNMENT
+from ..kernels.gpu import ALIGNMENT
 from ..upstream.dynamo_guards import Empty, contiguous_strides
 
 # The functions that return y unquantised.

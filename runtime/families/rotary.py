@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ..call_kinds import MANY, MOST, ROTARY_SIZES, ROWS
-from ..calls import argument_checks as checks
+from ..calls import check as checks
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
 from ..calls.known import MISALIGNED, UNREADABLE, Key, addresses_of, remember
@@ -28,8 +28,7 @@ from ..calls.traced import is_dynamo_compiling, operator, unrecorded
 from ..codegen.values import Cast, Norm
 from ..dtypes import FLOATS, word
 from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
-from ..kernels.gpu import require_device, target_of
-from ..kernels.key import ALIGNMENT
+from ..kernels.gpu import ALIGNMENT, require_device, target_of
 from ..kernels.launcher import Launcher
 from ..kernels.rotary import BACKWARD, CACHE, CACHE_STRIDES, FORWARD, HEADS, RESULTS, TOTALS, assemble, kernel_named
 from ..kernels.strides import kind_of

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..calls import road
-from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
-from ..calls.check import check_normalised
+from ..calls.check import check_normalised, check_tensor
 from ..calls.first import resolved
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, record, records
 from ..calls.road import Operands, Options, calls_of

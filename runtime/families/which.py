@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..calls.argument_checks import refuse_fp8
 from ..calls.backend import backend
-from ..calls.check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
+from ..calls.check import TAKEN_WITH_ITS_SCALE, check, refuse_fp8, refuse_gradient
 from ..calls.randomness import described
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Norm

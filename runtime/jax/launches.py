@@ -24,8 +24,7 @@ from ..call_kinds import FEW, ROWS
 from ..errors import AotError, CompileError, DeviceError, FrozenError
 from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.binaries import Folder, digest_of, read
-from ..kernels.gpu import Target, named_target
-from ..kernels.key import KernelKey
+from ..kernels.gpu import KernelKey, Target, named_target
 from ..kernels.strides import kind_of
 from ..locks import fork_safe
 from ..selection import dispatch

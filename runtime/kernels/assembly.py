@@ -20,8 +20,7 @@ from ..codegen.several import Kernels, suffix
 from ..codegen.tiling import WARP, power_of_two, with_room
 from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
-from .gpu import Target, scale_warps
-from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
+from .gpu import KernelKey, Target, Word, integer_type, pointer_type, row_count_type, scale_warps
 from .pipelines import choose, programs_a_part, refuse_variant, staged, takes_window, window_tile
 from .strides import RowStride, RowWalk, row_alignment, starts_aligned
 

@@ -21,8 +21,7 @@ from .. import settings
 from ..codegen.locking import replace_file
 from ..errors import AotError
 from ..locks import fork_safe
-from .gpu import Target
-from .key import KernelKey
+from .gpu import KernelKey, Target
 
 # The layout of the index; `read` raises for any other layout.
 FORMAT = 2

@@ -18,8 +18,7 @@ from ..call_kinds import ROTARY
 from ..codegen.values import SEVERAL
 from ..errors import CacheError, FrozenError
 from ..locks import fork_safe
-from .gpu import Target
-from .key import KernelKey
+from .gpu import KernelKey, Target
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
 _lock = fork_safe(threading.Lock())

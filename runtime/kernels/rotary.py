@@ -12,8 +12,7 @@ from ..call_kinds import COUNTS, FLAGS, ROTARY
 from ..codegen.tiling import power_of_two
 from ..codegen.values import DType
 from .assembly import SUMS, Recipe, finisher, in_software
-from .gpu import Target
-from .key import pointer_type, row_count_type
+from .gpu import Target, pointer_type, row_count_type
 from .strides import RowStride, row_alignment
 
 FORWARD, BACKWARD = ROTARY

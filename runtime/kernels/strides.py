@@ -12,7 +12,7 @@ from typing import Any
 
 from ..call_kinds import ROWS, CallKind
 from ..codegen.lazy import cached_property
-from .key import LARGEST_I32, integer_type
+from .gpu import LARGEST_I32, integer_type
 
 # In elements: the largest divisor of an integer that Triton specialises on, and 16 bytes of the smallest type.
 MOST_ALIGNED = 16

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..calls.check import refuse_sharded
 from ..calls.functions import OPERATORS, Function
 from ..calls.outputs import group_scales
-from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
 from ..calls.sharded import Frame
 from ..codegen.families import Kind, Result

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..calls.argument_checks import LARGEST_FP32
 from ..calls.attempt import attempted
+from ..calls.check import LARGEST_FP32
 from ..calls.known import PLAIN
 from ..calls.row_layout import walkable
 from ..dtypes import FLOATS
 from ..errors import InvarianceError
 from ..families.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..selection import invariance
-from ..upstream.torch_dispatcher import Kernel
-from ..upstream.torch_internals import dispatch_modes, eager_only, is_copied_on_write
+from ..upstream.torch_internals import Kernel, dispatch_modes, eager_only, is_copied_on_write
 
 # torch's eps for an RMSNorm whose eps is None: the machine epsilon of the dtype it computes in.
 _DEFAULT_EPS = torch.finfo(torch.float32).eps

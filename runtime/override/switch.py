@@ -12,7 +12,7 @@ import torch
 from ..errors import DeviceError
 from ..kernels.gpu import interpreting
 from ..locks import fork_safe
-from ..upstream.torch_dispatcher import Replacement, kernel_of, without_torchs_own_overrides
+from ..upstream.torch_internals import Replacement, kernel_of, without_torchs_own_overrides
 from .served import OPERATORS, serving
 
 

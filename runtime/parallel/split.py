@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..calls.argument_checks import check_dtype, check_number, check_tensor
+from ..calls.check import check_dtype, check_number, check_tensor
 from ..dtypes import FLOATS
 from ..errors import DeviceError, GradientError, LayoutError, ShapeError
 from ..selection.invariance import refuse_torch

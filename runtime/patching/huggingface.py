@@ -14,9 +14,8 @@ from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
 from ..families.functional import gated_rms_norm
-from ..families.plain_calls import normalise, normalise_cast_before_weight
+from ..families.plain_calls import is_plain, normalise, normalise_cast_before_weight
 from ..families.plain_modules import RMSNorm, UpcastLayerNorm
-from ..families.plainly import is_plain
 from ..families.replaced import ORIGINAL, Replacing, own
 
 

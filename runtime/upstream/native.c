@@ -1,6 +1,6 @@
 /* The road of a known call in C: `Lookup` finds known calls of every family, and `Launch` launches compiled kernels.
  *
- * `Lookup` takes the steps of `Lookup` in calls/lookup.py, with the same table and plans; neither knows about norms.
+ * `Lookup` takes the steps of `Lookup` in calls/native.py, with the same table and plans; neither knows about norms.
  * `Lookup` reads tensors by their Python methods, and so compiles without torch. `Launch` prepares whatever is equal in
  * all launches of a kernel. The driver receives exactly the arguments that the launchers of Triton 3.6 and 3.7 pass, for
  * kernels without tensor descriptors, scratch memory and clusters, which `triton_launcher.py` selects. Types come from

@@ -14,8 +14,7 @@ from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.families import plain_calls
 from normforge.families.group import row as group
 from normforge.families.operands import GroupOptions
-from normforge.kernels.gpu import target_of
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, target_of
 from proving.cases import cases, gradients, operands
 
 from ..nn.groups import innermost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normforge.calls import plan
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey
 
 from ..launching import noting
 

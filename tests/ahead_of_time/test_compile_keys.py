@@ -19,8 +19,7 @@ from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import DType, Norm
-from normforge.kernels.gpu import Target, named_target, target_of
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, Target, named_target, target_of
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands, with_tuples
 

@@ -13,7 +13,7 @@ import normforge
 from normforge.calls import plan
 from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
-from normforge.kernels.key import integer_type
+from normforge.kernels.gpu import integer_type
 from normforge.kernels.strides import RowStride, RowWalk, kind_of, row_alignment, strides_of_kind
 from normforge.selection.recording import read
 from normforge.tools import cli

@@ -10,8 +10,7 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import CompileError, ConflictError, DeviceError
-from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, Target, named_target
 from normforge.tools import cli
 from normforge.upstream import triton_launcher
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge.calls import native
-from normforge.calls.lookup import Lookup
+from normforge.calls.native import Lookup
 from normforge.calls.outputs import packing
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Pipeline

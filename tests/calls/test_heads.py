@@ -10,8 +10,7 @@ from torch import profiler
 
 import normforge
 from normforge import errors
-from normforge.calls.overlap import extent_of
-from normforge.calls.row_layout import row_stride
+from normforge.calls.row_layout import extent_of, row_stride
 from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels.strides import RowWalk, row_alignment
 

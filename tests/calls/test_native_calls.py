@@ -16,10 +16,10 @@ import normforge
 from normforge import settings
 from normforge.calls import native, road
 from normforge.calls.check import check_normalised
-from normforge.calls.lookup import Lookup
+from normforge.calls.native import Lookup
 from normforge.codegen.values import Cast
 from normforge.families import plain
-from normforge.families.plainly import is_plain
+from normforge.families.plain_calls import is_plain
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 

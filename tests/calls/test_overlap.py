@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.overlap import elements_overlap, may_overlap, rows_overlap
+from normforge.calls.row_layout import elements_overlap, may_overlap, rows_overlap
 from normforge.errors import LayoutError
 
 M, N = 3, 64

@@ -16,8 +16,7 @@ import normforge.jax as norms  # isort: skip
 from normforge.jax import launches, primitive
 from normforge.jax.launches import Code
 from normforge.kernels.assembly import assemble
-from normforge.kernels.gpu import Target
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import interpret
 from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton

@@ -9,8 +9,7 @@ import normforge
 from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
 from normforge.families.public import rmsnorm2d_bwd
-from normforge.kernels.gpu import named_target
-from normforge.kernels.key import row_count_type
+from normforge.kernels.gpu import named_target, row_count_type
 from normforge.selection import dispatch
 
 

@@ -14,8 +14,7 @@ import torch
 from normforge.errors import FrozenError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
-from normforge.kernels.gpu import named_target
-from normforge.kernels.key import POINTERS, KernelKey, integer_type, pointer_type
+from normforge.kernels.gpu import POINTERS, KernelKey, integer_type, named_target, pointer_type
 from normforge.kernels.obtain import obtain
 
 KEY = KernelKey(

@@ -15,8 +15,7 @@ from normforge import errors
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.families import several
 from normforge.kernels import binaries
-from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, Target, named_target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch
 from normforge.tools import cli

@@ -12,8 +12,7 @@ from normforge.codegen import emit
 from normforge.codegen.groups import AnyMode, mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Part, Pipeline
-from normforge.kernels.gpu import named_target
-from normforge.kernels.key import KernelKey
+from normforge.kernels.gpu import KernelKey, named_target
 from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
 from proving.cold_warm.session import forgotten

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...calls.argument_checks import check_flag
+from ...calls.check import check_flag
 from ...codegen.values import GateActivation
 from ...dtypes import word
 from ...errors import ShapeError

@@ -8,9 +8,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ...calls import native, road
-from ...calls.argument_checks import check_flag, check_tensor
 from ...calls.backend import backend
-from ...calls.check import check_normalised
+from ...calls.check import check_flag, check_normalised, check_tensor
 from ...calls.outputs import LayerNormOutput
 from ...calls.record import Recording
 from ...calls.road import Options, calls_of, launch_recorded

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from ...calls import native
-from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ...calls.backend import backend, is_served, left_to_torch
-from ...calls.lookup import is_last
+from ...calls.check import check_device, check_dtype, check_number, check_tensor
+from ...calls.native import is_last
 from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
 from ...codegen.groups import Activation, Span
 from ...codegen.parameters import GROUP

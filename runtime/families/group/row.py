@@ -33,8 +33,7 @@ from ...codegen.groups import Activation, GroupMode, Span
 from ...codegen.parameters import GROUP
 from ...codegen.values import Direction
 from ...dtypes import DTYPES, word
-from ...kernels.gpu import require_device
-from ...kernels.key import ALIGNMENT
+from ...kernels.gpu import ALIGNMENT, require_device
 from ...selection import dispatch
 from ...selection.invariance import is_on
 from ...upstream.torch_internals import eager_only
