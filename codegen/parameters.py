@@ -804,7 +804,7 @@ def _of_groups(name: str, kind: Kind, **rest: Any) -> Parameter:
     return _unnamed(name, kind, default={Norm.LAYER: REQUIRED}, **rest)
 
 
-# GroupNorm, whose checks are in `families.group.calls`: a row is one group of channels of one sample.
+# GroupNorm, whose checks are in `families.group.row`: a row is one group of channels of one sample.
 GROUP = Family(
     direction=Direction.FORWARD,
     name=GROUP_WORD,

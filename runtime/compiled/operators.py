@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,22 @@ from ..dtypes import rounded_to
 from ..errors import NormforgeError
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards
-from .nodes import reshape, value
+
+
+def value(node: Node) -> torch.Tensor:
+    """Return the fake tensor of a node."""
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def reshape(before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
+    """Insert a reshape of a tensor to the shape of `like`, with `sizes` as its arguments."""
+    with before.graph.inserting_before(before):
+        reshaped = before.graph.call_function(torch.ops.aten.reshape.default, (node, list(sizes)))
+    with without_guards(like):
+        reshaped.meta["val"] = value(node).new_empty(like.shape)
+    return reshaped
 
 
 class Operator(NamedTuple):

@@ -12,7 +12,7 @@ from ..codegen.groups import Activation
 from ..codegen.values import Cast, GateActivation, Norm
 from . import post_add, rotary, statistics
 from .gated import row as gated
-from .group import calls as group
+from .group import row as group
 from .modulated import row as modulated
 
 

@@ -12,7 +12,7 @@ from ..calls import native
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.groups import Activation
 from ..codegen.values import Cast
-from .group.calls import normalise_channels
+from .group.row import normalise_channels
 from .plain_calls import add_normalise, normalise_first, normalise_last
 
 # Saved graphs of torch.fx name these here.

@@ -15,13 +15,16 @@ from ..calls.outputs import dtypes_of
 from ..calls.record import BackwardPass
 from ..calls.traced import intercepted, operator
 from ..codegen.families import Kind
-from ..codegen.groups import GROUP
+from ..codegen.groups import GROUP, Span
 from ..codegen.values import Direction
+from ..dtypes import FLOATS
+from ..errors import DTypeError, LayoutError
 from ..families import eager, public
 from ..families import statistics as statistics
+from ..families.group import row as group
+from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
-from . import grouped
 
 Results = Sequence["torch.Tensor | None"]
 
@@ -34,7 +37,7 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
     takes = OPERATORS[function]
     refuse_foreign(takes.family, args)
     if takes.family_name == GROUP:
-        return grouped.run(args)
+        return _run_group(args)
     results: Results
     if not takes.family_name:
         # The modes that see operators have seen this operator already.
@@ -57,7 +60,7 @@ def run_named(*, function: str, **args: Any) -> Results:
     if not intercepted(*[args[name] for name, _, _ in takes.tensors]):
         return run(function, args)
     is_group = takes.family_name == GROUP
-    names = grouped.names_of(args) if is_group else check(function, args, addressed=False).wants
+    names = names_of_group(args) if is_group else check(function, args, addressed=False).wants
     outputs = iter(operator(function)(*[args[name] for name in takes.passed]))
     return [next(outputs) if row.name in names else None for row in takes.family.results]
 
@@ -66,7 +69,7 @@ def by_formula(function: str, args: Mapping[str, Any]) -> Results:
     """Compute the results of a backward operator by torch's operators, differentiable."""
     takes = OPERATORS[function]
     if takes.family_name == GROUP:
-        return grouped.run(args, by_formula=True)
+        return _run_group(args, by_formula=True)
     if takes.family_name:
         return _gradients(function, args, by_formula=True)
     args = {**dict(takes.defaults), **args}
@@ -113,3 +116,56 @@ def _apart(result: torch.Tensor, operands: Iterable[Any]) -> torch.Tensor:
     if result.is_contiguous() and not any(result is each for each in operands):
         return result
     return result.clone(memory_format=torch.contiguous_format)
+
+
+# GroupNorm, where the tensor in the place of rstd holds the means too.
+
+
+def names_of_group(args: Mapping[str, Any]) -> list[str]:
+    """Return the names of the results that an operator returns."""
+    if "wants" not in args:
+        return ["y", "rstd"] if args["save_mv"] else ["y"]
+    return [name for name in GroupNormGradients._fields if name in args["wants"] and args[name[1:]] is not None]
+
+
+def _run_group(args: Mapping[str, Any], by_formula: bool = False) -> Results:
+    """Launch the kernels of an operator, or compute gradients by torch's operators, differentiable."""
+    options, operands = _group_options(args), (args["x"], args["weight"], args["bias"])
+    if "wants" not in args:
+        y, statistics = group.launched(*operands, options, saves=args["save_mv"])
+        return y, None, statistics
+    arrived = GroupArrived(args["dy"], *operands, args["statistics"], options, args["wants"])
+    return eager.group_gradients(arrived) if by_formula else group.launched_backward(arrived)
+
+
+def fake_group(args: Mapping[str, Any]) -> Results:
+    """Return the results of an operator without values."""
+    options, x, names = _group_options(args), args["x"], names_of_group(args)
+    if "wants" in args:
+        dx = x.new_empty_strided(x.shape, x.stride()) if "dx" in names else None
+        vectors = [args[name] if f"d{name}" in names else None for name in ("weight", "bias")]
+        return dx, *[None if vector is None else vector.new_empty(vector.shape) for vector in vectors]
+    y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
+    shape = group.statistics_shape(x, options.num_groups)
+    return y, None, x.new_empty(shape, dtype=torch.float32) if "rstd" in names else None
+
+
+def _group_options(args: Mapping[str, Any]) -> GroupOptions:
+    """Return the options of a call that kernels can serve: y is not quantised, and x has no gaps."""
+    x, options = args["x"], GroupOptions._make([args.get(name) for name in GroupOptions._fields])
+    is_group, no_activation = Span.of(options.num_groups).is_group, options.activation == group.applied(None)
+    if not is_group and no_activation and group.are_channels_last(x) is not False:
+        raise LayoutError(
+            f"x has strides {x.stride()}; with num_groups {options.num_groups} and no activation it takes a contiguous "
+            "x"
+        )
+    if group.are_channels_last(x) is None:
+        raise LayoutError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "
+            "innermost, without gaps: pass x.contiguous(), or call normforge.group_norm"
+        )
+    if options.out_dtype not in (None, *FLOATS):
+        raise DTypeError(
+            f"out_dtype is {options.out_dtype}; it takes None, torch.float16, torch.bfloat16 or torch.float32"
+        )
+    return options

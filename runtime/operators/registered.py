@@ -106,9 +106,9 @@ def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[tor
 def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
     args = _named(function, arguments)
     if OPERATORS[function].family_name == GROUP:
-        from . import grouped
+        from .computing import fake_group
 
-        return _handed(function, into, grouped.fake(args))
+        return _handed(function, into, fake_group(args))
     call = check(function, args, addressed=False)
     if into:
         refuse_gradient(call)

@@ -115,7 +115,8 @@ def stepped(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 
 def wide(x: torch.Tensor) -> None:
     """As under torch.autocast on a GPU."""
-    group.normalise((x, vector(torch.float32), None), GroupOptions(GROUPS, 1e-5, "none", torch.float32))
+    options = GroupOptions(GROUPS, 1e-5, "none", torch.float32)
+    group.launched(x, vector(torch.float32), None, options, saves=x.requires_grad)
 
 
 def unaligned() -> torch.Tensor:

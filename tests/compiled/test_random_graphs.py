@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import normforge
-from normforge.compiled.nodes import is_tensor
+from normforge.compiled.patterns import is_tensor
 
 from ..properties.problems import Choose
 from ..properties.profile import examples

@@ -14,8 +14,7 @@ from ...codegen.groups import Activation
 from ...dtypes import FLOATS
 from ..functional import group_norm
 from ..replaced import Replacing, class_of
-from . import calls
-from .row import applied
+from . import row
 
 
 class PlainGroupNorm(Replacing, torch.nn.GroupNorm):
@@ -29,12 +28,12 @@ class PlainGroupNorm(Replacing, torch.nn.GroupNorm):
         if not bias:
             # torch's own takes the argument since 2.13.
             self.register_parameter("bias", None)
-        self.activation = None if activation is None else applied(activation)
+        self.activation = None if activation is None else row.applied(activation)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
         operands = (input, self.weight, self.bias)
-        known = calls.normalise_known(operands, ("layer", self.num_groups, self.eps, self.activation, None))
+        known = row.normalise_known(operands, ("layer", self.num_groups, self.eps, self.activation, None))
         if known is not None:
             return known
         left = self.activation is None and not is_served(operands, self.eps)
