@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from ..calls import native
-from ..calls.backend import intercepted, is_served
-from ..calls.known import PlannedCall
+from ..calls.backend import is_served
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.outputs import dtypes_of, rounded
-from ..calls.record import BackwardPass, Gradients, Launched, Recording, record_at_once, records
-from ..calls.road import as_operands, prepared
+from ..calls.record import BackwardPass, Gradients, Launched, Recording, record_at_once
+from ..calls.road import ready
 from ..selection.invariance import is_on
 from .operands import Operands, Options
 from .plain import CALLS, WANTS, full_options, gradients_of
@@ -36,27 +35,32 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 
     Returns:
         The sum in residual's dtype, differentiable in x and residual, and the argument `ahead` of `norm_of_sum`. None
-        if no kernel can read these tensors in place; nothing was computed then.
+        if no kernel can read x in place; nothing was computed then.
 
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
     result: Any = native.calls.added_ahead.normalise(operands, options)
     if result is None:
-        if not _served(operands, options):
-            return None
-        is_recorded = records(operands)
-        planned = _planned(operands, options, is_recorded)
-        result = _record(operands, options, recorded_of(planned)) if is_recorded else run(planned)
+        result = _launched(operands, options)
+    if result is None:
+        return None
     first, second, *_ = result
     # A call without a gradient returns y and the sum.
     return (first, second) if isinstance(second, tuple) else (second, (first, None))
 
 
-def _planned(operands: Operands, options: Options, is_recorded: bool) -> PlannedCall:
-    """Check and plan a call that is not known, and make its kind known."""
-    key, _, _ = native.calls.added_ahead.find(operands, options)
-    return prepared(CALLS, operands, full_options(operands, options, saves=is_recorded), key)
+def _launched(operands: Operands, options: Options) -> Any:
+    """Launch a call that is not known, recorded if a gradient is due, and make its kind known.
+
+    Return None if no kernel serves the call, if something has to see operators, or if x would be copied.
+    """
+    if not (is_served(operands) and operands[0].numel()):
+        return None
+    rows, settled, planned = ready(CALLS, operands, full_options(operands, options))
+    if planned is None or rows[0] is not operands[0]:
+        return None
+    return _record(rows, options, recorded_of(planned)) if settled[-1] else run(planned)
 
 
 def norm_of_sum(
@@ -84,24 +88,7 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
     """
     both: tuple[torch.Tensor, torch.Tensor] | None
     both = native.calls.added_ahead.normalise(operands, options, operands[0].shape[-1:])
-    if both is None and _served(operands, options):
-        both = _record(operands, options, recorded_of(_planned(operands, options, True)))
-    return both
-
-
-def _served(operands: Operands, options: Options) -> bool:
-    """Return True if a kernel reads the tensors without a copy, and no dispatch mode has to see the call."""
-    norm, _, weight_offset, _, _ = options
-    x, weight, bias, _, _ = operands
-    return (
-        is_served(operands)
-        and x.numel() > 0
-        and not intercepted(*operands)
-        and all(each is None or (each.device == x.device and not each.is_neg()) for each in operands)
-        and all(each is None or each.shape == x.shape[-1:] for each in (weight, bias))
-        and (weight_offset == 0.0 or norm == "rms")
-        and all(row is each for row, each in zip(as_operands(operands, 1), operands, strict=True))
-    )
+    return _launched(operands, options) if both is None else both
 
 
 def _launch_sum(call: tuple[torch.Tensor], operands: Sequence[Any]) -> Launched:
