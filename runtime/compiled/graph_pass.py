@@ -10,8 +10,8 @@ from torch.fx import Graph
 
 from .._version import __version__
 from ..upstream import torch_inductor
-from .operators import servable
 from .patterns import fuse as fuse
+from .patterns import servable
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as _Base
