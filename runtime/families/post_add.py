@@ -20,9 +20,8 @@ from ..codegen.parameters import ADDED, RENORMED
 from ..errors import ConflictError
 from . import eager
 from .operands import DEFAULT_EPS, Operands
-from .plain import WANTS, gradients_of
+from .plain import WANTS, Ahead, gradients_of
 from .plain_calls import handed_on, is_handed_on, normalise_family, with_offset
-from .plain_sum import Ahead
 
 
 def _saved(operands: road.Operands, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -132,7 +131,7 @@ def forward(operands: road.Operands, options: Options, outs: Outs) -> LayerNormO
 
 
 def add_ahead(operands: road.Operands, options: Options) -> tuple[torch.Tensor, Ahead] | None:
-    """Normalise and add, and compute the norm of the sum for a later call of `plain_sum.norm_of_sum`.
+    """Normalise and add, and compute the norm of the sum for a later call of `plain.norm_of_sum`.
 
     Args:
         operands: the tensors of the family's row; residual has x's dtype and shape.

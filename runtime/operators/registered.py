@@ -233,9 +233,9 @@ called_at_once(_at_once)
 
 
 def _rule_dtensors() -> None:
-    from . import sharding
+    from .computing import rule_dtensors
 
-    sharding.register(_library)
+    rule_dtensors(_library)
 
 
 # Importing DTensors takes a second, so programs without DTensors skip the import.

@@ -30,8 +30,8 @@ from ..dtypes import HALVES
 from ..errors import NormforgeError
 from ..families import post_add
 from ..families.operands import DEFAULT_EPS, Options
+from ..families.plain import Ahead, add_ahead, norm_of_sum, norm_of_summand
 from ..families.plain_modules import LayerNorm, RMSNorm
-from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
 from ..selection.invariance import is_on
 from ..settings import fuse_from
 from .huggingface import ANY_LENGTH, HuggingFaceRMSNorm, T5RMSNorm
