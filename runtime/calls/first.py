@@ -17,10 +17,9 @@ from ..selection import dispatch, invariance
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .check import Call, check, refuse_gradient
-from .known import MISALIGNED, Key, PlannedCall, Tensors, remember
 from .launch import of_no_rows, run, run_backward
 from .outputs import LayerNormOutput, NormGradients, unpacked
-from .plan import Plan
+from .plan import MISALIGNED, Key, Plan, PlannedCall, Tensors, remember
 from .randomness import settled
 from .traced import function_traced, is_dynamo_compiling
 

@@ -12,9 +12,8 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.launcher import new_exchange
 from .check import Call
-from .known import PlannedCall, Tensors, addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of
-from .plan import Layout, Plan, Sized, make_of
+from .plan import Layout, Plan, PlannedCall, Sized, Tensors, addresses_of, make_of
 
 # The values of launches that one launch is to make; None for a call that is launched by itself.
 Held = list[tuple[Any, ...]] | None

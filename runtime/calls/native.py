@@ -25,8 +25,8 @@ from ..selection import dispatch
 from ..upstream import triton_launcher
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from . import first, launch
-from .known import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, addresses_of, picking
 from .outputs import LayerNormOutput, NormGradients
+from .plan import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, addresses_of, picking
 from .randomness import settled
 from .row_layout import may_write
 

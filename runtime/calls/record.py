@@ -16,7 +16,7 @@ from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes, eager_only, has_tangent
 from . import native
-from .known import PLAIN, Key, Tensors
+from .plan import PLAIN, Key, Tensors
 from .traced import is_dynamo_compiling
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from . import native
 from .check import Call, check, check_output, refuse_gradient
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
-from .known import MISALIGNED, Key, PlannedCall
 from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
+from .plan import MISALIGNED, Key, PlannedCall
 from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, operated_as, result_dtype

@@ -24,10 +24,9 @@ from . import native
 from .check import Call
 from .first import copies_of
 from .functions import UNCHECKED
-from .known import MISALIGNED, addresses_of, remember
 from .launch import Ready, run_sized, with_statistics
 from .outputs import rounded, unpacked_of
-from .plan import Plan, Sized, plan_of
+from .plan import MISALIGNED, Plan, Sized, addresses_of, plan_of, remember
 from .record import Arrived, BackwardPass, Gradients, Learnt, arrived_in_memory
 
 

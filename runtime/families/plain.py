@@ -16,10 +16,10 @@ from torch.compiler import is_dynamo_compiling
 from ..calls import native, road
 from ..calls.backend import is_served
 from ..calls.first import launched, resolved
-from ..calls.known import PLAIN, Key
 from ..calls.launch import Recorded, recorded_of, run
 from ..calls.native import is_last
 from ..calls.outputs import NormGradients, dtype_of_all, dtypes_of, rounded, rounded_to, unflattened, unpacked
+from ..calls.plan import PLAIN, Key
 from ..calls.randomness import settled
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, reentering
 from ..calls.road import FamilyCalls, as_operands, operate, ready

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..calls import native, road
 from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_dtype, check_normalised, check_number, check_tensor
-from ..calls.known import PLAIN
+from ..calls.plan import PLAIN
 from ..calls.randomness import settled
 from ..calls.road import FamilyCalls
 from ..calls.sharded import Frame

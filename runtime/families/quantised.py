@@ -11,9 +11,9 @@ import torch
 from ..calls import road
 from ..calls.check import Call, check_device, check_dtype, check_tensor, check_written
 from ..calls.first import address_of
-from ..calls.known import MISALIGNED, PlannedCall
 from ..calls.launch import Held, run_sized
 from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
+from ..calls.plan import MISALIGNED, PlannedCall
 from ..calls.road import Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
 from ..codegen.parameters import QUANTISED

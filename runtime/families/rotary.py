@@ -20,8 +20,7 @@ from ..call_kinds import MANY, MOST, ROTARY_SIZES, ROWS
 from ..calls import check as checks
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
-from ..calls.known import MISALIGNED, UNREADABLE, Key, addresses_of, remember
-from ..calls.plan import Make, make_of
+from ..calls.plan import MISALIGNED, UNREADABLE, Key, Make, addresses_of, make_of, remember
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Any, cast
 
 from ..calls import native, road
-from ..calls.known import PlannedCall
 from ..calls.launch import recorded_of, run
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
+from ..calls.plan import PlannedCall
 from ..calls.record import records
 from ..calls.road import FamilyCalls, Outs
 from ..calls.traced import is_dynamo_compiling

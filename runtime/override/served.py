@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from ..calls.attempt import attempted
 from ..calls.check import LARGEST_FP32
-from ..calls.known import PLAIN
+from ..calls.plan import PLAIN
 from ..calls.row_layout import walkable
 from ..dtypes import FLOATS
 from ..errors import InvarianceError

@@ -18,7 +18,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.backend import is_served
-from ..calls.known import PLAIN
+from ..calls.plan import PLAIN
 from ..errors import PatchError
 from ..families.eager import embedded
 from ..families.functional import qk_norm_rope

@@ -24,7 +24,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.backend import is_served
-from ..calls.known import PLAIN
+from ..calls.plan import PLAIN
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..errors import NormforgeError

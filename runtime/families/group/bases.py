@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...calls.backend import is_served
-from ...calls.known import PLAIN
+from ...calls.plan import PLAIN
 from ...calls.traced import global_hooks
 from ...codegen.groups import Activation
 from ...dtypes import FLOATS

@@ -16,10 +16,9 @@ from ...call_kinds import GROUP_SIZES
 from ...calls import native
 from ...calls.backend import backend, is_served, left_to_torch
 from ...calls.check import Call, check_device, check_dtype, check_number, check_tensor
-from ...calls.known import Key, PlannedCall, addresses_of, remember
 from ...calls.launch import Ready, Recorded, recorded_of, run, run_recorded
 from ...calls.native import is_last
-from ...calls.plan import Plan, Sized, make_of, plan_of
+from ...calls.plan import Key, Plan, PlannedCall, Sized, addresses_of, make_of, plan_of, remember
 from ...calls.record import (
     BackwardPass,
     Launched,
