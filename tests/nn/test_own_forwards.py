@@ -14,8 +14,8 @@ from torch.nn import functional
 import normforge
 from normforge.errors import InvarianceError
 from normforge.families.group import row
+from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
-from normforge.patching.swap import CallingNorm
 
 from . import models
 from .models import WIDTH, norm, randomised
