@@ -16,9 +16,9 @@ import torch
 
 import normforge
 from benchmarks.environment import revision_of
+from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
-from normforge.patching.swap import CallingNorm
 
 from ..evidence import Table, conclude, grouped, markdown, parser_of
 
