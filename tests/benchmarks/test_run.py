@@ -1,23 +1,28 @@
-"""A run on the CPU: resuming, failures, the time limit, and the command from end to end."""
+"""A run on the CPU, the command and what it refuses; how calls are timed, and how results are reported."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cli, run
-from benchmarks.cells import Suite
+from benchmarks import cli, parts, run, startup
+from benchmarks.cells import Cell, Norm, Suite, Task
 from benchmarks.inputs import Inputs
+from benchmarks.parts import NOTHING, WHOLE, Part, measure, nothing, summarised
+from benchmarks.report import tables_of
 from benchmarks.results import Results, load, read
 from benchmarks.runner import run_suite
-from benchmarks.timing import summarise
+from benchmarks.timing import flushes_ahead, summarise
 
-from ..calling import there
+from ..calling import status_of, there
 from ..thorough import THOROUGH
-from .small import CELLS, HEADER, SUITE, fails, loaded, plan, provider, torch_norm
+from .small import CELLS, HEADER, SUITE, fails, loaded, plan, provider, results, torch_norm
 
 
 def _memory(inputs: Inputs) -> torch.Tensor:
@@ -73,3 +78,84 @@ def test_the_command_measures_and_resumes(
     assert found.header["revision"] == "r1"
     assert cli.main([*command[:-1], "r2"]) == cli.USAGE
     assert "(revision r1 there, r2 now); pass --fresh" in capsys.readouterr().err
+
+
+def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def one_round(call: Callable[[], Any], calls: int) -> float:
+        assert calls == 50
+        order.append("nothing" if call is nothing else call())
+        return float(len(order))
+
+    monkeypatch.setattr(parts, "_round", one_round)
+    a, b = Part(WHOLE, "a", lambda: "a"), Part(WHOLE, "b", lambda: "b")
+    times = measure((a, b), 50, 0.0, 2)
+    assert order == ["a", "b", "nothing"] * 4
+    # Two passes count for nothing.
+    assert times == {a: [7, 10], b: [8, 11], NOTHING: [9, 12]}
+
+
+def test_a_call_of_nothing_is_taken_off_each() -> None:
+    times = {Part(WHOLE, "one", nothing): [20.0, 30.0, 41.0], NOTHING: [0.5, 8.0, 0.5]}
+    (row,) = summarised(times)
+    # Of the median and the least by themselves, not of what lies between them in one pass.
+    assert (row.group, row.part, row.us, row.us_min, row.passes) == (WHOLE, "one", 29.5, 19.5, 3)
+
+
+REFUSED = [
+    *((["beside", "old", "new", f"--within={bound}"], f"{bound!r} is no bound") for bound in ("-0.1", "nan", "3%")),
+    (["beside", "old", "new", "--within=inf"], "'inf' is no bound; give a share of the old time, such as 0.03 for 3 %"),
+    *((["parts", "--seconds", s], f"{s!r} is no time; give seconds, such as 20") for s in ("soon", "-1", "inf")),
+    (["list", "--suite", "forward", "--seed", "9"], "--seed 9 draws no cell of --suite forward; leave it out, or add"),
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_what_cannot_be_done_is_refused(
+    argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status_of(cli.main, argv) == cli.USAGE
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+LARGE, LONG = (Cell(Task.FORWARD, Norm.LAYER, 32768 * 4096 // n, n, group="256 MiB") for n in (4096, 8192))
+
+
+def test_a_table_has_a_line_a_cell_and_names_failures(tmp_path: Path) -> None:
+    times = {
+        LARGE: {"copy": 100.0, "eager": 200.0, "quack": 110.0, "normforge": 104.0},
+        LONG: {"copy": 100.0, "eager": 130.0, "quack": 0.0, "normforge": 125.0},
+    }
+    results("forward", *((cell, name, us) for cell, row in times.items() for name, us in row.items())).save(tmp_path)
+    (((line, (grid,)),)) = tables_of(tmp_path).items()
+    assert line == "Measured on a test, revision none."
+    assert grid.title == "Forward: forward, ln_bf16"
+    assert grid.heads == ("TB/s", "torch", "QuACK", "normforge", "copy of x")
+    assert grid.lines == [
+        ("32768×4096", "2.68", "4.88", "5.16", "5.37"),
+        ("16384×8192", "4.13", "fails", "4.29", "5.37"),
+    ]
+    assert grid.notes == ["QuACK: `fails: RuntimeError: no such kernel`."]
+
+
+@THOROUGH
+def test_what_is_compiled_ahead_is_what_the_process_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    startup.compile_ahead(tmp_path / "kernels", "sm_90")
+    index = json.loads((tmp_path / "kernels" / "index.json").read_text())
+    kernels = {row["key"].partition("(")[0].rpartition(":")[2] for row in index["kernels"]}
+    assert {name.rpartition("_")[0] for name in kernels} >= {"ln_fwd_bf16_mv_one", "ln_bwd_bf16_one", "sum"}
+
+
+@pytest.mark.parametrize("host_ms", [0.01, 0.1, 0.2, 0.4, 1.3])
+def test_the_gpu_is_behind_the_host_when_a_call_comes(host_ms: float) -> None:
+    flush_ms = 0.25
+    flushes = flushes_ahead(host_ms, flush_ms)
+    assert flushes * flush_ms > host_ms
+    # And little of a run's time goes into it.
+    assert (flushes - 1) * flush_ms < 2 * host_ms

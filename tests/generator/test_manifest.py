@@ -1,15 +1,28 @@
-"""What a legal manifest expands to."""
+"""What a legal manifest expands to, which names modes have, and what is said of a manifest that is wrong."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import astuple, fields
+from pathlib import Path
+from string import Template
+from typing import Any, get_type_hints
 
 import pytest
+import yaml
 
-from normforge.codegen.manifest import Manifest
+from normforge.codegen.document import Section, compose
+from normforge.codegen.errors import IllegalCombinationError, ManifestError
+from normforge.codegen.groups import group_modes
+from normforge.codegen.legal import legal_modes
+from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import DType, Norm
+
+from ..thorough import THOROUGH
+from .conftest import AXES_OF_MODES
 
 
 def names(manifest: Manifest) -> list[str]:
@@ -85,3 +98,148 @@ def test_buckets_ascend_whatever_order_n_and_groups_name_them_in(expand: Callabl
     )
     assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_n512", "rms_fwd_fp16_nbig"]
     assert [entry.group for entry in manifest.entries] == ["b", "a", "a"]
+
+
+# Lines 1 to 4 of every manifest below that starts with it.
+GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
+# What `errors.yaml` has words for.
+WORDS = {
+    "AXES": AXES_OF_MODES,
+    "BUCKETS": ", ".join(("all", *(bucket.name for bucket in standard_ladder()))),
+    "FADD": "one of none, pre_add_store, pre_add, post_add, post_add_norm",
+    "GROUP": GROUP,
+    "DEEP": "[" * 5000,
+    "LONG": "x" * 1000,
+}
+# By the table, how a manifest is made of a text, and where in it the error is.
+FORMS = {
+    "in a group": (f"{GROUP}    {{}}\n", "5: group a: {}"),
+    "of a group": (f"{GROUP}    {{}}\n", "2: group a: {}"),
+    "whole": ("{}", "{}"),
+    "buckets": ("groups: {{a: {{norm: rms, dtype_in: fp16}}}}\nbuckets: {}\n", "{}"),
+}
+TABLES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("errors.yaml").read_text())
+CASES = [
+    tuple(form.format(Template(each).substitute(WORDS)) for form, each in zip(FORMS[name], case, strict=True))
+    for name, table in TABLES.items()
+    for case in table.items()
+]
+
+
+@pytest.mark.parametrize(("text", "message"), CASES, ids=range(len(CASES)))
+def test_rejected(file: Callable[..., Path], text: str, message: str) -> None:
+    refused(file(text), f":{message}")
+
+
+def refused(path: Path, message: str) -> None:
+    """Fail unless a manifest is refused with its path and a message."""
+    with pytest.raises(ManifestError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}{message}"
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere.yaml", ": there is no such manifest; name one with --manifest FILE")
+
+
+def test_a_folder_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="the manifest cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("groups:\n  # größer\n".encode("latin-1"))
+    refused(path, ":2: the manifest is not UTF-8 text; save it as UTF-8")
+
+
+def test_what_might_never_end_is_no_manifest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        refused(
+            path,
+            ": the manifest is no regular file, and might never end; name one with --manifest FILE, or pipe it in as "
+            "/dev/stdin",
+        )
+
+
+def test_a_manifest_that_is_far_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    refused(path, ": the manifest is longer than 16 MiB; split it in several")
+
+
+def test_a_path_that_is_none() -> None:
+    with pytest.raises(ManifestError, match="is no path"):
+        load(Path("a\0b"))
+
+
+def test_a_manifest_that_another_process_hands_over() -> None:
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as file:
+        file.write(GROUP)
+        file.close()
+        assert len(load(Path(f"/dev/fd/{read}")).instances) == 19
+
+
+def test_words_that_are_numbers_need_no_quotes(tmp_path: Path) -> None:
+    """As recordings, and the group that the error of a missing instance says, have them."""
+    path = tmp_path / "words.yaml"
+    path.write_text('[128, "64", none]\n')
+    node = compose(path)
+    assert node is not None
+    assert Section(path).words(node, "size", ("none", "64", "128")) == ("128", "64", "none")
+    with pytest.raises(ManifestError, match="size takes one of none, 64, not the whole number 128"):
+        Section(path).words(node, "size", ("none", "64"))
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 127), pytest.param(1, 7, marks=THOROUGH)])
+def test_what_is_legal_beside_a_legal_mode_is_listed(first: int, step: int) -> None:
+    """Modes that differ from a listed one in a single axis: of those that are listed, one in so many."""
+    modes, types = tuple(legal_modes()), get_type_hints(Mode)
+    listed = set(modes)
+    assert len(listed) == len(modes)
+    axes = [(False, True) if types[field.name] is bool else tuple(types[field.name]) for field in fields(Mode)]
+
+    def is_legal(values: tuple[Any, ...]) -> bool:
+        try:
+            Mode(*values)
+        except IllegalCombinationError:
+            return False
+        return True
+
+    for mode in modes[first::step]:
+        values = astuple(mode)
+        for place, options in enumerate(axes):
+            for other in options:
+                changed = (*values[:place], other, *values[place + 1 :])
+                assert not is_legal(changed) or Mode(*changed) in listed, changed
+
+
+@THOROUGH
+def test_full_holds_every_legal_mode_over_every_bucket(repository: Path) -> None:
+    manifest = load(repository / "manifests" / "full.yaml")
+    modes = [*legal_modes(), *group_modes()]
+    expected = {(mode, bucket) for mode in modes for bucket in standard_ladder()}
+    assert {(instance.mode, instance.bucket) for instance in manifest.instances} == expected
+    assert len(manifest.instances) == len(expected)
+
+
+@THOROUGH
+def test_every_legal_mode_is_read_from_its_name() -> None:
+    for mode in legal_modes():
+        assert Mode.from_name(mode.name) == mode
+
+
+NO_NAMES = (
+    *("", "ln", "ln_fwd", "ln_fwd_bf61", "ln_fwd_bf16_", " ln_fwd_bf16", "ln_fwd_bf16\n", "ln_fwd_bf16_n128"),
+    *("ln_fwd_bf16_mv_xb", "ln_fwd_bf16_bf16", "ln_fwd_bf16_mv_mv", "ln_fwd_bf16_dq", "ln_fwd_int8"),
+    *("ln_bwd_bf16_mv", "rms_fwd_fp16_int8_dq_sfp32", "rms_fwd_fp16_fp8_e4m3fn_dq_trunc"),
+)
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_no_other_name_is_one(name: str) -> None:
+    with pytest.raises(IllegalCombinationError, match="no mode is called"):
+        Mode.from_name(name)
