@@ -1,4 +1,4 @@
-"""A call like one before is launched without being checked again, and a bad one is refused all the same."""
+"""A call like one before takes its kernel without being checked again, and a bad one is refused all the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ import torch
 
 import normforge
 from normforge import errors
+from normforge.calls import road
 from normforge.calls.outputs import NormGradients
+from normforge.codegen.model import Mode
+from normforge.codegen.tiling import SMALL_M
+from normforge.codegen.values import DType, Norm
+from normforge.errors import ConflictError, ShapeError
+from normforge.families.gated import row as gated
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
-from proving.cases import cases, check, operands
+from normforge.selection.table import Table, entries_of
+from proving.cases import Case, Tensors, cases, check, close, doubled, formula, operands
 
-from ..calling import FORWARD, ORACLE, agree, each_norm
+from ..calling import FORWARD, ORACLE, agree, each_device, each_norm, same_bits
 from .shared import there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -132,3 +140,124 @@ def test_a_backward_call_without_dy_or_rows() -> None:
         found = rmsnorm2d_bwd(empty, empty, WEIGHT, rstd=torch.empty(0), wants=("dx", "dweight"))
         assert there(found.dx).shape == (0, 64)
         assert not there(found.dweight).any()
+
+
+M, N = 3, 64
+# Bytes from a multiple of 16 to where a misaligned tensor starts, a multiple of every element's size.
+SHIFT = 8
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launcher]:
+    """Every launcher that a call has launched."""
+    launchers: list[Launcher] = []
+    usual = Launcher.launch_tensors
+
+    def launch(launcher: Launcher, grid: Any, values: Any) -> None:
+        launchers.append(launcher)
+        usual(launcher, grid, values)
+
+    monkeypatch.setattr(Launcher, "launch_tensors", launch)
+    return launchers
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that starts at no multiple of 16 bytes."""
+    shift = SHIFT // tensor.element_size()
+    memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)
+    assert memory.data_ptr() % 16 == 0
+    return memory[shift:].view(tensor.shape).copy_(tensor)
+
+
+def test_the_compiler_is_told_which_operands_lie_at_multiples_of_16_bytes(launched: list[Launcher]) -> None:
+    usual = {"x": torch.randn(M, N), "weight": torch.randn(N)}
+    for name in (*usual, None):
+        given: dict[str, Any] = {each: misaligned(tensor) if each == name else tensor for each, tensor in usual.items()}
+        normforge.rmsnorm2d_fwd(**given)
+        told = dict(launched[-1].key.arguments)
+        assert {each: told[f"{each}_ptr"] == "*fp32:16" for each in given} == {each: each != name for each in given}
+
+
+# For at most 6 rows another kernel than for more, and for at most 12 a third where a table has it; M, and warps.
+MANY, FEW, SOME = [("rows", 4, N, warps) for warps in (1, 2, 4)]
+TILES: dict[str, tuple[tuple[Any, ...], dict[int, int]]] = {
+    "few": ((MANY, FEW), {6: 2, 7: 1, 1: 2, 30: 1}),
+    "some": ((MANY, FEW, MANY, SOME), {6: 2, 7: 4, 12: 4, 13: 1, 1: 2}),
+}
+
+
+@pytest.mark.parametrize(("tiles", "warps"), TILES.values(), ids=TILES)
+@pytest.mark.parametrize("mode", ["ln_fwd_fp32", "ln_bwd_fp32"])
+def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(
+    mode: str, tiles: tuple[Any, ...], warps: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And some rows that for some, whichever direction."""
+    taken: list[int] = []
+    monkeypatch.setattr(
+        Launcher, "launch_tensors", lambda launcher, *_: taken.append(dict(launcher.key.options)["num_warps"])
+    )
+    table = Table("a test", entries_of("normforge.generated", {mode: {"any": ((1, N, "n64", *tiles),)}}, 6, 12))
+    with dispatch.using(table):
+        for m in warps:
+            x = torch.randn(m, N)
+            if mode == "ln_fwd_fp32":
+                normforge.layernorm2d_fwd(x)
+            else:
+                layernorm2d_bwd(x, x, mean=torch.zeros(m), rstd=torch.ones(m))
+    assert taken == [*warps.values()]
+
+
+def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
+    """Up to SMALL_M rows: `normforge tune` times the tile for a few up to there, and the rule's is made for those."""
+    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
+    small, _, large = entry.tiles_on("any").by_rows
+    assert large != small
+    assert [entry.tile(m, 128, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]
+
+
+(MODULATED,) = cases("modulated", vary=(), shape=(2, 3, N), without=("weight", "bias"))
+(GATED,) = cases("gated", vary=(), shape=(3, N), norm="rms")
+
+
+def hold(case: Case, given: Tensors) -> None:
+    """Hold outputs of a call against the formula."""
+    for found, wanted in zip(case.run(given), formula(case, doubled(given)), strict=True):
+        close("output", found, wanted, 2e-5)
+
+
+def test_a_known_call_whose_groups_do_not_fit_is_refused() -> None:
+    x, gate, weight = torch.randn(3, N), torch.randn(3, N), torch.randn(3, N)
+    options = road.options_of(
+        gated.CALLS, "rms", {"gating": "after_norm", "activation": "silu", "eps": 1e-6, "fquant": "none",
+                             "out_dtype": None, "save_mv": False}
+    )  # fmt: skip
+    for _ in range(2):
+        road.launched(gated.CALLS, (x, gate, weight, None), options)
+    with pytest.raises(ShapeError, match=r"weight has shape \(3, 64\) and x \(2, 64\)"):
+        road.launched(gated.CALLS, (x[:2], gate[:2], weight, None), options)
+
+
+def test_a_known_call_whose_operands_do_not_fit_is_refused() -> None:
+    for case in (MODULATED, MODULATED.but(without=("gate", "residual", "weight", "bias")), GATED):
+        given = operands(case)
+        for _ in range(2):
+            case.run(given)
+        for name in set(given) - {"x", "residual", "weight"}:
+            # Not one tensor for several operands, and none without a gradient, which are kinds of their own.
+            for rows in {4, 3, 1} - {len(given[name])}:
+                with pytest.raises(ShapeError, match=name):
+                    case.run({**given, name: torch.randn(rows, N, requires_grad=True)})
+        with pytest.raises(ConflictError):
+            case.function(**given, **{**case.arguments, "eps": float("nan")})
+
+
+@each_device
+def test_a_row_has_the_same_bits_whatever_it_shares_its_modulation_with(device: str) -> None:
+    x, scale, shift = torch.randn(6, N, device=device), *torch.randn(2, N, device=device)
+    for_all = normforge.modulated_layer_norm(x, scale, shift)
+    of_each = normforge.modulated_layer_norm(x, scale.expand(6, N), shift.expand(6, N).contiguous())
+    of_samples = normforge.modulated_layer_norm(x.view(2, 3, N), scale.expand(2, N), shift.expand(2, N).contiguous())
+    alone = normforge.modulated_layer_norm(x[2], scale, shift)
+    assert same_bits(for_all, of_each)
+    assert same_bits(for_all, of_samples.view(6, N))
+    assert same_bits(for_all[2], alone)

@@ -1,7 +1,9 @@
-"""The ways to say a mode or a number, and what each returns."""
+"""The ways to say a mode or a number, and what each returns, whatever the default device and type are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,11 @@ import torch
 import normforge
 from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.errors import ConflictError, GradientError
-from proving.cases import Case, cases, operands
+from proving.cases import Case, Tensors, cases, operands
 
 from ..calling import FORWARD, each_norm, printed, same_bits
 from ..thorough import THOROUGH, first_of_each
+from .shared import BACKWARD, backward_operands
 
 M, N = 3, 100
 
@@ -112,3 +115,41 @@ def test_eps_is_what_torch_takes_for_a_number(case: Case) -> None:
     for eps in [*NO_NUMBERS, torch.tensor(1.0, requires_grad=True)]:
         with pytest.raises(ConflictError, match="eps"):
             case.but(eps=eps).run(given)
+
+
+COLUMNS = 32
+X, WEIGHT = torch.linspace(-1, 2, 3 * COLUMNS).reshape(3, COLUMNS), torch.linspace(0.5, 1.5, COLUMNS)
+FUSED: dict[str, Any] = {"residual": X.flip(0), "fadd": 1, "fquant": 1, "smooth_scale": WEIGHT, "save_mv": True}
+MODES = ["ln_fwd_bf16", "rms_fwd_bf16_addst", "rms_bwd_bf16_addst", "ln_fwd_fp16_xb", "ln_bwd_bf16"]
+
+
+def differentiated(case: Case, given: Tensors) -> Any:
+    outputs = case.run(given)
+    return *outputs, *torch.autograd.grad(outputs[0].square().sum(), list(given.values()))
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    **{
+        function.__name__: partial(function, X, WEIGHT, **FUSED)
+        for function in (normforge.layernorm2d_fwd, normforge.rmsnorm2d_fwd, normforge.reference.layernorm2d_fwd)
+    },
+    **{f"{norm}, backward": partial(BACKWARD[norm], **backward_operands(norm, 3, COLUMNS)) for norm in BACKWARD},
+    "no dy": partial(BACKWARD["layer"], **{**backward_operands("layer", 3, COLUMNS), "dy": None}),
+    **{str(case): partial(differentiated, case, operands(case)) for case in cases(vary=("norm",))},
+    "compile_keys": lambda: [str(key) for key in normforge.compile_keys([COLUMNS, 4096], MODES, arch="sm_90")],
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_default_device_and_type_change_nothing(call: Callable[[], Any]) -> None:
+    wanted = list(call())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            actual = list(call())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(
+        *([each for each in of if isinstance(each, torch.Tensor)] for of in (actual, wanted)), rtol=0, atol=0
+    )
+    assert [each for each in actual if isinstance(each, str)] == [each for each in wanted if isinstance(each, str)]

@@ -1,26 +1,34 @@
-"""The judge finds what is wrong: results that are right, and then with one thing amiss."""
+"""The table of cases, and its judge, which finds what is wrong: results that are right, then with one thing amiss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.pages import section
 from normforge import reference
 from normforge.codegen.values import DType, Norm
 from normforge.reference.norms import quantise
 from proving.cases import Tensors
+from proving.conformance import report
 from proving.conformance.calls import arguments, results
-from proving.conformance.case import BF16, FP16, FP32, Case, Y
+from proving.conformance.case import BF16, FP16, FP32, Case, Mode, Y
 from proving.conformance.draw import operands
-from proving.conformance.judge import QuantisedTally, judge
-from proving.conformance.run import run
+from proving.conformance.judge import Finding, QuantisedTally, judge
+from proving.conformance.run import Outcome, run, run_group
+from proving.conformance.suites import SUITES, cases
 from proving.conformance.table import interpreted
+from proving.evidence import EVIDENCE, grouped, load, record
+
+from ..thorough import first_of_each
 
 CPU = torch.device("cpu")
 
@@ -158,3 +166,98 @@ def test_fp8_may_be_a_step_from_what_either_rounding_before_the_weight_gives(got
     z, apart = (torch.tensor([[value]], dtype=torch.float64) for value in (16.25, 6.7495))
     tally.add(torch.tensor([[got]]).to(torch.float8_e4m3fn), z, apart)
     assert tally.units().item() == units
+
+
+MODE = Mode("LayerNorm", "forward", "fp16 → fp16", "-", "-")
+HEADER = {"device": "a GPU", "seed": "0"}
+
+
+def _outcome(units: float, own: float = 0.5, error: str = "") -> Outcome:
+    findings = () if error else (Finding("y", units, own), Finding("mean", 0.1, 0.2))
+    return Outcome("a-case", "ck_tile", MODE, findings, error)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "row", "told"),
+    [
+        ([_outcome(0.2), _outcome(0.5, own=1.5), _outcome(0.4)], ("2", "1", "0.5", "y", "1.5", "y"), "y 0.5 (own 1.5)"),
+        ([_outcome(0.0, error="ValueError: no")], ("0", "1", "inf", "error", "inf", "error"), "ValueError: no"),
+        ([_outcome(0.25), _outcome(math.inf)], ("1", "1", "inf", "y", "0.5", "y"), "y inf (own 0.5)"),
+    ],
+    ids=["largest", "raised", "infinite"],
+)  # fmt: skip
+def test_a_row_counts_cases_and_keeps_the_largest_error(
+    outcomes: list[Outcome], row: tuple[str, ...], told: str, checkout: Path
+) -> None:
+    assert [str(outcome) for outcome in outcomes if not outcome.ok] == [f"a-case: {told}"]
+    record(checkout, "conformance", report.table(outcomes, HEADER), report.summary)
+    table, text = load(checkout, "conformance"), section(checkout / EVIDENCE, "conformance")
+    assert [*table.rows[0].values()] == ["ck_tile", "LayerNorm", "forward", "fp16 → fp16", "-", "-", *row]
+    assert text == report.summary(table)
+    assert "device a GPU, seed 0." in text
+    assert f"**{row[0]} of {len(outcomes)} cases pass.**" in text
+    assert "- failed: 1 of ck_tile, LayerNorm, forward, fp16 → fp16, -, -" in text
+    assert f"| ck_tile | {row[0]} | 1 | {row[2]} | {row[4]} |" in text
+
+
+SEED = 0
+
+
+LINES = grouped(cases(), lambda case: "-".join((case.suite, *case.mode)).replace(" ", ""))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", LINES)
+def test_on_a_gpu(line: str) -> None:
+    outcomes = run_group(LINES[line], torch.device("cuda"), SEED)
+    assert [str(outcome) for _, outcome in outcomes if not outcome.ok] == []
+
+
+def kind_of(case: Case) -> Hashable:
+    """A mode, whatever its weight's type, row length and suite; beside a norm, what there is, whatever types are."""
+    if case.is_beside:
+        return (case.family, case.norm, case.gate_first, case.channels_last) if case.n < 1000 else None
+    return case.mode, bool(case.arriving)
+
+
+ONE_A_MODE = first_of_each(interpreted(), kind_of, lambda case: case.id)
+
+
+@pytest.mark.parametrize("case", ONE_A_MODE)
+def test_in_the_interpreter(case: Case) -> None:
+    for _, outcome in run_group((case,), torch.device("cpu"), SEED):
+        assert outcome.ok, str(outcome)
+
+
+def test_each_case_has_a_name_of_its_own() -> None:
+    assert len({case.id for case in cases()}) == len(cases())
+    assert len({case.id for case in interpreted()}) == len(interpreted())
+
+
+def test_the_interpreters_slice_has_every_suite_mode_and_dtype() -> None:
+    assert {case.suite for case in interpreted()} == set(SUITES)
+    for facets in (
+        {(case.suite, case.mode) for case in cases()} - {(case.suite, case.mode) for case in interpreted()},
+        {(case.x, case.y, case.weight) for case in cases()} - {(case.x, case.y, case.weight) for case in interpreted()},
+        {case.inputs for case in cases()} - {case.inputs for case in interpreted()},
+    ):
+        assert facets == set()
+
+
+def test_the_table_has_every_combination_of_the_suites_lists() -> None:
+    """The lists' lengths as their suites state them, multiplied; edges and our own cases come on top."""
+    norms, floats = 2, 3
+    least = {
+        "ck_tile": 26 * 5 * 2 * 3 * 2 * norms + norms,
+        "vllm": (3 * 6 * 2 * 2 * floats + 19 * 2 * 2 * 2) * norms,
+        # M × N × dtypes, with and without a bias for LayerNorm, each forward and backward.
+        "quack": 4 * 13 * floats * (2 + 1) * 2 + 2 * 16,
+        "flash_attention": 5 * 5 * 3 * norms,
+        "liger": 8 * floats * norms,
+        "flashinfer": 4 * 8 * 2 * 3 * 2 + 4 * 4,
+        "triton": 1,
+        "normforge": 700,
+    }
+    counts = Counter(case.suite for case in cases())
+    assert set(counts) == set(least)
+    assert [suite for suite, count in least.items() if counts[suite] < count] == []

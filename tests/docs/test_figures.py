@@ -1,11 +1,14 @@
-"""Figures of the README, and those beside them, are those of results; tables of pages are written from results."""
+"""Figures of the README and of pages are those of results; tables and pictures are written from results."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 import pytest
 
@@ -20,10 +23,20 @@ from benchmarks.reach import RULES, check
 from benchmarks.report import markdown, pictures_of
 from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
 from benchmarks.suites import SUITES
+from proving.accuracy import report as accuracy
+from proving.conformance import report as conformance
+from proving.evidence import Table
 from proving.evidence import load as load_table
+from proving.matrix import command as matrix
+from proving.models import command as models
+from proving.mutants import report as mutants
+from proving.sanitizer import command as sanitizer
+from proving.soak import report as soak
 
 from ..calling import there
-from .pages import ROOT, blocks, doc
+from ..test_examples import example
+from ..thorough import THOROUGH
+from .pages import ROOT, blocks, doc, links
 
 README, BENCHMARKS, H100 = ROOT / "README.md", doc("benchmarks"), doc("h100")
 # A suite without a table has not been run on that machine yet, and no page speaks of it.
@@ -285,3 +298,63 @@ def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
     for library in ("diffusers", "timm"):
         outcomes = [row["outcome"] for row in load_table(ROOT, library).rows]
         says(README, f"{{}} of {{}} in [{library}]", outcomes.count("taken"), len(outcomes))
+
+
+SUMMARIES: dict[str, tuple[str, Callable[[Table], str]]] = {
+    "accuracy": ("evidence", accuracy.summary),
+    "conformance": ("evidence", conformance.summary),
+    "sanitizer": ("evidence", sanitizer.summary),
+    "soak": ("evidence", soak.summary),
+    "mutants": ("evidence", mutants.summary),
+    "versions": ("versions", matrix.summary),
+    **{name: (name, models.summary) for name in ("huggingface", "diffusers", "timm")},
+}
+# Words of a section, or of a page with one section.
+MOST_WORDS = 500
+
+
+@pytest.mark.parametrize("what", SUMMARIES)
+def test_a_section_is_the_summary_of_its_table(what: str) -> None:
+    name, summary = SUMMARIES[what]
+    written = section(doc(name), what)
+    assert written == summary(load_table(ROOT, what))
+    assert len(written.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in SUMMARIES.values()}))
+def test_a_page_is_a_screen_per_section(name: str) -> None:
+    sections = sum(page == name for page, _ in SUMMARIES.values())
+    assert len(doc(name).read_text().split()) <= MOST_WORDS * sections
+
+
+PAGE = doc("derivations")
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return example(ROOT, "derivations")
+
+
+@pytest.mark.parametrize("name", ["variances", "sums"])
+def test_tables_are_what_the_script_computes(script: Any, name: str) -> None:
+    assert section(PAGE, name) == script.TABLES[name]()
+
+
+def test_a_pivot_alone_keeps_rows_far_from_zero(script: Any) -> None:
+    ways = (script.by_squares, script.by_mean, script.by_pivot)
+    by_squares, by_mean, by_pivot = (script.errors(way, 256) for way in ways)
+    assert max(by_pivot) < 2e-6
+    assert by_mean[5] > 1e-3
+    assert math.isnan(by_squares[6])
+
+
+@THOROUGH
+def test_the_pictures_of_the_page_are_drawn(script: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    script.main(["--into", str(page)])
+    pictures = example(ROOT, "derivation_pictures")
+    pictures.main([str(tmp_path)])
+    assert page.read_text() == PAGE.read_text()
+    shown = {Path(link).name for link in links(PAGE) if link.endswith(".png")}
+    assert shown == {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in pictures.PICTURES}

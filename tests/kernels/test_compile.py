@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.call_kinds import MOST_ROWS_IN_I32
+from normforge.calls.check import check
+from normforge.calls.plan import Plan
+from normforge.codegen import emit
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import STANDARD_LENGTHS
@@ -26,6 +32,7 @@ from normforge.codegen.values import (
     ScaleLayout,
 )
 from normforge.kernels.gpu import Target
+from normforge.kernels.obtain import compile_for
 from normforge.kernels.pipelines import window_tile
 
 from ..covering import parametrize
@@ -329,3 +336,213 @@ def test_saturating_keeps_nan(target: Target, dtype: DType) -> None:
     word = dtype.value.removeprefix("fp8_").removesuffix("fn")
     for instruction in ("min.NaN.xorsign.abs.f32", f"cvt.rn.satfinite.{word}x2.f32"):
         assert (instruction in ptx) is target.converts_to_fp8
+
+
+PLAIN = Mode(Norm.LAYER, DType.BF16, DType.BF16)
+ADD = replace(PLAIN, fadd=FusedAdd.PRE_ADD_STORE)
+QUANT = replace(ADD, dtype_out=DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
+
+
+def ttgir_of(mode: Mode, n: int, tile: Tile, operands: torch.dtype = torch.bfloat16) -> str:
+    return str(compiled(mode, n, tile=tile, operands=operands).asm["ttgir"])
+
+
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n", "tile"), [(96, Tile(Pipeline.ROWS, 4, 128, 1)), (440, Tile(Pipeline.ROWS, 4, 512, 2))])
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+def test_rows_that_are_quantised_keep_the_layout_they_are_read_in(
+    norm: Norm, n: int, tile: Tile, operands: torch.dtype
+) -> None:
+    """Operands whose vectors are fewer values than those of rows would have a tile go through shared memory, twice."""
+    mode = replace(QUANT, norm=norm, fadd=FusedAdd.NONE)
+    ttgir = ttgir_of(mode, n, tile, operands)
+    assert re.findall(rf"convert_layout .* : tensor<{tile.rows}x{tile.block}x(?:f32|bf16)", ttgir) == []
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("mode", [PLAIN, replace(QUANT, dtype_in=DType.FP32)], ids=lambda mode: mode.name)
+def test_no_thread_holds_what_others_have(mode: Mode, target: Target) -> None:
+    """Of rows whose sums are of fours, Triton gave all of y to each thread, and LLVM did not come to an end."""
+    tile = Tile(Pipeline.ROWS, 2, 1024, 1)
+    assert len(compiled(mode, 848, target, tile).asm[binary_of(target)]) < 200_000
+
+
+@pytest.mark.parametrize("mode", [replace(QUANT, fadd=FusedAdd.NONE), QUANT], ids=lambda mode: mode.name)
+def test_operands_of_quantised_rows_are_on_their_way_before_rows_are(mode: Mode) -> None:
+    """Behind sums they would be waited for once more: a wave of rows takes as long as memory takes to answer."""
+    tile = Tile(Pipeline.ROWS, 2, 512, 1)
+    ttgir = ttgir_of(mode, 440, tile)
+    (reduced, *_), loads = ([at.start() for at in re.finditer(word, ttgir)] for word in ('"tt.reduce"', "tt.load"))
+    assert len(loads) == 2 + 1 + mode.fadd.adds
+    assert max(loads) < reduced
+
+
+@pytest.mark.parametrize(("n", "masked"), [(26952, 1), (28672, 1), (32768, 0)])
+@pytest.mark.parametrize("mode", [PLAIN, ADD], ids=lambda mode: mode.name)
+def test_chunks_of_a_row_that_is_read_again_are_unrolled_and_its_last_is_masked(
+    mode: Mode, n: int, masked: int
+) -> None:
+    """Three readings of four chunks, one of them of rows that need it, and weight and bias."""
+    ttgir = ttgir_of(mode, n, Tile(Pipeline.TWO_PASS, 1, 8192, 16, 2))
+    loads = re.findall(r"tt\.load %\S+?(, %mask\S*)?[, ]", ttgir)
+    assert "scf.for" not in ttgir
+    # The first chunk of the first reading stands there once, as its pivots' and its own.
+    assert len(loads) == 4 * (3 * (1 + mode.fadd.adds) + 2)
+    assert sum(map(bool, loads)) == masked * (3 * (1 + mode.fadd.adds) + 2)
+
+
+def test_chunks_that_are_many_or_quantised_are_taken_one_by_one() -> None:
+    """Four quantised ones side by side spill."""
+    assert "scf.for" in ttgir_of(PLAIN, 9 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
+    assert "scf.for" not in ttgir_of(PLAIN, 8 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
+    assert "scf.for" in ttgir_of(QUANT, 32768, Tile(Pipeline.TWO_PASS, 1, 8192, 32))
+
+
+@pytest.mark.parametrize("n", [9432, 13312, 26952, 53952])
+@pytest.mark.parametrize("mode", [PLAIN, ADD, replace(ADD, norm=Norm.RMS)], ids=lambda mode: mode.name)
+def test_rows_that_are_read_again_spill_next_to_nothing(mode: Mode, n: int) -> None:
+    """With tiles that were measured, and a residual of fp32.
+
+    Of five chunks and more with an add some is spilled, and that is faster all the same: LayerNorm of 114792 columns
+    takes an H200 375 us with 312 bytes spilled, and 390 with its chunks one by one.
+    """
+    tile = dict(instance(mode, n).tiles)[SM_90.arch].large
+    usage(compiled(mode, n, tile=tile, operands=torch.bfloat16)).assert_fits(tile, most_stack=32)
+
+
+TOKENS, HEADS, ALL_HEADS = 16, 32, 48
+MANY = 8192 * HEADS
+
+WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4|global_(?:load|store)_dwordx4")
+# What a division of 64 bits comes to, or one of 32.
+DIVISION = re.compile(r"\bdiv\.[su](?:32|64)|v_rcp_iflag")
+
+
+def compiled_call(function: str, m: int, x: torch.Tensor, target: Target = SM_90, **given: Any) -> Any:
+    """The kernel that walks the rows of a call, of so many rows."""
+    n, per_row = x.shape[-1], torch.empty(x.shape[:-1])
+    given |= {"x": x, "weight": torch.empty(n, dtype=x.dtype)}
+    if function.endswith("bwd"):
+        given = {"dy": torch.empty(x.shape, dtype=x.dtype), "wants": ("dx", "dweight"), "rstd": per_row, **given}
+        given |= {"mean": per_row} if function.startswith("layer") else {}
+    launcher = Plan(check(function, given), (), target).prepared(m).launchers[0]
+    return compile_for(launcher.key, launcher.kernel, target)
+
+
+def text(binary: Any) -> str:
+    return str(binary.asm.get("ptx") or binary.asm["amdgcn"])
+
+
+def heads(n: int) -> torch.Tensor:
+    return torch.empty(TOKENS, ALL_HEADS * n, dtype=torch.bfloat16)[:, : HEADS * n].view(TOKENS, HEADS, n)
+
+
+# The tensors that lie on two strides besides x, or on three.
+CASES: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "rmsnorm2d_fwd": lambda x: {"out": x},
+    "layernorm2d_fwd": lambda x: {},
+    "rmsnorm2d_bwd": lambda x: {"dy": torch.empty(1, HEADS, TOKENS, x.shape[-1], dtype=x.dtype)[0].transpose(0, 1)},
+    "layernorm2d_bwd": lambda x: {"dy": x},
+}
+
+
+@pytest.mark.parametrize("m", [MANY, pytest.param(8, marks=THOROUGH)], ids=["many", "few"])
+@pytest.mark.parametrize("n", [128, *[pytest.param(n, marks=THOROUGH) for n in (64, 256)]])
+@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_heads_are_moved_as_rows_of_one_stride_are(target: Target, function: str, n: int, m: int) -> None:
+    x = heads(n)
+    plain = compiled_call(function, m, x[:, 0], target)
+    walked = compiled_call(function, m, x, target, **CASES[function](x))
+    assert len(WIDE.findall(text(walked))) == len(WIDE.findall(text(plain)))
+    assert not DIVISION.search(text(walked))
+    if target.is_nvidia:
+        assert usage(walked).local == 0
+        # A multiprocessor holds as many programs.
+        assert usage(walked).registers <= max(usage(plain).registers + 8, 64)
+
+
+def test_rows_beyond_an_i32_are_divided() -> None:
+    """Their reciprocal would not be exact."""
+    assert DIVISION.search(text(compiled_call("rmsnorm2d_fwd", MOST_ROWS_IN_I32 + 1, heads(128))))
+
+
+def test_three_strides_and_one_are_one_kernel_each() -> None:
+    """Sizes and strides are arguments, so that other ones compile nothing."""
+
+    def keys(x: torch.Tensor) -> set[Any]:
+        plan = Plan(check("rmsnorm2d_fwd", {"x": x}), (), SM_90)
+        return {launcher.key for launcher in plan.prepared(MANY).launchers}
+
+    one, two = keys(heads(128)[:, 0]), keys(heads(128))
+    three = keys(torch.empty(2, HEADS, TOKENS, 128, dtype=torch.bfloat16).transpose(1, 2))
+    assert len(one | two | three) == 3
+    assert two == keys(torch.empty(5, 9 * 128, dtype=torch.bfloat16)[:, : 7 * 128].view(5, 7, 128))
+    # A jump back too: that of a transposed tensor.
+    assert two == keys(torch.empty(HEADS, TOKENS, 128, dtype=torch.bfloat16).transpose(0, 1))
+
+
+N = 1504
+TILES = {
+    Pipeline.ROWS: Tile(Pipeline.ROWS, 2, 2048, 4),
+    Pipeline.ONE_PASS: Tile(Pipeline.ONE_PASS, 1, 1024, 4),
+    Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
+    Pipeline.SPREAD: Tile(Pipeline.SPREAD, 2, 512, 4, held=2),
+}
+MODES = (
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, save_mv=True),
+    Mode(Norm.RMS, DType.FP16, DType.INT8, FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+)
+KERNELS = [
+    (mode, pipeline, part) for mode in MODES for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
+]
+
+ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?!param)\S*global")
+WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+def first_access(text: str) -> int:
+    found = ACCESS.search(text)
+    assert found is not None
+    return found.start()
+
+
+def ptx_of(mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target = SM_90) -> str:
+    # Rows of odd length start anywhere.
+    n = N + 1 if part is Part.WINDOW else N
+    return str(compiled(mode, n, target, TILES[pipeline], part).asm["ptx"])
+
+
+@pytest.mark.parametrize(("mode", "pipeline", "part"), KERNELS, ids=[mode.kernel(part) for mode, _, part in KERNELS])
+def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
+    mode: Mode, pipeline: Pipeline, part: Pipeline | Part
+) -> None:
+    texts = {target.arch: ptx_of(mode, pipeline, part, target) for target in NVIDIA}
+    # Ampere has no such launch, and a cooperative one is none.
+    assert WAIT not in texts["sm_80"]
+    for name in ("sm_90", "sm_100"):
+        text = texts[name]
+        assert text.count(WAIT) == (part is not Pipeline.SPREAD)
+        assert text.find(WAIT) < first_access(text)
+
+
+def test_partial_sums_are_not_read_before_they_are_there() -> None:
+    keys = compile_keys([N], ["ln_bwd_bf16"], arch="sm_90", rows=["few"])
+    (key,) = [key for key in keys if key.key.symbol == "sum_partials"]
+    text = compile_for(key.key, key.function, SM_90).asm["ptx"]
+    assert text.count(WAIT) == 1
+    assert text.index(WAIT) < first_access(text)
+
+
+ADMITTING = [(pipeline, part) for mode, pipeline, part in KERNELS if mode.is_backward and part is not Pipeline.SPREAD]
+
+
+@pytest.mark.parametrize(("pipeline", "part"), ADMITTING, ids=[part.value for _, part in ADMITTING])
+def test_a_backward_kernel_admits_the_next_one_before_it_leaves_its_sums(
+    pipeline: Pipeline, part: Pipeline | Part
+) -> None:
+    """Every program comes there once, whatever rows it had: the next kernel waits for the last."""
+    text = ptx_of(MODES[2], pipeline, part)
+    assert text.count(ADMIT) == 1
+    assert text.index(WAIT) < text.index(ADMIT) < text.rindex("st.global")

@@ -1,20 +1,27 @@
-"""What a launch is given besides its operands: programs, and memory through which they exchange values."""
+"""What a launch is given beside its operands: programs, memory for exchanges, staging, counts and alignment."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
+import normforge
+from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import MOST_RESIDENT_WARPS, with_room
 from normforge.codegen.values import DType, Norm, Pipeline
 from normforge.errors import DeviceError
+from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels import pipelines
-from normforge.kernels.gpu import named_target
+from normforge.kernels.gpu import Target, named_target
+from normforge.kernels.key import row_count_type
 from normforge.kernels.launcher import new_exchange
-from normforge.kernels.pipelines import choose, takes_window
+from normforge.kernels.pipelines import choose, staged, takes_window
+from normforge.kernels.strides import row_alignment
 from normforge.selection import dispatch
 from normforge.upstream.dynamo_guards import allocator
 
@@ -88,3 +95,133 @@ def test_where_launches_are_plain_no_program_waits_for_another(mode: str) -> Non
     assert (target.launches_early, plain.launches_early) == (True, False)
     with pytest.raises(DeviceError, match="holds 0 at once"):
         choose(Mode.from_name(mode), choices[:1], 131072, plain)
+
+
+SM_90 = named_target("sm_90")
+TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
+UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
+
+
+@pytest.mark.parametrize(
+    ("n", "itemsizes", "is_paired", "target", "expected"),
+    [
+        # 26 KiB a program: rows of 4, 6, 8 and 12 KiB.
+        (1024, (2, 2), True, SM_90, 6),
+        (1024, (4, 2), True, SM_90, 5),
+        (1024, (4, 4), True, SM_90, 4),
+        (1024, (4, 4, 4), True, SM_90, 3),
+        # A ragged row takes whole chunks.
+        (1025, (4, 4), True, SM_90, 2),
+        # Elements of 2 bytes one by one are too short to be copied, those of 4 are not.
+        (1024, (2, 2), False, SM_90, 1),
+        (1024, (4, 2), False, SM_90, 1),
+        (1023, (4, 4), False, SM_90, 4),
+        # Another byte a column leaves no room for the third of 13 KiB.
+        (1024, (4, 4, 4, 1), True, SM_90, 3),
+        (1024, (4, 4, 4, 2), True, SM_90, 2),
+        (1024, (2, 2), True, named_target("sm_80"), 5),
+        (1024, (2, 2), True, named_target("sm_89"), 3),
+        (1024, (2, 2), True, named_target("sm_100"), 6),
+        (1024, (2, 2), True, named_target("gfx942"), 1),
+        (1024, (2, 2), True, Target("cpu", 32, 1, compiles=False), 1),
+    ],
+)
+def test_as_many_stages_as_a_launch_has_room_for(
+    n: int, itemsizes: Sequence[int], is_paired: bool, target: Target, expected: int
+) -> None:
+    tile = staged(TILE, UNSTAGED, n, itemsizes, is_paired, target)
+    assert tile == (UNSTAGED if expected == 1 else replace(TILE, stages=expected))
+
+
+@pytest.mark.parametrize(
+    ("itemsizes", "resident", "expected"),
+    [
+        # 26 KiB a program and, at half as many, 55: slices of 4096 columns are 8, 16, 24 and 32 KiB.
+        ((2,), 8, 4),
+        ((2, 2), 8, 2),
+        ((2, 4), 8, 2),
+        ((4, 4), 8, 1),
+        ((2, 2), 4, 4),
+        ((2, 4), 4, 3),
+    ],
+)
+def test_a_residual_of_more_bits_leaves_room_for_fewer_stages(
+    itemsizes: Sequence[int], resident: int, expected: int
+) -> None:
+    tile = Tile(Pipeline.SPREAD, 1, 512, 2, resident, held=8, stages=6)
+    assert with_room(tile, itemsizes, "sm_90") == replace(tile, stages=expected)
+
+
+def kernels_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[tuple[str, object]]:
+    keys = normforge.compile_keys(
+        [n], ["ln_bwd_bf16"], arch="sm_90", dy_dtypes=[dy], misaligned=[misaligned], rows=["many"]
+    )
+    walkers = [key.key for key in keys if key.key.symbol != "sum_partials"]
+    return {(key.symbol.removeprefix("ln_bwd_bf16_"), dict(key.arguments).get("STAGES")) for key in walkers}
+
+
+@pytest.mark.parametrize(
+    ("n", "dy", "misaligned", "expected"),
+    [
+        (4096, torch.bfloat16, (), ("one_pass", 3)),
+        (4096, torch.float32, (), ("one_pass", 3)),
+        (4095, torch.bfloat16, (), ("one_pass", 1)),
+        (4096, torch.bfloat16, ("x",), ("one_pass", 1)),
+        (768, torch.bfloat16, (), ("one_pass", 3)),
+        # What other architectures take.
+        (767, torch.bfloat16, (), ("rows", None)),
+    ],
+)
+def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
+    n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: tuple[str, int | None]
+) -> None:
+    assert kernels_of(n, dy, misaligned) == {expected}
+
+
+def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
+    """A loop looks two rounds ahead; a round is of as many programs as ever fit, with as many rows as any tile has."""
+    tiles = [
+        tile for entry in dispatch.loaded() for arch in ("any", "sm_90") for tile in entry.choices(1, entry.first, arch)
+    ]
+    programs = named_target("sm_100").multiprocessors * MOST_RESIDENT_WARPS
+    assert MOST_ROWS_IN_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
+    assert row_count_type(MOST_ROWS_IN_I32) == "i32"
+    assert row_count_type(MOST_ROWS_IN_I32 + 1) == "i64"
+
+
+@pytest.mark.parametrize(("positions", "word"), [(2**31 - 2**21, "i32"), (2**31 - 1, "i64"), (2**31, "i64")])
+def test_no_position_of_the_last_tiles_of_a_group_leaves_32_bits(positions: int, word: str) -> None:
+    keys = normforge.compile_keys(shapes=[f"1x1x{positions}/1"], modes=["gn_fwd_bf16"], arch="sm_90")
+    assert {dict(key.key.arguments)["units"] for key in keys} == {word}
+
+
+@pytest.mark.gpu
+def test_gradients_of_almost_as_many_rows_as_32_bits_count() -> None:
+    """One column: the next tile of the last round begins beyond 2**31."""
+    m = 2**31 - 1000
+    x = torch.zeros(m, 1, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 1
+    rstd = torch.ones(m, device="cuda")
+    found = rmsnorm2d_bwd(x, x, torch.ones(1, dtype=torch.bfloat16, device="cuda"), rstd=rstd, wants=("dx", "dweight"))
+    assert found.dx is not None
+    assert found.dweight is not None
+    assert found.dweight.item() == 1
+    # h is 1 and g is 1 in the last row: dx = g - h * mean(g * h) is 0 there, and everywhere.
+    assert not found.dx.any()
+
+
+@pytest.mark.parametrize(
+    ("strides", "alignment"),
+    [
+        ((4096,), 16),
+        ((1000,), 8),
+        ((4104, 4096), 8),
+        ((4096, 4100), 4),
+        ((1002, 0), 2),
+        ((0, 0, 48), 16),
+        ((4096, 4099), 1),
+        ((1,), 1),
+    ],
+)
+def test_alignment(strides: tuple[int, ...], alignment: int) -> None:
+    assert row_alignment(*strides) == alignment

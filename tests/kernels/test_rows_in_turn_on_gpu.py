@@ -1,14 +1,20 @@
-"""Kernels whose programs take several rows in turn, with more rows than programs, on a card, against the oracle."""
+"""On a card: programs with several rows in turn, scales in steps without branches, and launches that start early."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, FusedAdd, Norm
+from normforge.families.public import layernorm2d_bwd
 from normforge.tools.compare import compare
 
 from ..norms import FULL
@@ -97,3 +103,93 @@ def test_gradients_of_rows_that_cannot_be_read_in_pairs(case: str, n: int, norm:
         dtypes={"dy": DType.FP32} if case == "fp32 dy" else {},
     )
     problem.check("cuda")
+
+
+# Untyped, as everything generated.
+primitives = import_module("normforge.generated.primitives")
+
+BLOCK = 1 << 13
+SCALE, INVERSE = primitives.row_scale, primitives.inverse_of
+
+
+def _differ(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return (a.to(tl.int32, bitcast=True) != b.to(tl.int32, bitcast=True)) & ((a == a) | (b == b))
+
+
+differ: Any = triton.jit(_differ)
+
+
+def _count(counts_ptr: tl.tensor, QMAX: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    program = tl.program_id(0)
+    amax_bits = program * BLOCK + tl.arange(0, BLOCK)
+    expected = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), QMAX)
+    expected = tl.where(expected < 2.0**-126, 1.0, expected)
+    scale = SCALE(amax_bits, QMAX, tl.float32)
+    wrong = differ(scale, expected) | differ(INVERSE(scale, True), tl.div_rn(1.0, expected))
+    tl.store(counts_ptr + program, tl.sum(wrong.to(tl.int32)))
+
+
+count_kernel: Any = triton.jit(_count)
+
+
+@pytest.mark.parametrize("qmax", [6.0, 127.0, 240.0, 448.0, 57344.0])
+def test_scales_and_inverses_are_those_of_division(qmax: float) -> None:
+    counts = torch.empty((1 << 31) // BLOCK, dtype=torch.int32, device="cuda")
+    count_kernel[(len(counts),)](counts, qmax, BLOCK)
+    assert counts.sum().item() == 0
+
+
+CALLS = 60
+SHAPES = [(1, 64), (7, 4096), (300, 8192), (4096, 1024), (2000, 5137), (64, 65536), (96, 131072), (16384, 512)]
+
+
+def chain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, waits: bool) -> None:
+    """Norms and a kernel of torch's in turn, all in place."""
+    for call in range(CALLS):
+        if call % 3 == 0:
+            normforge.rmsnorm2d_fwd(x, weight, residual=residual, fadd="pre_add_store", out=x, residual_out=residual)
+        elif call % 3 == 1:
+            normforge.layernorm2d_fwd(x, weight, weight, out=x)
+        else:
+            x.mul_(1.5)
+        if waits:
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_each_call_sees_all_that_the_one_before_wrote(m: int, n: int, graph: bool) -> None:
+    x, residual = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(n, device="cuda", dtype=torch.bfloat16) + 0.5
+    expected, actual = ((x.clone(), residual.clone()) for _ in range(2))
+    chain(*expected, weight, waits=True)
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            chain(*actual, weight, waits=False)
+        for got, start in zip(actual, (x, residual), strict=True):
+            got.copy_(start)
+        captured.replay()
+    else:
+        chain(*actual, weight, waits=False)
+    torch.cuda.synchronize()
+    assert [torch.equal(got, want) for got, want in zip(actual, expected, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("m", "n"), [(64, 1024), (4096, 1024), (3000, 4096), (64, 20000), (3000, 20000)])
+def test_sums_over_rows_wait_for_all_programs(m: int, n: int) -> None:
+    """The launch that adds partial sums up is admitted while the ones ahead of it still write them."""
+    x, dy = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    saved = normforge.layernorm2d_fwd(x, weight, weight, save_mv=True)
+    assert saved.mean is not None
+    assert saved.rstd is not None
+    found = []
+    for _ in range(CALLS):
+        found.append(layernorm2d_bwd(dy, x, weight, mean=saved.mean, rstd=saved.rstd, wants=("dx", "dweight", "dbias")))
+        # What the next call is given of this memory is not zero.
+        torch.full((2 * n * 528,), float("nan"), device="cuda")
+    h = (x.double() - saved.mean.double().unsqueeze(-1)) * saved.rstd.double().unsqueeze(-1)
+    for name, want in (("dweight", (dy.double() * h).sum(0)), ("dbias", dy.double().sum(0))):
+        torch.testing.assert_close(getattr(found[0], name).double(), want, rtol=1e-2, atol=1e-2 * m**0.5)
+        assert all(torch.equal(getattr(gradients, name), getattr(found[0], name)) for gradients in found)

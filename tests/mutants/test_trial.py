@@ -12,7 +12,7 @@ from proving.mutants.trial import Runner, Verdict
 from ..thorough import THOROUGH
 
 # Needs no kernel.
-_TEST = "tests/kernels/test_alignment.py::test_alignment"
+_TEST = "tests/kernels/test_pipelines.py::test_alignment"
 _OTHER = "tests/kernels/test_obtain.py::test_a_key_reads_as_a_call"
 _RIGHT = "return bits & -bits"
 
@@ -52,7 +52,7 @@ def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
     [
         (mutant("return (", _TEST), "SyntaxError"),
         (mutant("return bits", _TEST, old="nowhere"), "it takes one place"),
-        (mutant("return bits", "tests/kernels/test_alignment.py::test_nothing"), "not found"),
+        (mutant("return bits", "tests/kernels/test_pipelines.py::test_nothing"), "not found"),
         (mutant("{% if %}", _TEST, file="templates/rows.py.j2", old="{% filter body %}"), "Expected an expression"),
     ],
     ids=["syntax", "edit", "test", "template"],

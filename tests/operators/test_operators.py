@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._library.simple_registry import singleton
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import normforge
 from normforge import errors
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.calls.outputs import NormGradients
@@ -19,9 +23,9 @@ from proving.cases import Case, Tensors, cases, check, operands
 
 from ..calling import each_device, each_norm, same_bits
 from ..calls.shared import BACKWARD, backward_operands
-from ..thorough import first_of_each
+from ..thorough import THOROUGH, first_of_each
 from . import registered
-from .seen import forward, seen, step
+from .registered import forward, seen, step
 
 M, N = 3, 64
 HALF = torch.bfloat16
@@ -268,3 +272,64 @@ def test_saved_programs_hold_these_schemas() -> None:
     schemas = {str(getattr(torch.ops.normforge, name.removeprefix("normforge::")).default._schema) for name in names}
     held = (Path(__file__).parent / "schemas.txt").read_text().splitlines()
     assert schemas == {schema.replace("(", f"{ending}(", 1) for schema in held for ending in ("", INVARIANT)}
+
+
+HEAD, HEADS, ALL_HEADS = 40, 2, 4
+
+
+def heads(qkv: torch.Tensor) -> torch.Tensor:
+    return qkv.view(qkv.shape[0], ALL_HEADS, HEAD)[:, :HEADS]
+
+
+def functional(qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return normforge.rms_norm(heads(qkv), (HEAD,), weight, 1e-6)
+
+
+def written(qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    q = heads(qkv)
+    normforge.layernorm2d_fwd(q, weight, out=q)
+    return qkv * 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("function", [functional, pytest.param(written, marks=THOROUGH)])
+def test_one_graph_without_a_copy(function: Callable[..., torch.Tensor]) -> None:
+    backend = EagerAndRecordGraphs()
+    compiled: Any = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    weight = torch.randn(HEAD)
+    for tokens in (2, 3, 5):
+        qkv = torch.randn(tokens, ALL_HEADS * HEAD)
+        assert same_bits(compiled(qkv.clone(), weight), function(qkv.clone(), weight))
+    (graph,) = backend.graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
+    assert [name for name in called if "normforge" in name]
+    assert not [name for name in called if name in ("clone", "copy_")]
+
+
+@THOROUGH
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_gradients_on_strides_of_their_own() -> None:
+    compiled: Any = torch.compile(functional, backend="aot_eager", fullgraph=True)
+    qkv, weight = torch.randn(3, ALL_HEADS * HEAD, requires_grad=True), torch.randn(HEAD, requires_grad=True)
+    dy = torch.randn(HEADS, 3, HEAD).transpose(0, 1)
+    found = torch.autograd.grad(compiled(qkv, weight), (qkv, weight), dy)
+    expected = torch.autograd.grad(functional(qkv, weight), (qkv, weight), dy)
+    assert all(same_bits(got, want) for got, want in zip(found, expected, strict=True))
+
+
+# Operators without a rule, and why none can be kept.
+_TWO = "q and k are two tensors of rows; the function refuses DTensors"
+UNRULED = {
+    f"normforge::qk_norm_rope{end}{twin}": _TWO for end in ("", "_backward", "_cached") for twin in ("", "_invariant")
+}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+def test_every_operator_has_a_sharding_rule() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert registered.FORWARD
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")]
+    assert len(names) > 20
+    unruled = {name for name in names if singleton.find(name).torch_dispatch_rules.find(DTensor) is None}
+    assert unruled == UNRULED.keys()

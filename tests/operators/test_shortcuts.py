@@ -17,7 +17,7 @@ import normforge
 from ..calling import FORWARD, each_norm, same_bits
 from ..thorough import THOROUGH
 from . import registered
-from .seen import seen
+from .registered import seen
 from .test_operators import arguments
 
 M, N = 3, 64

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import normforge
-from normforge import settings
+from normforge import errors, settings
 from normforge.call_kinds import CallKind
 from normforge.codegen import cli, manifest
 from normforge.codegen.instance import Bucket
@@ -21,6 +22,7 @@ from normforge.codegen.legal import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
 from normforge.selection import dispatch, recording
+from normforge.tools.cli import main
 from normforge.tools.cli import main as normforge_command
 
 from ..calling import check, printed, printed_at_once, python
@@ -374,3 +376,48 @@ def test_a_merge_that_fails_leaves_the_output(
     assert (tmp_path / "mine.yaml").read_text() == "groups: {}\n"
     assert merged(tmp_path / "out.yaml", tmp_path / "none.yaml") == 2
     assert "none.yaml cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+MANIFEST = """
+buckets: {n64: 1..64, nbig: 65..}
+groups:
+  unet: {norm: group, direction: [fwd, bwd], dtype_in: fp32, activation: [none, silu], n: all}
+  rows: {norm: layer, dtype_in: fp32, n: n64}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    manifest, folder = tmp_path / "mine.yaml", tmp_path / "kernels"
+    manifest.write_text(MANIFEST)
+    assert main(["generate", "--manifest", str(manifest), "--out", str(folder)]) == 0
+    return folder
+
+
+def test_a_manifests_kernels_serve_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    normforge.load_instances(folder)
+    assert {"gn_fwd_fp32_n64", "gn_bwd_fp32_silu_nbig"} <= {entry.name for entry in normforge.instances()}
+    for positions in (5, 60):
+        x = torch.randn(2, 8, positions, requires_grad=True)
+        y = normforge.group_norm(x, 2, activation="silu")
+        want = functional.silu(functional.group_norm(x, 2))
+        torch.testing.assert_close(y, want)
+        found, wanted = (torch.autograd.grad(each.square().sum(), x)[0] for each in (y, want))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(errors.MissingInstanceError) as missed:
+        normforge.group_norm(x.detach().bfloat16(), 2)
+    said = str(missed.value)
+    assert "serves gn_fwd_bf16 with N = 240" in said
+    assert "    norm: group\n    dtype_in: bf16\n    n: nbig\n" in said
+    with pytest.raises(errors.MissingInstanceError, match="gn_fwd_fp32_cl with N = 240"):
+        normforge.group_norm(x.detach().movedim(1, 2).contiguous().movedim(2, 1), 2)
+
+
+def test_a_recording_makes_the_kernels_that_were_asked_for(tmp_path: Path) -> None:
+    needed, folder = tmp_path / "needed.yaml", tmp_path / "kernels"
+    with normforge.record(needed):
+        normforge.group_norm(torch.randn(1, 4, 9), 2, activation="silu")
+    assert main(["generate", "--manifest", str(needed), "--out", str(folder)]) == 0
+    normforge.load_instances(folder)
+    assert [entry.name for entry in normforge.instances()] == ["gn_fwd_fp32_silu_n128"]
