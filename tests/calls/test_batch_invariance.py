@@ -26,13 +26,6 @@ each_call = pytest.mark.parametrize(
 N = 131
 
 
-def agree() -> bool:
-    """Whether calls of few rows and of many give all of some rows the same bits, which they do not by chance."""
-    x = rows(257, N)
-    weight = vector(1, x)
-    return torch.equal(normforge.layernorm2d_fwd(x, weight).y[:9], normforge.layernorm2d_fwd(x[:9], weight).y)
-
-
 @pytest.fixture(autouse=True)
 def within() -> Iterator[None]:
     with normforge.batch_invariant():

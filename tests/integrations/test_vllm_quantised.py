@@ -23,7 +23,6 @@ from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
 N = 320
-EPS = 1e-5
 
 
 def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3)) -> torch.Tensor:
