@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 
-def counted(names: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that adds its name to a list whenever it has returned."""
 
-    def count(*arguments: Any, **keywords: Any) -> Any:
-        result = function(*arguments, **keywords)
-        names.append(name)
-        return result
+def counted(patch: pytest.MonkeyPatch, *places: tuple[Any, str, str]) -> list[str]:
+    """Return a list that functions, each a module's and its name there, add a word to whenever they have returned."""
+    words: list[str] = []
 
-    return count
+    def counting(function: Callable[..., Any], word: str) -> Callable[..., Any]:
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            words.append(word)
+            return result
+
+        return count
+
+    for module, name, word in places:
+        patch.setattr(module, name, counting(getattr(module, name), word))
+    return words

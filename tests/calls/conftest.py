@@ -35,16 +35,14 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture
 def looked(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A word for each call that is checked, each backward pass that is planned, and each kernel that is chosen."""
-    words: list[str] = []
-    for place, name, word in (
+    return counted(
+        monkeypatch,
         (first, "check", "call"),
         (road, "check", "call"),
         (row_gradients.Backward, "gradients", "gradients"),
         (group, "launched_backward", "gradients"),
         (dispatch, "find", "kernel"),
-    ):
-        monkeypatch.setattr(place, name, counted(words, word, getattr(place, name)))
-    return words
+    )
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
 
 @each_pipeline
 def test_a_row_is_rounded_before_it_is_quantised(n: int) -> None:
-    """Of short rows so many that a program takes several."""
-    m = 300 if n == LENGTHS["rows"] else M
+    """Of short rows so many that a program takes several; of others each takes one."""
+    m = 300 if n == LENGTHS["rows"] else 2
     for norm, dtype, out in product(FORWARD, HALVES, (torch.int8, torch.float8_e4m3fnuz)):
         x = (torch.randn(m, n) * 3 + 1).to(dtype)
         for weight in (torch.randn(n), None):

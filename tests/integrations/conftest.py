@@ -21,14 +21,10 @@ from .stand_ins import of_vllm
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that served calls, in the order in which they ended."""
-    names: list[str] = []
-    for module, functions in (
-        (serving, ("layernorm2d_fwd", "rmsnorm2d_fwd")),
-        (vllm, ("quantised_layer_norm", "quantised_rms_norm")),
-    ):
-        for name in functions:
-            monkeypatch.setattr(module, name, counted(names, name, getattr(module, name)))
-    return names
+    plain = ((serving, name, name) for name in ("layernorm2d_fwd", "rmsnorm2d_fwd"))
+    return counted(
+        monkeypatch, *plain, *((vllm, name, name) for name in ("quantised_layer_norm", "quantised_rms_norm"))
+    )
 
 
 @pytest.fixture(params=["stand-in", "own"])

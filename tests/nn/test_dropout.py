@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge.families import eager
-from normforge.random_mask import dropout_mask, dropped
+from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from proving.cases import RNG, SIGNED_RNG, Tensors, gradients, operands
 
 from ..calling import each_device, same_bits
+from ..counting import counted
 from ..thorough import THOROUGH
 from .oracle import plain
 
@@ -77,13 +78,7 @@ def test_checkpoint_drops_the_same_again(norm: str, device: str) -> None:
 def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
     _, total = ADD[norm](**given, dropout_p=P, dropout_rng=RNG)
-    launched: list[str] = []
-
-    def counted(*given: Any) -> torch.Tensor:
-        launched.append("torch")
-        return dropped(*given)
-
-    monkeypatch.setattr(eager, "dropped", counted)
+    launched = counted(monkeypatch, (eager, "dropped", "torch"))
     monkeypatch.delenv("TRITON_INTERPRET")
     # Where kernels run is asked of a kind of call once.
     dispatch.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from .models import WIDTH, randomised
 from .oracle import backward
 from .test_forms import Plainly, PreNorm, form
 from .test_own_forwards import LayerNorm2d
-from .twins import copies, twins
+from .twins import Asked, copies, twins
 
 ROWS = (3, 5)
 
@@ -99,18 +99,6 @@ def test_blocks_with_fused_norms_take_nested_tensors() -> None:
             assert all(map(torch.equal, ours(*given).unbind(), model(*given).unbind()))
 
 
-class Function(torch.Tensor):
-    """A tensor that counts what functions torch is asked for."""
-
-    calls: ClassVar[list[str]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.calls.append(getattr(func, "__name__", str(func)))
-        torchs: Any = super()
-        return torchs.__torch_function__(func, types, args, kwargs or {})
-
-
 def double(x: torch.Tensor) -> torch.Tensor:
     return x.double()
 
@@ -119,7 +107,7 @@ LEFT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float64": double,
     "meta": lambda x: x.to("meta"),
     "wrapper": Wrapper,
-    "function": lambda x: x.as_subclass(Function),
+    "function": lambda x: x.as_subclass(Asked),
 }
 
 
@@ -140,8 +128,8 @@ def test_what_no_kernel_takes_is_computed_as_before(
         module, ours = module.to("meta"), ours.to("meta")
     found = []
     for norm in (module, ours):
-        monkeypatch.setattr(Function, "calls", [])
-        found.append((norm(change(x)), list(Function.calls)))
+        monkeypatch.setattr(Asked, "functions", [])
+        found.append((norm(change(x)), [getattr(each, "__name__", str(each)) for each in Asked.functions]))
     (wanted, before), (actual, after) = found
     assert (actual.dtype, actual.shape, type(actual)) == (wanted.dtype, wanted.shape, type(wanted))
     if make is models.L2Norm and before:

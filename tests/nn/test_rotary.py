@@ -758,8 +758,7 @@ def test_one_kernel_serves_heads_wherever_they_lie() -> None:
 
 def test_a_known_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """But one that differs is."""
-    names: list[str] = []
-    monkeypatch.setattr(rotary, "_planned", counted(names, "planned", rotary._planned))
+    names = counted(monkeypatch, (rotary, "_planned", "planned"))
     case = Case(n=70, rotary_dim=70, eps=0.25)
     for _ in range(3):
         check(case, given(case))

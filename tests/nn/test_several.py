@@ -83,9 +83,7 @@ def alone(x: torch.Tensor, weight: torch.Tensor | None = None, options: Mapping[
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The launches of several problems at once."""
-    names: list[str] = []
-    monkeypatch.setattr(several, "_launched", counted(names, "together", several._launched))
-    return names
+    return counted(monkeypatch, (several, "_launched", "together"))
 
 
 def assert_same(found: list[Any], wanted: list[Any]) -> None:

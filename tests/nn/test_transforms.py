@@ -19,7 +19,6 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -28,9 +27,11 @@ from normforge.families import plain_calls, post_add
 from proving.cases import operands
 
 from ..calling import python, same_bits
+from ..operators.registered import Seen
 from .models import randomised
 from .oracle import FUNCTIONS, each_function, plain
 from .test_transform_table import TRANSFORMS, Call, M, N, pair
+from .twins import Asked
 
 # Without torch's own types, which these mostly lack.
 forward_ad: Any = torch.autograd.forward_ad
@@ -179,18 +180,6 @@ def test_saved_graphs_find_what_modules_call(name: str) -> None:
     assert pickle.loads(f"cnormforge.families.plain_functions\n{name}\n.".encode()) is getattr(plain_calls, name)
 
 
-class Asked(torch.Tensor):
-    """A tensor that writes down which functions it is asked about."""
-
-    functions: list[Any]
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.functions.append(function)
-        inherited: Any = super().__torch_function__
-        return inherited(function, types, args, kwargs or {})
-
-
 @pytest.mark.parametrize("place", ["x", "weight"])
 @pytest.mark.parametrize(("norm", "dropout_p"), [*product(FUNCTIONS, (0.0,)), ("add_layer", 0.3)])
 def test_a_class_of_ones_own_is_asked(norm: str, place: str, dropout_p: float) -> None:
@@ -204,32 +193,20 @@ def test_a_class_of_ones_own_is_asked(norm: str, place: str, dropout_p: float) -
     assert same_bits(actual[0].as_subclass(torch.Tensor), expected[0])
 
 
-class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """A mode that writes down what it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
 @each_function
 def test_a_mode_around_a_part_of_a_checkpoint(norm: str, around: str) -> None:
     ours, _ = pair(norm, requires_grad=True)
     x = torch.randn(M, N, requires_grad=True)
     (expected,) = torch.autograd.grad(ours(x).square().sum(), x)
-    first, then = (Passing() if around in (step, "both") else nullcontext() for step in ("forward", "backward"))
+    first, then = (Seen() if around in (step, "both") else nullcontext() for step in ("forward", "backward"))
     with first:
         y = checkpoint(ours, x, use_reentrant=False)
     with then:
         (actual,) = torch.autograd.grad(y.square().sum(), x)
     assert same_bits(actual, expected)
     for mode, names in ((first, ["norm2d_fwd"]), (then, ["norm2d_fwd", "norm2d_bwd"])):
-        assert not isinstance(mode, Passing) or all(name in " ".join(mode.seen) for name in names)
+        assert not isinstance(mode, Seen) or all(name in str(mode.calls) for name in names)
 
 
 @each_function
@@ -245,18 +222,6 @@ def test_a_backward_pass_is_recorded_of_a_call_that_was_not(norm: str) -> None:
     assert any("norm2d_bwd" in str(node.target) for node in graph.graph.nodes)
     dy = torch.randn(M, N)
     assert same_bits(graph(dy), back(dy))
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@each_function
-def test_compiled_autograd_of_an_eager_call(norm: str) -> None:
-    ours, _ = pair(norm, requires_grad=True)
-    x = torch.randn(M, N, requires_grad=True)
-    (expected,) = torch.autograd.grad(ours(x).square().sum(), x)
-    whole = torch.compile(backend="eager", fullgraph=True)
-    with torch._dynamo.compiled_autograd._enable(whole):
-        (actual,) = torch.autograd.grad(ours(x).square().sum(), x)
-    assert same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("strict", [True, False])

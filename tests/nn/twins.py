@@ -6,7 +6,7 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,18 @@ import torch
 import normforge
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Asked(torch.Tensor):
+    """A tensor that writes down which functions it is asked about."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(function)
+        inherited: Any = super().__torch_function__
+        return inherited(function, types, args, kwargs or {})
 
 
 def twins(model: Any) -> tuple[Any, Any]:
