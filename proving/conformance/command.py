@@ -15,8 +15,7 @@ from ..evidence import conclude, parser_of
 from . import report
 from .case import Case
 from .run import run_in_processes
-from .suites import SUITES, cases
-from .table import interpreted
+from .suites import SUITES, cases, interpreted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

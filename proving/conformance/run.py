@@ -24,7 +24,7 @@ from .calls import results
 from .case import Case, Mode
 from .draw import operands
 from .judge import Finding, judge
-from .table import groups
+from .suites import groups
 
 # Larger inputs are not kept twice to see whether a call wrote to them.
 _KEPT = 1 << 26

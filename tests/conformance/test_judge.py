@@ -24,8 +24,7 @@ from proving.conformance.case import BF16, FP16, FP32, Case, Mode, Y
 from proving.conformance.draw import operands
 from proving.conformance.judge import Finding, QuantisedTally, judge
 from proving.conformance.run import Outcome, run, run_group
-from proving.conformance.suites import SUITES, cases
-from proving.conformance.table import interpreted
+from proving.conformance.suites import SUITES, cases, interpreted
 from proving.evidence import EVIDENCE, grouped, load, record
 
 from ..thorough import first_of_each

@@ -1,10 +1,14 @@
-"""Nested data with something in it changed, and texts that are cut about."""
+"""Nested data with something in it changed, texts that are cut about, and how many examples a test takes."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+from ..properties.seed import FIRE
 
 
 def values(*special: Any) -> st.SearchStrategy[Any]:
@@ -55,4 +59,20 @@ def cut(draw: st.DrawFn, text: Any, inserted: st.SearchStrategy[Any]) -> Any:
         st.sampled_from(
             (text[:at], text[:at] + text[to:], text[:to] + text[at:], text[:at] + other + text[at:], text[:0])
         )
+    )
+
+
+# A slice by default, of the run's seed (`tests.properties.seed`): the same each time, so that a fresh clone does not
+# fail by chance. With NORMFORGE_FIRE=10 a test takes ten times as many, of a fresh seed, which the run says.
+_TIMES = int(os.environ.get(FIRE) or 1)
+
+
+def fire(examples: int) -> settings:
+    """The settings of a test that takes so many examples by default; a decorator."""
+    return settings(
+        max_examples=examples * _TIMES,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )

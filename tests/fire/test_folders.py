@@ -21,8 +21,7 @@ from normforge.selection import dispatch
 
 from ..folders import PLAIN, RMS, distinct_tiles, instance
 from ..thorough import LONG, THOROUGH
-from .examples import fire
-from .mutation import changed, cut, values
+from .mutation import changed, cut, fire, values
 from .world import new_world, refusal
 
 BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)

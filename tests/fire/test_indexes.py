@@ -14,8 +14,7 @@ import normforge
 from normforge.errors import AotError
 from normforge.kernels import binaries
 
-from .examples import fire
-from .mutation import changed, cut, values
+from .mutation import changed, cut, fire, values
 from .world import new_world, refusal, snapshot
 
 ROW = {

@@ -1,8 +1,10 @@
-"""Whatever a manifest says: an error of one line, or a folder whose table and kernels are there, and nothing else."""
+"""Whatever a manifest or a template says: an error of one line, or a folder whose table and kernels are there."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -12,11 +14,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
+from normforge.codegen import emit
 
 from ..calling import FORWARD, check
 from ..thorough import THOROUGH
-from .documents import NAMES, manifests, quoted
-from .examples import fire
+from .documents import HOSTILE, NAMES, manifests, quoted
+from .mutation import fire
 from .world import CANARY, command, generate, new_world, refused, snapshot, whole
 
 SHORT = "groups: {a: {norm: rms, dtype_in: bf16, n: n128}}\n"
@@ -133,3 +136,47 @@ def test_one_bucket_serves_rows_that_start_anywhere(tmp_path: Path) -> None:
             check(norm, torch.randn(2, n, dtype=torch.bfloat16))
     finally:
         normforge.load_instances()
+
+
+MANIFEST = "groups: {plain: {norm: [layer, rms], dtype_in: bf16, n: n128}}\n"
+
+FRAGMENTS = [text.encode("latin-1") for text in HOSTILE["templates"]]
+
+
+@pytest.fixture
+def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A template of a copy that the generator reads instead of its own."""
+    shutil.copytree(emit.TEMPLATES, tmp_path / "templates")
+    monkeypatch.setattr(emit, "TEMPLATES", tmp_path / "templates")
+    emit.clear_caches()
+    yield tmp_path / "templates" / "rows.py.j2"
+    emit.clear_caches()
+
+
+def said_of(template: Path, fragment: bytes) -> str:
+    """Put a fragment on a template's fifth line, and return what the refusal says."""
+    lines = template.read_bytes().splitlines(keepends=True)
+    template.write_bytes(b"".join((*lines[:4], fragment + b"\n", *lines[4:])))
+    return generate(template.parents[1], MANIFEST).err
+
+
+@THOROUGH
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_a_template_that_cannot_be_rendered_is_named(fragment: bytes, template: Path) -> None:
+    assert str(template.parent) in said_of(template, fragment)
+
+
+def test_a_template_that_is_gone_is_named(template: Path) -> None:
+    template.unlink()
+    assert str(template.parent) in generate(template.parents[1], MANIFEST).err
+
+
+@pytest.mark.parametrize(
+    ("fragment", "said"),
+    [
+        (b"{{ nope }}", "the template cannot be rendered: UndefinedError: 'nope' is undefined; mend it"),
+        (b"{% nope %}", "this is no template: Encountered unknown tag 'nope'."),
+    ],
+)
+def test_the_line_of_a_mistake_is_named(fragment: bytes, said: str, template: Path) -> None:
+    assert said_of(template, fragment).startswith(f"normforge generate: error: {template}:5: {said}")

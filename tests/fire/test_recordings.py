@@ -16,8 +16,7 @@ from normforge.errors import RecordError
 from normforge.selection import recording
 
 from .documents import manifests, scalars
-from .examples import fire
-from .mutation import cut
+from .mutation import cut, fire
 from .world import new_world, refusal, snapshot
 
 MODES = (Mode(Norm.LAYER, DType.FP32, DType.FP32), Mode(Norm.RMS, DType.BF16, DType.BF16, save_mv=True))

@@ -24,7 +24,7 @@ from ..folders import write
 from ..kernels.compilation import SM_90, keys_of
 from ..thorough import THOROUGH
 from .documents import tile_tables, tiles
-from .examples import fire
+from .mutation import fire
 from .world import generate, new_world
 
 MANIFEST = """\

@@ -17,8 +17,7 @@ from normforge.codegen.values import DType, Norm, Pipeline
 from normforge.errors import DeviceError
 from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels import pipelines
-from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.key import row_count_type
+from normforge.kernels.gpu import Target, named_target, row_count_type
 from normforge.kernels.launcher import new_exchange
 from normforge.kernels.pipelines import choose, staged, takes_window
 from normforge.kernels.strides import row_alignment

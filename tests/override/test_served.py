@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional
 
 import normforge
@@ -18,6 +22,8 @@ from normforge.override import served
 from proving.cases import EPS, LAYOUTS
 
 from ..calling import each_device
+from ..conformance.test_opinfo import TOLERANCE as OF_SAMPLES
+from ..conformance.test_opinfo import called, in_fp64
 from ..nn.test_transform_table import TRANSFORMS, Call, M, N, Transform, leaf
 from ..thorough import THOROUGH
 from .conftest import KERNELS, override
@@ -351,3 +357,65 @@ def test_a_patched_model_is_served_as_before(device: str, ran: list[str]) -> Non
     with override(device):
         torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     assert not ran
+
+
+NAMES = ("layer_norm", "rms_norm", "native_layer_norm")
+
+
+@each_device
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=[] if dtype is torch.float32 else [THOROUGH]) for dtype in OF_SAMPLES], ids=str
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str, Any], ran: list[str]) -> None:
+    info, tolerance = op_infos[name], OF_SAMPLES[dtype]
+    served = 0
+    for sample in info.sample_inputs(device, dtype, requires_grad=True):
+        expected, exact = called(info.op, sample), called(info.op, sample.transform(in_fp64))
+        ran.clear()
+        with override(device):
+            actual = called(info.op, sample)
+        served += bool(ran)
+        for a, like, wanted in zip(actual, expected, exact, strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (like.dtype, like.shape, like.stride())
+            largest = wanted.abs().max().item() if wanted.numel() else 0.0
+            torch.testing.assert_close(
+                a.double(), wanted, rtol=tolerance, atol=tolerance * max(largest, 1.0), equal_nan=True
+            )
+    assert served >= 4
+
+
+def in_sequence(norm: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    return parallelize_module(torch.nn.Sequential(norm), mesh, {"0": SequenceParallel()})
+
+
+def fully(norm: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), norm)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+@pytest.mark.parametrize("shard", [in_sequence, fully])
+def test_local_parts_are_served(
+    shard: Callable[..., torch.nn.Module], norm: type[torch.nn.Module], mesh: DeviceMesh, ran: list[str]
+) -> None:
+    model = shard(norm(16), mesh)
+    x = torch.randn(2, 4, 16)
+
+    def called() -> list[torch.Tensor]:
+        model.zero_grad()
+        y = model(x)
+        assert isinstance(y, DTensor) == (shard is in_sequence)
+        y = y.to_local() if shard is in_sequence else y
+        torch.autograd.backward([y.square().sum()])
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [y.detach(), *[gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]]
+
+    expected = called()
+    assert not ran
+    with override():
+        actual = called()
+    assert [name[-3:] for name in ran] == ["fwd", "bwd"]
+    assert len(actual) == len(expected) == 1 + len(list(model.parameters()))
+    torch.testing.assert_close(actual, expected)
