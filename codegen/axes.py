@@ -21,6 +21,7 @@ from .values import (
     GateActivation,
     Gating,
     Norm,
+    Reduce,
     Rounding,
     ScaleFormat,
     ScaleGroup,
@@ -96,6 +97,7 @@ AXES = (
     Axis("span", _words(Span), default="group"),
     Axis("dropout", BOOLEANS, default="false"),
     Axis("statistics_only", BOOLEANS, default="false"),
+    Axis("reduce", _words(Reduce), default="none"),
 )
 
 

@@ -44,6 +44,10 @@ _BLANK_LINES = re.compile(r"\n(?:[ ]*\n)+")
 _BLANK_BEFORE_STAGE = re.compile(r"\n(?:[ ]*\n)+(?=[ ]*#)")
 
 
+# The modules of a folder that hold device functions.
+DEVICE_FUNCTIONS = ("group_primitives", "peers", "primitives")
+
+
 class Rendered(str):
     """The text of a module.
 
@@ -76,7 +80,9 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
     for instance in instances:
         by_mode.setdefault(instance.mode, []).append(instance)
     files = shared_files(
-        backward=any(mode.is_backward for mode in by_mode), groups=any(isinstance(mode, GroupMode) for mode in by_mode)
+        backward=any(mode.is_backward for mode in by_mode),
+        groups=any(isinstance(mode, GroupMode) for mode in by_mode),
+        peers=any(_reduces(mode) for mode in by_mode),
     )
     pipelines = _once_a_ladder(_pipelines)
     for mode, served in progress(by_mode.items(), "modules rendered"):
@@ -87,6 +93,10 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
         files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])
     files["dispatch.py"] = _render_dispatch(by_mode)
     return files
+
+
+def _reduces(mode: AnyMode) -> bool:
+    return isinstance(mode, Mode) and mode.reduce.exchanges
 
 
 def _once_a_ladder(function: Callable[[Sequence[Instance]], _T]) -> Callable[[Sequence[Instance]], _T]:
@@ -106,7 +116,7 @@ def _pipelines(served: Sequence[Instance]) -> frozenset[Pipeline]:
     return frozenset[Pipeline]().union(*(instance.pipelines for instance in served))
 
 
-def shared_files(*, backward: bool, groups: bool = False) -> dict[str, str]:
+def shared_files(*, backward: bool, groups: bool = False, peers: bool = False) -> dict[str, str]:
     """Render the files of an output folder that are neither modules of a mode nor the table; return text by file name.
 
     Raises:
@@ -117,6 +127,8 @@ def shared_files(*, backward: bool, groups: bool = False) -> dict[str, str]:
         files["finalise.py"] = render("finalise.py.j2")
     if groups:
         files["group_primitives.py"] = render("group_primitives.py.j2")
+    if peers:
+        files["peers.py"] = render("peers.py.j2")
     return files
 
 
@@ -226,9 +238,7 @@ def _docstring(mode: AnyMode) -> str:
 
 
 def _imports(named: Collection[str]) -> str:
-    imports = (
-        (module, sorted(_functions(module).intersection(named))) for module in ("group_primitives", "primitives")
-    )
+    imports = ((module, sorted(_functions(module).intersection(named))) for module in DEVICE_FUNCTIONS)
     return "\n".join(_import(module, names) for module, names in imports if names)
 
 

@@ -21,6 +21,7 @@ from .values import (
     GateActivation,
     Gating,
     Norm,
+    Reduce,
     Rounding,
     ScaleFormat,
     ScaleGroup,
@@ -43,7 +44,10 @@ def legal_modes() -> Iterator[Mode]:
             with suppress(IllegalCombinationError):
                 yield replace(mode, statistics_only=True)
             yield from _gated(mode)
-            yield from _served(mode)
+            yield from _reduced(mode)
+            for served in _served(mode):
+                yield served
+                yield from _reduced(served)
             for gated in bools:
                 with suppress(IllegalCombinationError):
                     yield replace(mode, modulated=True, x_gate=gated)
@@ -74,6 +78,13 @@ def _served(mode: Mode) -> Iterator[Mode]:
             kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
             if mode.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE):
                 yield from (replace(mode, **form) for form in _forms(kind))
+
+
+def _reduced(mode: Mode) -> Iterator[Mode]:
+    """Yield the forms of a mode behind an all-reduce."""
+    with suppress(IllegalCombinationError):
+        for reduce in tuple(Reduce)[1:]:
+            yield replace(mode, reduce=reduce)
 
 
 @cache

@@ -17,7 +17,7 @@ from .instance import Bucket, Instance, Tiles
 from .ladder import ALL, read_ladder, read_served
 from .lazy import cached_property
 from .tile_tables import TileTable, tiled_alike, tiles_of
-from .tiling import standard_ladder
+from .tiling import LONGEST_REDUCED, Load, class_of, standard_ladder
 from .words import unknown
 
 _Words = dict[str, tuple[str, ...]]
@@ -199,6 +199,7 @@ def _expand(groups: list[Group]) -> tuple[Asked, ...]:
     for group in groups:
         own = dict.fromkeys(group.buckets, group)
         for mode in _modes(group):
+            _check_length(mode, group)
             others = modes.get(mode)
             if others is None:
                 modes[mode] = own
@@ -208,6 +209,16 @@ def _expand(groups: list[Group]) -> tuple[Asked, ...]:
                     raise _made_twice(f"{mode.name}_{bucket.name}", others[bucket], group)
             modes[mode] = _merged(own, others)
     return tuple(map(Asked, modes, modes.values()))
+
+
+def _check_length(mode: AnyMode, group: Group) -> None:
+    for bucket in group.buckets:
+        if class_of(mode).load is Load.REDUCE and not 0 < (bucket.last or 0) <= LONGEST_REDUCED:
+            raise group.section.error(
+                group.at,
+                f"{mode.name} holds rows in registers, and bucket {bucket.name} has longer ones than "
+                f"{LONGEST_REDUCED}; write n: 1..{LONGEST_REDUCED}, or less",
+            )
 
 
 def _modes(group: Group) -> Iterator[AnyMode]:

@@ -30,6 +30,7 @@ from .values import (
     Norm,
     Part,
     Pipeline,
+    Reduce,
     Rounding,
     ScaleFormat,
     ScaleGroup,
@@ -38,6 +39,13 @@ from .values import (
 
 # The suffixes of a mode's name after its dtypes, in this order; each field's first value has no suffix.
 _SUFFIXES: dict[str, dict[Any, str]] = {
+    "reduce": {
+        Reduce.NONE: "",
+        Reduce.ONE_SHOT: "_ar1",
+        Reduce.TWO_SHOT: "_ar2",
+        Reduce.SCATTER: "_rs",
+        Reduce.GATHER: "_ag",
+    },
     "x_bias": {False: "", True: "_xb"},
     "x_gate": {False: "", True: "_xg"},
     "dropout": {False: "", True: "_drop"},
@@ -139,6 +147,7 @@ class Mode:
     quantise_rounded: bool = False
     save_unquant: bool = False
     statistics_only: bool = False
+    reduce: Reduce = Reduce.NONE
 
     def __post_init__(self) -> None:
         if self.dtype_in not in INPUT_DTYPES:
@@ -182,6 +191,8 @@ class Mode:
             self._check_renormed()
         if self.statistics_only:
             self._check_statistics()
+        if self.reduce.exchanges:
+            self._check_reduced()
         if self.fadd.is_after and self.fquant.quantises:
             raise IllegalCombinationError(
                 f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
@@ -348,6 +359,24 @@ class Mode:
                     f"use another {name}, or leave statistics_only out"
                 )
 
+    def _check_reduced(self) -> None:
+        for name, fits in (
+            ("direction", not self.is_backward),
+            ("norm", self.norm.averages),
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("fadd", self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE)),
+            ("x_bias", not self.x_bias),
+            ("modulated", not self.modulated),
+            ("gating", not self.gating.gates),
+            ("dropout", not self.dropout),
+            ("save_mv", not self.save_mv),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"reduce {self.reduce.value} adds x up over ranks before the norm, and has no {name} "
+                    f"{self._word(name)}; use another {name}, or leave reduce out"
+                )
+
     def _word(self, name: str) -> str:
         """Return the manifest's word for the mode's value on an axis."""
         value = getattr(self, name)
@@ -427,7 +456,7 @@ class Mode:
     def streams(self) -> bool:
         """Return True if a forward kernel moves only x and y, apart from vectors, and normalises x itself."""
         further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated or self.gating.gates
-        return not (self.is_backward or further or self.dtype_in.is_fp8)
+        return not (self.is_backward or further or self.dtype_in.is_fp8 or self.reduce.exchanges)
 
     @property
     def loads_operands_first(self) -> bool:
@@ -447,6 +476,8 @@ class Mode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Return the pipelines that have kernels."""
+        if self.reduce.exchanges:
+            return (Pipeline.ONE_PASS,)
         spreads = not (self.shares or self.dropout) if self.is_backward else self.streams or self.spreads_sums
         spreads = spreads and not self.statistics_only
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
@@ -469,7 +500,7 @@ class Mode:
     @property
     def takes_x_as_read(self) -> bool:
         """Return True if the normalised row is x itself, with no more bits than x."""
-        return not (self.fadd.is_before or self.x_bias or self.gating.is_before)
+        return not (self.fadd.is_before or self.x_bias or self.gating.is_before or self.reduce.exchanges)
 
     @property
     def has_head(self) -> bool:
@@ -482,7 +513,7 @@ class Mode:
         Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
         behind the norm. The values that a second norm reads depend on the whole row of x.
         """
-        may_repeat = not (self.fadd.is_after or self.fadd.renorms)
+        may_repeat = not (self.fadd.is_after or self.fadd.renorms or self.reduce.exchanges)
         return may_repeat and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
@@ -559,15 +590,16 @@ class Mode:
     def prologue(self) -> tuple[Stage, ...]:
         """Return the stages that compute the row to normalise."""
         has = {
-            Stage.X: not (self.dtype_in.is_fp8 or self.fadd.renorms),
+            Stage.X: not (self.dtype_in.is_fp8 or self.fadd.renorms or self.reduce.exchanges),
+            Stage.REDUCED: self.reduce.exchanges,
             Stage.X_SCALE: self.dtype_in.is_fp8,
             Stage.X_BIAS: self.x_bias,
             Stage.X_GATE: self.x_gate,
             Stage.GATE_BEFORE: self.gating.is_before,
             Stage.DROPOUT: self.dropout,
             Stage.RENORMED: self.fadd.renorms,
-            Stage.RESIDUAL: self.fadd.is_before and not self.fadd.renorms,
-            Stage.STORED: self.fadd.stores and not self.is_backward,
+            Stage.RESIDUAL: self.fadd.is_before and not (self.fadd.renorms or self.reduce.exchanges),
+            Stage.STORED: self.fadd.stores and not (self.is_backward or self.reduce.exchanges),
         }
         return tuple(stage for stage in Stage if has.get(stage))
 

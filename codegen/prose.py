@@ -6,7 +6,14 @@ from functools import lru_cache
 
 from .groups import AnyMode, GroupMode
 from .model import Mode
-from .values import DType, Rounding
+from .values import DType, Reduce, Rounding
+
+_EXCHANGES = {
+    Reduce.ONE_SHOT: "x added up over ranks",
+    Reduce.TWO_SHOT: "x added up over ranks in two steps",
+    Reduce.SCATTER: "x added up over ranks and scattered",
+    Reduce.GATHER: "rows gathered from all ranks",
+}
 
 
 # Lists have the instances of a mode in sequence, so one cached entry is enough.
@@ -41,6 +48,8 @@ def _forward(mode: Mode) -> tuple[str, ...]:
     steps = []
     if mode.dtype_in.is_fp8:
         steps.append("x multiplied by its scale")
+    if mode.reduce.exchanges:
+        steps.append(_EXCHANGES[mode.reduce])
     if mode.x_bias:
         steps.append("x bias added")
     if mode.x_gate:

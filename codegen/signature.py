@@ -29,7 +29,11 @@ class _Row:
 
 _ALIGNMENT = _Row("ROW_ALIGNMENT: tl.constexpr", "elements; every row stride is a multiple of it")
 _PAIRED = _Row("PAIRED: tl.constexpr", "whether 16-bit values may be read in pairs", lambda m, p: p is Pipeline.SPREAD)
-_PTX = _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW))
+_PTX = _Row(
+    "PTX: tl.constexpr",
+    "whether the target runs PTX",
+    lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW) or (not m.is_backward and m.reduce.exchanges),
+)
 _STAGES = _Row(
     "STAGES: tl.constexpr", "of the loop over rows; more than 1 go by shared memory", lambda m, p: p is Pipeline.SPREAD
 )
@@ -41,7 +45,8 @@ _PDL = _Row(
 
 def _counts_rows(mode: Mode, part: Pipeline | Part) -> bool:
     """Return True if a forward kernel takes the number of rows."""
-    return part in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW) or (mode.save_mv and mode.fadd.renorms)
+    shares = mode.reduce.scatters or mode.reduce.gathers
+    return shares or part in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW) or (mode.save_mv and mode.fadd.renorms)
 
 
 def _writes_y(mode: Mode) -> bool:
@@ -50,13 +55,13 @@ def _writes_y(mode: Mode) -> bool:
 
 
 _FORWARD = (
-    _Row("x_ptr", "(M, N) {dtype_in}"),
+    _Row("x_ptr", "({rows_in}, N) {dtype_in}"),
     _Row("x_scale_ptr", "(M,) fp32, or one value", lambda m, p: m.dtype_in.is_fp8),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("gate_ptr", "a row for each of x's, some of them the same", lambda m, p: m.x_gate),
     _Row("gate_ptr", "(M, N)", lambda m, p: m.gating.gates),
     _Row("dropout_rng_ptr", "(2,) int64, seed and offset", lambda m, p: m.dropout),
-    _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.adds),
+    _Row("residual_ptr", "({rows_kept}, N)", lambda m, p: m.fadd.adds),
     _Row("weight_ptr", "(N,) or None", lambda m, p: _writes_y(m) and not m.grouped),
     _Row("bias_ptr", "(N,) or None", lambda m, p: _writes_y(m) and m.norm.centres and not m.grouped),
     _Row("weight_ptr", "(groups, N) or None", lambda m, p: m.grouped),
@@ -72,7 +77,7 @@ _FORWARD = (
     _Row("scale_ub_ptr", "(1,) fp32", lambda m, p: m.scale_ub),
     _Row("y_ptr", "(M, N) {dtype_out}", lambda m, p: _writes_y(m) and m.dtype_out.packs == 1),
     _Row("y_ptr", "(M, N // 2), pairs of {dtype_out}", lambda m, p: m.dtype_out.packs > 1),
-    _Row("residual_out_ptr", "(M, N), may be residual_ptr", lambda m, p: m.fadd.stores),
+    _Row("residual_out_ptr", "({rows_kept}, N), may be residual_ptr", lambda m, p: m.fadd.stores),
     _Row("y_scale_ptr", "(M,) {scale_dtype}", lambda m, p: m.fquant.measures and not m.group_size.code),
     _Row("y_scale_ptr", "(M, groups) {scale_dtype}", lambda m, p: m.has_float_groups),
     _Row("y_scale_ptr", "(M, groups), {codes}", lambda m, p: m.scale_format.stores_bytes and m.has_scale_strides),
@@ -84,6 +89,7 @@ _FORWARD = (
         "rstd_ptr", "fp32, each norm's statistics; `statistics_length` apart", lambda m, p: m.save_mv and m.fadd.renorms
     ),
     _Row("exchange_ptr", "(M, slices) int64, -1", lambda m, p: p is Pipeline.SPREAD),
+    _Row("exchange_ptr", "int64, of a rank: see peers.py", lambda m, p: m.reduce.exchanges),
     _Row("row_stride", "elements, of x and y", lambda m, p: p is Part.WINDOW),
     _Row("x_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("x_scale_stride", "1, or 0 where one value serves all rows", lambda m, p: m.dtype_in.is_fp8),
@@ -115,6 +121,7 @@ _FORWARD = (
     _STAGES,
     _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
     _PAIRED,
+    _Row("RANKS: tl.constexpr", "of the exchange", lambda m, p: m.reduce.exchanges),
     _PTX,
     _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
     _PDL,
@@ -321,6 +328,8 @@ def _listed(table: tuple[_Row, ...], mode: AnyMode, part: Pipeline | Part, words
 def _words(mode: Mode) -> dict[str, str]:
     """Return the replacements of the words in braces in comments."""
     return {
+        "rows_in": "RANKS * M" if mode.reduce.scatters else "M // RANKS" if mode.reduce.gathers else "M",
+        "rows_kept": "M // RANKS" if mode.reduce.gathers else "M",
         "dtype_in": mode.dtype_in.value,
         "dtype_out": mode.dtype_out.value,
         "scale_dtype": mode.scale_dtype.value,

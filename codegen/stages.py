@@ -13,6 +13,7 @@ class Stage(Enum):
 
     # The prologue computes s, in templates/prologue.j2.
     X = "x"  # x as read
+    REDUCED = "reduced"  # the sum of all ranks' x, plus the residual, rounded to the dtype that is stored
     X_SCALE = "x_scale"  # an fp8 x times its scale
     X_BIAS = "x_bias"  # plus a bias
     X_GATE = "x_gate"  # times a sample's gate

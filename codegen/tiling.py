@@ -45,6 +45,8 @@ class Load(Enum):
     - DROP is ADD with dropout, whose mask takes time whenever x is read.
     - MODULATE is ADD with a scale and a shift per row.
     - FP8 is an 8-bit x with a scale and nothing else, converted to 16 bits.
+    - REDUCE waits for rows of other GPUs. Its tiles follow from the rule alone, as `normforge tune` times one GPU; a
+      chunk has a value or more for every thread.
     - RENORM is two norms around an add. Forward, kernels that hold no row read x and the residual three times.
 
     If a table has no tiles for SCALED, ADD_SCALED, DROP, MODULATE, FP8, RENORM or, backward, ADD, these take the tiles
@@ -61,6 +63,7 @@ class Load(Enum):
     MODULATE = "_mod"
     FP8 = "_fp8"
     RENORM = "_renorm"
+    REDUCE = "_reduce"
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
     for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, _BACKWARD_LOADS))
     for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
-    if load is not Load.FP8 or itemsize == _LEAST_ITEMSIZE
+    if load is not Load.REDUCE and (load is not Load.FP8 or itemsize == _LEAST_ITEMSIZE)
 )
 GROUP_CLASSES = tuple(
     TileClass(direction, itemsize, layout=layout)
@@ -151,7 +154,9 @@ def class_of(mode: AnyMode) -> TileClass:
     if isinstance(mode, GroupMode):
         return TileClass(mode.direction, mode.dtype_in.itemsize, layout=GROUP_LAYOUTS[mode.channels_last])
     load = Load.PLAIN
-    if mode.scales_locally:
+    if mode.reduce.exchanges:
+        load = Load.REDUCE
+    elif mode.scales_locally:
         load = Load.ADD_SCALED if mode.fadd.adds else Load.SCALED
     elif mode.fquant.quantises:
         load = Load.QUANT
@@ -189,6 +194,8 @@ def generic_tiles(kind: TileClass, bucket: Bucket) -> Tiles:
     """Return the tiles for every N of a bucket on any architecture, chosen by the bucket's longest row."""
     if kind.is_grouped:
         return Tiles(_group(kind, bucket.last, few=False), _group(kind, bucket.last, few=True))
+    if kind.load is Load.REDUCE:
+        return Tiles(*[_reduced(bucket.last, kind.itemsize, values) for values in _REDUCED_VALUES])
     is_gated = kind.load is Load.GATE
     if kind.direction is Direction.BACKWARD:
         tile = (_GATED_BACKWARD if is_gated else _BACKWARD).tile(bucket.last, kind.itemsize)
@@ -235,6 +242,18 @@ def _gated_forward(last: int | None, itemsize: int) -> Tile:
         if last is not None and last <= longest:
             return Tile(Pipeline.ROWS, rows, longest, warps)
     return _forward(last, itemsize)
+
+
+# Rows behind an all-reduce stay in registers.
+LONGEST_REDUCED = 32768
+# Values that a thread has of a chunk, for many rows and for few.
+_REDUCED_VALUES = (16, 8)
+
+
+def _reduced(last: int | None, itemsize: int, values: int) -> Tile:
+    most = chunk(MOST_WARPS, itemsize)
+    block = most if last is None else min(most, power_of_two(max(last, WARP)))
+    return Tile(Pipeline.ONE_PASS, 1, block, max(1, block // (WARP * values)))
 
 
 def _two_pass(last: int | None, itemsize: int) -> Tile:

@@ -274,6 +274,42 @@ class FusedAdd(Enum):
         return self is FusedAdd.POST_ADD_NORM
 
 
+class Reduce(Enum):
+    """The exchange of rows between the ranks of a group, in front of the norm.
+
+    - ONE_SHOT and TWO_SHOT add x up over all ranks. In one step, each rank gets all ranks' rows; in two, each adds up
+      a share of the rows, and sends the sums to all.
+    - SCATTER adds up over all ranks, and a rank normalises its share of the rows alone.
+    - GATHER sends the rows of each rank, sums with the residual, to all.
+    """
+
+    NONE = "none"
+    ONE_SHOT = "one_shot"
+    TWO_SHOT = "two_shot"
+    SCATTER = "scatter"
+    GATHER = "gather"
+
+    @property
+    def exchanges(self) -> bool:
+        """Return True if ranks exchange rows."""
+        return self is not Reduce.NONE
+
+    @property
+    def scatters(self) -> bool:
+        """Return True if x has the rows of all ranks, and y those of one."""
+        return self is Reduce.SCATTER
+
+    @property
+    def gathers(self) -> bool:
+        """Return True if x has the rows of one rank, and y those of all."""
+        return self is Reduce.GATHER
+
+    @property
+    def function(self) -> str:
+        """Return the device function that returns the rows to normalise."""
+        return f"{self.value}_sum"
+
+
 class FusedQuant(Enum):
     """The quantisation of a row: by its own amax, with or without a smooth scale, or by a static scale."""
 

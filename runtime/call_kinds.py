@@ -27,8 +27,8 @@ MOST_SAMPLES = 2**15
 # of the shortest, 64 a program, may have 606208 where a multiprocessor holds as many programs as any does.
 MOST_ROWS_IN_I32 = 2**31 - 2**21
 
-# Names of the sizes, of row norms and of GroupNorm.
-ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")
+# Names of the sizes, of row norms, of row norms behind an all-reduce and of GroupNorm.
+ROW_SIZES, REDUCED_SIZES, GROUP_SIZES = ("n",), ("n", "ranks"), ("channels", "groups", "positions")
 # The kernels of norms of heads with their rotary embedding, each a mode by itself, and the names of their sizes.
 ROTARY = ("qk_norm_rope_fwd", "qk_norm_rope_bwd")
 # 0 or 1.
@@ -50,7 +50,8 @@ class CallKind:
 
     Attributes:
         mode: the mode's name.
-        sizes: the row length, "n"; of GroupNorm "channels", "groups" and "positions"; of heads `ROTARY_SIZES`.
+        sizes: the row length, "n", and "ranks" behind an all-reduce; of GroupNorm "channels", "groups" and "positions";
+            of heads `ROTARY_SIZES`.
         dtypes: of the tensors that are read and written, by the kernels' names for them: torch's names of types.
         strides: of tensors with gaps between rows: elements from row to row, or for rows on several strides the
             strides with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the
@@ -130,7 +131,10 @@ def _kinds(document: Any) -> Iterator[CallKind]:
     try:
         names: tuple[str, ...] = ROTARY_SIZES
         if document["mode"] not in ROTARY:
-            names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
+            mode = mode_named(document["mode"])
+            names = (
+                GROUP_SIZES if isinstance(mode, GroupMode) else REDUCED_SIZES if mode.reduce.exchanges else ROW_SIZES
+            )
     except IllegalCombinationError as error:
         raise ValueError(str(error)) from error
     known = ("mode", *names, "rows", "dtypes", "strides", "misaligned", "invariant", "beside")

@@ -30,6 +30,10 @@ class ConflictError(ArgumentError, ValueError):
     """An argument that the modes asked for would leave unused, one that they lack, or a word that is none."""
 
 
+class PeerError(NormforgeError, TimeoutError):
+    """Another rank that sent nothing in time, so that the results of a call are NaN."""
+
+
 class GradientError(NormforgeError, RuntimeError):
     """A gradient that normforge does not compute, or an output that autograd does not let be written to."""
 

@@ -122,6 +122,7 @@ def run_sized(
     *,
     packed: bool = False,
     held: Held = None,
+    exchange: torch.Tensor | None = None,
 ) -> list[Any]:
     """Allocate the results for which no tensor was passed, and launch the kernels, unless there are no rows.
 
@@ -134,6 +135,7 @@ def run_sized(
         outs: where the first results go, None for new tensors.
         packed: see `run`.
         held: takes what a launch of the forward kernel would bring; None launches the kernel.
+        exchange: memory that GPUs exchange values through; None for kernels that need none, or a new one.
     """
     layout, own, makes, recorded = sized
     empty = plan.empty
@@ -150,7 +152,8 @@ def run_sized(
     if not layout.steps:
         return results
     work = None if layout.memory is None else empty(*layout.memory)
-    exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
+    if layout.exchange:
+        exchange = new_exchange(empty, layout.exchange)
     read: Sequence[Any]
     written: list[Any]
     pieces: list[Any]

@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
@@ -25,6 +26,7 @@ import torch
 
 from ..call_kinds import FEW, ROWS, CallKind
 from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.values import Reduce
 from ..kernels.assembly import SUMS, Assembly, Facts, assemble
 from ..kernels.gpu import ALIGNMENT, Target, pointer_type, target_of
 from ..kernels.launcher import Launcher
@@ -338,6 +340,16 @@ class Plan:
         """Return a plan of the same kernels whose calls are launched as `at` says, from x's shape."""
         plan = copy(self)
         plan.at = at
+        return plan
+
+    def exchanging(self, reduce: Reduce, ranks: int) -> Plan:
+        """Return the plan of the same calls whose rows ranks exchange first; `run_sized` takes the exchange."""
+        plan, sizes = copy(self), {**self.sizes, "ranks": ranks}
+        plan.mode, plan.sizes, plan._facts = replace(self.mode, reduce=reduce), sizes, copy(self._facts)
+        plan._facts.mode, plan._facts.sizes = plan.mode, sizes
+        plan.entry = dispatch.find(plan.mode, plan.n)
+        plan._most_rows, plan._prepared = plan.entry.most_rows, [None] * len(ROWS)
+        plan.at, plan.layout = lru_cache(_LAYOUTS)(plan._at), lru_cache(_LAYOUTS)(plan._lay_out)
         return plan
 
     def prepared(self, m: int) -> Prepared:

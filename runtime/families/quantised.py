@@ -126,7 +126,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def launch(planned: PlannedCall, options: Options, outs: Outs, held: Held = None) -> QuantisedOutput:
+def launch(
+    planned: PlannedCall, options: Options, outs: Outs, held: Held = None, exchange: torch.Tensor | None = None
+) -> QuantisedOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan, as `run_sized` does."""
     plan, addresses, tensors, shape, m, numbers = planned
     out, residual_out, y_scale, *_ = outs
@@ -144,7 +146,8 @@ def launch(planned: PlannedCall, options: Options, outs: Outs, held: Held = None
         elif y_scale.numel() != m * columns:
             # The padding of tiles is 0 too.
             y_scale.view(torch.uint8).zero_()
-    outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, (out, residual_out, y_scale), held=held)
+    outs = out, residual_out, y_scale
+    outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, held=held, exchange=exchange)
     return QuantisedOutput._make(outputs)
 
 

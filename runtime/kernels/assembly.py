@@ -84,7 +84,7 @@ class Facts:
         sums: the pointers to the totals of partial sums, by the names of `SUMS`, which name the sums of any family in
             order; None for a sum that is not wanted. Empty in the forward pass.
         invariant: whether the alignment of rows is derived from N alone, so that one kernel serves rows at any address.
-        sizes: GroupNorm's "channels", "groups" per sample and "positions" per channel.
+        sizes: GroupNorm's "channels", "groups" per sample and "positions" per channel; the "ranks" of an all-reduce.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     types = {
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
-        "exchange_ptr": _EXCHANGE if row.waits else None,
+        "exchange_ptr": _EXCHANGE if row.waits or mode.reduce.exchanges else None,
         **dict.fromkeys(("M", *facts.counts), row_count_type(m)),
         **facts.numbers,
     }
@@ -269,6 +269,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
                 **pipelines.constants(replace(tile, block=step.block(tile)), n, alignment, facts.misaligned, target),
                 # With a slot per lane of a warp, no warp holds a slot twice: two rows of 16384 spill 72 bytes less.
                 "PEERS": max(WARP, power_of_two(row.columns(tile, n))),
+                "RANKS": facts.sizes.get("ranks"),
             },
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=row.waits),

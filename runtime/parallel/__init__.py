@@ -1,12 +1,15 @@
-"""Norms of sharded models: a parallel style, and rows that are split over ranks. Importing it imports DTensor.
+"""Norms of sharded models: a parallel style, norms of split rows, and norms of partial sums.
 
-Stands on calls/, selection/ and upstream/.
+Importing the package imports DTensor.
+
+Stands on families/, calls/, codegen/, selection/ and upstream/.
 """
 
+from .all_reduce import AllReduceNorm
 from .sequence import SequenceParallel
 from .split import split_layer_norm, split_rms_norm
 
-__all__ = ["SequenceParallel", "split_layer_norm", "split_rms_norm"]
+__all__ = ["AllReduceNorm", "SequenceParallel", "split_layer_norm", "split_rms_norm"]
 
 
 def __dir__() -> list[str]:

@@ -94,7 +94,7 @@ def _add(name: str, module: str, otherwise: str) -> tuple[str, bool]:
                 f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no "
                 "other user may write to"
             )
-        for shared, text in emit.shared_files(backward=True, groups=True).items():
+        for shared, text in emit.shared_files(backward=True, groups=True, peers=True).items():
             _replace(folder / shared, text)
         is_new = _replace(folder / f"{name}.py", module)
     except CacheError:

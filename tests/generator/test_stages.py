@@ -84,7 +84,7 @@ def imported(module: str) -> set[str]:
 
 @pytest.mark.parametrize(("first", "step"), [(0, 131), pytest.param(1, 31, marks=THOROUGH)])
 def test_a_module_reads_as_if_rendered_for_its_mode_alone(first: int, step: int) -> None:
-    functions = emit._functions("primitives") | emit._functions("group_primitives")
+    functions = frozenset[str]().union(*map(emit._functions, emit.DEVICE_FUNCTIONS))
     modes: tuple[AnyMode, ...] = (*every_mode()[first::step], *group_modes())
     for mode in modes:
         module, kernels = emit.render_module(mode, mode.pipelines), kernels_of(mode)

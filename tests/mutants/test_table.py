@@ -11,7 +11,7 @@ from proving.mutants.mutant import EditError, Mutant
 from proving.mutants.table import MUTANTS
 
 # Packages that hand calls on to others, or hold what results are compared with.
-_WITHOUT_MUTANTS = {"integrations", "override", "parallel", "reference"}
+_WITHOUT_MUTANTS = {"integrations", "override", "reference"}
 # Docstrings, types, signatures and look-ups alone.
 _TEMPLATES_WITHOUT_CODE = {
     "templates/package.py.j2",
