@@ -107,6 +107,12 @@ def _add_measuring(verbs: Verbs) -> None:
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb="parts:parts")
 
+    reduced = verbs.add_parser("reduced", help="time norms behind an all-reduce, on all GPUs of this host")
+    reduced.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-reduced")
+    reduced.add_argument("--soak", type=float, metavar="MINUTES", help="compare sums of random calls, and time nothing")
+    reduced.add_argument("--revision", help="what the header states; default: git's")
+    reduced.set_defaults(verb="reduced:reduced")
+
     _add_models(verbs)
 
     profile = verbs.add_parser(

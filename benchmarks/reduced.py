@@ -1,0 +1,225 @@
+"""Norms behind an all-reduce, on the GPUs of one host: one kernel, beside an all-reduce and a norm.
+
+Each call is timed in a CUDA graph that all ranks replay together; the time is the slowest rank's. Every way is checked
+against sums in fp32 first. A soak makes calls of random sizes and forms, eagerly and in graphs, and compares the bits
+of every sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch.multiprocessing.spawn import spawn
+
+import normforge
+from normforge.tools.machine import find_machine
+
+from .chosen import RESULTS
+from .environment import describe, folder_name
+from .results import save_rows
+
+SUITE = "reduced"
+
+_ROWS = (1, 8, 64, 128, 256, 512, 1024, 4096)
+_COLUMNS = (2048, 4096, 8192)
+# Calls in a graph, which take turns on as many sets of inputs, and replays.
+_CALLS, _SETS, _REPLAYS = 20, 2, 15
+
+Call = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a call by each way, on the slowest rank; and how often the best other way takes ours."""
+
+    norm: str
+    fquant: str
+    ranks: int
+    m: int
+    n: int
+    normforge: float
+    nccl: float
+    one_shot: float
+    two_shot: float
+    ratio: float
+
+
+def reduced(options: argparse.Namespace, _: list[str]) -> int:
+    """Time all cells on all GPUs of this host, and write the table."""
+    ranks = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        run: Any = spawn
+        run(_rank, (ranks, f"file://{folder}/store", options), nprocs=ranks)
+    return 0
+
+
+def _rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks)
+    machine = find_machine()
+    out: Path = options.out or RESULTS / f"{folder_name(machine)}-reduced"
+    header = describe(machine, (), options.revision)
+    if options.soak:
+        calls, wrong = _soak(rank, options.soak)
+        if rank == 0:
+            print(f"{calls} calls on {ranks} GPUs, {wrong} wrong values", flush=True)
+        dist.destroy_process_group()
+        return
+    rows = []
+    for n in _COLUMNS:
+        ways = _Ways(n)
+        for m, norm, fquant in product(_ROWS, ("rms", "layer"), ("none", "dynamic")):
+            rows.append(ways.time(m, norm, fquant))
+            if rank == 0:
+                print(*asdict(rows[-1]).values(), flush=True)
+                save_rows(out, SUITE, header, Row, rows)
+        del ways
+    dist.destroy_process_group()
+
+
+class _Ways:
+    """The ways to compute a norm of sums over ranks, of rows of one length."""
+
+    def __init__(self, n: int) -> None:
+        most = max(_ROWS)
+        self.n, self.device = n, torch.device("cuda", torch.cuda.current_device())
+        self.kernel = normforge.parallel.AllReduceNorm(None, most, n, torch.bfloat16)
+        # Torch's all-reduces read symmetric memory; ours reads x wherever it is.
+        self.x = [symmetric.empty(most * n, dtype=torch.bfloat16, device=self.device) for _ in range(_SETS)]
+        group: Any = dist.group.WORLD
+        self.group = group.group_name
+        for each in self.x:
+            symmetric.rendezvous(each, group)
+        self.weight, self.bias = torch.rand(2, n, device=self.device).bfloat16()
+
+    def time(self, m: int, norm: str, fquant: str) -> Row:
+        """Check every way, and time it."""
+        torch.manual_seed(m + dist.get_rank())
+        part = torch.randn(m, self.n, device=self.device).bfloat16()
+        torch.manual_seed(m)
+        residual = torch.randn(m, self.n, device=self.device).bfloat16()
+        xs = [x[: m * self.n].view(m, self.n) for x in self.x]
+        bias = self.bias if norm == "layer" else None
+        function = getattr(normforge, f"{norm}norm2d_fwd")
+        vectors = (self.weight,) if bias is None else (self.weight, bias)
+        words: dict[str, Any] = {"fadd": "pre_add_store", "fquant": fquant}
+        if fquant != "none":
+            words["out_dtype"] = torch.float8_e4m3fn
+
+        def apart(total: torch.Tensor) -> Any:
+            return function(total, *vectors, residual=residual, **words)
+
+        def nccl(at: int) -> Any:
+            dist.all_reduce(xs[at])
+            return apart(xs[at])
+
+        def one_shot(at: int) -> Any:
+            return apart(torch.ops.symm_mem.one_shot_all_reduce(xs[at], "sum", self.group))
+
+        def two_shot(at: int) -> Any:
+            return apart(torch.ops.symm_mem.two_shot_all_reduce_(xs[at], "sum", self.group))
+
+        def ours(at: int) -> Any:
+            kept = {name: word for name, word in words.items() if name != "fadd"}
+            return self.kernel(xs[at], residual, self.weight, bias, norm=norm, **kept)
+
+        whole = part.float()
+        dist.all_reduce(whole)
+        expected = (whole + residual.float()).bfloat16()
+        times = {}
+        for name, way in {"normforge": ours, "nccl": nccl, "one_shot": one_shot, "two_shot": two_shot}.items():
+            for x in xs:
+                x.copy_(part)
+            dist.barrier()
+            total = way(0).residual_out
+            if not torch.allclose(total.float(), expected.float(), rtol=2**-6, atol=2**-5):
+                raise AssertionError(f"{name}: wrong sums of {m} rows of {self.n}")
+            times[name] = _graph(way)
+        best = min(time for name, time in times.items() if name != "normforge")
+        ranks = dist.get_world_size()
+        rounded = {name: round(time, 2) for name, time in times.items()}
+        return Row(norm, fquant, ranks, m, self.n, **rounded, ratio=round(best / times["normforge"], 3))
+
+
+def _soak(rank: int, minutes: float) -> tuple[int, int]:
+    """Return how many calls were made, and how many values of their sums were wrong."""
+    end, drawn, most = time.monotonic() + 60 * minutes, random.Random(0), 2048
+    ranks = dist.get_world_size()
+    kernels = [normforge.parallel.AllReduceNorm(None, most, n, torch.bfloat16) for n in (*_COLUMNS, 5120, 96)]
+    going, wrong, calls = torch.ones(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), 0
+    while going.item():
+        kernel, rows = drawn.choice(kernels), int(2 ** drawn.uniform(1, 11))
+        collective, rows = drawn.choice(("all_reduce", "reduce_scatter", "all_gather")), rows // ranks * ranks
+        x = torch.randn(rows, kernel.n, device="cuda").bfloat16()
+        torch.manual_seed(calls)
+        residual, weight = torch.randn(rows, kernel.n, device="cuda").bfloat16(), torch.rand(kernel.n, device="cuda")
+        torch.manual_seed(calls * 9 + rank)
+        each = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(each, x)
+        whole = torch.stack(each).float().sum(0)
+        if collective == "reduce_scatter":
+            whole, residual = whole.chunk(ranks)[rank], residual[: rows // ranks]
+        elif collective == "all_gather":
+            x = x[: rows // ranks]
+            whole, residual = x.float(), residual[: rows // ranks]
+        expected = (whole + residual.float()).bfloat16()
+        forms = [
+            {"norm": norm, "fquant": fquant, "collective": collective}
+            for norm, fquant in product(("rms", "layer"), ("none", "dynamic"))
+        ]
+        options = [drawn.choice(forms) for _ in range(drawn.randint(1, 7))]
+        call = partial(_totals, kernel, x, residual, weight, options)
+        found, replays = call(), drawn.choice((0, 0, 3, 50))
+        if replays:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = call()
+            for _ in range(replays):
+                graph.replay()
+        wrong += sum((total != expected).sum() for total in found)
+        calls += len(options) * (1 + replays)
+        kernel.check()
+        going.fill_(time.monotonic() < end)
+        dist.broadcast(going, 0)
+    dist.all_reduce(wrong)
+    return calls, int(wrong)
+
+
+def _totals(kernel: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, options: Any) -> list[Any]:
+    return [kernel(x, residual, weight, **each).residual_out for each in options]
+
+
+def _graph(way: Call) -> float:
+    """Return the microseconds of a call in a graph, on the slowest rank."""
+    way(0), way(1)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(_CALLS):
+            way(call % _SETS)
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
