@@ -330,7 +330,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 
     Returns:
         The sum in residual's dtype, differentiable in x and residual, and the argument `ahead` of `norm_of_sum`. None
-        if no kernel can read x in place; nothing was computed then.
+        if no kernel can read these tensors in place; nothing was computed then.
 
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
@@ -348,14 +348,18 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
 def _launched(operands: Operands, options: Options) -> Any:
     """Launch a call that is not known, recorded if a gradient is due, and make its kind known.
 
-    Return None if no kernel serves the call, if something has to see operators, or if x would be copied.
+    Return None if no kernel serves the call, if something has to see operators, or if a tensor would be copied.
     """
     if not (is_served(operands) and operands[0].numel()):
         return None
-    rows, settled, planned = ready(CALLS, operands, full_options(operands, options))
-    if planned is None or rows[0] is not operands[0]:
+    # The norm is recorded with the weight itself, not a copy, and torch gives a sum the layout of its operands.
+    rows = as_operands(tuple(map(resolved, operands)), 1)
+    if any(row is not each for row, each in zip(rows, operands, strict=True)):
         return None
-    return _record(rows, options, recorded_of(planned)) if settled[-1] else run(planned)
+    _, settled, planned = ready(CALLS, operands, full_options(operands, options))
+    if planned is None:
+        return None
+    return _record(operands, options, recorded_of(planned)) if settled[-1] else run(planned)
 
 
 def norm_of_sum(

@@ -138,14 +138,15 @@ def add_ahead(operands: road.Operands, options: Options) -> tuple[torch.Tensor, 
         options: the norm's word, and the other options.
 
     Returns:
-        The sum, differentiable, and the argument `ahead` of `norm_of_sum`. None if something has to see operators;
-        nothing was computed then.
+        The sum, differentiable, and the argument `ahead` of `norm_of_sum`. None if something has to see operators, or
+        if next_weight would be copied; nothing was computed then.
 
     Raises:
         NormforgeError: no kernel can serve the call.
     """
     rows, settled, planned = road.ready(RENORMED_CALLS, operands, options)
-    if planned is None:
+    # The second norm is recorded with the weight itself, not a copy.
+    if planned is None or rows[4] is not operands[4]:
         return None
     if not settled[-1]:
         y, total, *_ = run(planned)

@@ -220,6 +220,27 @@ def test_gradient_checkpointing(layers: tuple[int, ...], reentrant: bool, fused:
     assert fused.counts()["input_added"] >= 6 * 2
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_weights_of_norms_that_lie_apart(family: str) -> None:
+    model, patched = twins(made(family))
+    for each in (model, patched):
+        for module in each.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 1:
+                module.weight = torch.nn.Parameter(weight.detach().repeat_interleave(2)[::2])
+    for _ in range(2):
+        agree(model, patched)
+
+
+def test_a_sum_has_the_layout_that_torch_gives_it() -> None:
+    layer, patched = twins(LlamaLayer())
+    channels_first = torch.randn(2, WIDTH, 3)
+    for _ in range(2):
+        wanted, y = (each(channels_first.mT) for each in (layer, patched))
+        assert y.stride() == wanted.stride() != torch.empty(y.shape).stride()
+        torch.testing.assert_close(y, wanted)
+
+
 @THOROUGH
 def test_torchs_own_layers(fused: Counted) -> None:
     for norm_first in (True, False):
