@@ -260,9 +260,9 @@ class AllReduceNorm:
         if collective != "all_gather":
             total = named["x"].clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
-            share = total.chunk(self.ranks)[dist.get_rank(self.group)]
-            named["x"] = total if collective == "all_reduce" else share
-            return _alone(norm, named)
+            if collective == "reduce_scatter":
+                total = total.chunk(self.ranks)[dist.get_rank(self.group)]
+            return _alone(norm, {**named, "x": total})
         # Ranks gather rounded sums, as the kernel does.
         residual = named.pop("residual")
         kept = named["x"] if residual is None else (named["x"].float() + residual.float()).to(self.dtype)
