@@ -130,6 +130,12 @@ def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | 
     if "defaults" in sections:
         words = words | _read_words(Section(path, "defaults"), sections["defaults"].value, buckets)
     groups = top.mapping(sections["groups"].value, "groups, by name")
+    if not groups and _CALLS in sections:
+        raise top.error(
+            sections["groups"].key,
+            "groups is empty: the recorded calls take no instances, but kernels that normforge holds; compile them by "
+            "normforge warmup --recorded FILE, or normforge aot --recorded FILE",
+        )
     if not groups:
         raise top.error(sections["groups"].key, "groups is empty; add a group with a norm and a dtype_in")
     read = [_read_group(path, name, pair, words, buckets) for name, pair in groups.items()]

@@ -62,7 +62,9 @@ def is_served(operands: tuple[Any, ...], eps: Any = None) -> bool:
             or tensor.is_nested
         ):
             return False
-    fits = not isinstance(eps, (int, float)) or 0.0 <= eps <= torch.finfo(torch.float32).max
+    # A graph holds a scalar of NumPy's or a tensor, which may be another one in each run.
+    is_number = isinstance(eps, (int, float))
+    fits = 0.0 <= eps <= torch.finfo(torch.float32).max if is_number else eps is None or not is_dynamo_compiling()
     fits = fits and backend(operands[0]) == "kernel" and not left_to_torch(operands)
     return fits and all(tensor is None or tensor.dtype in FLOATS for tensor in operands)
 

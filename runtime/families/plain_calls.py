@@ -41,7 +41,8 @@ def add_normalise(
 ) -> Any:
     """Add and normalise over all of normalized_shape; None is x's last dimension. See `dropped_add_normalise`."""
     dropout_p, dropout_rng, returns_mask = asked
-    if dropout_p != 0.0 or dropout_rng is not None or returns_mask:
+    # False equals 0.0, and is refused.
+    if dropout_p != 0.0 or dropout_p is False or dropout_rng is not None or returns_mask:
         return dropped_add_normalise(operands, normalized_shape, options, asked)
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
@@ -149,7 +150,7 @@ def _first(
             with unrecorded():
                 normalized_shape = operands[0].shape[-1:]
     norm, eps, *others = options
-    if norm == "layer" and others[0] != 0.0:
+    if norm == "layer" and check_number("weight_offset", others[0], least=-math.inf) != 0.0:
         operands, options = with_offset(operands, options)
         if asked is None:
             return normalise(operands, normalized_shape, options)

@@ -14,6 +14,7 @@ from ..calls.record import BackwardPass, Gradients, Launched, Recording, record,
 from ..calls.road import Operands, Options, calls_of
 from ..calls.traced import becomes_operator, intercepted, is_dynamo_compiling, operated, unrecorded
 from ..codegen.parameters import STATISTICS
+from ..errors import ShapeError
 from ..selection.invariance import is_on
 from . import eager
 from .operands import DEFAULT_EPS
@@ -69,6 +70,8 @@ def compute(operands: Operands, options: Options) -> Any:
     planned = None if seen else CALLS.find(operands, options)[1]
     if planned is not None:
         return _returned(CALLS.launch(planned, options, (None, None, None))[3:])
+    if not x.dim():
+        raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N), one dimension or more")
     kernel = backend(x) == "kernel" and not left_to_torch(operands)
     with unrecorded():
         args = road.named(CALLS, operands, options)

@@ -55,7 +55,9 @@ summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_normalised, FusedA
 
 def added(norm: Norm, args: Mapping[str, Any], eps: float, next_norm: bool, *options: float) -> Any:
     """Return the sum behind a norm, or y of a second norm and the sum; differentiable."""
-    renorms = next_norm or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
+    if not isinstance(next_norm, int) or next_norm not in (0, 1):
+        raise ConflictError(f"next_norm={next_norm!r} is no flag; it takes True or False")
+    renorms = bool(next_norm) or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
     fadd = FusedAdd.POST_ADD_NORM if renorms else FusedAdd.POST_ADD
     return _normalised(fadd, norm, args, eps, *options)
 

@@ -252,14 +252,25 @@ REFUSED: dict[tuple[str, type[Exception]], Rows] = {
     ("layer", DTypeError): [
         ({"normalized_shape": wrong}, NO_TUPLE) for wrong in (64, {0: 64}, {64}, "(", "64", (64.0,), (np.float64(64),))
     ],
-    ("layer", ConflictError): [({"eps": None}, "eps=None will not do; it takes a number")],
+    ("layer", ConflictError): [
+        ({"eps": None}, "eps=None will not do; it takes a number"),
+        ({"weight_offset": VECTOR}, "weight_offset=tensor("),
+    ],
     ("rms", ShapeError): [
         ({"normalized_shape": (2, 64)}, "normalized_shape is (2, 64) and x has shape (4, 64)"),
         ({"x": VECTOR, "normalized_shape": (1, 64)}, "normalized_shape is (1, 64) and x has shape (64,)"),
         ({"normalized_shape": (4, 64)}, "weight has shape (64,); it takes (4, 64)"),
     ],
     **{
-        (norm, ConflictError): [({"weight": None, "weight_offset": 1.0}, "weight_offset=1.0 is added to weight and")]
+        (norm, ConflictError): [
+            ({"weight": None, "weight_offset": 1.0}, "weight_offset=1.0 is added to weight and"),
+            ({"weight_offset": VECTOR}, "weight_offset=tensor("),
+            *(
+                ({"dropout_p": p}, f"dropout_p={p} will not do; it takes a number")
+                for p in (False, True)
+                if "_" in norm
+            ),
+        ]
         for norm in ("rms", "add_layer", "add_rms")
     },
     **{

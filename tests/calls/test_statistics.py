@@ -11,6 +11,7 @@ import normforge
 from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedAdd, Norm
+from normforge.errors import ShapeError
 from normforge.families import eager
 from normforge.tools import cli
 
@@ -85,3 +86,10 @@ def test_the_command_runs_and_holds_them_against_the_oracle(capsys: pytest.Captu
     options = ("-m=3", "-n=300", "-norm=layer", "-save_mv=1", "-statistics_only=1", "-repeat=1", "-warmup=0")
     assert cli.main(["run", *options]) == 0
     assert "ln_fwd_fp16_mv_only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", [normforge.rms_statistics, normforge.layer_statistics])
+def test_rows_without_a_dimension_are_refused(function: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=r"^x has shape \(\); it takes \(\.\.\., N\), one dimension or more$"):
+            function(torch.ones(()))

@@ -196,6 +196,7 @@ def test_one_row_without_leading_dimensions() -> None:
 
 
 X = np.ones((2, 8), np.float32)
+NO_FLAG: Any = "no"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,11 @@ X = np.ones((2, 8), np.float32)
         (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), x's shape"),
         (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
         (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
+        (
+            lambda: norms.rms_norm_add(X, X, next_norm=NO_FLAG),
+            ConflictError,
+            "next_norm='no' is no flag; it takes True or",
+        ),
         (lambda: norms.rms_norm_add(X, X, next_weight=X[0], weight_offset=1.0), ConflictError, "is added to weight"),
         (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
         (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),

@@ -339,7 +339,7 @@ def test_epsilon_is_any_number_and_may_be_changed(cls: Callable[[], Any], name: 
         assert f"eps={value}, elementwise_affine={cls not in WEIGHTLESS}" in str(module)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    for value in (1e-6, 0.5):
+    for value in (epsilon, 1e-6, 0.5):
         setattr(module, name, value)
         torch.testing.assert_close(compiled(x), module(x))
     normforge.unpatch(module)
