@@ -88,6 +88,7 @@ class Case(Measured[Mode]):
         before = " before" * mode.gating.is_before
         more = {
             "dropout": mode.dropout,
+            "statistics alone": mode.statistics_only,
             "add": mode.fadd.is_before,
             "add behind": self.adds_behind,
             f"{mode.gate_activation.value} gate{before}": mode.gating.gates,

@@ -53,10 +53,9 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> dict[str,
                 each.amax(-1) / case.mode.dtype_out.qmax for each in (y.abs() - either, y.abs(), y.abs() + either)
             )
             return {"y_scale": Exact(y_scale, torch.zeros_like(y_scale), torch.maximum(high - y_scale, y_scale - low))}
-    found = {
-        "y": Exact(y, median(y), None if half is None else either),
-        "rstd": Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0])),
-    }
+    found = {"rstd": Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0]))}
+    if isinstance(case, GroupCase) or not case.mode.statistics_only:
+        found |= {"y": Exact(y, median(y), None if half is None else either)}
     return found | ({"mean": Exact(mean[:, 0], s.abs().mean(-1))} if case.centres else {})
 
 

@@ -51,6 +51,9 @@ def forward(case: AnyCase, given: Tensors) -> Tensors:
         assert saved is not None
         return {"y": y.reshape(-1, case.n), "mean": saved[0].flatten(), "rstd": saved[1].flatten()}
     mode, x = case.mode, laid(given["x"], case.layout)
+    if mode.statistics_only:
+        found: Any = getattr(normforge, f"{mode.norm.value}_statistics")(x, eps=EPS)
+        return {"mean": found[0], "rstd": found[1]} if case.centres else {"rstd": found}
     keywords: dict[str, Any] = {name: given[name] for name in ("weight", "bias", "residual", "gate") if name in given}
     keywords |= {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
     if mode.gating.gates:

@@ -49,6 +49,8 @@ def told(cells: list[Cell]) -> str:
 def kind_of(case: Case) -> Hashable:
     """Each tile of each direction, for what the types change is little; roundings and layouts at one length."""
     mode = case.mode
+    if mode.statistics_only:
+        return mode.norm if case.n == 100 else None
     if mode.dropout or mode.gating.gates:
         return (mode.direction, mode.fquant, mode.dropout, mode.gating) if case.n == 100 else None
     if mode.cast.comes_first or case.layout is not Layout.ADJOINING:
