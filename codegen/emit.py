@@ -132,13 +132,18 @@ def shared_files(*, backward: bool, groups: bool = False, peers: bool = False) -
     return files
 
 
+# Norms of queries and keys with their rotary embedding: each head by itself, and all heads of a token together.
+_ROTARY = {"rotary.py": False, "rotary_across.py": True}
+
+
 def own_files() -> dict[str, str]:
     """Render the files of normforge's own folder that no manifest asks for: kernels of no mode, and what they need.
 
     Raises:
         TemplateError: a template is missing or cannot be rendered.
     """
-    return {**shared_files(backward=True), "rotary.py": render("rotary.py.j2")}
+    rotary = {name: render("rotary.py.j2", across=across) for name, across in _ROTARY.items()}
+    return {**shared_files(backward=True), **rotary}
 
 
 def render_module(mode: AnyMode, pipelines: Iterable[Pipeline]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from .families import REQUIRED, Family, Kind, Parameter
 from .groups import Activation
 from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, RENORMED, STATISTICS
-from .values import Norm
+from .values import HeadNorm, Norm
 
 
 @dataclass(frozen=True)
@@ -802,12 +802,16 @@ _GROUP_FUNCTIONS = FunctionalFunctions(
 _HEADS = f"{_ANY_FLOATS}; tokens and heads may each have any stride, as in a packed qkv"
 
 
+_LENGTHS = {name: f"(D,), or (H{name} * D,) for a norm across heads" for name in "qk"}
 _ROTATED = (
     replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
-    replace(_row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens."), positional=True),
+    replace(
+        _row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens; Hk may be 0, for q alone."),
+        positional=True,
+    ),
     *(
         replace(
-            _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"(D,), {_ANY_FLOATS}, or None for 1."),
+            _row(f"{name}_weight", Kind.VECTOR, REQUIRED, f"{_LENGTHS[name]}, {_ANY_FLOATS}, or None for 1."),
             positional=True,
             optional=True,
         )
@@ -832,7 +836,16 @@ _ROTATED = (
         "int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of "
         "rows without positions. None takes the token's own row.",
     ),
-    replace(_row("norm", Kind.WORD, '"rms"', '"rms", "layer" or "l2".'), words=Norm),
+    replace(
+        _row(
+            "norm",
+            Kind.WORD,
+            '"rms"',
+            '"rms", "layer" or "l2" of each head; "rms_across_heads", "layer_across_heads" or "l2_across_heads" of all '
+            "heads of a token together, as OLMo 2 and diffusers' rms_norm_across_heads normalise.",
+        ),
+        words=HeadNorm,
+    ),
     _row("eps", Kind.NUMBER, "1e-6", "added to the mean square, to the variance, or to the sum of squares."),
     _row(
         "interleaved",
@@ -929,7 +942,7 @@ _ROTARY_GRADIENTS = _of_heads(
 )
 _CONFLICTS = (
     "ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to; "
-    "mrope_section does not add up to rotary_dim / 2, or has no positions."
+    "mrope_section does not add up to rotary_dim / 2, or has no positions; k_weight is that of no heads."
 )
 _ROTARY_FUNCTIONS = FunctionalFunctions(
     _ROTARY,
@@ -939,9 +952,9 @@ _ROTARY_FUNCTIONS = FunctionalFunctions(
     summary={Norm.RMS: "Normalise each head of queries and keys, and apply rotary embeddings, all in one kernel."},
     details={
         Norm.RMS: (
-            "Each head is normalised by itself and multiplied by its weight, as `rms_norm`, `layer_norm` and `l2_norm` "
-            "compute it; pairs (a, b) of its columns become (a cos - b sin, b cos + a sin) (Su et al., 2021). All "
-            "steps are in fp32 and rounded once.",
+            "Each head, or each token's row of heads, is normalised and multiplied by its weight, as `rms_norm`, "
+            "`layer_norm` and `l2_norm` compute it; pairs (a, b) of a head's columns become (a cos - b sin, b cos + "
+            "a sin) (Su et al., 2021). All steps are in fp32 and rounded once.",
             "Differentiable in q, k and both weights. The backward pass saves the operands alone. One kernel computes "
             f"the gradients of q and k, and a second one adds up those of the weights. {_SUMS} {_SECOND}",
             "Kernels read views in place if all tokens are one stride apart, and all heads; anything else is copied "
@@ -952,7 +965,7 @@ _ROTARY_FUNCTIONS = FunctionalFunctions(
     returns=("q and k, normalised and rotated: in the shapes of q and k and in their dtype.",),
     raises=(
         "ShapeError: a shape does not fit q's, or rotary_dim is no even number of columns; positions of several rows "
-        "(mRoPE) do not fit.",
+        "(mRoPE) do not fit; a row across heads is too long for a program, 32768 columns of powers of two.",
         "DTypeError: a tensor is of a type that cannot be normalised, or q and k are of two types.",
         "DeviceError: tensors are on several devices, or are DTensors.",
         "LayoutError: a tensor is sparse or nested; tensors of out overlap others, or their tokens are on two strides.",

@@ -461,6 +461,31 @@ class Cast(Enum):
         return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT
 
 
+# How the words of norms end whose rows are all heads of a token.
+ACROSS_HEADS = "_across_heads"
+
+
+class HeadNorm(Enum):
+    """A normalisation of queries and keys, of each head by itself or of all heads of a token together."""
+
+    RMS = "rms"
+    LAYER = "layer"
+    L2 = "l2"
+    RMS_ACROSS_HEADS = "rms_across_heads"
+    LAYER_ACROSS_HEADS = "layer_across_heads"
+    L2_ACROSS_HEADS = "l2_across_heads"
+
+    @property
+    def norm(self) -> Norm:
+        """Return the norm of a row."""
+        return Norm(self.value.removesuffix(ACROSS_HEADS))
+
+    @property
+    def is_across(self) -> bool:
+        """Return True if a row is all heads of a token."""
+        return self.value.endswith(ACROSS_HEADS)
+
+
 class Gating(Enum):
     """The gating of rows by an activated gate of their own shape: none, after the norm, or before it."""
 

@@ -30,10 +30,10 @@ MOST_ROWS_IN_I32 = 2**31 - 2**21
 # Names of the sizes, of row norms, of row norms behind an all-reduce and of GroupNorm.
 ROW_SIZES, REDUCED_SIZES, GROUP_SIZES = ("n",), ("n", "ranks"), ("channels", "groups", "positions")
 # The kernels of norms of heads with their rotary embedding, each a mode by itself, and the names of their sizes.
-ROTARY = ("qk_norm_rope_fwd", "qk_norm_rope_bwd")
+ROTARY = ("qk_norm_rope_fwd", "qk_norm_rope_bwd", "qk_norm_rope_across_fwd", "qk_norm_rope_across_bwd")
 # 0 or 1.
 FLAGS = ("interleaved", "centres", "averages", "rounds_first", "whole", "alternates")
-# 0 where there are no positions of several axes, or no cache of blocks.
+# 0 where there are no positions of several axes, no cache of blocks, or no keys.
 COUNTS = ("height", "width", "slots")
 ROTARY_SIZES = ("n", "q_heads", "k_heads", "rotary_dim", *FLAGS, *COUNTS)
 
@@ -169,7 +169,7 @@ def _kinds(document: Any) -> Iterator[CallKind]:
 
 def _size(document: Mapping[str, Any], name: str) -> int:
     size = document.get(name)
-    least, most = int(name not in (*FLAGS, *COUNTS)), 1 if name in FLAGS else _LARGEST
+    least, most = int(name not in (*FLAGS, *COUNTS, "k_heads")), 1 if name in FLAGS else _LARGEST
     if type(size) is not int or not least <= size <= most:
         takes = "0 or 1" if most == 1 else f"a whole number from {least}"
         raise ValueError(f"{name} is {size!r}, and takes {takes}")

@@ -264,7 +264,7 @@ def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]
     dtypes, strides = _dtypes(kind, (*rotary.NAMES[kind.mode], *slots, "table")), strides_of_kind(kind, slots)
     m = MOST_ROWS_IN_I32 + 1 if kind.rows == MOST else 1
     facts = kind.mode, kind.size, dtypes, strides, misaligned_of_kind(kind), m, target
-    for name, recipe in rotary.assemble(*facts, invariant=kind.invariant).items():
+    for name, recipe in rotary.assemble(*facts, invariant=kind.invariant):
         yield None, Launcher(rotary.kernel_named(name), recipe, target, None)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked_of
 from ..calls.traced import unrecorded
 from ..codegen.groups import Span
-from ..codegen.values import Cast, GateActivation, Gating, Norm
+from ..codegen.values import ACROSS_HEADS, Cast, GateActivation, Gating, Norm
 from ..dtypes import rounded_to, word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
@@ -514,8 +514,8 @@ def embedded(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, i
 def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Return the results of `rotary.normalise` for the same tensors and checked options, differentiable."""
     q, k, q_weight, k_weight, cos, sin, positions = operands
-    norm, eps, interleaved, rotary_dim, weight_offset, cast, height, width, alternates = options
-    leading = q.shape[:-2]
+    named, eps, interleaved, rotary_dim, weight_offset, cast, height, width, alternates = options
+    leading, norm = q.shape[:-2], named.removesuffix(ACROSS_HEADS)
     at: Any = positions
     if height + width:
         pairs = torch.arange(rotary_dim // 2, device=q.device)
@@ -534,9 +534,10 @@ def rotary(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[torch.T
     by_cos, by_sin = map(by_token, rows)
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        h = _norm(norm, widened(x), _last_dimension(x), None, None, eps)
+        rows = x if norm == named else x.flatten(-2)
+        h = _norm(norm, widened(rows), _last_dimension(rows), None, None, eps)
         to = _rounded_to(cast, x.dtype, x.dtype)
-        y = _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), None)
+        y = _affine(h if to is None else as_stored(h, to), _offset(weight, weight_offset), None).reshape(x.shape)
         turned = embedded(y[..., :rotary_dim], by_cos, by_sin, rotary_dim // 2, interleaved)
         return torch.cat((turned, y[..., rotary_dim:]), -1).to(x.dtype)
 

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 
 from ..codegen.groups import Activation
-from ..codegen.values import Cast, GateActivation, Norm
+from ..codegen.values import Cast, GateActivation, HeadNorm
 from . import post_add, rotary, statistics
 from .gated import row as gated
 from .group import row as group
@@ -553,7 +553,7 @@ def qk_norm_rope(
     sin: torch.Tensor,
     *,
     positions: torch.Tensor | None = None,
-    norm: str | Norm = "rms",
+    norm: str | HeadNorm = "rms",
     eps: float = 1e-6,
     interleaved: bool = False,
     rotary_dim: int | None = None,
@@ -568,9 +568,9 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise each head of queries and keys, and apply rotary embeddings, all in one kernel.
 
-    Each head is normalised by itself and multiplied by its weight, as `rms_norm`, `layer_norm` and `l2_norm` compute
-    it; pairs (a, b) of its columns become (a cos - b sin, b cos + a sin) (Su et al., 2021). All steps are in fp32 and
-    rounded once.
+    Each head, or each token's row of heads, is normalised and multiplied by its weight, as `rms_norm`, `layer_norm` and
+    `l2_norm` compute it; pairs (a, b) of a head's columns become (a cos - b sin, b cos + a sin) (Su et al., 2021). All
+    steps are in fp32 and rounded once.
 
     Differentiable in q, k and both weights. The backward pass saves the operands alone. One kernel computes the
     gradients of q and k, and a second one adds up those of the weights. The order of sums does not change from run to
@@ -581,15 +581,16 @@ def qk_norm_rope(
 
     Args:
         q: (..., Hq, D), fp16, bf16, fp32 or fp64; tokens and heads may each have any stride, as in a packed qkv.
-        k: (..., Hk, D), with q's dtype and tokens.
-        q_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
-        k_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
+        k: (..., Hk, D), with q's dtype and tokens; Hk may be 0, for q alone.
+        q_weight: (D,), or (Hq * D,) for a norm across heads, fp16, bf16, fp32 or fp64, or None for 1.
+        k_weight: (D,), or (Hk * D,) for a norm across heads, fp16, bf16, fp32 or fp64, or None for 1.
         cos: (..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); fp16, bf16, fp32 or fp64.
             Rows are tokens, in q's leading dimensions, the last of these, or one; with positions (max_position, ...).
         sin: as cos. Neither has a gradient.
         positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of
             rows without positions. None takes the token's own row.
-        norm: "rms", "layer" or "l2".
+        norm: "rms", "layer" or "l2" of each head; "rms_across_heads", "layer_across_heads" or "l2_across_heads" of all
+            heads of a token together, as OLMo 2 and diffusers' rms_norm_across_heads normalise.
         eps: added to the mean square, to the variance, or to the sum of squares.
         interleaved: True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).
         rotary_dim: how many of the first columns are rotated, an even number; None is D.
@@ -618,14 +619,14 @@ def qk_norm_rope(
 
     Raises:
         ShapeError: a shape does not fit q's, or rotary_dim is no even number of columns; positions of several rows
-            (mRoPE) do not fit.
+            (mRoPE) do not fit; a row across heads is too long for a program, 32768 columns of powers of two.
         DTypeError: a tensor is of a type that cannot be normalised, or q and k are of two types.
         DeviceError: tensors are on several devices, or are DTensors.
         LayoutError: a tensor is sparse or nested; tensors of out overlap others, or their tokens are on two strides.
         GradientError: cos or sin requires a gradient, or an operand does and out or key_cache was passed.
         ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to;
-            mrope_section does not add up to rotary_dim / 2, or has no positions. One of key_cache and slot_mapping was
-            passed alone, or k_scale without an fp8 key_cache.
+            mrope_section does not add up to rotary_dim / 2, or has no positions; k_weight is that of no heads. One of
+            key_cache and slot_mapping was passed alone, or k_scale without an fp8 key_cache.
     """
     operands = (q, k, q_weight, k_weight, cos, sin, positions, key_cache, slot_mapping, k_scale)
     options = ("rms", norm, eps, interleaved, rotary_dim, weight_offset, cast, mrope_section, mrope_interleaved, out)
@@ -644,7 +645,7 @@ def qk_norm_rope_bwd(
     sin: torch.Tensor,
     *,
     positions: torch.Tensor | None = None,
-    norm: str | Norm = "rms",
+    norm: str | HeadNorm = "rms",
     eps: float = 1e-6,
     interleaved: bool = False,
     rotary_dim: int | None = None,
@@ -664,15 +665,16 @@ def qk_norm_rope_bwd(
         dq_out: q's shape and dtype: the gradient of the first result.
         dk_out: k's shape and dtype: that of the second one.
         q: (..., Hq, D), fp16, bf16, fp32 or fp64; tokens and heads may each have any stride, as in a packed qkv.
-        k: (..., Hk, D), with q's dtype and tokens.
-        q_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
-        k_weight: (D,), fp16, bf16, fp32 or fp64, or None for 1.
+        k: (..., Hk, D), with q's dtype and tokens; Hk may be 0, for q alone.
+        q_weight: (D,), or (Hq * D,) for a norm across heads, fp16, bf16, fp32 or fp64, or None for 1.
+        k_weight: (D,), or (Hk * D,) for a norm across heads, fp16, bf16, fp32 or fp64, or None for 1.
         cos: (..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); fp16, bf16, fp32 or fp64.
             Rows are tokens, in q's leading dimensions, the last of these, or one; with positions (max_position, ...).
         sin: as cos. Neither has a gradient.
         positions: int32 or int64, one per token: its row of cos and sin, which kernels do not check; shapes as those of
             rows without positions. None takes the token's own row.
-        norm: "rms", "layer" or "l2".
+        norm: "rms", "layer" or "l2" of each head; "rms_across_heads", "layer_across_heads" or "l2_across_heads" of all
+            heads of a token together, as OLMo 2 and diffusers' rms_norm_across_heads normalise.
         eps: added to the mean square, to the variance, or to the sum of squares.
         interleaved: True rotates columns 2 i and 2 i + 1 (GPT-J), False i and i + rotary_dim / 2 (GPT-NeoX, Llama).
         rotary_dim: how many of the first columns are rotated, an even number; None is D.

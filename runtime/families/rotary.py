@@ -24,12 +24,27 @@ from ..calls.plan import MISALIGNED, UNREADABLE, Key, Make, addresses_of, make_o
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
-from ..codegen.values import Cast, Norm
+from ..codegen.tiling import power_of_two
+from ..codegen.values import ACROSS_HEADS, Cast, HeadNorm, Norm
 from ..dtypes import FLOATS, word
 from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
 from ..kernels.gpu import ALIGNMENT, require_device, target_of
 from ..kernels.launcher import Launcher
-from ..kernels.rotary import BACKWARD, CACHE, CACHE_STRIDES, FORWARD, HEADS, RESULTS, TOTALS, assemble, kernel_named
+from ..kernels.rotary import (
+    ACROSS,
+    BACKWARD,
+    CACHE,
+    CACHE_STRIDES,
+    FORWARD,
+    HEADS,
+    MOST_ACROSS,
+    RESULTS,
+    TOTALS,
+    assemble,
+    kernel_named,
+    summed,
+    weight_lengths,
+)
 from ..kernels.strides import kind_of
 from ..selection import dispatch
 from ..selection.invariance import is_on
@@ -150,10 +165,8 @@ def _axes(section: Any, half: int) -> tuple[int, int]:
 
 
 @constant_in_traces
-def _words(norm: str | Norm, cast: str | Cast) -> tuple[str, str]:
-    kind = word(Norm, "norm", norm)
-    if kind.clamps:
-        raise ConflictError(f"norm={kind.value!r} has no kernel here; it takes 'rms', 'layer' or 'l2', which adds eps")
+def _words(norm: str | Norm | HeadNorm, cast: str | Cast) -> tuple[str, str]:
+    kind = word(HeadNorm, "norm", norm.value if isinstance(norm, Norm) else norm)
     return kind.value, word(Cast, "cast", cast).value
 
 
@@ -167,7 +180,7 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
     if is_sharded(*there.values(), *outs):
         raise DeviceError(f"{NAME} was given a DTensor; pass the to_local() of each tensor, whole heads of each rank")
     for name, each in (("q", q), ("k", k)):
-        if each.dim() < 3 or each.shape[-2] == 0:
+        if each.dim() < 3 or (each is q and each.shape[-2] == 0):
             raise ShapeError(f"{name} has shape {tuple(each.shape)}; it takes (..., heads, D), tokens before the heads")
     if axes and positions is None:
         raise ConflictError("mrope_section was passed without positions; pass three rows of them")
@@ -177,10 +190,11 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
     rows = of_tokens if positions is None else [tuple(named["cos"].shape[:1])]
     if positions is not None and 0 in named["cos"].shape[:1] and prod(leading):
         raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
-    of_k = (*leading, *k.shape[-2:-1], n)
+    of_k, heads = (*leading, *k.shape[-2:-1], n), {"q": q.shape[-2], "k": k.shape[-2]}
+    lengths = _lengths(heads, n, options) if options[0].endswith(ACROSS_HEADS) else dict.fromkeys(heads, n)
     shapes = {
         **{name: [of_k] for name in ("k", "dk_out")},
-        **{name: [(n,)] for name in ("q_weight", "k_weight")},
+        **{f"{own}_weight": [(length,)] for own, length in lengths.items()},
         "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])[: 1 if axes else 2]],
         "sin": [tuple(named["cos"].shape)],
         "positions": [(3, *each) for each in of_tokens] if axes else of_tokens,
@@ -198,7 +212,9 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
             takes = " or ".join(map(str, dict.fromkeys(fitting)))
             also = "; three rows of them (mRoPE) need mrope_section" * (name == "positions" and not axes)
             raise ShapeError(f"{name} has shape {tuple(each.shape)} and q {tuple(q.shape)}; it takes {takes}{also}")
-    if options[4] and not {"q_weight", "k_weight"}.issubset(there):
+    if not heads["k"] and "k_weight" in there:
+        raise ConflictError("k_weight was passed, and k has no heads; pass None")
+    if options[4] and not {"q_weight", "k_weight"}.issubset(there if heads["k"] else (*there, "k_weight")):
         raise ConflictError(f"weight_offset={options[4]} is added to both weights; pass q_weight and k_weight")
     checks.check_no_gradient("has none as an angle of the rotation", cos=named["cos"], sin=named["sin"])
     if (len(outs) == 3) != ("slot_mapping" in there):
@@ -207,6 +223,18 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
         raise ConflictError("k_scale was passed, and key_cache is none of torch.float8_e4m3fn; leave k_scale out")
     if outs:
         _check_outs(there, outs)
+
+
+def _lengths(heads: Mapping[str, int], n: int, options: Options) -> dict[str, int]:
+    """Return the lengths of rows that are all heads of a token."""
+    norm, rotated, most = options[0], options[3], max(heads.values())
+    columns = power_of_two(most) * max(2 * power_of_two(rotated // 2), power_of_two(max(1, n - rotated)))
+    if columns > MOST_ACROSS:
+        raise ShapeError(
+            f"norm={norm!r} was asked of {most} heads of {n} columns; it takes rows of up to {MOST_ACROSS}, heads and "
+            "rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"
+        )
+    return {name: n * count for name, count in heads.items()}
 
 
 def _shared(leading: Sequence[int]) -> list[tuple[int, ...]]:
@@ -269,14 +297,16 @@ class Launches(NamedTuple):
     """The launches of calls whose tensors are like those of one that was checked, all but where they lie.
 
     Attributes:
-        steps: the kernel that walks the heads, and the kernel that adds partial sums up, if any; each with its grid.
+        steps: the kernel that walks the heads, and the kernels that add partial sums up, if any; each with its grid.
         numbers: what the first one takes behind all tensors.
+        sums: of each kernel that adds up, whether it does so for the weight of q, and of k.
         empty: makes tensors on the device.
         makes: how to make the results for q and k; of gradients the partial sums and the gradients of weights too.
     """
 
     steps: tuple[tuple[Launcher, Grid], ...]
     numbers: tuple[float, ...]
+    sums: tuple[list[bool], ...]
     empty: Empty
     makes: tuple[Make | None, ...]
 
@@ -286,8 +316,11 @@ class Launches(NamedTuple):
         pairs = zip_longest(outs, self.makes)
         made = tuple([self.empty(*make) if own is None and make else own for own, make in pairs])
         programs, *_ = self.steps[0][1]
-        values = ((*read, *made[:4]), self.numbers), ((*made[2:4], None, *made[4:], None), (programs,))
-        for (launcher, grid), (tensors, numbers) in zip(self.steps, values, strict=False):
+        values: list[Any] = [((*read, *made[:4]), self.numbers)]
+        for due in self.sums:
+            tensors = [each if is_due else None for each, is_due in zip(made[2:], due * 2, strict=True)]
+            values.append(((*tensors[:2], None, *tensors[2:], None), (programs,)))
+        for (launcher, grid), (tensors, numbers) in zip(self.steps, values, strict=True):
             if launcher.launch is None:
                 # The interpreter encodes fp8 in bytes.
                 fp8 = [each is not None and each.dtype is torch.float8_e4m3fn for each in tensors]
@@ -352,7 +385,8 @@ def _planned(
 ) -> Launches:
     """Return the launches of a call; `rows` has its tensors as kernels walk them."""
     norm, eps, interleaved, rotary_dim, weight_offset, cast, height, width, alternates = options
-    (m, q_heads, n), device, kind = rows["q"].shape, rows["q"].device, Norm(norm)
+    (m, q_heads, n), device, kind = rows["q"].shape, rows["q"].device, HeadNorm(norm).norm
+    kernel = ACROSS[kernel] if HeadNorm(norm).is_across else kernel
     whole = rows["cos"].shape[1] == rotary_dim
     flags = interleaved, kind.centres, kind.row.averages, Cast(cast).comes_first, whole, alternates
     cache = rows.get(CACHE)
@@ -377,18 +411,19 @@ def _planned(
     misaligned = [f"{name}_ptr" for name in dtypes if name in (*away, "slot_mapping", "k_scale")]
     target = target_of(device)
     recipes = assemble(kernel, sizes, dtypes, strides, misaligned, m, target, invariant=is_on())
-    grids = [each.grid(m, 1) for each in recipes.values()]
+    grids = [each.grid(m, 1) for _, each in recipes]
     makes += [None]
-    if kernel == BACKWARD:
-        sums = [totals.get(name) for name in TOTALS]
-        makes[2:] = [make_of((grids[0][0], n), dtype and torch.float32) for dtype in sums]
-        makes += [make_of((n,), dtype) for dtype in sums]
-    size = ROWS.index(MANY if recipes[f"rotary:{kernel}"].types["M"] == "i32" else MOST)
+    if kernel in (BACKWARD, ACROSS[BACKWARD]):
+        lengths = weight_lengths(kernel, sizes)
+        makes[2:] = [make_of((grids[0][0], lengths[name]), totals.get(name) and torch.float32) for name in TOTALS]
+        makes += [make_of((lengths[name],), totals.get(name)) for name in TOTALS]
+    size = ROWS.index(MANY if recipes[0][1].types["M"] == "i32" else MOST)
     dispatch.tell(lambda: kind_of(kernel, sizes, size, dtypes, strides, misaligned))
-    launchers = [Launcher(kernel_named(name), each, target, device) for name, each in recipes.items()]
+    launchers = [Launcher(kernel_named(name), each, target, device) for name, each in recipes]
     by_token = rows["cos"] if rows["positions"] is None else rows["positions"]
     numbers = m, by_token.shape[0] // (3 if height + width else 1), eps, weight_offset
-    return Launches(tuple(zip(launchers, grids, strict=True)), numbers, allocator(device), tuple(makes))
+    sums = tuple([[name in own for name in TOTALS] for own in summed(kernel, sizes, totals).values()])
+    return Launches(tuple(zip(launchers, grids, strict=True)), numbers, sums, allocator(device), tuple(makes))
 
 
 @eager_only

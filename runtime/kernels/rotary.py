@@ -15,7 +15,9 @@ from .assembly import SUMS, Recipe, finisher, in_software
 from .gpu import Target, pointer_type, row_count_type
 from .strides import RowStride, row_alignment
 
-FORWARD, BACKWARD = ROTARY
+FORWARD, BACKWARD, _ACROSS_FORWARD, _ACROSS_BACKWARD = ROTARY
+# By kernel that normalises each head, the kernel that normalises all heads of a token together, as one row.
+ACROSS = {FORWARD: _ACROSS_FORWARD, BACKWARD: _ACROSS_BACKWARD}
 
 _OF_HEADS = ("q", "k", "q_out", "k_out", "dq_out", "dk_out", "dq", "dk")
 _READ = ("q", "k", "q_weight", "k_weight", "cos", "sin", "positions")
@@ -30,6 +32,8 @@ _TENSORS = {
     FORWARD: (*_READ, "slot_mapping", "k_scale", *RESULTS[FORWARD], CACHE),
     BACKWARD: ("dq_out", "dk_out", *_READ, *RESULTS[BACKWARD], *[f"{name}_partials" for name in TOTALS]),
 }
+for _by_kernel in (RESULTS, _TENSORS):
+    _by_kernel |= {across: _by_kernel[kernel] for kernel, across in ACROSS.items()}
 # The tensors of heads, on two strides each.
 HEADS = {kernel: [name for name in names if name in _OF_HEADS] for kernel, names in _TENSORS.items()}
 # By kernel, the names of all types, and of all strides.
@@ -38,11 +42,16 @@ STRIDES = {
     kernel: ["table_row_stride", *[f"{name}_{each}_stride" for name in names for each in ("token", "head")]]
     for kernel, names in HEADS.items()
 }
-STRIDES[FORWARD] += CACHE_STRIDES
+for _kernel in (FORWARD, _ACROSS_FORWARD):
+    STRIDES[_kernel] += CACHE_STRIDES
 
 # Values of one column of each pair in a program: 8 for each of its threads, 16 bytes of 16-bit values.
 _VALUES = 1024
 _WARPS = 4
+# A row of all heads has as many values for each thread, up to this many warps.
+_MOST_WARPS = 16
+# The longest such row, heads and both columns of pairs rounded up to powers of two: 64 values for each of the threads.
+MOST_ACROSS = 2**15
 # Programs of a backward kernel that share the heads of one tensor, for each multiprocessor.
 _RESIDENT = 4
 
@@ -57,8 +66,10 @@ def assemble(
     target: Target,
     *,
     invariant: bool,
-) -> dict[str, Recipe]:
-    """Return the kernels of a call: each by its module in generated/ and its symbol, joined by a colon.
+) -> list[tuple[str, Recipe]]:
+    """Return the kernels of a call: each with its module in generated/ and its symbol, joined by a colon.
+
+    The first one walks the heads. The others add up gradients of weights of one length each.
 
     Args:
         kernel: the kernel that walks the heads.
@@ -71,8 +82,14 @@ def assemble(
         invariant: whether one kernel serves heads wherever they lie.
     """
     n, half, rows = sizes["n"], sizes["rotary_dim"] // 2, row_count_type(m * max(sizes["q_heads"], sizes["k_heads"]))
-    block = power_of_two(half)
-    at_once = max(1, _VALUES // block)
+    block, is_across = power_of_two(half), kernel in ACROSS.values()
+    # No program walks the keys of a call without any.
+    heads = {f"{own.upper()}_HEADS": max(1, sizes[f"{own}_heads"]) for own in "qk"}
+    rows_at_once = {"ROWS": max(1, _VALUES // block)}
+    if is_across:
+        # Triton keeps the alignment of a tile of one element with the wrong rank.
+        rows_at_once = {name.replace("HEADS", "ROWS"): power_of_two(max(2, each)) for name, each in heads.items()}
+    warps = min(_MOST_WARPS, max(_WARPS, max(rows_at_once.values()) * block // 256)) if is_across else _WARPS
 
     absent = [] if dtypes.get(CACHE) else CACHE_STRIDES
     strides = {name: stride for name, stride in strides.items() if name not in absent}
@@ -89,23 +106,37 @@ def assemble(
         | {"M": rows, "period": rows, "eps": "fp32", "weight_offset": "fp32"},
         strides=strides,
         constants={
-            **{name.upper(): sizes[name] for name in ("q_heads", "k_heads", "n", *COUNTS)},
+            **heads,
+            **{name.upper(): sizes[name] for name in ("n", *COUNTS)},
             **{name.upper(): bool(sizes[name]) for name in FLAGS},
             "HALF": half,
             "BLOCK": block,
             "REST": power_of_two(max(1, n - 2 * half)),
-            "ROWS": at_once,
+            **rows_at_once,
             "ALIGNMENT": 1 if invariant else row_alignment(*strides.values()),
             **dict.fromkeys(absent),
             "PDL": target.launches_early,
         },
-        warps=_WARPS,
+        warps=warps,
         options={},
-        grid=partial(_grid, kernel, sizes, at_once, target),
+        grid=partial(_grid, kernel, sizes, rows_at_once.get("ROWS"), target, warps),
     )
-    sums = [dtype and pointer_type(dtype, aligned=True) for dtype in map(dtypes.get, TOTALS)]
-    finish = finisher(n, target, dict(zip_longest(SUMS, sums)))
-    return {f"rotary:{kernel}": walker, **({"finalise:sum_partials": finish} if finish else {})}
+    recipes: list[tuple[str, Recipe | None]] = [(f"{'rotary_across' if is_across else 'rotary'}:{kernel}", walker)]
+    for length, totals in summed(kernel, sizes, dtypes).items():
+        sums = [pointer_type(dtypes[name], aligned=True) if name in totals else None for name in TOTALS]
+        recipes.append(("finalise:sum_partials", finisher(length, target, dict(zip_longest(SUMS, sums)))))
+    return [(name, recipe) for name, recipe in recipes if recipe is not None]
+
+
+def weight_lengths(kernel: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the lengths of the gradients of weights."""
+    return {f"d{own}_weight": sizes["n"] * (sizes[f"{own}_heads"] if kernel in ACROSS.values() else 1) for own in "qk"}
+
+
+def summed(kernel: str, sizes: Mapping[str, int], dtypes: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return the gradients of weights that are due, by their length: one kernel adds up those of one length."""
+    lengths = {name: n for name, n in weight_lengths(kernel, sizes).items() if dtypes.get(name)}
+    return {n: [name for name, own in lengths.items() if own == n] for n in lengths.values()}
 
 
 def kernel_named(name: str) -> Any:
@@ -113,8 +144,12 @@ def kernel_named(name: str) -> Any:
     return resolve_name(f"normforge.generated.{name}")
 
 
-def _grid(kernel: str, sizes: Mapping[str, int], at_once: int, target: Target, m: int, _: int) -> tuple[int, int, int]:
-    programs = [-(-m * sizes[f"{name}_heads"] // at_once) for name in "qk"]
-    if kernel == FORWARD:
+def _grid(
+    kernel: str, sizes: Mapping[str, int], at_once: int | None, target: Target, warps: int, m: int, _: int
+) -> tuple[int, int, int]:
+    heads = [sizes[f"{name}_heads"] for name in "qk"]
+    # Each tensor's programs, of which a row of all heads is one; none for keys without heads.
+    programs = [-(-m * each // at_once) if at_once else m * bool(each) for each in heads]
+    if kernel in (FORWARD, _ACROSS_FORWARD):
         return sum(programs), 1, 1
-    return min(max(programs), target.multiprocessors * _RESIDENT), 2, 1
+    return min(max(programs), target.multiprocessors * max(1, _RESIDENT * _WARPS // warps)), 1 + bool(heads[1]), 1

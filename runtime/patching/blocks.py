@@ -6,6 +6,7 @@ modulates is identified by trying it (see `modulating`).
 
 from __future__ import annotations
 
+import ast
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 
 from ..families.replaced import Derived, Replacing, derived
-from .modulating import formula_of, modulate
+from .modulating import WRITTEN_OUT, formula_of, modulate
 from .probing import mixed_in
 from .report import Fused, LeftAloneError
-from .rotating import Rotary
+from .rotating import FormulaOfOne, Rotary
 from .rotating import formula_of as rotation_of
 from .sums import Sums, may_follow, rounds_once
 from .text import MODULATE, ROTARY, SUMS, Forward, Modulation, outside, read, rewritten
@@ -135,22 +136,31 @@ def _fused_by(
     sums = forward.sums_with(norms, modulated)
     behind = dict.fromkeys(each.behind for each in sums if each.behind in norms)
     inputs = {name for each in sums for name in each.inputs}
-    names = dict.fromkeys(forward.modulations[which].norm for which in modulated)
+    pairs = [(forward.modulations[which].norm, _formula_of(forward, forward.modulations[which])) for which in modulated]
+    turned = dict.fromkeys(name for name, formula in pairs if isinstance(formula, FormulaOfOne))
+    names = dict.fromkeys(name for name, formula in pairs if not isinstance(formula, FormulaOfOne))
     added = {each.added for each in sums}
     those_in = (tuple(name for name in norms if name in some) for some in (inputs, added))
-    return tuple(behind), tuple(names), *those_in, rotated
+    return tuple(behind), tuple(names), *those_in, (*rotated, *turned)
 
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
     norm = module._modules.get(modulation.norm)
-    # Modulated kernels round once.
-    if norm is None or not (may_follow(norm) and rounds_once(norm)):
+    if norm is None or not may_follow(norm):
         return False
+    formula = _formula_of(forward, modulation)
+    # Modulated kernels round once.
+    return formula is not None and (isinstance(formula, FormulaOfOne) or rounds_once(norm))
+
+
+def _formula_of(forward: Forward, modulation: Modulation) -> Any:
+    """Return what a modulation computes, or the rotation of one tensor that reads like one; None if it is neither."""
     if modulation.function is None:
-        return True
+        return WRITTEN_OUT
+    constants = {each.arg: each.value.value for each in modulation.keywords if isinstance(each.value, ast.Constant)}
+    named = tuple(each.arg for each in modulation.keywords if each.arg not in constants)
     function = outside(forward.function, modulation.function)
-    keywords = tuple(keyword.arg or "" for keyword in modulation.keywords)
-    return formula_of(function, len(modulation.args), keywords) is not None
+    return formula_of(function, len(modulation.args), named, tuple(constants.items()))
 
 
 def _rotated_by(module: torch.nn.Module, forward: Forward) -> tuple[str, ...]:

@@ -109,8 +109,9 @@ def patch(
     or if the norm has a hook.
 
     `patch` fuses the norms of queries and keys with their rotary embedding, if the forward calls `rotate(q, k, cos,
-    sin)` on their results, or on transposes of them. The function is identified by running it on random inputs. One
-    kernel computes both and rounds once; see `qk_norm_rope`.
+    sin)` on their results, on transposes of them, or on heads that they are viewed as; or of one tensor, if it calls
+    `rotate(self.norm(q), cos, sin)`. The function is identified by running it on random inputs. One kernel computes
+    both and rounds once; see `qk_norm_rope`.
 
     A `torch.nn.Sequential` in which a `torch.nn.SiLU` follows a GroupNorm becomes a `GroupNormSequential`, which
     computes both in one kernel. A SiLU that a model applies to a GroupNorm's result in its own forward is not fused;

@@ -8,7 +8,8 @@ A modulation is written in one of two ways: `self.norm(x) * (1 + scale) + shift`
 scale)` with any function. The norm's result may first be assigned to a name, if the very next statement assigns the
 modulated rows to the same name. A sum `residual + self.norm(x)` is found by the same rules.
 
-A rotation is `q, k = rotate(q, k, cos, sin)`, with any function, if q and k are results of norms, transposed at most.
+A rotation is `q, k = rotate(q, k, cos, sin)`, with any function, if q and k are results of norms, transposed at most,
+or viewed as heads and then transposed. The rotation of one tensor reads as a modulation does.
 
 Rewriting replaces only `a + b`, calls of norms, and modulations and rotations of a norm's result. The rest of the
 forward stays, with its decorators, defaults and closure. The text is used only if compiling it gives the code that the
@@ -245,8 +246,9 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], Any]) -> Iterator[Modu
     """
     if isinstance(node, ast.Call) and node.args and dotted(node.func):
         call, args, keywords = source(node.args[0]), node.args[1:], node.keywords
-        beside = [*args, *(keyword.value for keyword in keywords if keyword.arg is not None)]
-        if call is not None and len(beside) == 2 == len(args) + len(keywords) and all(map(_is_quiet, beside)):
+        operands = [*args, *(each.value for each in keywords if not isinstance(each.value, ast.Constant))]
+        is_known = all(each.arg is not None for each in keywords) and all(map(_is_quiet, operands))
+        if call is not None and len(operands) == 2 and is_known:
             yield Modulation(node, call, node.func, args, keywords)
     for product, shift in _terms(node, ast.Add):
         for rows, factor in _terms(product, ast.Mult):
@@ -331,20 +333,25 @@ def _rotation_in(definition: ast.FunctionDef, first: str, code: types.CodeType) 
     return None
 
 
-def _normalised(name: str, statements: list[ast.stmt], first: str) -> Any:
-    """Return the call of a norm whose result a variable has after some statements, or a transpose of the result."""
+def _normalised(name: str, statements: list[ast.stmt], first: str, shaped: tuple[str, ...] = ()) -> Any:
+    """Return the call of a norm whose result a variable has after some statements, in another shape maybe.
+
+    `shaped` has the methods that change the shape behind these statements, the last one first.
+    """
     for statement in reversed(statements):
         if isinstance(statement, ast.If) and not statement.orelse and not _mentions(statement.test, name):
             # If the branch is not taken the norm is not called, and then no norm waits.
             if any(_mentions(each, name) for each in statement.body):
-                return _normalised(name, statement.body, first)
+                return _normalised(name, statement.body, first, shaped)
         elif _mentions(statement, name):
             match statement:
                 case ast.Assign([ast.Name(target)], value) if target == name:
-                    rows = _transposed(value)
-                    if rows is not value and isinstance(rows, ast.Name) and rows.id == name:
+                    rows, methods = _shaped(value, name)
+                    shaped += methods
+                    if methods and isinstance(rows, ast.Name) and rows.id == name:
                         continue
-                    return _call_of_norm(rows, first)
+                    is_known = shaped == ("transpose", "view") or "view" not in shaped
+                    return _call_of_norm(rows, first) if is_known else None
             return None
     return None
 
@@ -357,12 +364,19 @@ def _mentions(node: ast.AST, name: str) -> bool:
     return any(getattr(each, field, None) == name for each in ast.walk(node) for field in _NAMING)
 
 
-def _transposed(node: ast.expr) -> ast.expr:
-    """Return what an expression transposes, `x.transpose(1, 2)`; the expression itself if it transposes nothing."""
+def _shaped(node: ast.expr, name: str) -> tuple[ast.expr, tuple[str, ...]]:
+    """Return what an expression transposes, `x.transpose(1, 2)`, or views; and the methods, the last one first."""
     match node:
         case ast.Call(ast.Attribute(rows, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
-            return rows
-    return node
+            method = "transpose"
+        case ast.Call(ast.Attribute(rows, "view" | "reshape"), sizes, []) if all(
+            _is_quiet(each) and not _mentions(each, name) for each in sizes
+        ):
+            method = "view"
+        case _:
+            return node, ()
+    rows, methods = _shaped(rows, name)
+    return rows, (method, *methods)
 
 
 def _may_write(statement: ast.stmt) -> bool:

@@ -75,7 +75,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     ]
     folder = emit.render_folder(instances)
     yield from ((name, folder[name]) for name in _SHARED)
-    yield "rotary.py", emit.own_files()["rotary.py"]
+    yield from ((name, text) for name, text in emit.own_files().items() if name.startswith("rotary"))
     yield f"{name_of(TOGETHER)}.py", emit.render_several(TOGETHER)
     yield from ((path, calls.render_calls(path)) for path in EMITTED)
 

@@ -22,5 +22,5 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Counted:
         sum_behind=(post_add, "normalise"),
         # And with another norm behind the sum behind.
         norm_behind=(post_add, "add_ahead"),
-        modulation=(modulating, "_fused"),
+        modulation=(modulating.Formula, "fused"),
     )

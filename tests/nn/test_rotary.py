@@ -81,6 +81,11 @@ CASES = (
     ),
     # Programs with several tiles.
     Case(tokens=70, dtype=torch.float32),
+    # OLMo 2, and heads and columns that fill no tile: rows are all heads of a token.
+    *(Case(n=16, rotary_dim=16, norm=f"{norm}_across_heads", interleaved=norm == "layer") for norm in ("rms", "layer")),
+    Case(n=20, rotary_dim=12, q_heads=5, k_heads=3, norm="layer_across_heads", tokens=70, eps=0.5, dtype=torch.float32),
+    Case(n=20, rotary_dim=12, q_heads=3, k_heads=3, norm="l2_across_heads", weights=False, positions=True),
+    Case(n=8, rotary_dim=8, q_heads=3, k_heads=1, norm="rms_across_heads", weight_offset=1.0, cast="before_weight"),
 )
 EXACT = Case(n=80, rotary_dim=32, norm="layer", interleaved=True, dtype=torch.float32)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -92,7 +97,10 @@ def given(case: Case, device: str = "cpu") -> Tensors:
     keys = packed[:, case.q_heads : case.q_heads + case.k_heads]
     operands = {"q": packed[:, : case.q_heads], "k": keys, "q_weight": None, "k_weight": None}
     if case.weights:
-        operands |= {"q_weight": torch.randn(case.n, device=device), "k_weight": torch.randn(case.n, device=device)}
+        heads = (case.q_heads, case.k_heads) if case.norm.endswith("_across_heads") else (1, 1)
+        operands |= {
+            f"{own}_weight": torch.randn(each * case.n, device=device) for own, each in zip("qk", heads, strict=True)
+        }
     positions = torch.randperm(case.tokens + 3, device=device)[: case.tokens] if case.positions else None
     if case.mrope_section:
         positions = torch.randint(case.tokens + 3, (3, case.tokens), device=device)
@@ -118,17 +126,20 @@ def _of_axes(case: Case, rows: torch.Tensor) -> torch.Tensor:
 def formula(case: Case, name: str, operands: Tensors) -> torch.Tensor:
     """Compute one of the two outputs in the dtype of the operands, unrounded but for the norm's own rounding."""
     x, weight = operands[name], operands[f"{name}_weight"]
-    h = x - x.mean(-1, keepdim=True) if case.norm == "layer" else x
-    squares = h.square().sum(-1, keepdim=True) / (1 if case.norm == "l2" else case.n)
+    shape, norm = x.shape, case.norm.removesuffix("_across_heads")
+    x = x if norm == case.norm else x.flatten(-2)
+    h = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    squares = h.square().sum(-1, keepdim=True) / (1 if norm == "l2" else x.shape[-1])
     h = h * (squares + case.eps).rsqrt()
     if case.cast == "before_weight":
         # Autograd differentiates the norm as if nothing was rounded.
         h = h + (h.to(case.dtype).to(h.dtype) - h).detach()
-    z = h if weight is None else h * (weight + case.weight_offset)
+    z = (h if weight is None else h * (weight + case.weight_offset)).reshape(shape)
     rows = slice(None) if operands["positions"] is None else operands["positions"]
     cos, sin = (_of_axes(case, operands[table][rows]).unsqueeze(1) for table in ("cos", "sin"))
     rotated, rest = z[..., : case.rotary_dim], z[..., case.rotary_dim :]
-    pairs, at = ((-1, 2), -1) if case.interleaved else ((2, -1), -2)
+    half = case.rotary_dim // 2
+    pairs, at = ((half, 2), -1) if case.interleaved else ((2, half), -2)
     first, second = rotated.reshape(*rotated.shape[:-1], *pairs).unbind(at)
     beside = torch.stack((-second, first), at).flatten(-2)
     if not case.whole:
@@ -168,7 +179,7 @@ def agree(case: Case, found: Any, wanted: Any, sums: float = 1.0) -> None:
     places = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[coarser(case.dtype, found.dtype)]
     rtol, atol = (places * 2.02, places * 8) if case.cast == "before_weight" else (places * 1.01, 4e-6)
     found, wanted = found.detach().double().cpu(), wanted.detach()
-    size = sums * max(1.0, float(wanted.abs().max()))
+    size = sums * float(torch.cat((wanted.abs().flatten(), wanted.new_ones(1))).max())
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol * size)
 
 
@@ -370,15 +381,20 @@ CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("layout", CACHES)
 @pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    ("interleaved", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float64)]
+    ("norm", "interleaved", "dtype"),
+    [
+        ("rms", False, torch.bfloat16),
+        ("rms_across_heads", True, torch.bfloat16),
+        ("rms_across_heads", False, torch.float64),
+    ],
 )
 def test_keys_are_written_to_a_cache(
-    interleaved: bool, dtype: torch.dtype, kept: torch.dtype | None, layout: str, device: str
+    norm: str, interleaved: bool, dtype: torch.dtype, kept: torch.dtype | None, layout: str, device: str
 ) -> None:
     """To the slots of their tokens and no others, in any order and on any strides, of known calls too."""
     scale = None if kept is None else torch.tensor([0.015], device=device)
     for slots in (SLOTS, SLOTS.flip(0).int(), torch.full_like(SLOTS, -1), SLOTS[:1], SLOTS[:0]):
-        case = Case(80, 64, tokens=len(slots), interleaved=interleaved, positions=True, dtype=dtype)
+        case = Case(80, 64, tokens=len(slots), norm=norm, interleaved=interleaved, positions=True, dtype=dtype)
         operands = given(case, device)
         wanted = call(case, operands)
         cache = CACHES[layout](_cache(case, kept or dtype, device))
@@ -505,7 +521,11 @@ REFUSED: Refused = {
     errors.ShapeError: {
         "no tokens": ({"q": Q[0], "k": K[0]}, r"q has shape \(4, 64\)"),
         "no heads": ({"q": Q[:, :0]}, r"q has shape \(5, 0, 64\)"),
-        "no heads of k": ({"k": K[:, :0]}, r"k has shape \(5, 0, 64\)"),
+        "a long row": (
+            {"norm": "rms_across_heads", "q": Q[:, :1].expand(5, 600, 64)},
+            "norm='rms_across_heads' was asked of 600 heads of 64 columns; it takes rows of up to 32768",
+        ),
+        "a weight of one head": ({"norm": "rms_across_heads"}, r"q_weight has shape \(64,\) .*; it takes \(256,\)"),
         "tokens of k": ({"k": K[1:]}, r"k has shape \(4, 2, 64\)"),
         "columns of k": ({"k": K[..., 1:]}, "k has shape"),
         "a weight": ({"k_weight": WEIGHT[1:]}, r"k_weight has shape \(63,\)"),
@@ -536,9 +556,13 @@ REFUSED: Refused = {
     errors.ConflictError: {
         "eps": ({"eps": -1}, "eps=-1"),
         "a norm": ({"norm": "batch"}, "norm='batch' is no mode"),
-        "a clamped norm": ({"norm": "l2_clamped"}, "norm='l2_clamped' has no kernel"),
+        "a clamped norm": (
+            {"norm": "l2_clamped"},
+            "norm='l2_clamped' is no mode; it takes 'rms', .*'rms_across_heads'",
+        ),
         "a cast": ({"cast": "never"}, "cast='never'"),
         "a flag": ({"interleaved": "yes"}, "interleaved='yes'"),
+        "a weight of no keys": ({"k": K[:, :0]}, "k_weight was passed, and k has no heads; pass None"),
         "an offset of no weight": ({"weight_offset": 1.0, "k_weight": None}, "weight_offset=1.0"),
         "one tensor to write": ({"out": Q}, "out is a Tensor"),
         "sections": ({"mrope_section": (8, 12, 13), "positions": ROWS}, r"mrope_section is \(8, 12, 13\); .* = 32"),
@@ -630,6 +654,22 @@ def test_a_gradient_of_one_result(at: int, device: str) -> None:
     check(Case(), operands, due)
     results = check(Case(), operands, due, trained=(f"{'qk'[at]}_weight",))
     assert [each.requires_grad for each in results] == [True, at == 1][:: 1 - 2 * at]
+
+
+@each_device
+@pytest.mark.parametrize("norm", ["rms", "layer_across_heads"])
+def test_queries_alone(norm: str, device: str) -> None:
+    """Keys without heads take no part, and have no gradient."""
+    case = Case(norm=norm, q_heads=3)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        operands = given(case, device)
+        alone = operands | {"k": operands["k"][:, :0], "k_weight": None}
+        results = check(case, alone, trained=("q", "q_weight"))
+        assert results[1].shape == (case.tokens, 0, case.n)
+        assert same_bits(results[0], call(case, operands)[0])
+    with_offset = replace(case, weight_offset=1.0)
+    assert same_bits(call(with_offset, alone)[0], call(with_offset, operands)[0])
 
 
 def _of_leaves(case: Case, operands: Tensors) -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -807,7 +847,8 @@ def test_a_recording_comes_to_what_calls_launch(case: Case, layout: str, arch: s
         pass
     found = recorded_keys_for(path, target, None)
     assert {key.key.portable for key in found} == {key.portable for key in met}
-    assert {name for key in found for name in key.instances} == {"qk_norm_rope_fwd", "qk_norm_rope_bwd"}
+    own = "qk_norm_rope_across" if case.norm.endswith("_across_heads") else "qk_norm_rope"
+    assert {name for key in found for name in key.instances} == {f"{own}_fwd", f"{own}_bwd"}
 
 
 def test_a_recording_says_nothing_of_tokens(tmp_path: Path) -> None:
@@ -843,6 +884,8 @@ def test_a_mean_far_from_zero() -> None:
         Case(n=128, rotary_dim=128),
         replace(EXACT, positions=True, dtype=torch.float16, cast="before_weight"),
         Case(n=128, rotary_dim=128, positions=True, mrope_section=(24, 20, 20), mrope_interleaved=True),
+        Case(n=128, rotary_dim=128, q_heads=3, k_heads=1, norm="rms_across_heads"),
+        replace(EXACT, norm="layer_across_heads", positions=True, dtype=torch.float16, cast="before_weight"),
     ],
     ids=str,
 )
@@ -853,9 +896,12 @@ def test_compile(case: Case, target: Target, tmp_path: Path, monkeypatch: pytest
         cache, scale = _cache(case, torch.float8_e4m3fn), torch.ones(1)
         with launching_nothing(target) as cached:
             call(case, given(case), key_cache=cache, slot_mapping=SLOTS, k_scale=scale)
-    assert [key.symbol for key in cached] == ["qk_norm_rope_fwd"]
+    name = "qk_norm_rope_across" if case.norm.endswith("_across_heads") else "qk_norm_rope"
+    assert [key.symbol for key in cached] == [f"{name}_fwd"]
     met |= cached
-    assert sorted(key.symbol for key in met) == ["qk_norm_rope_bwd", *["qk_norm_rope_fwd"] * 2, "sum_partials"]
+    # Weights of two lengths take two kernels.
+    sums = 1 + (name.endswith("across") and case.q_heads != case.k_heads)
+    assert sorted(key.symbol for key in met) == [f"{name}_bwd", *[f"{name}_fwd"] * 2, *["sum_partials"] * sums]
     (key,) = cached
     with monkeypatch.context() as frozen:
         frozen.setenv("NORMFORGE_FROZEN", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import normforge
 from normforge.errors import FrozenError, PatchError
-from normforge.patching import rotating
+from normforge.patching import modulating, rotating
 
 from .models import GemmaRMSNorm, LlamaRMSNorm, randomised, written
 from .twins import Counted, assert_same_results, copies, twins
@@ -46,6 +47,19 @@ def rotate_pairs(
     cos, sin = (each[..., : each.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for each in (cos, sin))
     q_beside, k_beside = (torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k))
     return q * cos + q_beside * sin, k * cos + k_beside * sin
+
+
+def rotate_wide_tables(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate by tables in fp32, and return the rows' dtype, as OLMo 2 does."""
+    turned = rotate(q, k, cos, sin)
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+
+
+def rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> torch.Tensor:
+    """Rotate one tensor, as Gemma 4 does."""
+    return x * cos.unsqueeze(unsqueeze_dim) + halves(x) * sin.unsqueeze(unsqueeze_dim)
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -130,6 +144,38 @@ FUSED: dict[str, tuple[str, ...]] = {
     "pairs": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_pairs(q, k, cos, sin)"),
 }
 
+# Forwards that normalise all heads together.
+WHOLE: dict[str, tuple[str, ...]] = {
+    "rows_that_are_viewed": (
+        *(f"{x} = self.{x}_norm(self.{x}_proj(x))" for x in "qk"),
+        f"shape = (*x.shape[:-1], -1, {COLUMNS})",
+        *(f"{x} = {x}.view(shape).transpose(1, 2)" for x in "qk"),
+        ROTATED,
+    ),  # OLMo 2
+    "rows_that_are_reshaped": (
+        *(f"{x} = self.{x}_proj(x)" for x in "qk"),
+        "if self.on:",
+        *(f"    {line}" for line in NORMALISED),
+        *(f"{x} = {x}.reshape({SAMPLES}, {TOKENS}, -1, {COLUMNS})" for x in "qk"),
+        *TRANSPOSED,
+        ROTATED,
+    ),
+}
+# Forwards that rotate one tensor at a time.
+ALONE: dict[str, tuple[str, ...]] = {
+    "one_by_one": (
+        *PROJECTED,
+        *(NORMALISED[0], "q = rotate_one(q, cos, sin, unsqueeze_dim=2)", TRANSPOSED[0]),
+        "if self.on:",
+        *(f"    {line}" for line in (NORMALISED[1], "k = rotate_one(k, cos, sin, unsqueeze_dim=2)", TRANSPOSED[1])),
+    ),  # Gemma 4
+    "results_of_norms": (*PROJECTED, *TRANSPOSED, *(f"{x} = rotate_one(self.{x}_norm({x}), cos, sin)" for x in "qk")),
+    "tables_by_name": (
+        *(*PROJECTED, *TRANSPOSED),
+        *(f"{x} = rotate_one(self.{x}_norm({x}), cos=cos, unsqueeze_dim=1, sin=sin)" for x in "qk"),
+    ),
+}
+
 # Forwards in which they are not.
 LEFT: dict[str, tuple[str, ...]] = {
     "another_function": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_back(q, k, cos, sin)"),
@@ -169,6 +215,15 @@ LEFT: dict[str, tuple[str, ...]] = {
         *(*PROJECTED, *TRANSPOSED, NORMALISED[1]),
         *("if self.on:", f"    {NORMALISED[0]}", "else:", "    q = q + 1", ROTATED),
     ),
+    "rows_that_are_viewed_behind": (
+        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.transpose(1, 2).view({SAMPLES}, -1, 5, 8)" for x in "qk"), ROTATED),
+    ),
+    "rows_that_their_view_reads": (
+        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.view({x}.shape).transpose(1, 2)" for x in "qk"), ROTATED),
+    ),
+    "a_constant_that_is_computed": (
+        *(*PROJECTED, *TRANSPOSED, NORMALISED[0], "q = rotate_one(q, cos, sin, unsqueeze_dim=1 * 1)"),
+    ),
     "rows_that_are_transposed_within": (
         *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.transpose(2, 3).transpose(2, 3).transpose(1, 2)" for x in "qk")),
         ROTATED,
@@ -180,6 +235,12 @@ def attention(body: tuple[str, ...], **attributes: Any) -> Any:
     """Return a module with a forward of these lines."""
     base = type("Attention", (Attention,), attributes)
     return randomised(written(base, "Written", SIGNATURE, *body, RETURNED, names=globals())())
+
+
+def _attention_of(name: str, **attributes: Any) -> Any:
+    """Return a module with a forward that is fused."""
+    sizes = {"sizes": (4 * COLUMNS, 2 * COLUMNS)} if name in WHOLE else {}
+    return attention({**FUSED, **WHOLE, **ALONE}[name], **sizes, **attributes)
 
 
 # Pickles find a class by its name.
@@ -199,19 +260,19 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch, rotations=(rotating, "_normalised_and_rotated"))
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *WHOLE, *ALONE])
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
 def test_norms_are_computed_with_their_rotation(name: str, norm: Any, computed: Counted) -> None:
     # A LayerNorm's bias has no place in the kernel.
     norms = (lambda n: torch.nn.LayerNorm(n, bias=False)) if norm is torch.nn.LayerNorm else norm
-    model = attention(FUSED[name], norms=staticmethod(norms))
+    model, calls = _attention_of(name, norms=staticmethod(norms)), 2 if name in ALONE else 1
     patched = twins(model)[1]
     for samples in (1, SAMPLES):
         assert_same_results(patched, model, *inputs(samples))
-    assert computed.counts() == {"rotations": 2}
+    assert computed.counts() == {"rotations": 2 * calls}
     bf16 = [each.bfloat16() for each in (patched, model)]
     assert_same_results(*bf16, *inputs(dtype=torch.bfloat16), tolerance=4e-2)
-    assert computed.counts() == {"rotations": 1}
+    assert computed.counts() == {"rotations": calls}
 
 
 def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
@@ -223,6 +284,37 @@ def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
     assert computed.counts() == {"rotations": 3}
     normforge.unpatch(patched)
     assert type(patched) is type(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tables_are_of_the_dtype_that_a_function_takes(dtype: torch.dtype, computed: Counted) -> None:
+    lines = (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_wide_tables(q, k, cos, sin)")
+    model, ours = (each.to(dtype) for each in twins(attention(lines)))
+    x, *tables = inputs()
+    assert_same_results(ours, model, x.to(dtype), *tables, tolerance=2e-5 if dtype is torch.float32 else 4e-2)
+    assert computed.counts() == {"rotations": 1}
+    assert_same_results(ours, model, *inputs(dtype=dtype), tolerance=2e-5 if dtype is torch.float32 else 4e-2)
+    assert computed.counts() == ({"rotations": 1} if dtype is torch.float32 else {})
+
+
+@pytest.mark.parametrize("name", ["rows_that_are_viewed", "one_by_one"])
+def test_norms_that_differ_or_do_more_are_called(name: str, computed: Counted) -> None:
+    """A norm with a hook, and one with another epsilon; but one norm may serve both."""
+    model = _attention_of(name)
+    given, seen = inputs(), []
+    hooked, shared = (copy.deepcopy(model) for _ in range(2))
+    shared.k_proj, shared.k_norm = torch.nn.Linear(WIDTH, shared.q_proj.out_features), shared.q_norm
+    ours = [twins(each)[1] for each in (model, hooked, shared)]
+    ours[1].q_norm.register_forward_hook(lambda module, args, y: seen.append(args[0].shape))
+    ours[0].q_norm.variance_epsilon = model.q_norm.variance_epsilon = 0.5
+    for each, wanted in zip(ours, (model, hooked, shared), strict=True):
+        assert_same_results(each, wanted, *given)
+    assert seen == [(SAMPLES, TOKENS, *((4 * COLUMNS,) if name in WHOLE else (4, COLUMNS)))]
+    # A rotation of one tensor needs no other's norm.
+    assert computed.counts() == {"rotations": 5 if name in ALONE else 1}
+    for tables in ((given[1].clone().requires_grad_(), given[2]), (given[1].double(), given[2].double())):
+        torch.testing.assert_close(ours[2](given[0], *tables), shared(given[0], *tables), rtol=2e-6, atol=2e-6)
+    assert computed.counts() == {}
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -306,3 +398,5 @@ def test_what_changes_while_a_norm_waits_is_an_error(change: str) -> None:
 def test_functions_that_do_not_only_rotate_are_told_apart(function: Any) -> None:
     assert rotating.formula_of(rotate) is not None
     assert rotating.formula_of(function) is None
+    assert modulating.formula_of(rotate_one, 2, (), (("unsqueeze_dim", 2),)) is not None
+    assert modulating.formula_of(rotate_one, 2, (), (("unsqueeze_dim", 0),)) is None

@@ -75,7 +75,7 @@ def assert_same_results(
 
 
 class Counted:
-    """How often functions made something: each a module and its attribute, by a name of its own."""
+    """How often functions made something: each a module or a class and its attribute, by a name of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **functions: tuple[Any, str]) -> None:
         self._counts: Counter[str] = Counter()
