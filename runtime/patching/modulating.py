@@ -21,7 +21,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..families.functional import modulated_layer_norm, modulated_rms_norm
-from .probing import Draw, recognised
+from .probing import Draw, called, recognised
 from .rotating import FormulaOfOne, formulas_of_one
 from .sums import is_bare, is_taken, is_within, options_of, rounds_once, vectors_of
 
@@ -42,21 +42,13 @@ class Formula:
     scale: int
     by_sample: bool
 
-    def trials(
-        self,
-        function: Any,
-        draw: Draw,
-        positional: int,
-        named: tuple[str, ...],
-        constants: tuple[tuple[str, Any], ...] = (),
-    ) -> Iterator[tuple[Any, Any]]:
+    def trials(self, function: Any, draw: Draw, *how: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what the function returns for random operands, each with what this formula gives."""
         for samples, tokens, width in _SIZES:
             y, beside = draw(samples, tokens, width), draw(2, samples, 1, width)
             wanted = y * (1 + beside[self.scale]) + beside[1 - self.scale]
             operands = tuple(beside.squeeze(2) if self.by_sample else beside)
-            keywords = dict(zip(named, operands[positional:], strict=True))
-            yield function(y, *operands[:positional], **keywords, **dict(constants)), wanted
+            yield called(function, y, operands, *how), wanted
 
     def fused(
         self, block: torch.nn.Module, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]

@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -335,6 +335,21 @@ def recognised(formulas: Callable[[], Iterable[Any]], function: Any, *how: Any) 
         _tried.cache_clear()
         _, formula = _tried(function, formulas, *how)
     return formula
+
+
+def called(function: Any, x: Any, operands: Sequence[Any], positional: int, named: Any, constants: Any) -> Any:
+    """Call a function of rows and operands as a forward does.
+
+    Args:
+        function: the function.
+        x: the rows.
+        operands: tensors.
+        positional: how many of the operands go by position.
+        named: the names of the others.
+        constants: arguments that are no tensors, as pairs of a name and a value.
+    """
+    keywords = dict(zip(named, operands[positional:], strict=True)) | dict(constants)
+    return function(x, *operands[:positional], **keywords)
 
 
 # A lambda in a forward is another function in each call.

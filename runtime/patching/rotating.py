@@ -25,7 +25,7 @@ from ..families.eager import embedded
 from ..families.functional import qk_norm_rope
 from ..selection.invariance import is_on
 from ..settings import fuse_from
-from .probing import Draw, recognised
+from .probing import Draw, called, recognised
 from .sums import fused, is_bare, is_of_length, options_of, vectors_of
 
 # Samples, tokens, heads of q and of k, and columns of a head. The last one is close to a model's own.
@@ -86,19 +86,11 @@ class FormulaOfOne:
     pair: Formula
     heads_first: bool
 
-    def trials(
-        self,
-        function: Any,
-        draw: Draw,
-        positional: int,
-        named: tuple[str, ...],
-        constants: tuple[tuple[str, Any], ...] = (),
-    ) -> Iterator[tuple[Any, Any]]:
+    def trials(self, function: Any, draw: Draw, *how: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what the function returns for random operands, each with what this formula gives."""
 
         def rotate(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            keywords = {**dict(zip(named, tables[positional:], strict=True)), **dict(constants)}
-            turned = [function(self._laid_out(x), *tables[:positional], **keywords) for x in (q, k)]
+            turned = [called(function, self._laid_out(x), tables, *how) for x in (q, k)]
             return tuple(map(self._laid_out, turned))
 
         return self.pair.trials(rotate, draw)

@@ -447,7 +447,7 @@ def enclosing(factor: Any, plus: Callable[[Any, torch.Tensor], torch.Tensor] = t
 
 
 def formula_of(function: Any) -> Any:
-    return modulating.formula_of(function, 2, ())
+    return modulating.formula_of(function, 2, (), ())
 
 
 BY_FLAG = "return modulate(x, scale, shift) if flag else modulate(x, shift, scale)"
