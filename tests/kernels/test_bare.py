@@ -267,7 +267,7 @@ CHUNK = 256
 
 
 def run_twice(mode: Mode, x: torch.Tensor, held: int, vectors: dict[str, torch.Tensor]) -> LayerNormOutput:
-    return run_forward(mode, Pipeline.TWO_PASS, (len(x),), vectors | {"x": x}, {"CHUNK": CHUNK, "HELD": held})
+    return run_forward(mode, Pipeline.TWO_PASS, (len(x),), vectors | {"x": x}, {"BLOCK": CHUNK, "HELD": held})
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)

@@ -32,7 +32,7 @@ MODE = "ln_fwd_fp32_int8_dq_trunc"
 ASK: dict[str, Any] = {"fquant": "dynamic", "rounding": "truncate"}
 
 # What every folder of kernels holds beside its modes and its table.
-SHARED = set(emit.shared_files(backward=True, groups=True))
+SHARED = set(emit.shared_files(backward=True, groups=True, peers=True))
 
 # The same in a process of its own; it prints where the kernel came from, and the q of a row.
 CALL = """
