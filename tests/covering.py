@@ -33,6 +33,12 @@ def every_mode() -> tuple[Mode, ...]:
 
 
 @cache
+def modes_of_one_gpu() -> tuple[Mode, ...]:
+    """Every legal mode without an exchange between ranks: tests/parallel has those."""
+    return tuple([mode for mode in every_mode() if not mode.reduce.exchanges])
+
+
+@cache
 def axes_of(mode: Mode) -> tuple[Any, ...]:
     """Return a mode as the first columns of a row: words by their names, which hash faster than enums."""
     values = (getattr(mode, field.name) for field in fields(Mode))

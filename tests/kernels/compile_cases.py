@@ -19,7 +19,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.gpu import Target
 
-from ..covering import axes_of, covering, every_mode
+from ..covering import axes_of, covering, modes_of_one_gpu
 from ..folders import instance
 from .compilation import TARGETS
 
@@ -85,7 +85,7 @@ def every_case() -> tuple[Case, ...]:
     """The whole space: each kernel of each legal mode, for each architecture that has it."""
     return tuple(
         Case(mode, part, target)
-        for mode in every_mode()
+        for mode in modes_of_one_gpu()
         for part in parts_of(mode)
         for target in TARGETS
         if isinstance(part, Part) or part.runs_on(target.arch)

@@ -16,7 +16,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 
 from ..calling import each_device
-from ..covering import axes_of, covering, every_mode, parametrize
+from ..covering import axes_of, covering, modes_of_one_gpu, parametrize
 from ..folders import distinct_tiles
 from ..thorough import first_of_each
 from .compile_cases import parts_of
@@ -132,7 +132,7 @@ def columns(case: Case) -> tuple[Any, ...]:
 @cache
 def every_case() -> tuple[Case, ...]:
     """In the interpreter programs cannot wait for one another, so that `spread` is left out."""
-    return tuple((mode, part) for mode in every_mode() for part in parts_of(mode) if part in CALLS)
+    return tuple((mode, part) for mode in modes_of_one_gpu() for part in parts_of(mode) if part in CALLS)
 
 
 @cache
