@@ -215,7 +215,7 @@ def test_nothing_is_removed_from_a_checkouts_own_folder_unless_asked(
 ) -> None:
     """Others may have the folder under version control."""
     ran = run("generate.py", cwd=checkout)
-    assert ran.stdout == "2 instances in 2 modules: 7 files written, 0 unchanged, 0 removed in generated\n"
+    assert ran.stdout == "2 instances in 2 modules: 8 files written, 0 unchanged, 0 removed in generated\n"
     before = contents(checkout / "generated")
     refused = run("generate.py", *narrower, cwd=checkout)
     assert (refused.returncode, refused.stdout, refused.stderr) == (
