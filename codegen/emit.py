@@ -25,7 +25,7 @@ from .progress import progress
 from .several import Kernels, name_of, problems_of
 from .signature import column_sums, group_params, group_summary, params, row_tensors, summary
 from .sketch import Reader, Sketch, Sketches, blank
-from .tiling import SMALL_M, SOME_M
+from .tiling import INBOX_PADDING, SMALL_M, SOME_M
 from .values import NormRow, Part, Pipeline
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
     files = shared_files(
         backward=any(mode.is_backward for mode in by_mode),
         groups=any(isinstance(mode, GroupMode) for mode in by_mode),
-        peers=any(_reduces(mode) for mode in by_mode),
+        peers=any(mode.reduce.exchanges for mode in by_mode),
     )
     pipelines = _once_a_ladder(_pipelines)
     for mode, served in progress(by_mode.items(), "modules rendered"):
@@ -93,10 +93,6 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
         files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])
     files["dispatch.py"] = _render_dispatch(by_mode)
     return files
-
-
-def _reduces(mode: AnyMode) -> bool:
-    return isinstance(mode, Mode) and mode.reduce.exchanges
 
 
 def _once_a_ladder(function: Callable[[Sequence[Instance]], _T]) -> Callable[[Sequence[Instance]], _T]:
@@ -334,7 +330,7 @@ def environment() -> jinja2.Environment:
     jinja.filters["body"] = _body
     functions = (params, row_tensors, summary, column_sums, group_params, group_summary)
     jinja.globals |= {function.__name__: function for function in functions}
-    jinja.globals["marker"] = MARKER
+    jinja.globals |= {"marker": MARKER, "padding": INBOX_PADDING}
     jinja.tests["has"] = contains
     return jinja
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from .errors import IllegalCombinationError
 from .lazy import cached_property
 from .model import Mode
-from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, ScaleFormat
+from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, Reduce, ScaleFormat
 
 # The manifest's word on the axis `norm`.
 GROUP = "group"
@@ -115,6 +115,7 @@ class GroupMode:
     serves: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
+    reduce: ClassVar[Reduce] = Reduce.NONE
     has_scale_strides: ClassVar[bool] = False
     scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT
 

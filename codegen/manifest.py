@@ -17,7 +17,7 @@ from .instance import Bucket, Instance, Tiles
 from .ladder import ALL, read_ladder, read_served
 from .lazy import cached_property
 from .tile_tables import TileTable, tiled_alike, tiles_of
-from .tiling import LONGEST_REDUCED, Load, class_of, standard_ladder
+from .tiling import LONGEST_REDUCED, standard_ladder
 from .words import unknown
 
 _Words = dict[str, tuple[str, ...]]
@@ -219,7 +219,7 @@ def _expand(groups: list[Group]) -> tuple[Asked, ...]:
 
 def _check_length(mode: AnyMode, group: Group) -> None:
     for bucket in group.buckets:
-        if class_of(mode).load is Load.REDUCE and not 0 < (bucket.last or 0) <= LONGEST_REDUCED:
+        if mode.reduce.exchanges and not 0 < (bucket.last or 0) <= LONGEST_REDUCED:
             raise group.section.error(
                 group.at,
                 f"{mode.name} holds rows in registers, and bucket {bucket.name} has longer ones than "

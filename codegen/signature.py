@@ -32,7 +32,7 @@ _PAIRED = _Row("PAIRED: tl.constexpr", "whether 16-bit values may be read in pai
 _PTX = _Row(
     "PTX: tl.constexpr",
     "whether the target runs PTX",
-    lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW) or (not m.is_backward and m.reduce.exchanges),
+    lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW) or m.reduce.exchanges,
 )
 _STAGES = _Row(
     "STAGES: tl.constexpr", "of the loop over rows; more than 1 go by shared memory", lambda m, p: p is Pipeline.SPREAD

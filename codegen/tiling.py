@@ -244,8 +244,10 @@ def _gated_forward(last: int | None, itemsize: int) -> Tile:
     return _forward(last, itemsize)
 
 
-# Rows behind an all-reduce stay in registers.
+# Rows behind an exchange stay in registers.
 LONGEST_REDUCED = 32768
+# Elements that rows of an inbox are padded to a multiple of, so that each starts at a multiple of 16 bytes.
+INBOX_PADDING = 8
 # Values that a thread has of a chunk, for many rows and for few.
 _REDUCED_VALUES = (16, 8)
 

@@ -155,10 +155,6 @@ def _lengths(n: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(lengths))
 
 
-def _reduces(mode: AnyMode) -> bool:
-    return isinstance(mode, Mode) and mode.reduce.exchanges
-
-
 def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: Iterable[str] = ()) -> list[Pair]:
     """Return modes at row lengths, and GroupNorm's modes at shapes; see `compile_keys`."""
     lengths, sizes = _lengths(n), tuple(dict.fromkeys(map(GroupShape.parse, shapes)))
@@ -169,14 +165,15 @@ def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: It
     if modes is None:
         entries = [(mode_named(entry.mode), entry.serves) for entry in dispatch.loaded()]
         # Only a recording says how many ranks an all-reduce has.
-        return pairs_served([pair for pair in entries if not _reduces(pair[0])], lengths, sizes)
+        return pairs_served([pair for pair in entries if not pair[0].reduce.exchanges], lengths, sizes)
     named = _named(listed("modes", modes), bool(lengths), bool(sizes))
     rows = [mode for mode in named if isinstance(mode, Mode)]
-    for mode in filter(_reduces, rows):
-        raise ConflictError(
-            f"{mode.name} adds x up over ranks, whose number no mode says; record the program's calls instead: "
-            "NORMFORGE_RECORD=FILE"
-        )
+    for mode in rows:
+        if mode.reduce.exchanges:
+            raise ConflictError(
+                f"{mode.name} exchanges rows between ranks, whose number no mode says; record the program's calls "
+                "instead: NORMFORGE_RECORD=FILE"
+            )
     groups = [mode for mode in named if isinstance(mode, GroupMode)]
     for asked, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
         if asked and not there:

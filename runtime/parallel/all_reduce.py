@@ -23,7 +23,7 @@ from ..calls.launch import run_sized
 from ..calls.outputs import QuantisedOutput, results_of
 from ..calls.plan import Plan
 from ..calls.traced import intercepted, is_dynamo_compiling
-from ..codegen.tiling import LONGEST_REDUCED
+from ..codegen.tiling import INBOX_PADDING, LONGEST_REDUCED
 from ..codegen.values import Norm, Reduce
 from ..dtypes import FLOATS
 from ..errors import ConflictError, DeviceError, DTypeError, InvarianceError, PeerError, ShapeError
@@ -33,14 +33,10 @@ from ..selection import dispatch, invariance
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Elements that rows in an inbox are padded to a multiple of; see templates/peers.py.j2.
-_PADDING = 8
 # By the number of ranks, the largest x in bytes that every rank adds up by itself; each adds up a share of a larger x.
 # Two ranks send as much in one step as in two steps. The other limits are not measured: vLLM's custom all-reduce has
 # 512 KiB for 4 ranks and 256 KiB for 8, and reads where ours writes.
 _ONE_SHOT_BYTES: Mapping[int, float] = {1: float("inf"), 2: float("inf"), 4: 512 * 1024, 8: 256 * 1024}
-
-
 # The collectives, and the exchange of each; an all-reduce of many rows is in two steps.
 _COLLECTIVES = {"all_reduce": Reduce.ONE_SHOT, "reduce_scatter": Reduce.SCATTER, "all_gather": Reduce.GATHER}
 # The norms, and the epsilon of each where none is passed.
@@ -105,7 +101,7 @@ class AllReduceNorm:
         self.ranks, self.max_rows, self.n, self.dtype = dist.get_world_size(group), max_rows, n, dtype
         here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(here if device is None else device)
-        padded = -(-n // _PADDING) * _PADDING
+        padded = -(-n // INBOX_PADDING) * INBOX_PADDING
         self._inbox = _Inbox(self.group, 2 * (self.ranks + 1) * max_rows * padded * dtype.itemsize, self.device)
         self._failed = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
         header = [*self._inbox.addresses, rank, max_rows, int(patience * 1e9), self._failed.data_ptr()]
@@ -258,6 +254,7 @@ class AllReduceNorm:
                 "AllReduceNorm for more rows, or split the batch"
             )
         if collective != "all_gather":
+            # For a reduce-scatter too: torch 2.13 deprecates the name of the function that 2.11 has.
             total = named["x"].clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             if collective == "reduce_scatter":
