@@ -38,10 +38,10 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 14_820,
+    "all by hand": 14_818,
     "C": 779,
     "emitted": 1_303,
-    "ahead_of_time": 687,
+    "ahead_of_time": 686,
     "calls": 2_326,
     "families": 2_565,
     "compiled": 542,
@@ -51,7 +51,7 @@ MOST_CODE_LINES = {
     "normforge": 496,
     "operators": 575,
     "override": 193,
-    "parallel": 497,
+    "parallel": 496,
     "patching": 1_892,
     "reference": 650,
     "selection": 737,
