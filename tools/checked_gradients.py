@@ -14,6 +14,7 @@ from ..calls import road
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.outputs import NormGradients, dtypes_of
+from ..calls.record import BackwardPass
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD, family_of
 from ..families import public
@@ -92,9 +93,9 @@ class _Forward(NamedTuple):
     args: Any
 
     @property
-    def due(self) -> list[bool]:
+    def due(self) -> tuple[bool, ...]:
         """Which operands have a gradient: every operand that is present."""
-        return [operand is not None for operand in self.operands]
+        return tuple([operand is not None for operand in self.operands])
 
     def named(self, gradients: Sequence[str]) -> tuple[str, ...]:
         """Return the names of gradients that are due, from the names of all in the order of the operands."""
@@ -124,7 +125,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
-        call=lambda: GatedGradients(*gated.IN_PARTS.gradients(kept, forward.args, (dy, None), forward.due)),
+        call=lambda: GatedGradients(*gated.IN_PARTS.gradients(BackwardPass(kept, forward.args, dy, None, forward.due))),
         validate=validate,
         operands=(dy, *kept),
     )
@@ -139,7 +140,7 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
     taken = modulated.mode_of(problem.mode.norm, kept.x.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
-        gradients = modulated.IN_PARTS.gradients(kept, forward.args, (dy, dresidual_out), forward.due)
+        gradients = modulated.IN_PARTS.gradients(BackwardPass(kept, forward.args, dy, dresidual_out, forward.due))
         return ModulatedGradients(*gradients)
 
     def validate(gradients: ModulatedGradients) -> tuple[Finding, ...]:

@@ -10,6 +10,7 @@ import normforge
 from normforge.calls import road
 from normforge.calls.functions import completed
 from normforge.calls.outputs import dtypes_of
+from normforge.calls.record import BackwardPass
 from normforge.codegen.parameters import GATED
 from normforge.dtypes import TORCH_DTYPES
 from normforge.families import public
@@ -96,6 +97,6 @@ def _gated(case: Case, given: Tensors, saved: Tensors) -> Tensors:
     operands = road.operands_of(gated.CALLS, args)
     told = gated.CALLS.args(road.options_of(gated.CALLS, mode.norm.value, args), dtypes_of(operands))
     kept = GatedSaved(x, gate, weight, None, saved.get("mean"), saved["rstd"])
-    due = [operand is not None for operand in operands]
-    found = gated.IN_PARTS.gradients(kept, told, (given["dy"], None), due)
+    due = tuple([operand is not None for operand in operands])
+    found = gated.IN_PARTS.gradients(BackwardPass(kept, told, given["dy"], None, due))
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))

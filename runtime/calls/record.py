@@ -44,7 +44,7 @@ class BackwardPass(NamedTuple):
         learnt: what the call becomes known by, or None.
     """
 
-    saved: Sequence[Any]
+    saved: Any
     args: Any
     dy: torch.Tensor | None
     dresidual_out: torch.Tensor | None

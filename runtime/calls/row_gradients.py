@@ -26,7 +26,7 @@ from .first import copies_of
 from .functions import UNCHECKED
 from .launch import Ready, run_sized, with_statistics
 from .outputs import rounded, unpacked_of
-from .plan import MISALIGNED, Plan, Sized, addresses_of, plan_of, remember
+from .plan import MISALIGNED, Sized, addresses_of, plan_of, remember
 from .record import Arrived, BackwardPass, Gradients, Learnt, arrived_in_memory
 
 
@@ -58,12 +58,10 @@ class Backward(NamedTuple):
         saved: makes a named tuple of the tensors that the forward pass saved, of what was normalised first, of the
             means and of rstd.
         serves: from that tuple to True if the parts are as kernels take them.
-        formula: from that tuple, the args, dy, the gradient of the sum and which gradients are due to gradients.
+        formula: from a backward pass, which has that tuple in place of the saved tensors, to gradients.
         laid_out: from the saved tensors and a gradient that arrived to rows that kernels can walk.
-        problem: from the saved tensors, the args of the backward pass, both gradients that arrived, and which gradients
-            are due, to what kernels compute.
-        of_results: from the saved tensors, the args, the results by name, and which gradients are due, to the gradients
-            of the operands.
+        problem: from such a backward pass to what kernels compute.
+        of_results: from such a backward pass, and the results by name, to the gradients of the operands.
     """
 
     family: Family
@@ -71,10 +69,10 @@ class Backward(NamedTuple):
     inputs: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     saved: Callable[..., Any]
     serves: Callable[[Any], bool]
-    formula: Callable[..., Gradients]
+    formula: Callable[[BackwardPass], Gradients]
     laid_out: Callable[[Any, torch.Tensor], torch.Tensor]
-    problem: Callable[..., Problem]
-    of_results: Callable[..., Sequence[torch.Tensor | None]]
+    problem: Callable[[BackwardPass], Problem]
+    of_results: Callable[[BackwardPass, Mapping[str, torch.Tensor]], Gradients]
 
     @classmethod
     def of(cls, family: Family, saved: Any, **own: Callable[..., Any]) -> Backward:
@@ -93,40 +91,25 @@ class Backward(NamedTuple):
     def recorded(self, call: BackwardPass) -> Gradients:
         """Return the gradients of a call that was recorded; see `Recording`."""
         *tensors, statistics = call.saved
-        kept = self.saved(*tensors, *unpacked_of(tensors[0], statistics))
-        arrived = call.dy, call.dresidual_out
-        if call.dy is None or call.by_formula or not self.takes(kept, *arrived):
-            return self.formula(kept, call.args, *arrived, call.due)
-        grads: Gradients = self.gradients(kept, call.args, arrived, call.due, call.learnt)
+        call = call._replace(saved=self.saved(*tensors, *unpacked_of(tensors[0], statistics)))
+        if call.dy is None or call.by_formula or not self.takes(call.saved, call.dy, call.dresidual_out):
+            return self.formula(call)
+        grads: Gradients = self.gradients(call)
         return grads
 
     @eager_only
-    def gradients(
-        self,
-        kept: Any,
-        args: Any,
-        arrived: tuple[torch.Tensor | None, torch.Tensor | None],
-        due: Sequence[bool],
-        learnt: Learnt | None = None,
-    ) -> Gradients:
-        """Return the gradients of a call's operands, as the formula does, where `takes` has passed the arguments.
-
-        Args:
-            kept: what the forward pass saved.
-            args: the other arguments of the backward pass.
-            arrived: dy and the gradient of the sum; None for one that did not arrive.
-            due: which gradients are.
-            learnt: the key and tensors of `Lookup.known_gradients`, by which calls like this one become known;
-                None has them stay unknown.
-        """
+    def gradients(self, call: BackwardPass) -> Gradients:
+        """Return the gradients of a call's operands, as the formula does, where `takes` has passed the arguments."""
         # Another table may be loaded meanwhile, whose plans must not learn this call.
         plans = dispatch.plans
-        dy, dresidual_out = [None if each is None else self.laid_out(kept, each) for each in arrived]
-        learnt, known = looked_up_again(f"{self.family.name}_gradients", learnt, args, due, dy, dresidual_out)
+        arrived = call.dy, call.dresidual_out
+        dy, dresidual_out = [None if each is None else self.laid_out(call.saved, each) for each in arrived]
+        call = call._replace(dy=dy, dresidual_out=dresidual_out)
+        learnt, known = looked_up_again(f"{self.family.name}_gradients", call)
         if known is not None:
             return known
-        mode, parts, inputs, dtypes, operands = self.problem(kept, args, dy, dresidual_out, due)
-        rows, shape = self.family.inputs, kept[0].shape
+        mode, parts, inputs, dtypes, operands = self.problem(call)
+        rows, shape = self.family.inputs, call.saved[0].shape
         n = shape[-1]
         m = shape.numel() // n
         if invariance.is_on():
@@ -136,13 +119,25 @@ class Backward(NamedTuple):
         misaligned = [row.slot for row, each in zip(rows, at, strict=True) if each & MISALIGNED]
         plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
         of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in self.family.results]
-        sizes = self._sizes(plan, parts, of_sums, args.weight_offset)
+
+        # Plans hold none of a call's tensors.
+        weight_offset = call.args.weight_offset
+
+        @lru_cache(_SHAPES)
+        def sizes(shape: torch.Size) -> Sized | None:
+            m = shape.numel() // plan.n
+            if m == 0:
+                return None
+            # Kernels tell parts apart by the rows of a sample, or by how many groups there are.
+            numbers = m, m // parts if self.of_samples else parts, weight_offset
+            return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
+
         sized = sizes(shape)
         assert sized is not None
         results = run_sized(plan, sized, at, read)
         named = {row.name: result for row, result in zip(self.family.results, results, strict=True)}
         named = {name: result for name, result in named.items() if result is not None}
-        grads = rounded(self.of_results(kept, args, named, due), args.dtypes, due)
+        grads = rounded(self.of_results(call, named), call.args.dtypes, call.due)
         indices = [_index_of(gradient, results) for gradient in grads]
         if learnt is None or None in indices:
             return grads
@@ -154,24 +149,6 @@ class Backward(NamedTuple):
             ready = Ready(plan, self.inputs, order, sizes)
             remember(plans, key, tensors, self._free(mode, tensors), addresses_of(tensors), ready)
         return grads
-
-    def _sizes(
-        self, plan: Plan, parts: int, of_sums: Sequence[Sequence[int]], weight_offset: float
-    ) -> Callable[[torch.Size], Sized | None]:
-        """Return `Ready.at` of calls whose rows are in so many parts; `of_sums` has for each result its shape as a sum.
-
-        Kernels tell parts apart by the rows of a sample, or by how many groups there are.
-        """
-
-        @lru_cache(_SHAPES)
-        def at(shape: torch.Size) -> Sized | None:
-            m = shape.numel() // plan.n
-            if m == 0:
-                return None
-            numbers = m, m // parts if self.of_samples else parts, weight_offset
-            return Sized(plan.layout(m, parts), numbers, plan.makes(shape, of_sums))
-
-        return at
 
     def _free(self, mode: Mode, arrived: Arrived) -> list[int]:
         """Return how many leading sizes of each tensor may be any in a call of the same kind."""
@@ -205,25 +182,21 @@ def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mappin
     return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **args})
 
 
-def looked_up_again(
-    family: str, learnt: Learnt | None, args: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
-) -> tuple[Learnt | None, Gradients | None]:
+def looked_up_again(family: str, call: BackwardPass) -> tuple[Learnt | None, Gradients | None]:
     """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
 
     Args:
         family: the name of the look-up among `native.calls`.
-        learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
-        args: what else a backward pass has to know; it says which operands are there.
-        due: which operands have a gradient that is asked for.
-        *laid_out: dy and the gradient of the sum as kernels can walk them.
+        call: the backward pass, with gradients as kernels can walk them.
 
     Returns:
         The key and tensors of the last look-up, and the gradients if the call is known.
     """
+    learnt, laid_out = call.learnt, (call.dy, call.dresidual_out)
     if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
         return learnt, None
     arrived = (*laid_out, *learnt[1][2:])
-    key, known = getattr(native.calls, family).known_gradients(arrived, args, tuple(due))
+    key, known = getattr(native.calls, family).known_gradients(arrived, call.args, tuple(call.due))
     return (key, arrived), known
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from ..calls.outputs import NormGradients, dtypes_of, rounded, unpacked_of
+from ..calls.record import BackwardPass
 from ..calls.traced import unrecorded
 from ..codegen.groups import Span
 from ..codegen.values import ACROSS_HEADS, Cast, GateActivation, Gating, Norm
@@ -23,13 +24,11 @@ from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_internals import constant_in_traces, is_forward_ad_on, jit_tracing
 from .operands import (
-    GatedArgs,
     GatedSaved,
     GroupArrived,
     GroupNormGradients,
     GroupOperands,
     GroupOptions,
-    ModulatedArgs,
     ModulatedOperands,
     ModulatedOptions,
     ModulatedSaved,
@@ -224,13 +223,12 @@ def plain(
     return y if residual is None else (y, total.to(residual.dtype))
 
 
-def added(operands: Operands, options: Sequence[Any]) -> torch.Tensor:
+def added(operands: Operands, options: Sequence[Any]) -> Any:
     """Return the output of `road.normalise` for a call that adds the residual behind the norm."""
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast, *_ = options
     row = (norm, eps, weight_offset, out_dtype, cast)
-    y: torch.Tensor = plain((x, weight, bias, None, x_bias), _last_dimension(x), row, after=residual)
-    return y
+    return plain((x, weight, bias, None, x_bias), _last_dimension(x), row, after=residual)
 
 
 def renormed(operands: Sequence[Any], options: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,23 +253,19 @@ def statistics(norm: str, x: torch.Tensor, eps: float) -> tuple[torch.Tensor | N
     return None if mean is None else mean.squeeze(-1), torch.rsqrt(rows.square().mean(-1) + eps)
 
 
-def statistics_gradient(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dmean: torch.Tensor | None,
-    drstd: torch.Tensor | None,
-) -> torch.Tensor | None:
+def statistics_gradients(call: BackwardPass) -> tuple[torch.Tensor | None]:
     """Return the gradient of x, differentiable in all tensors, given those of the statistics.
 
     Of a row of N values, the gradient of the mean is 1 / N, and that of rstd is -rstd**3 * (x - mean) / N.
     """
+    x, mean, rstd = call.saved
+    dmean, drstd = (None, call.dy) if mean is None else (call.dy, call.dresidual_out)
     dx = None if dmean is None else dmean.unsqueeze(-1).expand(x.shape)
     if drstd is not None:
         rows = widened(x) if mean is None else widened(x) - mean.unsqueeze(-1)
         through = rows * (-drstd * rstd.pow(3)).unsqueeze(-1)
         dx = through if dx is None else dx + through
-    return None if dx is None else (dx / x.shape[-1]).to(x.dtype)
+    return (None if dx is None else (dx / x.shape[-1]).to(x.dtype),)
 
 
 def cast_of(cast: str | Cast, x_dtype: torch.dtype, y_dtype: torch.dtype) -> str | Cast:
@@ -328,17 +322,18 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     return (y if is_before else y * factor).to(out_dtype or x.dtype)
 
 
-def gated_gradients(
-    saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, dsum: None, due: Sequence[bool]
-) -> list[torch.Tensor | None]:
+def gated_gradients(call: BackwardPass) -> list[torch.Tensor | None]:
     """Return the gradients of a gated call's operands that are due, differentiable; `gated` has the kernels.
 
     With f the activated gate, f' its slope and h the normalised rows: behind the norm, dgate = dy * (h * weight + bias)
     * f', and dy * f takes dy's place. In front of it, the norm's backward pass makes ds of dy, dx = ds * f and dgate =
     ds * x * f'.
     """
+    saved: GatedSaved = call.saved
+    args, due = call.args, call.due
     is_before = word(Gating, "gating", args.gating).is_before
-    x, gate, dy = saved.x.float(), saved.gate.float(), dy.float()
+    assert call.dy is not None
+    x, gate, dy = saved.x.float(), saved.gate.float(), call.dy.float()
     factor = _activated(args.activation, gate)
     normalised = _normalised(x * factor if is_before else x, saved.mean, saved.rstd)
     h, *_ = normalised
@@ -394,19 +389,15 @@ def _per_sample(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def modulated_gradients(
-    saved: ModulatedSaved,
-    args: ModulatedArgs,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: Sequence[bool],
-) -> list[torch.Tensor | None]:
+def modulated_gradients(call: BackwardPass) -> list[torch.Tensor | None]:
     """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated`.
 
     With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
     pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and
     dshift = dy, summed over the rows that share them.
     """
+    saved: ModulatedSaved
+    saved, args, dy, dresidual_out, due, *_ = call
     rows = saved.x
     dscale = dshift = dweight = dbias = None
     if dy is None:

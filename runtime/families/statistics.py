@@ -10,7 +10,7 @@ from ..calls import road
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised, check_tensor
 from ..calls.first import resolved
-from ..calls.record import BackwardPass, Gradients, Launched, Recording, record, records
+from ..calls.record import Launched, Recording, record, records
 from ..calls.road import Operands, Options, calls_of
 from ..calls.traced import becomes_operator, intercepted, is_dynamo_compiling, operated, unrecorded
 from ..codegen.parameters import STATISTICS
@@ -44,17 +44,11 @@ def _launch_recorded(options: Options, operands: Operands) -> Launched:
     return first, second, (*operands, mean, rstd), None, is_on()
 
 
-def _gradients(call: BackwardPass) -> Gradients:
-    x, mean, rstd = call.saved
-    dmean, drstd = (None, call.dy) if mean is None else (call.dy, call.dresidual_out)
-    return (eager.statistics_gradient(x, mean, rstd, dmean, drstd),)
-
-
 CALLS = calls_of(
     STATISTICS,
     saved=lambda operands, mean: (*operands, mean),
     args=lambda *_: None,
-    recording=Recording(_launch_recorded, _gradients, sums=(0,)),
+    recording=Recording(_launch_recorded, eager.statistics_gradients, sums=(0,)),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -11,7 +11,7 @@ from ...calls import native, road
 from ...calls.backend import backend
 from ...calls.check import check_flag, check_normalised, check_tensor
 from ...calls.outputs import LayerNormOutput
-from ...calls.record import Recording
+from ...calls.record import BackwardPass, Recording
 from ...calls.road import Options, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import walkable
@@ -107,10 +107,12 @@ def _groups(kept: GatedSaved) -> int:
     )
 
 
-def _problem(kept: GatedSaved, args: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
+def _problem(call: BackwardPass) -> Problem:
+    kept: GatedSaved
+    kept, args, dy, _, due, *_ = call
     groups = _groups(kept)
     mode = mode_of(args, kept.x.dtype, groups > 0)
-    rows = {"dy": dy, "x": kept.x, "gate": kept.gate}
+    rows: dict[str, Any] = {"dy": dy, "x": kept.x, "gate": kept.gate}
     inputs: dict[str, torch.Tensor | None] = {
         **{name: _in_one_row(tensor, groups) for name, tensor in rows.items()},
         "weight": _of_groups(kept.weight, groups),
@@ -128,9 +130,8 @@ def _problem(kept: GatedSaved, args: GatedArgs, dy: torch.Tensor, _: None, due: 
     return Problem(mode, parts, inputs, dtypes, {"dweight": kept.weight, "dbias": kept.bias})
 
 
-def _of_results(
-    kept: GatedSaved, args: GatedArgs, results: Mapping[str, torch.Tensor], due: Sequence[bool]
-) -> list[torch.Tensor | None]:
+def _of_results(call: BackwardPass, results: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    kept: GatedSaved = call.saved
     vectors = (("dweight", kept.weight), ("dbias", kept.bias))
     return [
         results.get("dx"),

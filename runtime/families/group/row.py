@@ -214,7 +214,8 @@ def launched_backward(
     plans = dispatch.plans
     x, weight, bias = _readable(x, weight, bias)
     dy = _aligned(_with_channels(gradient, last=are_channels_last(x)).resolve_neg())
-    learnt, known = looked_up_again("group_gradients", learnt, _args(options, weight, bias), due, dy, None)
+    call = BackwardPass((), _args(options, weight, bias), dy, None, tuple(due), learnt=learnt)
+    learnt, known = looked_up_again("group_gradients", call)
     if known is not None:
         return GroupNormGradients(*known)
     vectors = {"dweight": weight, "dbias": bias}

@@ -14,7 +14,7 @@ import torch
 from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ...calls import native, road
 from ...calls.outputs import LayerNormOutput, dtype_of_all
-from ...calls.record import Recording
+from ...calls.record import BackwardPass, Recording
 from ...calls.road import Outs, calls_of, launch_recorded
 from ...calls.row_gradients import Backward, Problem, shared_sum, sum_dtype
 from ...calls.row_layout import row_stride, walkable
@@ -77,13 +77,9 @@ def _serves(kept: ModulatedSaved) -> bool:
     return each >= LEAST_ROWS_OF_SAMPLE and kept.x.numel() // kept.x.shape[-1] // each <= MOST_SAMPLES
 
 
-def _problem(
-    kept: ModulatedSaved,
-    args: ModulatedArgs,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: Sequence[bool],
-) -> Problem:
+def _problem(call: BackwardPass) -> Problem:
+    kept: ModulatedSaved
+    kept, args, dy, dresidual_out, due, *_ = call
     for_x, *_, for_residual, _, _ = due
     rows, gates = kept.x, kept.gate is not None
     samples = rows.numel() // rows.shape[-1] // rows_a_sample(kept)
@@ -131,17 +127,16 @@ def _is_affine(kept: ModulatedSaved) -> bool:
     return kept.weight is not None or kept.bias is not None
 
 
-def _of_results(
-    kept: ModulatedSaved, args: ModulatedArgs, totals: Mapping[str, torch.Tensor], due: Sequence[bool]
-) -> list[torch.Tensor | None]:
+def _of_results(call: BackwardPass, totals: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradients: of rows, and of what samples or all rows share, from what each sample's rows add up to."""
-    _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
-    grads: list[torch.Tensor | None] = [None] * len(due)
+    kept: ModulatedSaved = call.saved
+    _, for_scale, for_shift, for_gate, _, for_weight, for_bias = call.due
+    grads: list[torch.Tensor | None] = [None] * len(call.due)
     grads[0] = totals.get("dx" if kept.gate is None else "dgated")
     grads[4] = totals.get("dx")
     dy_h, dy = totals.get("dweight"), totals.get("dbias")
     if for_scale and dy_h is not None:
-        dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + args.weight_offset)
+        dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + call.args.weight_offset)
         if kept.bias is not None and dy is not None:
             dscale = dscale + dy * kept.bias.float()
         grads[1] = shared_sum(dscale, kept.scale)
