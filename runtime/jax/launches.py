@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from ..kernels.gpu import KernelKey, Target, named_target
 from ..kernels.strides import kind_of
 from ..locks import fork_safe
 from ..selection import dispatch
-from ..selection.table import Entry, Source, source_of
+from ..selection.table import Source, source_of
 from ..upstream import jaxlib_triton
 from .operation import Operation
 
@@ -179,9 +179,6 @@ def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:
     return Code(str(metadata["name"]), ptx, int(metadata["num_warps"]), int(metadata["shared"]))
 
 
-Arrays = Mapping[str, jax.Array]
-
-
 def launched(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Launch the kernels of an operation on one row or more, and return the results.
 
@@ -209,48 +206,30 @@ def launched(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     partials = {f"{name}_ptr": ((programs, n), "float32") for name in SUMS}
     terms = dict.fromkeys(assembly.row_terms, ((m,), "float32"))
     numbers = {"eps": op.eps, "weight_offset": op.weight_offset, "M": m, "programs": programs}
-    launch = partial(_launched, entry, target, numbers)
     known = {row.slot: each.reshape(op.shape_of(row, (m, n))) for row, each in zip(op.inputs, operands, strict=True)}
+
+    def launch(recipe: Recipe, makes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
+        """Launch a kernel on known arrays, and add the arrays that it writes, made of some shapes and dtypes."""
+        source = source_of(entry, recipe.part)
+        key = recipe.key(source.name, source.parameters, target)
+        code = code_of(key, source, target)
+        brought = [(name, word) for name, word in key.arguments if name not in recipe.constants and word is not None]
+        pointers = [name for name, word in brought if str(word).startswith("*")]
+        reads = [name for name in pointers if name in known]
+        writes = pointers[len(reads) :]
+        # Arrays of a custom call are its operands, and then its results.
+        assert pointers[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
+        values: dict[str, Any] = {**numbers, **recipe.strides}
+        parameters = [None if name in pointers else (values[name], str(word)) for name, word in brought]
+        capability = int(target.arch.removeprefix("sm_"))
+        message = jaxlib_triton.message(*code, capability, recipe.grid(m, programs), parameters)
+        call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
+        known.update(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
+
     for recipe in assembly.walkers:
-        known |= launch(recipe, known, {**results, **as_bytes, **partials, **terms})
+        launch(recipe, {**results, **as_bytes, **partials, **terms})
     if assembly.finisher is not None:
         known |= {f"{name}_partials_ptr": known.pop(f"{name}_ptr") for name in SUMS if f"{name}_ptr" in known}
-        known |= launch(assembly.finisher, known, results)
+        launch(assembly.finisher, results)
     known |= {slot: jax.lax.bitcast_convert_type(known[slot], results[slot][1]) for slot in as_bytes}
     return [known[row.slot].reshape(op.shape_of(row, shape)) for row in op.outputs]
-
-
-def _launched(
-    entry: Entry,
-    target: Target,
-    numbers: Mapping[str, float],
-    recipe: Recipe,
-    known: Arrays,
-    makes: Mapping[str, tuple[Sequence[int], Any]],
-) -> dict[str, jax.Array]:
-    """Launch a kernel and return the arrays that the kernel writes, by slots.
-
-    Args:
-        entry: the instance that serves the operation.
-        target: the GPU.
-        numbers: the numbers that kernels take, by slots.
-        recipe: the kernel.
-        known: the arrays to read, and others, by slots.
-        makes: shapes and dtypes of arrays that kernels may write, by slots.
-    """
-    source = source_of(entry, recipe.part)
-    key = recipe.key(source.name, source.parameters, target)
-    code = code_of(key, source, target)
-    brought = [(name, word) for name, word in key.arguments if name not in recipe.constants and word is not None]
-    pointers = [name for name, word in brought if str(word).startswith("*")]
-    reads = [name for name in pointers if name in known]
-    writes = pointers[len(reads) :]
-    # Arrays of a custom call are its operands, and then its results.
-    assert pointers[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
-    grid = recipe.grid(int(numbers["M"]), int(numbers["programs"]))
-    values: dict[str, Any] = {**numbers, **recipe.strides}
-    parameters = [None if name in pointers else (values[name], str(word)) for name, word in brought]
-    capability = int(target.arch.removeprefix("sm_"))
-    message = jaxlib_triton.message(*code, capability, grid, parameters)
-    call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
-    return dict(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))

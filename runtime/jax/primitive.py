@@ -148,24 +148,18 @@ def _off_gpus(*operands: jax.Array, op: Operation) -> list[jax.Array]:
 
 def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
     mesh = context.avals_in[op.rows_at].sharding.mesh
-    shards = _partitioned(op)
-    if not mesh.empty and mesh.are_all_axes_explicit:
-        shards = partial(_of_explicit_shards, op, mesh, context.avals_in, context.avals_out)
+
+    def explicit(*operands: jax.Array) -> list[jax.Array]:
+        """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
+        of_shard, reads, writes = _split(op, context.avals_in[op.rows_at])
+        with jax.sharding.use_abstract_mesh(mesh):
+            mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=reads, out_specs=list(writes), check_vma=False)
+            lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, reads, strict=True)]
+            specs = [aval.sharding.spec for aval in context.avals_out]
+            return list(map(jax.sharding.reshard, mapped(*lying), specs))
+
+    shards = explicit if not mesh.empty and mesh.are_all_axes_explicit else _partitioned(op)
     return mlir.lower_fun(shards, multiple_results=True)(context, *operands)
-
-
-def _of_explicit_shards(
-    op: Operation, mesh: Any, avals_in: Sequence[Any], avals_out: Sequence[Any], *operands: jax.Array
-) -> list[jax.Array]:
-    """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
-    of_shard, reads, writes = _split(op, avals_in[op.rows_at])
-    with jax.sharding.use_abstract_mesh(mesh):
-        mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=reads, out_specs=list(writes), check_vma=False)
-        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, reads, strict=True)]
-        return [
-            jax.sharding.reshard(result, aval.sharding.spec)
-            for result, aval in zip(mapped(*lying), avals_out, strict=True)
-        ]
 
 
 for _primitive in (_norm, _kernels):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from itertools import zip_longest
 from pkgutil import resolve_name
 from typing import Any
@@ -100,6 +99,15 @@ def assemble(
             dtype = "uint8"
         return None if dtype is None else pointer_type(dtype, aligned=not invariant and slot not in misaligned)
 
+    def grid(m: int, _: int) -> tuple[int, int, int]:
+        at_once, counts = rows_at_once.get("ROWS"), [sizes[f"{name}_heads"] for name in "qk"]
+        # Each tensor's programs, of which a row of all heads is one; none for keys without heads.
+        programs = [-(-m * each // at_once) if at_once else m * bool(each) for each in counts]
+        if kernel in (FORWARD, _ACROSS_FORWARD):
+            return sum(programs), 1, 1
+        resident = max(1, _RESIDENT * _WARPS // warps)
+        return min(max(programs), target.multiprocessors * resident), 1 + bool(counts[1]), 1
+
     walker = Recipe(
         part=None,
         types={f"{name}_ptr": pointer(name) for name in _TENSORS[kernel]}
@@ -119,7 +127,7 @@ def assemble(
         },
         warps=warps,
         options={},
-        grid=partial(_grid, kernel, sizes, rows_at_once.get("ROWS"), target, warps),
+        grid=grid,
     )
     recipes: list[tuple[str, Recipe | None]] = [(f"{'rotary_across' if is_across else 'rotary'}:{kernel}", walker)]
     for length, totals in summed(kernel, sizes, dtypes).items():
@@ -142,14 +150,3 @@ def summed(kernel: str, sizes: Mapping[str, int], dtypes: Mapping[str, Any]) -> 
 def kernel_named(name: str) -> Any:
     """Return a kernel of `assemble`, a `triton.JITFunction`."""
     return resolve_name(f"normforge.generated.{name}")
-
-
-def _grid(
-    kernel: str, sizes: Mapping[str, int], at_once: int | None, target: Target, warps: int, m: int, _: int
-) -> tuple[int, int, int]:
-    heads = [sizes[f"{name}_heads"] for name in "qk"]
-    # Each tensor's programs, of which a row of all heads is one; none for keys without heads.
-    programs = [-(-m * each // at_once) if at_once else m * bool(each) for each in heads]
-    if kernel in (FORWARD, _ACROSS_FORWARD):
-        return sum(programs), 1, 1
-    return min(max(programs), target.multiprocessors * max(1, _RESIDENT * _WARPS // warps)), 1 + bool(heads[1]), 1

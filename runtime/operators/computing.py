@@ -187,42 +187,35 @@ def rule_dtensors(library: torch.library.Library) -> None:
     """Give every operator of `OPERATORS`, which a library defines, its rule. This imports DTensor."""
     from torch.distributed.tensor import DTensor
 
-    def rule(defined: str, bound: Callable[..., Any]) -> None:
-        torch.library.register_torch_dispatch(f"{NAMESPACE}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
-
     for name, takes in OPERATORS.items():
         function = PUBLIC.get(name, partial(run_named, function=name))
         for own, outs in {name: {}, f"{name}_into": dict(takes.outs)}.items():
             if outs or own == name:
                 for defined, compute in both(own, function).items():
-                    rule(defined, partial(_sharded, takes, outs, compute))
+                    rule = torch.no_grad()(_sharded(takes, outs, compute))
+                    torch.library.register_torch_dispatch(f"{NAMESPACE}::{defined}", DTensor, rule, lib=library)
 
 
-def _sharded(
-    takes: Function,
-    outs: Mapping[str, str],
-    function: Callable[..., Any],
-    cls: type,
-    operator: Any,
-    types: Any,
-    args: tuple[Any, ...],
-    kwargs: Any = None,
-) -> Sequence[torch.Tensor]:
-    """Return the results of an operator for DTensors; `args` are all arguments, in order.
+def _sharded(takes: Function, outs: Mapping[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what computes the results of an operator for DTensors, given all its arguments in order.
 
     An operator that writes to outs returns the other results, as tensors without elements if not asked for.
     """
-    operands = dict(zip((*takes.passed, *outs), args, strict=True))
-    frame = _frame(operator, operands, takes)
-    written = {out: _written(frame, out, operands[out]) for out in outs if operands[out] is not None}
-    results = function(**_parts(frame, takes, operands), **written)
-    returned = []
-    for row, part in zip(takes.family.results, results, strict=True):
-        if part is None:
-            returned += [_nothing(frame)] if outs and row.name not in outs.values() else []
-        elif row.name not in outs.values():
-            returned.append(_whole(frame, takes, row, part, operands))
-    return tuple(returned) if outs else returned
+
+    def run(cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Sequence[torch.Tensor]:
+        operands = dict(zip((*takes.passed, *outs), args, strict=True))
+        frame = _frame(operator, operands, takes)
+        written = {out: _written(frame, out, operands[out]) for out in outs if operands[out] is not None}
+        results = function(**_parts(frame, takes, operands), **written)
+        returned = []
+        for row, part in zip(takes.family.results, results, strict=True):
+            if part is None:
+                returned += [_nothing(frame)] if outs and row.name not in outs.values() else []
+            elif row.name not in outs.values():
+                returned.append(_whole(frame, takes, row, part, operands))
+        return tuple(returned) if outs else returned
+
+    return run
 
 
 def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
