@@ -61,7 +61,7 @@ def dropped_add_normalise(
             return result
     if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
-    return _first(operands, normalized_shape, options, adds=True, asked=asked)
+    return normalise_first(operands, normalized_shape, options, adds=True, asked=asked)
 
 
 def normalise_last(operands: Operands, options: Options) -> Any:
@@ -113,6 +113,7 @@ def normalise_first(
     module: Replacing | None = None,
     *,
     adds: bool = False,
+    asked: tuple[Any, Any, bool] | None = None,
 ) -> Any:
     """Run `normalise` for a call that `native.calls` does not know.
 
@@ -122,22 +123,10 @@ def normalise_first(
         options: see `normalise`.
         module: see `normalise`.
         adds: whether there has to be a residual.
+        asked: dropout_p, dropout_rng and return_mask; None without dropout.
     """
-    if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
+    if asked is None and is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options, module)
-    return _first(operands, normalized_shape, options, module, adds=adds)
-
-
-def _first(
-    operands: Operands,
-    normalized_shape: Any,
-    options: Options,
-    module: Replacing | None = None,
-    *,
-    adds: bool,
-    asked: tuple[Any, Any, bool] | None = None,
-) -> Any:
-    """Run `normalise_first` for any call; `asked` is dropout_p, dropout_rng and return_mask, None without dropout."""
     x = operands[0]
     if module is not None and not is_served(operands, options[1]) and (before := module.forward_before(x)) is not None:
         return before(module, x)
@@ -149,15 +138,16 @@ def _first(
         if normalized_shape is None:
             with unrecorded():
                 normalized_shape = operands[0].shape[-1:]
-    norm, eps, *others = options
-    if norm == "layer" and check_number("weight_offset", others[0], least=-math.inf) != 0.0:
+    norm, _, weight_offset, *_ = options
+    if norm == "layer" and check_number("weight_offset", weight_offset, least=-math.inf) != 0.0:
         operands, options = with_offset(operands, options)
         if asked is None:
             return normalise(operands, normalized_shape, options)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
     shape = checked(operands, normalized_shape, options, kernel=kernel and not left)
-    options = _as_floats(options)
+    norm, eps, weight_offset, out_dtype, cast = options
+    options = (norm, None if eps is None else float(eps), float(weight_offset or 0.0), out_dtype, cast)
     if asked is None and kernel and not left and is_sharded(*operands):
         call = partial(normalise, normalized_shape=shape, options=options)
         return by_parts(Norm(norm).row.function, CALLS.rows, operands, call, len(shape))
@@ -192,12 +182,6 @@ def checked(operands: Operands, normalized_shape: Any, options: Options, *, kern
         if eps is None and norm == "rms":
             del args["eps"]
         return check_normalised(function, args, normalized_shape, kernel=kernel)
-
-
-def _as_floats(options: Options) -> Options:
-    """Return options whose numbers, which were checked, are floats."""
-    norm, eps, weight_offset, out_dtype, cast = options
-    return norm, None if eps is None else float(eps), float(weight_offset or 0.0), out_dtype, cast
 
 
 def _traced(operands: Operands, normalized_shape: Any, options: Options, module: Replacing | None) -> Any:
