@@ -116,19 +116,11 @@ class _AddNormalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: tuple[FamilyCalls, road.Options, Recorded | None],
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        x_bias: torch.Tensor | None,
-        *rng: torch.Tensor,
+        ctx: Any, call: tuple[FamilyCalls, road.Options, Recorded | None], *operands: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         calls, options, recorded = call
-        y, total, statistics, is_invariant = recorded or road.run_seen(
-            calls, (x, weight, bias, residual, x_bias, *rng), options
-        )
+        y, total, statistics, is_invariant = recorded or road.run_seen(calls, operands, options)
+        x, weight, bias, residual, x_bias, *rng = operands
         # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
         norm, _, weight_offset, _, cast, *others = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
@@ -257,16 +249,12 @@ def gradients_of(options: road.Options, *operands: Any) -> NormGradients:
             is one; rstd packs the means too.
     """
     rows = _DROPPED_BACKWARD if operands[6:] else _BACKWARD
-    key, grads = None, None
+    key: Key | None = None
+    grads: NormGradients | None = None
     if not (torch.is_grad_enabled() or is_dynamo_compiling()):
         key, grads = getattr(native.calls, rows.name).gradients(operands, options)
-    return _gradients_first(rows, key, operands, options) if grads is None else grads
-
-
-def _gradients_first(
-    rows: FamilyCalls, key: Key | None, operands: tuple[Any, ...], options: road.Options
-) -> NormGradients:
-    """Return the gradients of a backward pass that is not known; without a key it cannot become known."""
+    if grads is not None:
+        return grads
     at = rows.inputs.index("dresidual_out")
     dy, dresidual_out = operands[0], operands[at]
     # Compiled autograd, for example, makes an eager call's backward pass part of a graph.
@@ -279,7 +267,6 @@ def _gradients_first(
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may match the gradients of an earlier call.
-        grads: NormGradients | None
         key, grads = getattr(native.calls, rows.name).gradients(copies, options)
         if grads is not None:
             return grads
@@ -390,15 +377,6 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
     return _launched(operands, options) if both is None else both
 
 
-def _launch_sum(call: tuple[torch.Tensor], operands: Sequence[Any]) -> Launched:
-    # Autograd does not know y and the statistics yet, and nothing is saved.
-    return call[0], None, (), dtypes_of(operands), is_on()
-
-
-def _sum_gradients(call: BackwardPass) -> Gradients:
-    return rounded((call.dy, call.dy), call.args, call.due)
-
-
 def _launch_norm(call: tuple[Options, Ahead], operands: Sequence[Any]) -> Launched:
     options, (y, statistics) = call
     total, weight, bias = operands
@@ -415,7 +393,12 @@ def _norm_gradients(call: BackwardPass) -> Gradients:
     return gradients_of(options, call.dy, *call.saved, None, call.dresidual_out)[:3]
 
 
-_SUM, _NORM = Recording(_launch_sum, _sum_gradients), Recording(_launch_norm, _norm_gradients, sums=(0,))
+# Autograd does not know y and the statistics when the sum is recorded, and saves nothing.
+_SUM = Recording(
+    lambda call, operands: (call[0], None, (), dtypes_of(operands), is_on()),
+    lambda call: rounded((call.dy, call.dy), call.args, call.due),
+)
+_NORM = Recording(_launch_norm, _norm_gradients, sums=(0,))
 
 
 def _record(operands: Operands, options: Options, recorded: Recorded) -> Any:

@@ -24,16 +24,6 @@ from .plain import WANTS, Ahead, gradients_of
 from .plain_calls import handed_on, is_handed_on, normalise_family, with_offset
 
 
-def _saved(operands: road.Operands, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    x, weight, _, _, x_bias = operands
-    return x, weight, x_bias
-
-
-def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
-    norm, _, weight_offset, _, cast, *_ = options
-    return norm, weight_offset, cast, dtypes
-
-
 def _gradients(call: BackwardPass) -> Gradients:
     x, weight, x_bias, statistics = call.saved
     norm, weight_offset, cast, dtypes = call.args
@@ -52,8 +42,9 @@ def _gradients(call: BackwardPass) -> Gradients:
 CALLS = calls_of(
     ADDED,
     eager=eager.added,
-    saved=_saved,
-    args=_args,
+    # x, weight and x_bias.
+    saved=lambda operands, _: (*operands[:2], operands[4]),
+    args=lambda options, dtypes, _: (options[0], options[2], options[4], dtypes),
     recording=Recording(launch_recorded, _gradients),
 )
 
@@ -77,16 +68,6 @@ def normalise(operands: Operands, options: Any, *shape: Sequence[int]) -> Any:
     return normalise_family(CALLS, operands, given, *shape)
 
 
-def _saved_of_two(operands: road.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    x, weight, _, _, next_weight, *_ = operands
-    return x, weight, total, next_weight
-
-
-def _args_of_two(options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
-    norm, _, weight_offset, cast, *_ = options
-    return norm, weight_offset, eager.cast_of(cast, dtypes[0] or y_dtype, y_dtype), dtypes
-
-
 def _gradients_of_two(call: BackwardPass) -> Gradients:
     """Run the backward pass of each norm: that of the second adds dresidual_out, and leaves the gradient of the sum."""
     (x, weight, total, next_weight, statistics), (norm, weight_offset, cast, dtypes), dy, dresidual_out, due, *_ = call
@@ -107,8 +88,12 @@ def _gradients_of_two(call: BackwardPass) -> Gradients:
 RENORMED_CALLS = calls_of(
     RENORMED,
     eager=eager.renormed,
-    saved=_saved_of_two,
-    args=_args_of_two,
+    # x, weight, the sum, and next_weight.
+    saved=lambda operands, total: (*operands[:2], total, operands[4]),
+    args=lambda options, dtypes, y_dtype: (
+        *(options[0], options[2], eager.cast_of(options[3], dtypes[0] or y_dtype, y_dtype)),
+        dtypes,
+    ),
     recording=Recording(launch_recorded, _gradients_of_two, sums=(0, 1, 2, 3)),
 )
 
