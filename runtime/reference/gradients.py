@@ -71,15 +71,13 @@ def rmsnorm2d_bwd(
     weight: torch.Tensor | None = None,
     *,
     rstd: torch.Tensor,
-    averages: bool = True,
-    weight_offset: float = 0.0,
     **options: Any,
 ) -> ReferenceGradients:
     """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return.
 
-    averages is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
+    `averages` is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
     """
-    return backward(dy, x, weight, mean=None, rstd=rstd, averages=averages, weight_offset=weight_offset, **options)
+    return backward(dy, x, weight, mean=None, rstd=rstd, **options)
 
 
 def backward(
