@@ -67,7 +67,8 @@ def _with_mask(args: dict[str, Any], *, draws: bool) -> dict[str, Any]:
 @eager_only
 def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: bool = False) -> Any:
     """Launch a call that nothing sees; of a backward call that is packed, rstd holds the means too, if any."""
-    call = check(family.functions[Norm(norm)], _resolved(family, args), packed=packed)
+    inputs = {row.name: resolved(args.get(row.name)) for row in family.inputs}
+    call = check(family.functions[Norm(norm)], {**args, **inputs}, packed=packed)
     refuse_gradient(call)
     require_device(call.x)
     if family.direction is Direction.FORWARD:
@@ -174,11 +175,6 @@ def resolved(tensor: Any) -> Any:
     # TorchDynamo follows no is_neg, and a transform of torch.func wraps the tensor that resolve_neg returns.
     is_asked = isinstance(tensor, torch.Tensor) and (is_dynamo_compiling() or tensor.is_neg())
     return tensor.resolve_neg() if is_asked else tensor
-
-
-def _resolved(family: Family, args: Args) -> dict[str, Any]:
-    inputs = {row.name for row in family.inputs}
-    return {name: resolved(value) if name in inputs else value for name, value in args.items()}
 
 
 def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[int]:

@@ -67,16 +67,13 @@ class Replacing(Derived, torch.nn.Module):
         if original is None or issubclass(original.cls, Replacing):
             return None
         # The second tangents of torch's LayerNorm are wrong; see `eager`.
-        if is_forward_ad_on() and issubclass(original.cls, torch.nn.LayerNorm) and _is_dense(x):
+        is_dense = type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
+        if is_forward_ad_on() and issubclass(original.cls, torch.nn.LayerNorm) and is_dense:
             return None
         if is_on() and x.device.type != "meta":
             refuse_torch(f"{original.cls.__name__} of {x.dtype} on {x.device}")
         forward: Callable[..., Any] = original.cls.forward
         return forward
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
 
 
 def _new(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> torch.nn.Module:

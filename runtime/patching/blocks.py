@@ -81,7 +81,9 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | None:
     cls: Any = type(module)
     if isinstance(module, FusedBlock) or not any(map(_is_norms, module.children())):
         return None
-    adds, followers = _may_add(module), _followers(module)
+    adds = _may_add(module)
+    # The norms that a sum can be computed together with.
+    followers = tuple(name for name, child in module._modules.items() if child is not None and may_follow(child))
     try:
         forward = read(cls)
     except LeftAloneError:
@@ -104,11 +106,6 @@ def fuse(path: str, module: torch.nn.Module) -> Fused | None:
     if adds and (reason := _why_unfused(module, forward, followers)) is not None:
         raise LeftAloneError(reason)
     return None
-
-
-def _followers(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's norms that a sum can be computed together with."""
-    return tuple(name for name, child in module._modules.items() if child is not None and may_follow(child))
 
 
 def _why_unfused(module: torch.nn.Module, forward: Forward, followers: tuple[str, ...]) -> str | None:

@@ -213,7 +213,9 @@ def import_folder(folder: Path) -> str:
 def table_of(package: str, where: str) -> Table:
     """Return the table of an importable package of generated kernels; `where` names the table in messages."""
     try:
-        dispatch = _read_dispatch(package)
+        if importlib.util.find_spec(".dispatch", package) is None:
+            raise FileNotFoundError("no dispatch.py")
+        dispatch = vars(importlib.import_module(".dispatch", package))
     except (Exception, SystemExit) as error:
         raise TableError(
             f"{where} holds no dispatch table that can be read ({error}); "
@@ -294,13 +296,6 @@ def _counted(value: Any, least: int = 1) -> int:
     if type(value) is not int or not least <= value <= sys.maxsize:
         raise ValueError(f"{value!r} is no whole number from {least}")
     return value
-
-
-def _read_dispatch(package: str) -> dict[str, Any]:
-    """Return the names of a package's dispatch.py."""
-    if importlib.util.find_spec(".dispatch", package) is None:
-        raise FileNotFoundError("no dispatch.py")
-    return vars(importlib.import_module(".dispatch", package))
 
 
 class Source(NamedTuple):
