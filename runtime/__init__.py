@@ -143,11 +143,6 @@ def _is_command() -> bool:
     return Path(next(iter(sys.argv), "")).stem == __name__
 
 
-def _is_for_jax() -> bool:
-    """Return True if this process uses JAX and has not imported torch, which its calls may never need."""
-    return sys.modules.get("torch") is None and ("jax" in sys.modules or find_spec("torch") is None)
-
-
 def _start_late() -> None:
     """Run `start` at the end of torch's import, unless a module of normforge imports torch."""
     modules = [(name, module) for name, module in sys.modules.items() if name.startswith(f"{__name__}.")]
@@ -158,7 +153,8 @@ def _start_late() -> None:
 
 
 if not _is_command():
-    if _is_for_jax():
+    # A program of JAX's may never need torch.
+    if sys.modules.get("torch") is None and ("jax" in sys.modules or find_spec("torch") is None):
         from .upstream.imports import when_imported
 
         when_imported("torch", _start_late)

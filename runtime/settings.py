@@ -6,7 +6,6 @@ runs. Paths are absolute from the start, wherever the process goes.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
@@ -96,11 +95,7 @@ def fuse_from() -> int:
     `python -m benchmarks models`, on an H200 at 2baeb10: at 8 Mi elements T5 and DiT gained 0.5 %, and Qwen3 under
     autocast, which is bound by the host, lost 9 %; at 12.3 Mi and more ViT gained 3 and 4 %, and others up to 2 %.
     """
-    return _fewest(os.environ.get("NORMFORGE_FUSE_FROM") or "12582912")
-
-
-@functools.cache
-def _fewest(setting: str) -> int:
+    setting = os.environ.get("NORMFORGE_FUSE_FROM") or "12582912"
     if not (setting.isascii() and setting.isdecimal()):
         raise SettingError(
             f"NORMFORGE_FUSE_FROM={setting!r} is no number of elements; set it to an integer of at least 0, such as "

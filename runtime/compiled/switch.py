@@ -53,16 +53,13 @@ def _switch(enabled: bool) -> None:
     global _enabled
     with _lock:
         _enabled = enabled
-        # Whoever compiles nothing does not wait for Inductor's import: see `_settle`.
+        # Whoever compiles nothing does not wait for Inductor's import, after which this runs again.
         if torch_inductor.is_loaded():
-            (_install if enabled else _uninstall)()
-
-
-def _settle() -> None:
-    """Install the pass if it was switched on before Inductor was imported."""
-    with _lock:
-        if _enabled:
-            _install()
+            there = torch_inductor.installed()
+            if enabled:
+                _install()
+            elif _ours(there):
+                torch_inductor.uninstall(there, there.before)
 
 
 def _install() -> None:
@@ -84,16 +81,10 @@ def _install() -> None:
         torch_inductor.install(FuseNeighbours(there))
 
 
-def _uninstall() -> None:
-    there = torch_inductor.installed()
-    if _ours(there):
-        torch_inductor.uninstall(there, there.before)
-
-
 def _ours(custom_pass: Any) -> bool:
     # Asked by name, because importing its module imports Inductor.
     return type(custom_pass).__module__ == f"{__package__}.graph_pass"
 
 
 # This module looks for passes, after all other code that may set one.
-when_imported("torch._inductor.compile_fx", _settle)
+when_imported("torch._inductor.compile_fx", lambda: _switch(_enabled))

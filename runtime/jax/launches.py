@@ -133,23 +133,19 @@ def code_of(key: KernelKey, source: Source, target: Target) -> Code:
         FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1.
         CompileError: it is in no folder, and Triton is not installed; or it is none that jaxlib can launch.
     """
+    global _folder
     with _lock:
         code = _codes.get((key, target.arch))
         if code is None:
-            code = _codes[key, target.arch] = _of_folder(key, source, target) or _compiled(key, source, target)
+            if _folder is None and (path := settings.compiled_ahead()) is not None:
+                _folder = read(path)
+            held = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
+            code = _codes[key, target.arch] = _checked(key, *(held or _compiled(key, source, target)))
         return code
 
 
-def _of_folder(key: KernelKey, source: Source, target: Target) -> Code | None:
-    """Return the kernel of the folder in use, or None if no folder is in use or the folder lacks the kernel."""
-    global _folder
-    if _folder is None and (path := settings.compiled_ahead()) is not None:
-        _folder = read(path)
-    ptx = None if _folder is None else _folder.find_ptx(key, digest_of(source.path), target)
-    return None if ptx is None else _checked(key, *ptx)
-
-
-def _compiled(key: KernelKey, source: Source, target: Target) -> Code:
+def _compiled(key: KernelKey, source: Source, target: Target) -> tuple[str, Mapping[str, Any]]:
+    """Return the PTX of a kernel, compiled by Triton, and Triton's metadata."""
     again = f"compile it ahead of time: normforge aot --for jax --arch {target.arch} --n {key.n} ... --out DIR"
     where = "in no folder" if _folder is None else f"not in {_folder.path}"
     if find_spec("triton") is None:
@@ -159,7 +155,7 @@ def _compiled(key: KernelKey, source: Source, target: Target) -> Code:
     from ..kernels.obtain import compile_for
 
     kernel = compile_for(key, source.load(), target)
-    return _checked(key, kernel.asm["ptx"], kernel.metadata._asdict())
+    return kernel.asm["ptx"], kernel.metadata._asdict()
 
 
 def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:

@@ -209,9 +209,12 @@ def _sharded(takes: Function, outs: Mapping[str, str], function: Callable[..., A
         results = function(**_parts(frame, takes, operands), **written)
         returned = []
         for row, part in zip(takes.family.results, results, strict=True):
+            if row.name in outs.values() or (part is None and not outs):
+                continue
             if part is None:
-                returned += [_nothing(frame)] if outs and row.name not in outs.values() else []
-            elif row.name not in outs.values():
+                x, part = frame.like, frame.like.to_local().new_empty(0)
+                returned.append(assembled(part, x, part.shape, frame.of_vectors))
+            else:
                 returned.append(_whole(frame, takes, row, part, operands))
         return tuple(returned) if outs else returned
 
@@ -295,12 +298,6 @@ def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
         )
     part: torch.Tensor = whole.to_local()
     return part
-
-
-def _nothing(frame: Frame) -> torch.Tensor:
-    """Return a tensor without elements, for a result that was not asked for."""
-    x = frame.like
-    return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
 
 
 def _of_statistics(frame: Frame) -> tuple[Any, ...]:

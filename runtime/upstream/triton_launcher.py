@@ -84,13 +84,7 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     if takes not in DECLARED:
         raise TypeError(f"it takes {', '.join(takes)}")
     observed = _observed(compiled, arguments)
-    # A launch may be more than one call of the launcher's C function, to allocate scratch memory or to trace.
-    if (
-        type(launcher).__name__ != "CudaLauncher"
-        or launcher.global_scratch_size
-        or launcher.profile_scratch_size
-        or getattr(launcher, "gsan_enabled", False)
-    ):
+    if type(launcher).__name__ != "CudaLauncher" or _needs_more(launcher):
         unobserved = (compiled.function, compiled.packed_metadata, None, None, None)
         return _quick(launcher, unobserved, arguments, observed)
     native = prepare(compiled, arguments, observed)
@@ -110,6 +104,13 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
 def declared(launcher: type) -> tuple[str, ...]:
     """Return the parameters of launchers of a class."""
     return tuple(inspect.signature(launcher.__call__).parameters)
+
+
+def _needs_more(launcher: Any) -> bool:
+    """Return True if a launch is more than one call of its C function, to allocate scratch memory or to trace."""
+    return bool(
+        launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False)
+    )
 
 
 def _quick(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
