@@ -116,11 +116,19 @@ class _AddNormalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[FamilyCalls, road.Options, Recorded | None], *operands: Any
+        ctx: Any,
+        call: tuple[FamilyCalls, road.Options, Recorded | None],
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        x_bias: torch.Tensor | None,
+        *rng: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         calls, options, recorded = call
-        y, total, statistics, is_invariant = recorded or road.run_seen(calls, operands, options)
-        x, weight, bias, residual, x_bias, *rng = operands
+        y, total, statistics, is_invariant = recorded or road.run_seen(
+            calls, (x, weight, bias, residual, x_bias, *rng), options
+        )
         # With x and y in fp32 nothing was rounded before weight, whatever the dtype of the stored sum.
         norm, _, weight_offset, _, cast, *others = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
