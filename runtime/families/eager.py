@@ -68,6 +68,13 @@ def _affine(h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return y if bias is None else y + bias.to(wide)
 
 
+def _refuse(what: str, x: torch.Tensor) -> None:
+    """Refuse to compute something of x by torch's operators under batch invariance, unless x has no values."""
+    # Sizes are tensors where torch.jit.trace records them, and none is compared.
+    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
+        refuse_torch(f"{what} of {x.dtype} on {x.device}")
+
+
 def _norm(
     norm: str,
     x: torch.Tensor,
@@ -77,9 +84,7 @@ def _norm(
     eps: float | None,
 ) -> torch.Tensor:
     """Call torch's own norm."""
-    # Sizes are tensors where torch.jit.trace records them, and none is compared.
-    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
-        refuse_torch(f"a norm of {x.dtype} on {x.device}")
+    _refuse("a norm", x)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) > 1:
         # Which types go together depends on the device and on the transform, and the kernels take any.
@@ -245,8 +250,7 @@ def renormed(operands: Sequence[Any], options: Sequence[Any]) -> tuple[torch.Ten
 
 def statistics(norm: str, x: torch.Tensor, eps: float) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the mean, if the norm subtracts one, and rstd of each row, differentiable; of an fp64 x in fp64."""
-    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
-        refuse_torch(f"statistics of {x.dtype} on {x.device}")
+    _refuse("statistics", x)
     rows = widened(x)
     mean = rows.mean(-1, keepdim=True) if norm == "layer" else None
     rows = rows if mean is None else rows - mean
@@ -435,10 +439,7 @@ def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Ten
 def group(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
     """Return y of `group.normalise` for the same arguments."""
     x, weight, bias = operands
-    with unrecorded():
-        has_memory = x.device.type != "meta" and 0 not in x.shape
-    if has_memory:
-        refuse_torch(f"a GroupNorm of {x.dtype} on {x.device}")
+    _refuse("a GroupNorm", x)
     if weight is None and bias is not None:
         # Without a weight torch computes no gradient of its bias, and its process may crash (2.13, on a CPU).
         weight = torch.ones_like(bias, requires_grad=False)
