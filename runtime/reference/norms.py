@@ -58,7 +58,7 @@ def layernorm2d_fwd(
     float64, the default, its rounding errors are negligible beside a kernel's. first_row is the number of x's first
     row, of which dropouts make a difference, where x is a part of a call's.
     """
-    return _forward(x, weight, bias, eps=eps, centres=True, **options)
+    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, clamps=False, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -66,15 +66,18 @@ def rmsnorm2d_fwd(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
+    averages: bool = True,
+    clamps: bool = False,
+    weight_offset: float = 0.0,
     **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
 
-    `options` are also `averages`, True by default: whether the squares of a row are averaged, or added up as an L2 norm
-    does; and `clamps`, False by default: whether a row whose norm is less than eps is divided by eps, and its rstd is
-    saved as -1 / eps.
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does; clamps, whether a row whose
+    norm is less than eps is divided by eps, and its rstd is saved as -1 / eps.
     """
-    return _forward(x, weight, None, eps=eps, centres=False, **options)
+    constants: dict[str, Any] = {"averages": averages, "clamps": clamps, "weight_offset": weight_offset}
+    return _forward(x, weight, None, eps=eps, centres=False, **constants, **options)
 
 
 def _forward(
@@ -84,9 +87,9 @@ def _forward(
     *,
     eps: float,
     centres: bool,
-    averages: bool = True,
-    clamps: bool = False,
-    weight_offset: float = 0.0,
+    averages: bool,
+    clamps: bool,
+    weight_offset: float,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
     smooth_scale: torch.Tensor | None = None,
