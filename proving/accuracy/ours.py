@@ -97,6 +97,6 @@ def _gated(case: Case, given: Tensors, saved: Tensors) -> Tensors:
     operands = road.operands_of(gated.CALLS, args)
     told = gated.CALLS.args(road.options_of(gated.CALLS, mode.norm.value, args), dtypes_of(operands))
     kept = GatedSaved(x, gate, weight, None, saved.get("mean"), saved["rstd"])
-    due = tuple([operand is not None for operand in operands])
-    found = gated.IN_PARTS.gradients(BackwardPass(kept, told, given["dy"], None, due))
+    # All but that of a bias.
+    found = gated.IN_PARTS.gradients(BackwardPass(kept, told, given["dy"], None, (True, True, True, False)))
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))
