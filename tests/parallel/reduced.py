@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,6 +195,25 @@ def calls_keep_their_order_whoever_is_late() -> None:
         expected[at][:rows] = summed(x, expected[at][:rows])
         residuals[at][:rows] = found
         assert torch.equal(residuals[at], expected[at])
+
+
+@CASES.case
+def rows_are_kept_until_a_slow_rank_reads_them() -> None:
+    """A rank that is done sends the rows of the next call while another has not read those of the one before."""
+    if DEVICE != "cpu":
+        return
+    kernel: Any = AllReduceNorm(None, 2, 64, torch.float32)
+    kernel(torch.zeros(2, 64))
+    (peers,) = {id(each): each for name, each in sys.modules.items() if name.endswith(".peers")}.values()
+    receive, last = peers.receive, dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        peers.receive = lambda *arguments: (time.sleep(0.1), receive(*arguments))[1]
+    try:
+        xs = torch.randn(4, 2, 64)
+        for found, x in zip([kernel(x, torch.zeros(2, 64)).residual_out for x in xs], xs, strict=True):
+            assert torch.equal(found, summed(x, None))
+    finally:
+        peers.receive = receive
 
 
 @CASES.case
