@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import NormforgeError
+from ..errors import NormforgeError, PeerError
 from ..kernels.obtain import only_compiled
 from ..upstream.torch_internals import set_grad_enabled
 
@@ -26,16 +26,22 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, 
         x: its first argument. While a CUDA graph is captured on its device, only kernels that are loaded serve.
         others: its other arguments.
         named: those that it takes by name.
+
+    Raises:
+        PeerError: another rank was late in an exchange of rows.
     """
     recording = torch.is_grad_enabled()
     # Tensors may require a gradient that the caller records.
     if recording:
         set_grad_enabled(False)
     try:
-        if _captured(x):
+        if captured(x):
             with only_compiled():
                 return run(x, *others, **named)
         return run(x, *others, **named)
+    except PeerError:
+        # The other ranks do not leave the call to others.
+        raise
     except NormforgeError as error:
         _say_once(whose, run, error)
         return None
@@ -44,7 +50,7 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, 
             set_grad_enabled(True)
 
 
-def _captured(x: torch.Tensor) -> bool:
+def captured(x: torch.Tensor) -> bool:
     """Return True if a CUDA graph is being captured on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

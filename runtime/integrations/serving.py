@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.attempt import attempted
+from ..calls.attempt import attempted, captured
+from ..calls.outputs import QuantisedOutput
+from ..codegen.tiling import LONGEST_REDUCED
 from ..dtypes import FLOATS
 from ..families.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..selection.batch import follow
 from ..settings import engine_is_invariant
 from ..upstream.torch_internals import constant_in_traces
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..parallel import AllReduceNorm
+
+logger = logging.getLogger("normforge")
 
 T = TypeVar("T")
 
@@ -77,6 +87,48 @@ def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: floa
     """Return the LayerNorm of x with a weight and a bias, or None if the engine has to compute it itself."""
     out = served(_LEAVES.format(engine), layernorm2d_fwd, x, *vectors, eps=eps) if fits(x, *vectors) else None
     return None if out is None else out.y
+
+
+# The largest x of an all-reduce that kernels serve, in bytes: 2048 rows of 4096 columns in 16 bits. Each row length
+# takes 2 * (ranks + 1) times as much memory.
+_REDUCED_BYTES = 16 * 2**20
+
+
+def reduced(
+    engine: str, group: ProcessGroup, x: torch.Tensor, residual: torch.Tensor | None, *vectors: Any, **options: Any
+) -> QuantisedOutput | None:
+    """Add x up over the ranks of a group, add a residual and normalise the sum, all by `AllReduceNorm`.
+
+    All ranks call it together. Return None, on all ranks alike, if the engine has to compute all of it itself: for more
+    rows, in a traced call, or in a CUDA graph that is captured before any call.
+    """
+    n = x.shape[-1]
+    most = _REDUCED_BYTES // (n * x.element_size())
+    if is_dynamo_compiling() or n > LONGEST_REDUCED or not 0 < x.numel() // n <= most:
+        return None
+    of_all = group, most, n, x.dtype, x.device
+    if of_all not in _reducers and captured(x):
+        return None
+    if of_all not in _reducers:
+        _reducers[of_all] = _reducer(engine, *of_all)
+    kernel = _reducers[of_all]
+    return None if kernel is None else served(_LEAVES.format(engine), kernel, x, residual, *vectors, **options)
+
+
+# By groups and rows, for as long as the process serves.
+_reducers: dict[Any, AllReduceNorm | None] = {}
+
+
+def _reducer(engine: str, group: ProcessGroup, *rows: Any) -> AllReduceNorm | None:
+    from ..parallel import AllReduceNorm
+
+    *of_all, device = rows
+    try:
+        return AllReduceNorm(group, *of_all, device=device)
+    except RuntimeError as error:
+        # Ranks on other hosts, or GPUs that reach no other's memory.
+        logger.warning("normforge leaves all-reduces to %s: %s", engine, error)
+        return None
 
 
 def served(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:

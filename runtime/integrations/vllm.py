@@ -1,4 +1,4 @@
-"""vLLM: providers of its IR's RMSNorms, a class in place of its LayerNorm, and norms that quantise for linear layers.
+"""vLLM: providers of its IR's RMSNorms, a class for its LayerNorm, norms that quantise, and norms behind an all-reduce.
 
 Through the entry point `vllm.general_plugins` every process of vLLM calls `register`. vLLM reads annotations when it
 registers providers, so that this module has no annotations as strings.
@@ -7,6 +7,7 @@ registers providers, so that this module has no annotations as strings.
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..calls.outputs import QuantisedOutput
 from ..families.public import quantised_layer_norm, quantised_rms_norm
 from ..settings import lists_us
 from ..upstream.imports import when_imported
-from .serving import cast_of, fits, follow_switch, layer, rms, served
+from .serving import cast_of, fits, follow_switch, layer, reduced, rms, served
 
 # A child of vLLM's, whose handlers show it.
 logger = logging.getLogger("vllm.normforge")
@@ -187,7 +188,63 @@ def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor |
     return norm(x) if residual is None else norm(x, residual)
 
 
-def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> Any:
+def maybe_fused_all_reduce_norm(norm: Any, x: Tensor, residual: Tensor | None = None, linear: Any = None) -> Any:
+    """Add up partial sums over the tensor-parallel ranks, and compute a norm of them, in one kernel where there is one.
+
+    Models written for vLLM call it behind a layer that leaves its all-reduce out (`RowParallelLinear` with
+    `reduce_results=False`), on all ranks. In graphs that vLLM compiles, and for more than 16 MiB of x, vLLM's
+    all-reduce runs, and the norm behind it.
+
+    Args:
+        norm: a vLLM RMSNorm or LayerNorm.
+        x: this rank's partial sum, (..., hidden_size).
+        residual: added to the sum over ranks, of x's shape and dtype.
+        linear: the only layer that reads the result, which is quantised for it; see `maybe_fused_norm_quant`.
+
+    Returns:
+        What `maybe_fused_norm_quant` returns for the sum over ranks; for LayerNorm too a pair, if there is a residual.
+
+    Raises:
+        PeerError: another rank was late.
+    """
+    from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+
+    if (group := get_tp_group()).world_size > 1:
+        reduce = partial(_reduce, norm, group.device_group)
+        result = None if linear is None else _quantised(norm, x, linear, residual, reduce)
+        result = _reduced(norm, x, residual, reduce) if result is None else result
+        if result is not None:
+            return result
+    total = tensor_model_parallel_all_reduce(x)
+    if residual is not None and not hasattr(norm, "variance_epsilon"):
+        # vLLM's LayerNorm adds nothing.
+        total += residual
+        y = norm(total) if linear is None else maybe_fused_norm_quant(norm, total, linear)
+        return y, total
+    if linear is not None:
+        return maybe_fused_norm_quant(norm, total, linear, residual)
+    return norm(total) if residual is None else norm(total, residual)
+
+
+def _reduce(norm: Any, group: Any, _: str, __: Quantises, x: Tensor, *vectors: Any, **options: Any) -> Any:
+    """Compute what `served` does, of the sum of x over the ranks of a group."""
+    word = "rms" if hasattr(norm, "variance_epsilon") else "layer"
+    return reduced("vLLM", group, x, options.pop("residual", None), *vectors, norm=word, **options)
+
+
+def _reduced(norm: Any, x: Tensor, residual: Tensor | None, reduce: Any) -> Any:
+    follow_switch(SWITCH)
+    normalise = _normalises(norm, x, residual, sums=True)
+    if normalise is None:
+        return None
+    function, vectors, options = normalise
+    del options["quantise_rounded"]
+    out = reduce(_WHOSE, function, x, *vectors, residual=residual, **options)
+    return None if out is None else out.y if residual is None else out[:2]
+
+
+def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None, run: Any = served) -> Any:
+    """Return a norm's rows as a layer takes them quantised, by a call that `run` makes; None if no kernel serves it."""
     from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
 
     key = get_input_quant_key(linear)
@@ -196,7 +253,7 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
         return None
     # A model may call this function although VLLM_PLUGINS excludes the plug.
     follow_switch(SWITCH)
-    normalise = _normalises(norm, x, residual)
+    normalise = _normalises(norm, x, residual, sums=run is not served)
     if normalise is None or (asked := form.asks(linear, x)) is None:
         return None
     function, vectors, options = normalise
@@ -209,7 +266,7 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     if x.element_size() != 2 or key.dtype is torch.float8_e4m3fnuz:
         # vLLM does not round fp32, and quantises to the fp8 of ROCm's older GPUs from fp32.
         options |= {"cast": "after_weight", "quantise_rounded": False}
-    out = served(_WHOSE, function, rows, *vectors, **options)
+    out = run(_WHOSE, function, rows, *vectors, **options)
     if out is None:
         return None
     # A byte holds two elements of NVFP4.
@@ -220,8 +277,13 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     return activation, out.residual_out.view(x.shape)
 
 
-def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantises, Vectors, Options] | None:
-    """Return the function that computes a norm, its vectors and its options; None if no kernel serves the norm."""
+def _normalises(
+    norm: Any, x: Tensor, residual: Tensor | None, *, sums: bool
+) -> tuple[Quantises, Vectors, Options] | None:
+    """Return the function that computes a norm, its vectors and its options; None if no kernel serves the norm.
+
+    vLLM's LayerNorm takes no residual, unless the norm is one of sums over ranks.
+    """
     from vllm.model_executor.layers import layernorm as layers
 
     if isinstance(norm, layers.RMSNorm):
@@ -232,7 +294,8 @@ def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantise
         return quantised_rms_norm, (weight,), options
     # Releases before 0.33 have no LayerNorm.
     kind: type[Any] | tuple[()] = getattr(layers, "LayerNorm", ())
-    if not isinstance(norm, kind) or residual is not None or not fits(x, norm.weight, norm.bias):
+    adds = residual is not None and not sums
+    if not isinstance(norm, kind) or adds or not fits(x, norm.weight, norm.bias, residual):
         return None
     vectors = tuple([None if vector is None else vector.data for vector in (norm.weight, norm.bias)])
     return quantised_layer_norm, vectors, {"eps": norm.eps, "quantise_rounded": True}

@@ -160,7 +160,7 @@ def test_a_release_without_a_norm_starts_all_the_same(
     with caplog.at_level(logging.INFO, "normforge"):
         plug.register()
     registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
-    assert len(registry.HookRegistry.hooks) == 2
+    assert len(registry.HookRegistry.hooks) == 3
     assert "normforge serves in SGLang: RMSNorm, Gemma3RMSNorm" in caplog.text
 
 
@@ -175,7 +175,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
     plug.register()
     registry.apply_hooks()
-    assert len(registry._patched) == 4
+    assert len(registry._patched) == 6
     yield module
     registry.reset()
     for cls, forward in zip(classes, before, strict=True):

@@ -14,14 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import normforge
 from normforge import errors
+from normforge.integrations import sglang, vllm
 from normforge.parallel import AllReduceNorm, all_reduce
 
+from ..counting import counted
+from ..integrations.stand_ins import of_sglang, of_vllm
 from .ranks import DEVICE, Cases
 from .sharded import refused
 
@@ -202,15 +206,21 @@ def rows_are_kept_until_a_slow_rank_reads_them() -> None:
     """A rank that is done sends the rows of the next call while another has not read those of the one before."""
     if DEVICE != "cpu":
         return
-    kernel: Any = AllReduceNorm(None, 2, 64, torch.float32)
-    kernel(torch.zeros(2, 64))
+    kernel: Any = AllReduceNorm(None, 1, 64, torch.float32)
+    kernel(torch.zeros(1, 64))
+    peers: Any
     (peers,) = {id(each): each for name, each in sys.modules.items() if name.endswith(".peers")}.values()
     receive, last = peers.receive, dist.get_world_size() - 1
+
+    def read_late(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return receive(*arguments)
+
     if dist.get_rank() == last:
-        peers.receive = lambda *arguments: (time.sleep(0.1), receive(*arguments))[1]
+        peers.receive = read_late
     try:
-        xs = torch.randn(4, 2, 64)
-        for found, x in zip([kernel(x, torch.zeros(2, 64)).residual_out for x in xs], xs, strict=True):
+        xs = torch.randn(4, 1, 64)
+        for found, x in zip([kernel(x, torch.zeros(1, 64)).residual_out for x in xs], xs, strict=True):
             assert torch.equal(found, summed(x, None))
     finally:
         peers.receive = receive
@@ -339,6 +349,55 @@ def a_rank_that_does_not_come_is_an_error() -> None:
         refused("sent nothing within the timeout", kernel.check, errors.PeerError)
         refused("sent nothing within the timeout", partial(kernel, x, x), errors.PeerError)
     dist.barrier()
+
+
+@CASES.case
+def engines_norms_are_served_with_their_all_reduce() -> None:
+    """The plugs return the norm of a sum over ranks by one kernel, and leave what it does not serve to the engine."""
+    x, residual = torch.randn(3, 384).bfloat16(), alike(3, 384)
+    total, more = summed(x, residual), torch.randn(3, 2**16).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_PLUGINS", "normforge")
+        ran = counted(patch, (AllReduceNorm, "__call__", "fused"))
+        of_sglang.stand_in(patch)
+        sglang.register()
+        sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()
+        layers = sys.modules[of_sglang.LAYERS]
+        for norm in (layers.RMSNorm(384), layers.GemmaRMSNorm(384)):
+            for options in ({}, {"use_attn_tp_group": False}):
+                y, kept = norm.forward_with_allreduce_fusion(x, residual, **options)
+                assert torch.equal(kept, total)
+                close(y, norm(total))
+        assert len(ran) == 4
+        long, short = layers.RMSNorm(2**16), layers.RMSNorm(384, fp32_residual=True)
+        long.forward_with_allreduce_fusion(more, more)
+        short.forward_with_allreduce_fusion(x, residual)
+        norm.forward_with_allreduce_fusion(x, residual, residual)
+        patch.setattr(sys.modules["sglang.srt.distributed"], "get_attn_tensor_model_parallel_world_size", lambda: 1)
+        norm.forward_with_allreduce_fusion(x, residual)
+        assert len(ran) == 4
+
+        of_vllm.stand_in(patch)
+        layers = sys.modules[of_vllm.LAYERS]
+        linear = torch.nn.Linear(384, 384)
+        linear._input_quant_key = of_vllm.KEYS["kFp8DynamicTokenSym"]  # type: ignore[assignment]
+        for norm in (layers.RMSNorm(384, dtype=torch.bfloat16), layers.LayerNorm(384, dtype=torch.bfloat16)):
+            y, kept = vllm.maybe_fused_all_reduce_norm(norm, x, residual)
+            assert torch.equal(kept, total)
+            close(y, norm(total))
+            close(vllm.maybe_fused_all_reduce_norm(norm, x), norm(summed(x, None)))
+            found, kept = vllm.maybe_fused_all_reduce_norm(norm, x, residual, linear)
+            expected = vllm.maybe_fused_norm_quant(norm, total, linear)
+            assert torch.equal(kept, total)
+            close(found.data, expected.data)
+            close(found.scale, expected.scale)
+        assert len(ran) == 10
+        many = torch.randn(2**14, 768).bfloat16()
+        for norm in (layers.RMSNorm(768), layers.LayerNorm(768)):
+            for added, given in ((None, None), (many, None), (many, torch.nn.Linear(768, 768))):
+                found = vllm.maybe_fused_all_reduce_norm(norm, many, added, given)
+                assert isinstance(found, tuple) is (added is not None)
+        assert len(ran) == 10
 
 
 @CASES.case

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from . import install
@@ -89,6 +90,8 @@ def modules() -> dict[str, dict[str, Any]]:
             self.variance_epsilon, self.hidden_size = eps, hidden_size
             self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
 
+        forward_with_allreduce_fusion = _apart
+
         def forward_cuda(
             self, x: Any, residual: Any = None, post_residual_addition: Any = None, quant_linear: Any = None
         ) -> Any:
@@ -101,6 +104,8 @@ def modules() -> dict[str, dict[str, Any]]:
             return y if residual is None else (y, rows if self.fp32_residual else rows.to(x.dtype))
 
     class GemmaRMSNorm(FusedOp):
+        forward_with_allreduce_fusion = _apart
+
         def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
@@ -143,8 +148,30 @@ def modules() -> dict[str, dict[str, Any]]:
     norms = {cls.__name__: cls for cls in (RMSNorm, GemmaRMSNorm, Gemma3RMSNorm, LayerNorm)}
     return {
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
+        "sglang.srt.distributed": {
+            "get_tp_group": Group,
+            "get_attn_tensor_model_parallel_world_size": lambda: Group().world_size,
+            "get_moe_tensor_parallel_world_size": lambda: Group().world_size,
+            "get_moe_expert_parallel_world_size": lambda: 1,
+        },
         LAYERS: {**norms, "is_batch_invariant_mode_enabled": lambda: False, "get_exec": executed},
     }
+
+
+class Group:
+    """The tensor-parallel group: all processes that there are."""
+
+    def __init__(self) -> None:
+        self.device_group = dist.group.WORLD
+        self.world_size = dist.get_world_size()
+
+
+def _apart(
+    norm: Any, x: Any, residual: Any = None, post_residual_addition: Any = None, use_attn_tp_group: bool = True
+) -> Any:
+    total = x.clone()
+    dist.all_reduce(total)
+    return norm(total, residual, post_residual_addition)
 
 
 def executed(trainer: str | None = None) -> Any:

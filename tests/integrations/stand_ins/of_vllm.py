@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.library import infer_schema
 from torch.nn import functional
@@ -295,6 +296,21 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
     return {"CustomOp": CustomOp, "RMSNorm": RMSNorm, "LayerNorm": LayerNorm}, swapped
 
 
+class Group:
+    """The tensor-parallel group: all processes that there are."""
+
+    def __init__(self) -> None:
+        self.device_group = dist.group.WORLD
+        self.world_size = dist.get_world_size()
+
+
+def all_reduced(x: Tensor) -> Tensor:
+    """The sum over the tensor-parallel ranks."""
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class Platform:
     """A CPU's."""
 
@@ -312,6 +328,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         {
             "vllm.ir.ops": dict(ops),
             "vllm.platforms": {"current_platform": Platform},
+            "vllm.distributed": {"get_tp_group": Group, "tensor_model_parallel_all_reduce": all_reduced},
             CUSTOM: {"CustomOp": norms["CustomOp"], "op_registry_oot": swapped},
             LAYERS: norms,
             FUSION: {"QuantizedActivation": QuantizedActivation, "get_input_quant_key": _input_quant_key},
