@@ -35,6 +35,7 @@ SUITE = "reduced"
 
 _ROWS = (1, 8, 64, 128, 256, 512, 1024, 4096)
 _COLUMNS = (2048, 4096, 8192)
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 # Calls in a graph, which take turns on as many sets of inputs, and replays.
 _CALLS, _SETS, _REPLAYS = 20, 2, 15
 
@@ -43,8 +44,12 @@ Call = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of a call by each way, on the slowest rank; and how often the best other way takes ours."""
+    """Microseconds of a call by each way, on the slowest rank, 0 by none; and the best other way's in ours.
 
+    m is the rows of a sum over ranks, and of what is gathered.
+    """
+
+    collective: str
     norm: str
     fquant: str
     ranks: int
@@ -81,8 +86,12 @@ def _rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> Non
     rows = []
     for n in _COLUMNS:
         ways = _Ways(n)
-        for m, norm, fquant in product(_ROWS, ("rms", "layer"), ("none", "dynamic")):
-            rows.append(ways.time(m, norm, fquant))
+        cells = product(_ROWS, _COLLECTIVES, ("rms", "layer"), ("none", "dynamic"))
+        for m, collective, norm, fquant in cells:
+            # The others share rows out, and have fewer cells.
+            if collective != "all_reduce" and (m < 8 or n != 4096 or norm != "rms"):
+                continue
+            rows.append(ways.time(m, collective, norm, fquant))
             if rank == 0:
                 print(*asdict(rows[-1]).values(), flush=True)
                 save_rows(out, SUITE, header, Row, rows)
@@ -105,22 +114,34 @@ class _Ways:
             symmetric.rendezvous(each, group)
         self.weight, self.bias = torch.rand(2, n, device=self.device).bfloat16()
 
-    def time(self, m: int, norm: str, fquant: str) -> Row:
+    def time(self, m: int, collective: str, norm: str, fquant: str) -> Row:
         """Check every way, and time it."""
-        torch.manual_seed(m + dist.get_rank())
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(m + rank)
         part = torch.randn(m, self.n, device=self.device).bfloat16()
         torch.manual_seed(m)
         residual = torch.randn(m, self.n, device=self.device).bfloat16()
-        xs = [x[: m * self.n].view(m, self.n) for x in self.x]
+        whole = part.float()
+        dist.all_reduce(whole)
+        expected = (whole + residual.float()).bfloat16()
+        if collective != "all_reduce":
+            residual, expected = (each.chunk(ranks)[rank] for each in (residual, expected))
+        if collective == "all_gather":
+            part = part.chunk(ranks)[rank]
+            expected = (part.float() + residual.float()).bfloat16()
+        xs = [x[: part.numel()].view(part.shape) for x in self.x]
         bias = self.bias if norm == "layer" else None
         function = getattr(normforge, f"{norm}norm2d_fwd")
         vectors = (self.weight,) if bias is None else (self.weight, bias)
-        words: dict[str, Any] = {"fadd": "pre_add_store", "fquant": fquant}
+        words: dict[str, Any] = {"fquant": fquant}
         if fquant != "none":
             words["out_dtype"] = torch.float8_e4m3fn
 
         def apart(total: torch.Tensor) -> Any:
-            return function(total, *vectors, residual=residual, **words)
+            return function(total, *vectors, residual=residual, fadd="pre_add_store", **words)
+
+        def ours(at: int) -> Any:
+            return self.kernel(xs[at], residual, self.weight, bias, collective=collective, norm=norm, **words)
 
         def nccl(at: int) -> Any:
             dist.all_reduce(xs[at])
@@ -132,15 +153,25 @@ class _Ways:
         def two_shot(at: int) -> Any:
             return apart(torch.ops.symm_mem.two_shot_all_reduce_(xs[at], "sum", self.group))
 
-        def ours(at: int) -> Any:
-            kept = {name: word for name, word in words.items() if name != "fadd"}
-            return self.kernel(xs[at], residual, self.weight, bias, norm=norm, **kept)
+        def scattered(at: int) -> Any:
+            total = torch.empty_like(residual)
+            dist.reduce_scatter_tensor(total, xs[at])
+            return apart(total)
 
-        whole = part.float()
-        dist.all_reduce(whole)
-        expected = (whole + residual.float()).bfloat16()
-        times = {}
-        for name, way in {"normforge": ours, "nccl": nccl, "one_shot": one_shot, "two_shot": two_shot}.items():
+        def gathered(at: int) -> Any:
+            # A rank normalises its own rows alone, and sends what is narrower.
+            out = apart(xs[at])
+            for each in (out.y, out.y_scale):
+                if each is not None:
+                    sent = each.view(torch.uint8) if each.itemsize == 1 else each
+                    dist.all_gather_into_tensor(sent.new_empty((m, *sent.shape[1:])), sent)
+            return out
+
+        ways = {"normforge": ours, "nccl": {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, nccl)}
+        if collective == "all_reduce":
+            ways |= {"one_shot": one_shot, "two_shot": two_shot}
+        times = {"one_shot": 0.0, "two_shot": 0.0}
+        for name, way in ways.items():
             for x in xs:
                 x.copy_(part)
             dist.barrier()
@@ -148,10 +179,9 @@ class _Ways:
             if not torch.allclose(total.float(), expected.float(), rtol=2**-6, atol=2**-5):
                 raise AssertionError(f"{name}: wrong sums of {m} rows of {self.n}")
             times[name] = _graph(way)
-        best = min(time for name, time in times.items() if name != "normforge")
-        ranks = dist.get_world_size()
+        best = min(times[name] for name in ways if name != "normforge")
         rounded = {name: round(time, 2) for name, time in times.items()}
-        return Row(norm, fquant, ranks, m, self.n, **rounded, ratio=round(best / times["normforge"], 3))
+        return Row(collective, norm, fquant, ranks, m, self.n, **rounded, ratio=round(best / times["normforge"], 3))
 
 
 def _soak(rank: int, minutes: float) -> tuple[int, int]:
@@ -162,7 +192,7 @@ def _soak(rank: int, minutes: float) -> tuple[int, int]:
     going, wrong, calls = torch.ones(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), 0
     while going.item():
         kernel, rows = drawn.choice(kernels), int(2 ** drawn.uniform(1, 11))
-        collective, rows = drawn.choice(("all_reduce", "reduce_scatter", "all_gather")), rows // ranks * ranks
+        collective, rows = drawn.choice(_COLLECTIVES), rows // ranks * ranks
         x = torch.randn(rows, kernel.n, device="cuda").bfloat16()
         torch.manual_seed(calls)
         residual, weight = torch.randn(rows, kernel.n, device="cuda").bfloat16(), torch.rand(kernel.n, device="cuda")

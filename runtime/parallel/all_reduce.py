@@ -185,8 +185,10 @@ class AllReduceNorm:
             x = x.contiguous()
             named["x"] = x[: x.shape[0] // self.ranks]
         calls, operands, settled, outs = _arranged(norm, named)
-        operands = road.as_operands(tuple(map(resolved, operands)), 1)
-        key, planned = calls.find(operands, settled)
+        _, planned = calls.find(operands, settled)
+        if planned is None:
+            operands = road.as_operands(tuple(map(resolved, operands)), 1)
+            key, planned = calls.find(operands, settled)
         if planned is None:
             calls.check(check(calls.functions[norm], road.named(calls, operands, settled)), outs, True)
             planned = road.prepared(calls, operands, settled, key)
