@@ -511,9 +511,10 @@ class Mode:
         lanes agree, a pivot far from the mean loses bits of products, which have 24.
 
         Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
-        behind the norm. The values that a second norm reads depend on the whole row of x.
+        behind the norm. The values that a second norm reads depend on the whole row of x. Sums over ranks, which are in
+        no memory yet, have 0 as their first pivot.
         """
-        may_repeat = not (self.fadd.is_after or self.fadd.renorms or self.reduce.exchanges)
+        may_repeat = not (self.fadd.is_after or self.fadd.renorms)
         return may_repeat and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
