@@ -151,7 +151,8 @@ class AllReduceNorm:
             PeerError: another rank was late in a call before this one.
             ShapeError: the last dimension of x is not n, or ranks do not divide the first with "reduce_scatter".
             DTypeError: x or residual is not of the object's dtype.
-            DeviceError: x is on another device, or this process was forked from the object's.
+            DeviceError: x is on another device, this process was forked from the object's, or the group was destroyed
+                and torch's collectives are needed.
             GradientError: an argument requires a gradient; y has none.
             InvarianceError: under batch invariance, the kernel does not serve the call.
             TypeError: an option is none that the function of the norm takes.
@@ -255,12 +256,20 @@ class AllReduceNorm:
                 "on GPUs; torch's all-reduce rounds sums otherwise, and is not used under batch invariance: create an "
                 "AllReduceNorm for more rows, or split the batch"
             )
+        try:
+            rank = dist.get_rank(self.group)
+        except ValueError as error:
+            # torch's collectives would return x as it is.
+            raise DeviceError(
+                f"the call has more rows than the {self.max_rows} that the kernel serves, and its group was destroyed; "
+                "keep the group, or create an AllReduceNorm for more rows"
+            ) from error
         if collective != "all_gather":
             # For a reduce-scatter too: torch 2.13 deprecates the name of the function that 2.11 has.
             total = named["x"].clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             if collective == "reduce_scatter":
-                total = total.chunk(self.ranks)[dist.get_rank(self.group)]
+                total = total.chunk(self.ranks)[rank]
             return _alone(norm, {**named, "x": total})
         # Ranks gather rounded sums, as the kernel does.
         residual = named.pop("residual")

@@ -342,6 +342,19 @@ def wrong_arguments_are_refused() -> None:
 
 
 @CASES.case
+def a_group_may_be_destroyed() -> None:
+    """Ranks have one another's memory; calls of more rows need the group, and say so."""
+    group: Any = dist.new_group()
+    kernel: Any = AllReduceNorm(group, 2, N, torch.bfloat16)
+    x = torch.randn(2, N).bfloat16()
+    before = kernel(x, x)
+    dist.destroy_process_group(group)
+    assert torch.equal(kernel(x, x).y, before.y)
+    more = torch.randn(3, N).bfloat16()
+    refused("was destroyed", partial(kernel, more, more), errors.DeviceError)
+
+
+@CASES.case
 def a_rank_that_does_not_come_is_an_error() -> None:
     """The others' rows are NaN, and the next call raises."""
     kernel: Any = AllReduceNorm(None, 2, N, torch.bfloat16, timeout=0.05)
