@@ -1,4 +1,4 @@
 """Plugs: norms of inference and training engines served by kernels, through the interfaces those have for it.
 
-Stands on families/, calls/, selection/ and upstream/.
+Stands on parallel/, families/, calls/, selection/ and upstream/.
 """

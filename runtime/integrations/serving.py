@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.attempt import attempted, captured
 from ..calls.outputs import QuantisedOutput
-from ..codegen.tiling import LONGEST_REDUCED
 from ..dtypes import FLOATS
+from ..errors import NormforgeError
 from ..families.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..selection.batch import follow
 from ..settings import engine_is_invariant
@@ -104,10 +104,8 @@ def reduced(
     """
     n = x.shape[-1]
     most = _REDUCED_BYTES // (n * x.element_size())
-    if is_dynamo_compiling() or n > LONGEST_REDUCED or not 0 < x.numel() // n <= most:
-        return None
     of_all = group, most, n, x.dtype, x.device
-    if of_all not in _reducers and captured(x):
+    if is_dynamo_compiling() or not 0 < x.numel() // n <= most or (of_all not in _reducers and captured(x)):
         return None
     if of_all not in _reducers:
         _reducers[of_all] = _reducer(engine, *of_all)
@@ -125,8 +123,8 @@ def _reducer(engine: str, group: ProcessGroup, *rows: Any) -> AllReduceNorm | No
     *of_all, device = rows
     try:
         return AllReduceNorm(group, *of_all, device=device)
-    except RuntimeError as error:
-        # Ranks on other hosts, or GPUs that reach no other's memory.
+    except (NormforgeError, RuntimeError) as error:
+        # Rows too long, ranks on other hosts, or GPUs that reach no other's memory.
         logger.warning("normforge leaves all-reduces to %s: %s", engine, error)
         return None
 
