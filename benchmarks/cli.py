@@ -113,6 +113,11 @@ def _add_measuring(verbs: Verbs) -> None:
     reduced.add_argument("--revision", help="what the header states; default: git's")
     reduced.set_defaults(verb="reduced:reduced")
 
+    both = verbs.add_parser("both-ways", help="time norms quantised along rows and columns, on a GPU")
+    both.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-both-ways")
+    both.add_argument("--revision", help="what the header states; default: git's")
+    both.set_defaults(verb="both_ways:both_ways")
+
     _add_models(verbs)
 
     profile = verbs.add_parser(

@@ -193,6 +193,8 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
         return mode.parts(pipeline)
     if mode.is_backward and pipeline is Pipeline.TWO_PASS:
         return (Part.ROW_TERMS, pipeline)
+    if mode.columnwise.writes:
+        return (pipeline, Part.COLUMNS)
     # For unaligned rows the window kernel replaces either: see `takes_window` in runtime/kernels/pipelines.py.
     if pipeline in (Pipeline.ONE_PASS, Pipeline.TWO_PASS) and mode.has_window:
         return (pipeline, Part.WINDOW)

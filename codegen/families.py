@@ -27,6 +27,7 @@ class Kind(Enum):
     PER_PART = "per_part"
     PER_ROW = "per_row"
     PER_NORM = "per_norm"
+    COLUMNS = "columns"
     IMAGES = "images"
     SCALE = "scale"
     VALUE = "value"
@@ -63,6 +64,7 @@ _NOT_OF_ROWS = (
     Kind.PER_PART,
     Kind.PER_ROW,
     Kind.PER_NORM,
+    Kind.COLUMNS,
     Kind.IMAGES,
     Kind.SCALE,
     Kind.VALUE,
@@ -100,6 +102,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
     # (norms * statistics * M up to a multiple of 4,), fp32: the means, if there are any, and rstd of each norm's rows.
     Kind.PER_NORM: KindRow("torch.Tensor", "Tensor"),
+    # (M, N) of any leading dimensions, or (N, M); or the scales of blocks of rows.
+    Kind.COLUMNS: KindRow("torch.Tensor", "Tensor"),
     # (B, C, ...), with positions or channels innermost in memory and no gaps.
     Kind.IMAGES: KindRow("torch.Tensor", "Tensor"),
     # One fp32 value per row, of x's shape without the last dimension or with a last dimension of 1; or one value for

@@ -13,7 +13,7 @@ from typing import ClassVar
 from .errors import IllegalCombinationError
 from .lazy import cached_property
 from .model import Mode
-from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, Reduce, ScaleFormat
+from .values import INPUT_DTYPES, Columnwise, Direction, DType, Norm, Part, Pipeline, Reduce, ScaleFormat
 
 # The manifest's word on the axis `norm`.
 GROUP = "group"
@@ -116,6 +116,7 @@ class GroupMode:
     shares: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
     reduce: ClassVar[Reduce] = Reduce.NONE
+    columnwise: ClassVar[Columnwise] = Columnwise.NONE
     has_scale_strides: ClassVar[bool] = False
     scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT
 

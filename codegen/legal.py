@@ -14,6 +14,7 @@ from .model import Mode
 from .values import (
     INPUT_DTYPES,
     Cast,
+    Columnwise,
     Direction,
     DType,
     FusedAdd,
@@ -77,7 +78,10 @@ def _served(mode: Mode) -> Iterator[Mode]:
         with suppress(IllegalCombinationError):
             kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
             if mode.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE):
-                yield from (replace(mode, **form) for form in _forms(kind))
+                for form in _forms(kind):
+                    # A bias on x leaves no columns.
+                    with suppress(IllegalCombinationError):
+                        yield replace(mode, **form)
 
 
 def _reduced(mode: Mode) -> Iterator[Mode]:
@@ -100,8 +104,9 @@ def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
         with suppress(IllegalCombinationError):
             # If this form is illegal, so are all forms derived from it.
             replace(kind, **scaled)
-            for bound, rounded, unquantised in itertools.product(bools, bools, bools):
-                form = scaled | {"scale_ub": bound, "quantise_rounded": rounded, "save_unquant": unquantised}
+            flags = ("scale_ub", "quantise_rounded", "save_unquant", "save_amax", "columnwise")
+            for further in itertools.product(bools, bools, bools, bools, Columnwise):
+                form = scaled | dict(zip(flags, further, strict=True))
                 with suppress(IllegalCombinationError):
                     # The unchanged mode is yielded elsewhere.
                     if replace(kind, **form) != replace(kind, save_unquant=False):

@@ -21,6 +21,7 @@ from .values import (
     QUANTISED_DTYPES,
     SERVED_DTYPES,
     Cast,
+    Columnwise,
     Direction,
     DType,
     FusedAdd,
@@ -80,6 +81,8 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "scale_ub": {False: "", True: "_ub"},
     "quantise_rounded": {False: "", True: "_qr"},
     "save_unquant": {False: "", True: "_uq"},
+    "columnwise": {Columnwise.NONE: "", Columnwise.UNTRANSPOSED: "_cw", Columnwise.TRANSPOSED: "_cwt"},
+    "save_amax": {False: "", True: "_amax"},
     "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
@@ -146,6 +149,8 @@ class Mode:
     scale_ub: bool = False
     quantise_rounded: bool = False
     save_unquant: bool = False
+    columnwise: Columnwise = Columnwise.NONE
+    save_amax: bool = False
     statistics_only: bool = False
     reduce: Reduce = Reduce.NONE
 
@@ -274,11 +279,32 @@ class Mode:
                 f"scale_ub bounds float scales of fp8, and scale_format is {self.scale_format.value}, "
                 f"dtype_out {self.dtype_out.value}; use scale_format float with fp8, or leave scale_ub out"
             )
+        if self.columnwise.writes or self.save_amax:
+            self._check_trained()
         if self.quantise_rounded and self.dtype_in.itemsize != 2:
             raise IllegalCombinationError(
                 f"quantise_rounded rounds y to x's 16 bits first, and dtype_in {self.dtype_in.value} has "
                 f"{8 * self.dtype_in.itemsize}; use fp16 or bf16, or leave quantise_rounded out"
             )
+
+    def _check_trained(self) -> None:
+        """Refuse what y has beyond rows in 8-bit training: scales of whole columns or of callers, and a bias on x."""
+        is_dynamic = self.fquant is FusedQuant.DYNAMIC
+        for axis, reason, fitting in (
+            (
+                "columnwise",
+                "quantises blocks of 32, 64 or 128 rows to fp8 by the amax of each",
+                {"group_size": self.group_size.code > 0, "dtype_out": self.dtype_out.is_fp8, "fquant": is_dynamic},
+            ),
+            ("save_amax", "saves the amax of y as it is quantised", {"fquant": is_dynamic or self.fquant.takes_scale}),
+        ):
+            fitting |= {"scale_ub": not self.scale_ub, "x_bias": not self.x_bias}
+            word = self._word(axis)
+            for name in [name for name, fits in fitting.items() if word not in ("none", "false") and not fits]:
+                raise IllegalCombinationError(
+                    f"{axis} {word} {reason}, and has no {name} {self._word(name)}; use another {name}, or leave "
+                    f"{axis} out"
+                )
 
     def _check_gated(self) -> None:
         if not self.gating.gates:
@@ -370,6 +396,8 @@ class Mode:
             ("gating", not self.gating.gates),
             ("dropout", not self.dropout),
             ("save_mv", not self.save_mv),
+            ("columnwise", not self.columnwise.writes),
+            ("save_amax", not self.save_amax),
         ):
             if not fits:
                 raise IllegalCombinationError(
@@ -421,7 +449,8 @@ class Mode:
         """Return True if quantisation goes beyond one dynamic scale per row: a form that inference engines ask for."""
         floats = self.group_size is ScaleGroup.NONE and self.scale_format is ScaleFormat.FLOAT
         plain = floats and not self.scale_layout.swizzles
-        return self.fquant.is_static or not plain or self.scale_ub or self.quantise_rounded or self.save_unquant
+        further = self.quantise_rounded or self.save_unquant or self.columnwise.writes or self.save_amax
+        return self.fquant.is_static or not plain or self.scale_ub or further
 
     @property
     def has_float_groups(self) -> bool:
@@ -449,6 +478,8 @@ class Mode:
             "scale_ub": self.scale_ub,
             "quantise_rounded": self.quantise_rounded,
             "save_unquant": self.save_unquant,
+            f"columnwise {self.columnwise.value}": self.columnwise.writes,
+            "save_amax": self.save_amax,
         }
         return [word for word, there in special.items() if there]
 
@@ -511,10 +542,10 @@ class Mode:
         lanes agree, a pivot far from the mean loses bits of products, which have 24.
 
         Where the pivot was far, kernels compute a row again after y was stored, perhaps over a residual that is added
-        behind the norm. The values that a second norm reads depend on the whole row of x. Sums over ranks, which are in
-        no memory yet, have 0 as their first pivot.
+        behind the norm, and after y counted in the amax. The values that a second norm reads depend on the whole row of
+        x. Sums over ranks, which are in no memory yet, have 0 as their first pivot.
         """
-        may_repeat = not (self.fadd.is_after or self.fadd.renorms)
+        may_repeat = not (self.fadd.is_after or self.fadd.renorms or self.save_amax)
         return may_repeat and self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
@@ -526,6 +557,11 @@ class Mode:
     def has_window(self) -> bool:
         """Return True if one_pass has a second kernel for unaligned rows: 16-bit values are slow to read singly."""
         return self.streams and self.dtype_in.itemsize == 2 and not self.statistics_only
+
+    @property
+    def stores_statistics(self) -> bool:
+        """Return True if forward kernels store mean and rstd, for the caller or for the kernel of columns."""
+        return self.save_mv or self.columnwise.writes
 
     @property
     def keeps_row(self) -> bool:
@@ -616,6 +652,7 @@ class Mode:
             Stage.ROUNDING: self.quantise_rounded,
             Stage.UNQUANTISED: self.save_unquant,
             Stage.SMOOTH: self.fquant.smooths,
+            Stage.LARGEST: self.save_amax,
         }
         return tuple(stage for stage in Stage if has.get(stage))
 

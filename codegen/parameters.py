@@ -15,6 +15,7 @@ from .groups import GROUP as GROUP_WORD
 from .groups import AnyMode, GroupMode
 from .values import (
     Cast,
+    Columnwise,
     Direction,
     FusedAdd,
     FusedQuant,
@@ -725,12 +726,32 @@ QUANTISED = Family(
             axis="save_unquant",
             functional=True,
         ),
+        Parameter(
+            "columnwise",
+            Kind.WORD,
+            default=_each('"none"'),
+            meaning=_first('"none", "untransposed" or "transposed": y quantised in blocks of group_size rows as well.'),
+            words=Columnwise,
+            axis="columnwise",
+            functional=True,
+        ),
+        Parameter(
+            "save_amax",
+            Kind.FLAG,
+            default=_each("False"),
+            meaning=_first("whether max|y| of all rows is returned."),
+            axis="save_amax",
+            functional=True,
+        ),
     ),
     results=(
         Result("y", Kind.ROWS, axis="dtype_out"),
         Result("residual_out", Kind.ROWS, wanted="fadd.stores", like=("residual",)),
         Result("y_scale", Kind.PER_ROW, wanted="fquant.measures", axis="scale_format"),
         Result("unquantised", Kind.ROWS, wanted="save_unquant", like=("x",)),
+        Result("columnwise", Kind.COLUMNS, wanted="columnwise.writes", axis="dtype_out"),
+        Result("columnwise_scale", Kind.COLUMNS, wanted="columnwise.writes", axis="scale_format"),
+        Result("amax", Kind.VALUE, wanted="save_amax"),
     ),
 )
 

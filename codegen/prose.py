@@ -78,6 +78,10 @@ def _forward(mode: Mode) -> tuple[str, ...]:
         steps += _quantised(mode)
     elif mode.dtype_out is not mode.dtype_in:
         steps.append(f"{mode.dtype_out.value} output")
+    if mode.columnwise.writes:
+        steps.append(f"columns quantised too{', transposed' if mode.columnwise.transposes else ''}")
+    if mode.save_amax:
+        steps.append("amax saved")
     if mode.save_mv:
         saved = "mean and rstd saved" if mode.norm.centres else "rstd saved"
         steps.append(f"{saved} without y" if mode.statistics_only else saved)

@@ -260,6 +260,12 @@ _QUANTISED = PublicFunctions(
             "y in fp32.",
         ),
         _as(QUANTISED["save_unquant"], "return y in x's dtype too, before smooth_scale."),
+        _as(
+            QUANTISED["columnwise"],
+            '"untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows of the '
+            "M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (..., N) "
+            "or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.",
+        ),
         _row(
             "y_scale",
             Kind.OUT,
@@ -272,10 +278,19 @@ _QUANTISED = PublicFunctions(
         ),
         _as(FORWARD["out"], "a contiguous tensor that y is written to, in y's shape, or None for a new tensor."),
         _RESIDUAL_OUT,
+        _row(
+            "amax_out",
+            Kind.OUT,
+            "None",
+            "one fp32 value on x's device, a slot of a history for example, that is raised to max|y| before y is "
+            "divided by a scale, or None. The value is never lowered, so that calls accumulate; fill it with 0 first. "
+            'A NaN in y makes the value NaN. With fquant "dynamic" or "static", without scale_ub.',
+        ),
     ),
     rows=QUANTISED,
     output="QuantisedOutput",
-    call="quantised.forward(operands, options, (out, residual_out, y_scale))",
+    call="quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))",
+    renamed={"save_amax": "amax_out"},
     summary={
         norm: f"Compute {norm.row.title} of x + x_bias + residual, quantised with scales per row, per group, or static."
         for norm in QUANTISED.functions

@@ -54,6 +54,12 @@ def _writes_y(mode: Mode) -> bool:
     return not mode.statistics_only
 
 
+# The kernel of columns subtracts both from a row.
+_PIVOT = (
+    _Row("pivot_ptr", "(M,) fp32", lambda m, p: m.columnwise.writes and m.norm.centres),
+    _Row("shift_ptr", "(M,) fp32, from the pivot to the mean", lambda m, p: m.columnwise.writes and m.norm.centres),
+)
+
 _FORWARD = (
     _Row("x_ptr", "({rows_in}, N) {dtype_in}"),
     _Row("x_scale_ptr", "(M,) fp32, or one value", lambda m, p: m.dtype_in.is_fp8),
@@ -83,8 +89,10 @@ _FORWARD = (
     _Row("y_scale_ptr", "(M, groups), {codes}", lambda m, p: m.scale_format.stores_bytes and m.has_scale_strides),
     _Row("y_scale_ptr", "tiles of 128 rows by 4 groups, {codes}", lambda m, p: m.scale_layout.swizzles),
     _Row("unquantised_ptr", "(M, N) {dtype_in}", lambda m, p: m.save_unquant),
+    _Row("amax_ptr", "(1,) fp32, raised to the largest |y|", lambda m, p: m.save_amax),
     _Row("mean_ptr", "(M,) fp32", lambda m, p: m.save_mv and m.norm.centres and not m.fadd.renorms),
-    _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.save_mv and not m.fadd.renorms),
+    *_PIVOT,
+    _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.stores_statistics and not m.fadd.renorms),
     _Row(
         "rstd_ptr", "fp32, each norm's statistics; `statistics_length` apart", lambda m, p: m.save_mv and m.fadd.renorms
     ),
@@ -124,6 +132,38 @@ _FORWARD = (
     _Row("RANKS: tl.constexpr", "of the exchange", lambda m, p: m.reduce.exchanges),
     _PTX,
     _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
+    _PDL,
+)
+
+
+def _reads_x(mode: Mode, part: Pipeline | Part) -> bool:
+    """Return True if the kernel of columns takes x: to normalise x, or to round to the dtype of x."""
+    return not mode.fadd.stores or mode.cast.comes_first or mode.quantise_rounded
+
+
+_COLUMNS = (
+    _Row("x_ptr", "(M, N) {dtype_in}", _reads_x),
+    _Row("residual_out_ptr", "(M, N), the rows to normalise", lambda m, p: m.fadd.stores),
+    _Row("weight_ptr", "(N,) or None"),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres),
+    *_PIVOT,
+    _Row("rstd_ptr", "(M,) fp32"),
+    _Row("y_ptr", "(M, N) {dtype_out}, which says what rows are rounded to", lambda m, p: m.cast.comes_first),
+    _Row("columnwise_ptr", "(M, N) {dtype_out}", lambda m, p: not m.columnwise.transposes),
+    _Row("columnwise_ptr", "(N, M) {dtype_out}", lambda m, p: m.columnwise.transposes),
+    _Row("columnwise_scale_ptr", "fp32, per block of rows and column", lambda m, p: m.has_float_groups),
+    _Row("columnwise_scale_ptr", "exponents, per block of rows and column", lambda m, p: not m.has_float_groups),
+    _Row("x_row_stride", "elements", lambda m, p: not m.fadd.stores),
+    _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
+    _Row("M", "rows"),
+    _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    _Row("columnwise_vectors", "of 16 bytes, from column to column", lambda m, p: m.columnwise.transposes),
+    _Row("columnwise_scale_column_stride", "{scale_elements}", lambda m, p: not m.scale_layout.swizzles),
+    _Row("columnwise_scale_block_stride", "{scale_elements}{of_four}", lambda m, p: not m.scale_layout.swizzles),
+    _Row("N: tl.constexpr", "columns, exact"),
+    _ALIGNMENT,
+    _Row("ROWS: tl.constexpr", "rows a program"),
+    _Row("BLOCK: tl.constexpr", "columns a program"),
     _PDL,
 )
 
@@ -302,7 +342,8 @@ _CHANNEL_BACKWARD = (
 
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a kernel, which the runtime matches by name."""
-    return _listed(_BACKWARD if mode.is_backward else _FORWARD, mode, part, _words(mode))
+    table = _COLUMNS if part is Part.COLUMNS else _BACKWARD if mode.is_backward else _FORWARD
+    return _listed(table, mode, part, _words(mode))
 
 
 def group_params(mode: GroupMode, part: Pipeline | Part) -> list[Param]:
@@ -409,6 +450,8 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
     """Return the docstring of a kernel."""
     if mode.is_backward:
         return _BACKWARD_SUMMARIES[part]
+    if part is Part.COLUMNS:
+        return "Blocks of rows, quantised by column, from the statistics of each row."
     if part is Part.WINDOW:
         return "Rows in turn, each held in registers, where rows start anywhere."
     if mode.statistics_only and (part is Pipeline.TWO_PASS or (part is Pipeline.ONE_PASS and not mode.keeps_row)):

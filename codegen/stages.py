@@ -32,3 +32,4 @@ class Stage(Enum):
     ROUNDING = "rounding"  # rounded to x's dtype before quantisation
     UNQUANTISED = "unquantised"  # stored in x's dtype as well
     SMOOTH = "smooth"  # times a smooth scale
+    LARGEST = "largest"  # counted in the largest magnitude of all rows

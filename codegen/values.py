@@ -430,6 +430,29 @@ class ScaleLayout(Enum):
         return self if self.swizzles else ScaleLayout.ROW_MAJOR
 
 
+class Columnwise(Enum):
+    """The second output that is quantised along columns, for the gradient of a weight: none, as y or transposed."""
+
+    NONE = "none"
+    UNTRANSPOSED = "untransposed"
+    TRANSPOSED = "transposed"
+
+    @property
+    def code(self) -> int:
+        """Return an integer for this word."""
+        return tuple(Columnwise).index(self)
+
+    @property
+    def writes(self) -> bool:
+        """Return True if there is such an output."""
+        return self is not Columnwise.NONE
+
+    @property
+    def transposes(self) -> bool:
+        """Return True if the output has a row for each column of y."""
+        return self is Columnwise.TRANSPOSED
+
+
 class Rounding(Enum):
     """The rounding of int8 values: to nearest even, or toward zero as in ck_tile."""
 
@@ -565,6 +588,7 @@ class Part(Enum):
 
     ROW_TERMS = "row_terms"
     WINDOW = "window"
+    COLUMNS = "columns"
     # GroupNorm's, forward and backward.
     MOMENTS = "moments"
     TERMS = "terms"

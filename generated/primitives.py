@@ -29,6 +29,9 @@ UNSPECIALISED = (
     "sample_rows",
     "y_scale_row_stride",
     "y_scale_group_stride",
+    "columnwise_vectors",
+    "columnwise_scale_column_stride",
+    "columnwise_scale_block_stride",
 )
 
 
@@ -718,6 +721,62 @@ def swizzle_scales(ptr, codes, rows, start, row_mask, N: tl.constexpr, SIZE: tl.
     tile = rows // 128 * tiles + groups // 4
     within = rows % 32 * 16 + rows % 128 // 32 * 4 + groups % 4
     put(ptr + tile * 512 + within, codes, mask, PTX)
+
+
+@triton.jit
+def in_blocks(values, SIZE: tl.constexpr):
+    """A tile of rows as blocks of SIZE of them."""
+    return tl.reshape(values, (values.shape[0] // SIZE, SIZE, values.shape[1]))
+
+
+@triton.jit
+def spread_down(values, SIZE: tl.constexpr):
+    """A value a block and column as one for each of the block's rows."""
+    shape: tl.constexpr = (values.shape[0], SIZE, values.shape[1])
+    return tl.reshape(tl.broadcast_to(values[:, None, :], shape), (values.shape[0] * SIZE, values.shape[1]))
+
+
+@triton.jit
+def store_scales_of_blocks(
+    places, scales, first_row, block_stride, col_mask, M, SIZE: tl.constexpr, PACKS: tl.constexpr
+):
+    """Write the scales of blocks of SIZE rows at their columns' places, those of PACKS neighbours side by side."""
+    blocks = first_row // SIZE + tl.arange(0, scales.shape[0])[:, None]
+    mask = (blocks * SIZE < M) & col_mask
+    tl.store(places + blocks // PACKS * block_stride + blocks % PACKS, scales, mask=mask)
+
+
+@triton.jit
+def swizzle_scales_of_blocks(ptr, codes, first_row, cols, col_mask, M, SIZE: tl.constexpr):
+    """Write bytes of scales of blocks of SIZE rows into tiles of 128 columns by 4 blocks; see `swizzle_scales`."""
+    blocks = first_row // SIZE + tl.arange(0, codes.shape[0])[:, None]
+    tiles = (M + (4 * SIZE - 1)) // (4 * SIZE)
+    tile = cols // 128 * tiles.to(tl.int64) + blocks // 4
+    within = cols % 32 * 16 + cols % 128 // 32 * 4 + blocks % 4
+    tl.store(ptr + tile * 512 + within, codes, mask=(blocks * SIZE < M) & col_mask)
+
+
+@triton.jit
+def store_transposed(ptr, tile, first_row, start, vectors, N: tl.constexpr):
+    """Write the columns of a tile as rows of vectors of 16 bytes, to the end of their padding.
+
+    Indices are made anew: of transposed ones Triton would not see that they adjoin, and would store single bytes.
+    """
+    stride = vectors * 16
+    rows = (first_row + tl.arange(0, tile.shape[0]))[None, :]
+    cols = (start + tl.arange(0, tile.shape[1]))[:, None]
+    tl.store(ptr + cols * stride + rows, tl.trans(tile), mask=(rows < stride) & (cols < N))
+
+
+@triton.jit
+def raise_amax(ptr, y, mask):
+    """Raise an fp32 value to the largest |y|: by an atomic maximum of bits, which order as values, NaN above Inf.
+
+    The order of programs does not matter. A value that is no less needs no atomic: programs would wait in line.
+    """
+    bits = tl.max(magnitude_bits(y, mask))
+    place = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(place, bits, mask=bits > tl.load(place, volatile=True), sem="relaxed")
 
 
 @triton.jit

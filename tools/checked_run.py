@@ -24,7 +24,16 @@ from ..reference import renormed as renorming_reference
 from ..reference import statistics as statistics_reference
 from ..selection import dispatch
 from . import checked_gradients
-from .compare import Finding, compare, compare_quantised, numbers_of, worst_of
+from .compare import (
+    Finding,
+    columns_of,
+    compare,
+    compare_amax,
+    compare_columns,
+    compare_quantised,
+    numbers_of,
+    worst_of,
+)
 from .machine import Machine
 from .measured_run import Result, Run, measured
 from .problem import Problem
@@ -138,6 +147,9 @@ def _validate_quantised(
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
     findings: list[Finding] = []
+    largest: list[quantisation_reference.ReferenceQuantised] = []
+    columns = None if result.columnwise is None else columns_of(result, problem.mode)
+    of_rows = result._replace(y_scale=None, columnwise=None, columnwise_scale=None, amax=None)
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
@@ -146,18 +158,21 @@ def _validate_quantised(
         )
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
-        parts = {
-            name: value[rows] for name, value in result._replace(y_scale=None)._asdict().items() if value is not None
-        }
-        outputs = result._replace(**parts)
-        findings += compare_quantised(outputs, None if scale is None else scale[rows], oracle(**sliced))
-    return worst_of(findings)
+        parts = {name: value[rows] for name, value in of_rows._asdict().items() if value is not None}
+        expected = oracle(**sliced)
+        findings += compare_quantised(of_rows._replace(**parts), None if scale is None else scale[rows], expected)
+        if columns is not None:
+            findings += compare_columns(columns, expected, rows.start * problem.heads)
+        if result.amax is not None:
+            largest.append(expected)
+    return worst_of([*findings, *([compare_amax(result.amax, largest)] if result.amax is not None else [])])
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:
     together, groups = problem.heads, problem.tokens
     if problem.samples:
         together, groups = problem.m // problem.samples, problem.samples
-    some = max(1, REFERENCE_ELEMENTS // (together * problem.n))
+    # Whole blocks of rows: no block has more than 128.
+    some = max(128, REFERENCE_ELEMENTS // (together * problem.n) // 128 * 128)
     for first in range(0, groups, some):
         yield slice(first, first + some)

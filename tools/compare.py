@@ -19,6 +19,7 @@ from ..reference.quantised import (
     VALUE_ERROR,
     VANISHING,
     ReferenceQuantised,
+    columnwise,
     next_power_of_two,
     scale_of,
     under,
@@ -172,6 +173,45 @@ def compare_quantised(
         else:
             findings.append(_close("y", got, want, expected.unquantised_open)._replace(name=name))
     return findings
+
+
+def columns_of(actual: QuantisedOutput, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y quantised along columns, (N, M), and the numbers that blocks were divided by, (N, B)."""
+    data, scale = actual.columnwise, actual.columnwise_scale
+    assert data is not None
+    assert scale is not None
+    if not mode.columnwise.transposes:
+        data, scale = data.flatten(0, -2).t(), scale if mode.scale_layout.swizzles else scale.t()
+    shape = torch.Size((data.shape[0], -(-data.shape[1] // mode.group_size.code)))
+    return data, numbers_of(scale, mode, shape)
+
+
+def compare_columns(
+    columns: tuple[torch.Tensor, torch.Tensor], rows: ReferenceQuantised, first: int = 0
+) -> list[Finding]:
+    """Hold what `columns_of` returns for some rows, from the first row of a block on, against the oracle's rows."""
+    expected = columnwise(rows)
+    last = first + expected.z.shape[1]
+    data, scale = columns[0][:, first:last], columns[1][:, first // rows.size : -(-last // rows.size)]
+    findings = compare_quantised(QuantisedOutput(data, None, None, None), scale, expected)
+    names = {"y": "columnwise", "y_scale": "columnwise_scale"}
+    return [finding._replace(name=names[finding.name]) for finding in findings]
+
+
+def compare_amax(amax: torch.Tensor, rows: Iterable[ReferenceQuantised]) -> Finding:
+    """Hold max|y| of all rows against the oracle's."""
+    want, slack = (torch.stack([each(part) for part in rows]).amax() for each in (_largest, _largest_error))
+    error = (amax.double().reshape(()) - want).abs()
+    is_close = torch.where(want.isfinite(), error <= slack, ~amax.isfinite().all())
+    return Finding("amax", _worst(error), float(slack), bool(is_close))
+
+
+def _largest(rows: ReferenceQuantised) -> torch.Tensor:
+    return rows.z.abs().amax()
+
+
+def _largest_error(rows: ReferenceQuantised) -> torch.Tensor:
+    return (rows.open + VALUE_ERROR * rows.terms).amax() + STATISTICS.rtol * rows.z.abs().amax()
 
 
 def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQuantised) -> Finding:

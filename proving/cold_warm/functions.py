@@ -100,6 +100,7 @@ _OWN: Mapping[str, Mapping[str, Draw]] = {
 }
 _NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
     "y_scale": ("one", "vector", "lead", "column", "none"),
+    "amax_out": ("one", "none", "vector"),
     "statistics": ("groups",),
 }
 _FORMS: Mapping[Kind, tuple[str, ...]] = {
@@ -325,6 +326,8 @@ JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"fquant": "static", "y_scale": Operand(form="vector")},
         {"fquant": "dynamic", "y_scale": Operand(form="lead")},
         {"out_dtype": torch.float8_e4m3fn, "scale_ub": Operand(form="one")},
+        {"out_dtype": torch.float8_e4m3fn, "group_size": 128, "columnwise": "transposed"},
+        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "columnwise": 1, "amax_out": Operand(form="one")},
     ),
     "_fwd": (
         {"fadd": "pre_add_store", "residual": Operand(form="rows"), "dropout_p": 0.5, "dropout_rng": "tensor"},
@@ -388,6 +391,8 @@ def _axes(function: Function, call: Call) -> SimpleNamespace:
 def _result_dtype(name: str, call: Call) -> torch.dtype:
     """Return the dtype of the result that goes to a place."""
     x, residual = call.get("x"), call.get("residual")
+    if name == "amax_out":
+        return torch.float32
     if name == "residual_out":
         return residual.dtype if isinstance(residual, Operand) and residual.dtype else torch.float32
     quantises = call.get("fquant") not in ("none", 0, False, None, "FusedQuant.NONE")

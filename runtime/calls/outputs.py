@@ -52,12 +52,20 @@ class QuantisedOutput(NamedTuple):
             packed, of ceil(G / 4); swizzled, of two dimensions, x's rows in multiples of 128 and G in multiples of 4.
             None with a scale that was given.
         unquantised: x's shape, in x's dtype: y as it is before smooth_scale.
+        columnwise: y quantised in blocks of B = ceil(M / group_size) for each column, of M rows in all: x's shape, or
+            transposed (N, M), of which each row starts at a multiple of 16 bytes.
+        columnwise_scale: (B, N), or with a transposed output (N, B); packed, four blocks in one; swizzled as y_scale of
+            the transposed output.
+        amax: the tensor that was passed as amax_out; (1,) in traces.
     """
 
     y: torch.Tensor
     residual_out: torch.Tensor | None
     y_scale: torch.Tensor | None
     unquantised: torch.Tensor | None
+    columnwise: torch.Tensor | None = None
+    columnwise_scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
 
 
 class NormGradients(NamedTuple):
@@ -155,6 +163,29 @@ def group_scales(
     return scales.as_strided((m, columns), (1, padded)).view(*leading, columns)
 
 
+def columnwise_outputs(
+    make: Make, mode: Mode, shape: Sequence[int], m: int, dtypes: Sequence[torch.dtype], layout: ScaleLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make what y quantised along columns is written to, and its scales.
+
+    Args:
+        make: makes a tensor.
+        mode: the call's.
+        shape: x's.
+        m: the number of rows.
+        dtypes: of both.
+        layout: of the scales.
+    """
+    n, blocks = shape[-1], -(-m // (mode.group_size.code * mode.scale_format.packs))
+    if mode.columnwise.transposes:
+        padded = -(-m // _TMA) * _TMA
+        data = make((n, padded), dtype=dtypes[0]).as_strided((n, m), (padded, 1))
+    else:
+        data = make(tuple(shape), dtype=dtypes[0])
+    rows, columns = (n, blocks) if mode.columnwise.transposes or layout.swizzles else (blocks, n)
+    return data, group_scales(make, (rows,), rows, columns, dtypes[1], layout)
+
+
 def y_shape(shape: Sequence[int], mode: Mode) -> tuple[int, ...]:
     """Return the shape of y for x's, (..., N): in torch's elements, one of which holds two of fp4."""
     return *shape[:-1], shape[-1] // mode.dtype_out.packs
@@ -173,8 +204,12 @@ def scale_columns(mode: Mode, n: int) -> int:
 
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """Return the results of a call, made by `make` and not by kernels; None for results that are not asked for."""
-    shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
-    shapes[Kind.PER_NORM] = packing(call.m, call.function.norm.centres, 2)[:1]
+    shapes: dict[Kind, Sequence[int]] = {
+        Kind.ROWS: call.x.shape,
+        Kind.VECTOR: call.x.shape[-1:],
+        Kind.PER_ROW: call.x.shape[:-1],
+    }
+    shapes |= {Kind.PER_NORM: packing(call.m, call.function.norm.centres, 2)[:1], Kind.VALUE: (1,), Kind.COLUMNS: ()}
     results: list[torch.Tensor | None] = []
     for row in call.function.family.results:
         dtype = call.dtype_of(row.name)
@@ -188,6 +223,9 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
         columns = scale_columns(call.mode, call.n)
         scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
         results[QuantisedOutput._fields.index("y_scale")] = scale
+    if call.mode.columnwise.writes:
+        dtypes: Any = [call.dtype_of(name) for name in QuantisedOutput._fields[4:6]]
+        results[4:6] = columnwise_outputs(make, call.mode, call.x.shape, call.m, dtypes, call.scale_layout)
     return tuple(results)
 
 

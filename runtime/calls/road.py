@@ -324,7 +324,7 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: 
         calls.check(call, outs, not seen)
     if seen:
         results: Any = operated_as(calls.functions[options[0]], call, calls.output._fields)
-        for at, out in enumerate(outs):
+        for at, out in enumerate(outs[:3]):
             if out is not None and results[at] is not None:
                 # Scales may be wanted in another shape.
                 results[at] = out.copy_(results[at] if at < 2 else results[at].view(out.shape))

@@ -14,7 +14,17 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import first, native
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
-from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import (
+    Cast,
+    Columnwise,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+    ScaleLayout,
+)
 from ..upstream.torch_internals import eager_below
 from . import post_add, quantised
 from .gated import row as gated
@@ -874,9 +884,11 @@ def quantised_layer_norm(
     scale_ub: torch.Tensor | None = None,
     quantise_rounded: bool = False,
     save_unquant: bool = False,
+    columnwise: str | int | Columnwise = "none",
     y_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
 ) -> QuantisedOutput:
     """Compute LayerNorm of x + x_bias + residual, quantised with scales per row, per group, or static.
 
@@ -918,6 +930,9 @@ def quantised_layer_norm(
         quantise_rounded: True rounds y to x's 16 bits before smooth_scale, as a kernel that reads a stored y does;
             False quantises y in fp32.
         save_unquant: return y in x's dtype too, before smooth_scale.
+        columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
+            of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
+            N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.
         y_scale: with fquant "static" the divisor of y: one fp32 value on x's device, which the host does not read, or
             (N,), one per column, fp16, bf16 or fp32. Otherwise the tensor that scales are written to, or None for a new
             tensor: in the scales' shape and dtype, or (..., 1) for one scale per row. Contiguous; scales of groups, in
@@ -926,6 +941,9 @@ def quantised_layer_norm(
         out: a contiguous tensor that y is written to, in y's shape, or None for a new tensor.
         residual_out: a contiguous tensor in residual's dtype that the sum is written to, or None for a new tensor; may
             be residual or x itself.
+        amax_out: one fp32 value on x's device, a slot of a history for example, that is raised to max|y| before y is
+            divided by a scale, or None. The value is never lowered, so that calls accumulate; fill it with 0 first. A
+            NaN in y makes the value NaN. With fquant "dynamic" or "static", without scale_ub.
 
     Returns:
         `QuantisedOutput`, with None for outputs that were not asked for.
@@ -936,9 +954,9 @@ def quantised_layer_norm(
     operands = (x, weight, bias, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
     options = (
         "layer", eps, 0.0, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
-        save_unquant,
+        save_unquant, columnwise, amax_out,
     )  # fmt: skip
-    return quantised.forward(operands, options, (out, residual_out, y_scale))
+    return quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))
 
 
 def quantised_rms_norm(
@@ -960,9 +978,11 @@ def quantised_rms_norm(
     scale_ub: torch.Tensor | None = None,
     quantise_rounded: bool = False,
     save_unquant: bool = False,
+    columnwise: str | int | Columnwise = "none",
     y_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
 ) -> QuantisedOutput:
     """Compute RMSNorm of x + x_bias + residual, quantised with scales per row, per group, or static.
 
@@ -1004,6 +1024,9 @@ def quantised_rms_norm(
         quantise_rounded: True rounds y to x's 16 bits before smooth_scale, as a kernel that reads a stored y does;
             False quantises y in fp32.
         save_unquant: return y in x's dtype too, before smooth_scale.
+        columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
+            of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
+            N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.
         y_scale: with fquant "static" the divisor of y: one fp32 value on x's device, which the host does not read, or
             (N,), one per column, fp16, bf16 or fp32. Otherwise the tensor that scales are written to, or None for a new
             tensor: in the scales' shape and dtype, or (..., 1) for one scale per row. Contiguous; scales of groups, in
@@ -1012,6 +1035,9 @@ def quantised_rms_norm(
         out: a contiguous tensor that y is written to, in y's shape, or None for a new tensor.
         residual_out: a contiguous tensor in residual's dtype that the sum is written to, or None for a new tensor; may
             be residual or x itself.
+        amax_out: one fp32 value on x's device, a slot of a history for example, that is raised to max|y| before y is
+            divided by a scale, or None. The value is never lowered, so that calls accumulate; fill it with 0 first. A
+            NaN in y makes the value NaN. With fquant "dynamic" or "static", without scale_ub.
 
     Returns:
         `QuantisedOutput`, with None for outputs that were not asked for.
@@ -1022,6 +1048,6 @@ def quantised_rms_norm(
     operands = (x, weight, None, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
     options = (
         "rms", eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
-        save_unquant,
+        save_unquant, columnwise, amax_out,
     )  # fmt: skip
-    return quantised.forward(operands, options, (out, residual_out, y_scale))
+    return quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from ..calls import road
-from ..calls.check import Call, check_device, check_dtype, check_tensor, check_written
+from ..calls.check import Call, check_device, check_dtype, check_operand, check_tensor, check_written
 from ..calls.first import address_of
 from ..calls.launch import Held, run_sized
-from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
+from ..calls.outputs import QuantisedOutput, columnwise_outputs, group_scales, scale_columns, tiled_shape
 from ..calls.plan import MISALIGNED, PlannedCall
 from ..calls.road import Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
+from ..codegen.families import Kind
+from ..codegen.model import Mode
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
@@ -28,21 +30,29 @@ _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
 def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput:
-    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the outs."""
+    """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the outs.
+
+    The last of these is what the amax is accumulated in, which is among the options too.
+    """
     result: QuantisedOutput = road.launched_2d(CALLS, *arranged(operands, options, outs))
-    return result
+    amax, amax_out = result.amax, outs[-1]
+    if amax is None or amax_out is None or amax is amax_out:
+        return result
+    # An operator accumulates in a tensor of its own.
+    return result._replace(amax=amax_out.copy_(torch.maximum(amax_out, amax.view(amax_out.shape))))
 
 
 def arranged(operands: Any, options: Options, outs: Outs) -> tuple[Any, Options, Outs]:
     """Return the arguments of `forward` as the family's rows have them: a static y_scale is an operand."""
-    norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales = options
+    norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales, amax_out = options
     quantisation = word(FusedQuant, "fquant", fquant)
     if quantisation.is_static:
         quantisation, static = _given_scale(operands[0], outs[2])
         operands = (*operands[:_STATIC], *static, *operands[_STATIC + 2 :])
-        outs = (*outs[:2], None)
+        outs = (*outs[:2], None, *outs[3:])
     group = ScaleGroup.NONE.value if group_size is None else group_size
-    return operands, (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group, *of_scales), outs
+    first = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group)
+    return operands, (*first, *of_scales, amax_out is not None), outs
 
 
 def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
@@ -78,6 +88,11 @@ def _check(call: Call, outs: Outs, addressed: bool) -> None:
     others = road.check_outs(call, outs[:2], addressed)
     if outs[2] is not None:
         _check_scale_out(call, outs[2], others, addressed)
+        others["y_scale"] = outs[2]
+    if outs[3] is not None:
+        check_operand(Kind.VALUE, "amax_out", outs[3], call.x)
+        check_written("amax_out", outs[3], addressed)
+        _check_apart("amax_out", outs[3], others, addressed)
 
 
 def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
@@ -105,17 +120,19 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
                 "for each, a contiguous tensor say, or leave y_scale out"
             )
     check_written("y_scale", out, addressed)
-    if not addressed:
-        return
-    at_scale = address_of("y_scale", out)
-    start, end = _span(out)
-    for name, other in others.items():
-        at, behind = _span(other)
-        if start < behind and at < end:
-            raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
-    if not call.mode.serves and at_scale & MISALIGNED:
+    _check_apart("y_scale", out, others, addressed)
+    if addressed and not call.mode.serves and address_of("y_scale", out) & MISALIGNED:
         # The kernel is that of `layernorm2d_fwd`, which allocates them.
         raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
+
+
+def _check_apart(out: str, tensor: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
+    """Check that what is written to meets no other tensor, if it has an address."""
+    start, end = _span(tensor) if addressed else (0, 0)
+    for name, other in others.items() if addressed else ():
+        at, behind = _span(other)
+        if start < behind and at < end:
+            raise LayoutError(f"{out} overlaps {name} in memory; pass memory of its own")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -131,24 +148,41 @@ def launch(
 ) -> QuantisedOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan, as `run_sized` does."""
     plan, addresses, tensors, shape, m, numbers = planned
-    out, residual_out, y_scale, *_ = outs
-    mode, dtype = plan.mode, plan.dtypes[2]
-    if dtype is not None and mode.group_size.code:
-        columns, packs = scale_columns(mode, plan.n), mode.scale_format.packs
-        layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
+    out, residual_out, y_scale, *amax_out = outs
+    mode, n, dtypes, make = plan.mode, plan.n, plan.dtypes, partial(_new, plan.empty)
+    columnwise = columnwise_scale = None
+    if dtypes[2] is not None and mode.group_size.code:
+        columns, layout = scale_columns(mode, n), word(ScaleLayout, "scale_layout", options[_LAYOUT])
         if y_scale is None:
-            y_scale = group_scales(partial(_new, plan.empty), shape[:-1], m, columns, dtype, layout)
+            y_scale = group_scales(make, shape[:-1], m, columns, dtypes[2], layout)
+        _fill_up(y_scale, y_scale, m, n, mode, layout)
         if not layout.swizzles:
-            # The bytes of an int32 behind the last group are 0.
-            if plan.n <= (columns * packs - 1) * mode.group_size.code:
-                y_scale[..., -1].zero_()
             numbers = (*numbers, *_scale_strides(mode.scale_format, y_scale))
-        elif y_scale.numel() != m * columns:
-            # The padding of tiles is 0 too.
-            y_scale.view(torch.uint8).zero_()
-    outs = out, residual_out, y_scale
+        if mode.columnwise.writes:
+            columnwise, columnwise_scale = columnwise_outputs(make, mode, shape, m, dtypes[4:6], layout)
+            by_column = columnwise_scale if mode.columnwise.transposes or layout.swizzles else columnwise_scale.t()
+            _fill_up(columnwise_scale, by_column, n, m, mode, layout)
+            numbers = (*numbers, *([columnwise.stride(0) // ALIGNMENT] if mode.columnwise.transposes else []))
+            if not layout.swizzles:
+                numbers = (*numbers, *_scale_strides(mode.scale_format, by_column))
+    amax = amax_out[0] if amax_out else None
+    if mode.save_amax and amax is None:
+        amax = make((1,), dtype=torch.float32).zero_()
+    outs = out, residual_out, y_scale, None, columnwise, columnwise_scale, amax
     outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, held=held, exchange=exchange)
     return QuantisedOutput._make(outputs)
+
+
+def _fill_up(scale: torch.Tensor, by_row: torch.Tensor, rows: int, n: int, mode: Mode, layout: ScaleLayout) -> None:
+    """Write zeros where scales of groups of n elements, in `rows` rows, have padding."""
+    columns = scale_columns(mode, n)
+    if layout.swizzles:
+        if scale.numel() != rows * columns:
+            # The padding of tiles.
+            scale.view(torch.uint8).zero_()
+    elif n <= (columns * mode.scale_format.packs - 1) * mode.group_size.code:
+        # The bytes of an int32 behind the last group.
+        by_row[..., -1].zero_()
 
 
 def _new(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:

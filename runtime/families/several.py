@@ -93,7 +93,7 @@ def _defaults(function: Callable[..., Any], calls: FamilyCalls, **own: None) -> 
 
 
 _PLAIN = plain.CALLS, _defaults(add_rms_norm, plain.CALLS, residual=None, out_dtype=None)
-_QUANTISED = quantised.CALLS, _defaults(quantised_rms_norm, quantised.CALLS, y_scale=None)
+_QUANTISED = quantised.CALLS, _defaults(quantised_rms_norm, quantised.CALLS, y_scale=None, save_amax=None)
 _QUANTISING = frozenset(signature(quantised_rms_norm).parameters) - frozenset(signature(add_rms_norm).parameters)
 
 
@@ -160,10 +160,12 @@ def _launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:
 
 def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
     pairs = [(plan, m) for plan, _, _, _, m, _ in planned]
-    recipes = [plan.prepared(m).assembly.walkers[0] for plan, m in pairs]
+    walkers = [plan.prepared(m).assembly.walkers for plan, m in pairs]
     device, *elsewhere = {each.device for _, _, (each, *_), *_ in planned if each is not None}
     names, is_invariant = [plan.mode.name for plan, _ in pairs], planned[0][0].is_invariant
-    shared = None if elsewhere else join(names, recipes, invariant=is_invariant)
+    # A call of several kernels has launches of its own.
+    apart = elsewhere or any(len(each) > 1 for each in walkers)
+    shared = None if apart else join(names, [first for first, *_ in walkers], invariant=is_invariant)
     if shared is None:
         return None
     kind, *beside = [plan.kind(m) for plan, m in pairs]

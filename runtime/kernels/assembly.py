@@ -37,6 +37,8 @@ _DROPPED = "ddropped_ptr"
 # encoded in software.
 _Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
+_BYTES_OF_SCALES = (_Y_SCALE, "columnwise_scale_ptr")
+_COLUMN_STRIDES = ("columnwise_scale_column_stride", "columnwise_scale_block_stride")
 
 
 # The launch that adds up partial sums: rows of partial sums at a time, and columns per program.
@@ -122,10 +124,10 @@ class Facts:
             misaligned = () if starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
-            # Scales may be written to a slice of the caller's tensor.
-            anywhere.add(_Y_SCALE)
+            # These may be written to a slice of the caller's tensor.
+            anywhere |= {_Y_SCALE, "amax_ptr"}
         self.misaligned = {*misaligned} - anywhere
-        own = {"x": mode.dtype_in, "y": mode.dtype_out}
+        own = {"x": mode.dtype_in, "y": mode.dtype_out, "columnwise": mode.dtype_out}
 
         def handed(row: Parameter | Result) -> str | None:
             dtype = dtypes[row.name]
@@ -135,7 +137,7 @@ class Facts:
             if isinstance(row, Result) and row.is_sum:
                 dtype = "float32"
             elif (row.name in own and in_software(own[row.name], target)) or (
-                row.slot == _Y_SCALE and mode.scale_format.stores_bytes
+                row.slot in _BYTES_OF_SCALES and mode.scale_format.stores_bytes
             ):
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})
@@ -146,7 +148,12 @@ class Facts:
         ddropped = self.types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # The strides of scales of groups, which may depend on M.
-        groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.has_scale_strides else {}
+        strided = {
+            **dict.fromkeys(_SCALE_STRIDES, mode.has_scale_strides),
+            "columnwise_vectors": mode.columnwise.transposes,
+            **dict.fromkeys(_COLUMN_STRIDES, mode.columnwise.writes and mode.has_scale_strides),
+        }
+        groups = {name: "i64" for name, is_brought in strided.items() if is_brought}
         self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
         self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
         rows_read = [dtypes[row.name] for row in family.inputs if row.kind is Kind.ROWS]
@@ -266,16 +273,16 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             types=types,
             strides={**strides, **facts.further},
             constants={
-                **pipelines.constants(replace(tile, block=step.block(tile)), n, alignment, facts.misaligned, target),
+                **pipelines.constants(own, n, alignment, facts.misaligned, target),
                 # With a slot per lane of a warp, no warp holds a slot twice: two rows of 16384 spill 72 bytes less.
                 "PEERS": max(WARP, power_of_two(row.columns(tile, n))),
                 "RANKS": facts.sizes.get("ranks"),
             },
-            warps=tile.warps,
-            options=pipelines.compiler_options(tile, target, waits=row.waits),
-            grid=partial(step.grid, tile, row.columns(tile, n), target),
+            warps=own.warps,
+            options=pipelines.compiler_options(own, target, waits=row.waits),
+            grid=partial(step.grid, own, row.columns(tile, n), target),
         )
-        for step in row.steps
+        for step, own in ((step, step.tile(tile)) for step in row.steps)
     )
     most, rows = row.programs(tile, n, target), tile.rows
 

@@ -39,12 +39,12 @@ class Step:
     Attributes:
         grid: the grid of a launch.
         part: the kernel; None is the kernel with the pipeline's name.
-        block: a function from a tile to the columns per chunk.
+        tile: a function from the pipeline's tile to that of the kernel.
     """
 
     grid: GridOf
     part: Part | None = None
-    block: Callable[[Tile], int] = lambda tile: tile.block
+    tile: Callable[[Tile], Tile] = lambda tile: tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,20 @@ FORWARD: dict[Pipeline, Row] = {
     Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
 }
 
+# A tile of y that is quantised along columns: whole blocks, and 128 bytes of each 16-bit row and of each column.
+_COLUMNS = Tile(Pipeline.ROWS, rows=128, block=64, warps=8)
+
+
+_TERMS = ("pivot_ptr", "shift_ptr", "rstd_ptr")
+
+
+def _blocks_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
+    return -(-m // tile.rows) * columns, 1, 1
+
+
+_OF_COLUMNS = Step(grid=_blocks_of_rows, part=Part.COLUMNS, tile=lambda tile: _COLUMNS)
+
+
 # Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
 WINDOW = Row(steps=(Step(grid=_windows, part=Part.WINDOW),))
 
@@ -118,7 +132,7 @@ BACKWARD: dict[Pipeline, Row] = {
     Pipeline.TWO_PASS: Row(
         steps=(
             # A thread holds as many values of one row as of a tile of several rows.
-            Step(grid=_each_row, part=Part.ROW_TERMS, block=lambda tile: tile.rows * tile.block),
+            Step(grid=_each_row, part=Part.ROW_TERMS, tile=lambda tile: replace(tile, block=tile.rows * tile.block)),
             Step(grid=_sharing_both),
         ),
         columns=column_blocks,
@@ -130,7 +144,13 @@ BACKWARD: dict[Pipeline, Row] = {
 
 def row_of(mode: Mode, pipeline: Pipeline) -> Row:
     """Return the launch of a pipeline in the direction of a mode."""
-    return (BACKWARD if mode.is_backward else FORWARD)[pipeline]
+    row = (BACKWARD if mode.is_backward else FORWARD)[pipeline]
+    if not mode.columnwise.writes:
+        return row
+    # The rows' kernel stores what the kernel of columns normalises by.
+    return replace(
+        row, steps=(*row.steps, _OF_COLUMNS), columns=lambda _, n: column_blocks(_COLUMNS, n), row_terms=_TERMS
+    )
 
 
 # To start in a wave and to write partial sums takes a program about as long as `_START` rows.

@@ -316,7 +316,7 @@ def _arranged(norm: str, named: Mapping[str, Any]) -> tuple[road.FamilyCalls, An
         if name not in defaults:
             raise TypeError(f"AllReduceNorm got {name!r}; it takes {', '.join(defaults)}")
     fadd = "none" if named.get("residual") is None else "pre_add_store"
-    arguments = {**defaults, **named, "fadd": fadd, "save_mv": False}
+    arguments = {**defaults, **named, "fadd": fadd, "save_mv": False, "save_amax": None}
     operands, settled = road.operands_of(calls, arguments), road.options_of(calls, norm, arguments)
     if not quantises:
         return calls, operands, settled, (None, None)
@@ -362,7 +362,8 @@ def _traced(handle: int, collective: str, norm: str, named: Mapping[str, Any]) -
     tensors, others = [named.get(name) for name in _TENSORS], [named.get(name) for name in _OTHERS]
     results = torch.ops.normforge.all_reduce_norm(*tensors, handle, collective, norm, *others)
     measures = named.get("fquant", "none") in ("dynamic", "smooth_dynamic")
-    there = (True, named["residual"] is not None, measures, bool(named.get("save_unquant")))
+    # Norms of sums over ranks have neither columns nor an amax.
+    there = (True, named["residual"] is not None, measures, bool(named.get("save_unquant")), *[False] * 3)
     left = iter(results)
     return QuantisedOutput._make([next(left) if each else None for each in there])
 

@@ -13,7 +13,7 @@ import normforge
 from normforge import QuantisedOutput
 from normforge.calls.functions import FUNCTIONS
 from normforge.codegen.model import Mode
-from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
+from normforge.codegen.values import Columnwise, FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from normforge.dtypes import DTYPES
 from normforge.errors import (
     LayoutError,
@@ -66,6 +66,8 @@ def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutp
         group_size=group,
         scale_format=ScaleFormat(asked.get("scale_format", "float")),
         scale_layout=ScaleLayout(asked.get("scale_layout", "row_major")).of_kernels,
+        columnwise=Columnwise(given.pop("columnwise", "none")),
+        save_amax=given.pop("amax_out", None) is not None,
     )
     names = FUNCTIONS["quantised_layer_norm"].passed
     arguments = {"x": x, **dict(zip(names[1:], args, strict=False)), **given, "fquant": fquant, "group_size": group}

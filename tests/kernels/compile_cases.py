@@ -29,6 +29,7 @@ LENGTHS: dict[Pipeline | Part, int] = {
     # Every row starts at a multiple of 16 bytes.
     Pipeline.ONE_PASS: 1904,
     Part.WINDOW: 1901,
+    Part.COLUMNS: 1904,
     Pipeline.TWO_PASS: 20000,
     Part.ROW_TERMS: 20000,
     # Only measured tables take it; these are tiles that an H200 prefers, and the last slice is ragged.
@@ -78,6 +79,8 @@ def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
         yield Part.ROW_TERMS
     if mode.has_window:
         yield Part.WINDOW
+    if mode.columnwise.writes:
+        yield Part.COLUMNS
 
 
 @cache

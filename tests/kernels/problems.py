@@ -21,7 +21,15 @@ from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
 from normforge.reference import quantised as quantisation_reference
 from normforge.tools import checked_run, problem, problem_tensors
-from normforge.tools.compare import Finding, compare_gradients, compare_quantised, numbers_of
+from normforge.tools.compare import (
+    Finding,
+    columns_of,
+    compare_amax,
+    compare_columns,
+    compare_gradients,
+    compare_quantised,
+    numbers_of,
+)
 from normforge.tools.measured_run import Run
 
 from .bare import saved
@@ -125,6 +133,11 @@ def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutp
     if scale is not None:
         scale = numbers_of(scale, mode, expected.amax.shape, arguments.get("global_scale"))
     wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
+    if actual.columnwise is not None:
+        columns = compare_columns(columns_of(actual, mode), expected)
+        wrong += [finding for finding in columns if not finding.ok]
+    if actual.amax is not None:
+        wrong += [finding for finding in [compare_amax(actual.amax, [expected])] if not finding.ok]
     assert not wrong, f"{mode.name}: {wrong}"
     return actual
 

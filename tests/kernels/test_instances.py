@@ -115,6 +115,7 @@ CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
     Pipeline.ONE_PASS: (600, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
     Pipeline.TWO_PASS: (600, Tile(Pipeline.TWO_PASS, 1, 256, 1)),
     Part.WINDOW: (601, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
+    Part.COLUMNS: (100, Tile(Pipeline.ROWS, 4, 128, 1)),
 }
 
 # Backward, two_pass takes several rows at a time, and no table may have it otherwise.

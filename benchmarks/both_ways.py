@@ -1,0 +1,88 @@
+"""Norms quantised along rows and along columns, beside a copy of as many bytes, and a norm with a cast behind it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import normforge
+from normforge.tools.machine import find_machine
+
+from .cells import Method
+from .chosen import RESULTS
+from .environment import describe, folder_name
+from .results import save_rows
+from .timing import measure, summarise
+
+SUITE = "both-ways"
+
+_E4M3: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "columnwise": "transposed"}
+_FORMS: dict[str, dict[str, Any]] = {
+    "fp8": _E4M3 | {"group_size": 128},
+    "mxfp8": _E4M3 | {"group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
+}
+_BUDGET_MS = 50.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a call, of rows alone, of a copy and of a norm and a compiled cast; and the copy's share."""
+
+    form: str
+    norm: str
+    add: bool
+    m: int
+    n: int
+    normforge: float
+    rows_alone: float
+    copy: float
+    norm_and_cast: float
+    share: float
+
+
+def _cast(y: torch.Tensor, size: int, exponents: bool) -> list[torch.Tensor]:
+    """Quantise y by groups of columns, and its transpose by groups of rows."""
+    results = []
+    for z in (y.float(), y.float().t()):
+        groups = z.reshape(z.shape[0], -1, size)
+        scale = groups.abs().amax(-1, keepdim=True) / 448.0
+        scale = torch.exp2(scale.log2().ceil()) if exponents else scale
+        results += [(groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).reshape(z.shape), scale]
+    return results
+
+
+def both_ways(options: argparse.Namespace, _: list[str]) -> int:
+    """Time all cells, and write the table."""
+    machine = find_machine()
+    out: Path = options.out or RESULTS / f"{folder_name(machine)}-both-ways"
+    rows: list[Row] = []
+    for form, norm, add, m, n in product(_FORMS, ("rms", "layer"), (False, True), (4096, 16384), (2048, 4096, 8192)):
+        x, residual = torch.randn(2, m, n, device=machine.device).bfloat16()
+        weight = torch.rand(n, device=machine.device).bfloat16() + 0.5
+        given = {"residual": residual} if add else {}
+        quantised: Callable[..., Any] = getattr(normforge, f"quantised_{norm}_norm")
+        name = f"add_{norm}_norm" if add else f"{norm}_norm"
+        plain = partial(getattr(normforge, name), x, *([residual] if add else [(n,)]), weight)
+        cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"], exponents=form == "mxfp8"), dynamic=False)
+        moved = x.nbytes * (3 if add else 1) + 2 * m * n
+        source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device=machine.device)
+        calls: list[Callable[[], Any]] = [
+            partial(quantised, x, weight, **given, **_FORMS[form]),
+            partial(quantised, x, weight, **given, **(_FORMS[form] | {"columnwise": "none"})),
+            partial(target.copy_, source),
+            lambda plain=plain, cast=cast, add=add: cast(plain()[0] if add else plain()),  # type: ignore[misc]
+        ]
+        ours, alone, copy, apart = (
+            summarise(measure(Method.COLD, [call], machine.device, _BUDGET_MS)).median for call in calls
+        )
+        rows.append(Row(form, norm, add, m, n, ours, alone, copy, apart, copy / ours))
+        print(*asdict(rows[-1]).values(), flush=True)
+        save_rows(out, SUITE, describe(machine, (), options.revision), Row, rows)
+    return 0
