@@ -225,6 +225,8 @@ def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, opera
     """Return the whole of a rank's part of a result."""
     if row.name == "y_scale" and "scale_layout" in operands:
         return _scales(frame, part, operands)
+    if row.kind in (Kind.COLUMNS, Kind.VALUE):
+        return _of_all_rows(frame, row, part)
     if row.kind is Kind.PER_NORM:
         raise LayoutError(
             "save_mv was passed with rows that are sharded, and the statistics of both norms are one tensor; pass each "
@@ -238,6 +240,20 @@ def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, opera
     # A gradient has the shape of its operand.
     is_gradient = takes.direction is Direction.BACKWARD and row.kind is not Kind.ROWS
     return frame.whole(row.kind, part, operands[row.like[0]] if is_gradient else None)
+
+
+def _of_all_rows(frame: Frame, row: Result, part: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor of y along columns, or of an amax: replicated, as the rows are.
+
+    Raises:
+        LayoutError: rows are sharded, and no rank has the result.
+    """
+    if frame.deals:
+        raise LayoutError(
+            f"{row.name} was asked for with rows that are sharded, and is of the rows of all ranks; pass each rank's "
+            "part, x.to_local()"
+        )
+    return assembled(part, frame.like, part.shape, frame.of_vectors, part.stride())
 
 
 def _frame(operator: Any, operands: Mapping[str, Any], takes: Function) -> Frame:

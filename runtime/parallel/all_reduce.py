@@ -320,7 +320,7 @@ def _arranged(norm: str, named: Mapping[str, Any]) -> tuple[road.FamilyCalls, An
     operands, settled = road.operands_of(calls, arguments), road.options_of(calls, norm, arguments)
     if not quantises:
         return calls, operands, settled, (None, None)
-    operands, settled, outs = quantised.arranged(operands, settled, (None, None, arguments["y_scale"]))
+    operands, settled, outs = quantised.arranged(operands, settled, (None, None, arguments["y_scale"], None))
     if outs[2] is not None:
         raise ConflictError("y_scale was passed and fquant computes it; pass fquant='static', or leave y_scale out")
     return calls, operands, settled, outs

@@ -315,6 +315,16 @@ def scales_in_tiles_are_of_rows_that_are_whole() -> None:
 
 
 @CASES.case
+def columns_are_of_rows_that_are_whole() -> None:
+    """A block of rows is of no rank's rows alone."""
+    options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "columnwise": "transposed"}
+    call: Callable[..., Any] = partial(normforge.quantised_rms_norm, **options)
+    x = torch.randn(SHAPE)
+    alike(call, {"x": x}, Replicate())
+    refused("columnwise was asked for with rows", lambda: call(placed(x, Shard(1))), errors.LayoutError)
+
+
+@CASES.case
 def outputs_that_are_written_to() -> None:
     """Parts are written in place, and nothing is moved to them."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
