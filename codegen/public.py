@@ -288,7 +288,7 @@ _QUANTISED = PublicFunctions(
         ),
     ),
     rows=QUANTISED,
-    output="QuantisedOutput",
+    output="QuantisedOutput | ColumnwiseOutput",
     call="quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))",
     renamed={"save_amax": "amax_out"},
     summary={
@@ -302,7 +302,7 @@ _QUANTISED = PublicFunctions(
         "groups of 128), and 1 if max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or "
         "Inf has a scale that is NaN or Inf. Not differentiable."
     ),
-    returns=f"`QuantisedOutput`, {_EVERY_OUTPUT}",
+    returns=f"`QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, {_EVERY_OUTPUT}",
 )
 
 PUBLIC = (_RENORMED, _MODULATED, _GATED, _QUANTISED)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .ahead_of_time.compile_keys import recorded_keys as recorded_keys
     from .ahead_of_time.warmup import warmup as warmup
     from .calls.backend import backend as backend
+    from .calls.outputs import ColumnwiseOutput as ColumnwiseOutput
     from .calls.outputs import LayerNormOutput as LayerNormOutput
     from .calls.outputs import QuantisedOutput as QuantisedOutput
     from .compiled.switch import compile_passes as compile_passes

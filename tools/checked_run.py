@@ -11,7 +11,7 @@ import torch
 from .. import reference
 from ..calls import road
 from ..calls.functions import completed
-from ..calls.outputs import LayerNormOutput, QuantisedOutput
+from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
 from ..families import post_add, public
@@ -143,13 +143,16 @@ def _validate_quantised(
     problem: Problem,
     oracle: Callable[..., quantisation_reference.ReferenceQuantised],
     arguments: dict[str, Any],
-    result: QuantisedOutput,
+    result: QuantisedOutput | ColumnwiseOutput,
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
     findings: list[Finding] = []
     largest: list[quantisation_reference.ReferenceQuantised] = []
-    columns = None if result.columnwise is None else columns_of(result, problem.mode)
-    of_rows = result._replace(y_scale=None, columnwise=None, columnwise_scale=None, amax=None)
+    *_, columnwise, _, amax = (*result, None, None, None)[:7]
+    columns = (
+        columns_of(result, problem.mode) if isinstance(result, ColumnwiseOutput) and columnwise is not None else None
+    )
+    of_rows = QuantisedOutput(*result[:4])._replace(y_scale=None)
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
@@ -163,9 +166,9 @@ def _validate_quantised(
         findings += compare_quantised(of_rows._replace(**parts), None if scale is None else scale[rows], expected)
         if columns is not None:
             findings += compare_columns(columns, expected, rows.start * problem.heads)
-        if result.amax is not None:
+        if amax is not None:
             largest.append(expected)
-    return worst_of([*findings, *([compare_amax(result.amax, largest)] if result.amax is not None else [])])
+    return worst_of([*findings, *([compare_amax(amax, largest)] if amax is not None else [])])
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:

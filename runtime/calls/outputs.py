@@ -52,20 +52,33 @@ class QuantisedOutput(NamedTuple):
             packed, of ceil(G / 4); swizzled, of two dimensions, x's rows in multiples of 128 and G in multiples of 4.
             None with a scale that was given.
         unquantised: x's shape, in x's dtype: y as it is before smooth_scale.
-        columnwise: y quantised in blocks of B = ceil(M / group_size) for each column, of M rows in all: x's shape, or
-            transposed (N, M), of which each row starts at a multiple of 16 bytes.
-        columnwise_scale: (B, N), or with a transposed output (N, B); packed, four blocks in one; swizzled as y_scale of
-            the transposed output.
-        amax: the tensor that was passed as amax_out; (1,) in traces.
     """
 
     y: torch.Tensor
     residual_out: torch.Tensor | None
     y_scale: torch.Tensor | None
     unquantised: torch.Tensor | None
-    columnwise: torch.Tensor | None = None
-    columnwise_scale: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
+
+
+class ColumnwiseOutput(NamedTuple):
+    """Outputs of a quantised norm that was asked for y along columns, or for an amax.
+
+    Attributes:
+        y, residual_out, y_scale, unquantised: as `QuantisedOutput` has them.
+        columnwise: y quantised in blocks of B = ceil(M / group_size) for each column, of M rows in all: x's shape, or
+            transposed (N, M), of which each row starts at a multiple of 16 bytes.
+        columnwise_scale: (B, N), or with a transposed output (N, B); packed, four blocks in one; swizzled as y_scale of
+            the transposed output.
+        amax: the tensor that was passed as amax_out.
+    """
+
+    y: torch.Tensor
+    residual_out: torch.Tensor | None
+    y_scale: torch.Tensor | None
+    unquantised: torch.Tensor | None
+    columnwise: torch.Tensor | None
+    columnwise_scale: torch.Tensor | None
+    amax: torch.Tensor | None
 
 
 class NormGradients(NamedTuple):
@@ -224,7 +237,7 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
         scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
         results[QuantisedOutput._fields.index("y_scale")] = scale
     if call.mode.columnwise.writes:
-        dtypes: Any = [call.dtype_of(name) for name in QuantisedOutput._fields[4:6]]
+        dtypes: Any = [call.dtype_of(name) for name in ColumnwiseOutput._fields[4:6]]
         results[4:6] = columnwise_outputs(make, call.mode, call.x.shape, call.m, dtypes, call.scale_layout)
     return tuple(results)
 

@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls import first, native
-from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
+from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import (
     Cast,
     Columnwise,
@@ -889,7 +889,7 @@ def quantised_layer_norm(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
-) -> QuantisedOutput:
+) -> QuantisedOutput | ColumnwiseOutput:
     """Compute LayerNorm of x + x_bias + residual, quantised with scales per row, per group, or static.
 
     y is multiplied by smooth_scale, then divided by a scale, rounded to nearest even and saturated at qmax: 127 for
@@ -946,7 +946,8 @@ def quantised_layer_norm(
             NaN in y makes the value NaN. With fquant "dynamic" or "static", without scale_ub.
 
     Returns:
-        `QuantisedOutput`, with None for outputs that were not asked for.
+        `QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, with None for outputs that were not asked
+        for.
 
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
@@ -983,7 +984,7 @@ def quantised_rms_norm(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
-) -> QuantisedOutput:
+) -> QuantisedOutput | ColumnwiseOutput:
     """Compute RMSNorm of x + x_bias + residual, quantised with scales per row, per group, or static.
 
     y is multiplied by smooth_scale, then divided by a scale, rounded to nearest even and saturated at qmax: 127 for
@@ -1040,7 +1041,8 @@ def quantised_rms_norm(
             NaN in y makes the value NaN. With fquant "dynamic" or "static", without scale_ub.
 
     Returns:
-        `QuantisedOutput`, with None for outputs that were not asked for.
+        `QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, with None for outputs that were not asked
+        for.
 
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.

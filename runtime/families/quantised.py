@@ -12,7 +12,14 @@ from ..calls import road
 from ..calls.check import Call, check_device, check_dtype, check_operand, check_tensor, check_written
 from ..calls.first import address_of
 from ..calls.launch import Held, run_sized
-from ..calls.outputs import QuantisedOutput, columnwise_outputs, group_scales, scale_columns, tiled_shape
+from ..calls.outputs import (
+    ColumnwiseOutput,
+    QuantisedOutput,
+    columnwise_outputs,
+    group_scales,
+    scale_columns,
+    tiled_shape,
+)
 from ..calls.plan import MISALIGNED, PlannedCall
 from ..calls.road import Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
@@ -29,17 +36,22 @@ from ..upstream.dynamo_guards import Empty, contiguous_strides
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 
-def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput:
+def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | ColumnwiseOutput:
     """Run a call of `quantised_layer_norm` or `quantised_rms_norm`; y_scale, static or not, is among the outs.
 
     The last of these is what the amax is accumulated in, which is among the options too.
     """
-    result: QuantisedOutput = road.launched_2d(CALLS, *arranged(operands, options, outs))
-    amax, amax_out = result.amax, outs[-1]
-    if amax is None or amax_out is None or amax is amax_out:
+    result = road.launched_2d(CALLS, *arranged(operands, options, outs))
+    if isinstance(result, QuantisedOutput):
         return result
-    # An operator accumulates in a tensor of its own.
-    return result._replace(amax=amax_out.copy_(torch.maximum(amax_out, amax.view(amax_out.shape))))
+    # An operator returns all fields, and accumulates in a tensor of its own.
+    y, total, y_scale, unquantised, columnwise, columnwise_scale, amax = result
+    amax_out = outs[-1]
+    if columnwise is None and amax_out is None:
+        return QuantisedOutput(y, total, y_scale, unquantised)
+    if amax_out is not None and amax is not amax_out:
+        amax = amax_out.copy_(torch.maximum(amax_out, amax.view(amax_out.shape)))
+    return ColumnwiseOutput(y, total, y_scale, unquantised, columnwise, columnwise_scale, amax)
 
 
 def arranged(operands: Any, options: Options, outs: Outs) -> tuple[Any, Options, Outs]:
@@ -145,7 +157,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def launch(
     planned: PlannedCall, options: Options, outs: Outs, held: Held = None, exchange: torch.Tensor | None = None
-) -> QuantisedOutput:
+) -> QuantisedOutput | ColumnwiseOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan, as `run_sized` does."""
     plan, addresses, tensors, shape, m, numbers = planned
     out, residual_out, y_scale, *amax_out = outs
@@ -170,7 +182,9 @@ def launch(
         amax = make((1,), dtype=torch.float32).zero_()
     outs = out, residual_out, y_scale, None, columnwise, columnwise_scale, amax
     outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, held=held, exchange=exchange)
-    return QuantisedOutput._make(outputs)
+    if mode.columnwise.writes or mode.save_amax:
+        return ColumnwiseOutput._make(outputs)
+    return QuantisedOutput._make(outputs[:4])
 
 
 def _fill_up(scale: torch.Tensor, by_row: torch.Tensor, rows: int, n: int, mode: Mode, layout: ScaleLayout) -> None:
@@ -203,6 +217,6 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     return row * unit, scale.stride(-1) * unit
 
 
-CALLS = calls_of(QUANTISED, output=QuantisedOutput, check=_check, launch=launch)
+CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch)
 # The place of the layout among the options, behind the norm, and of the first static scale among the operands.
 _LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

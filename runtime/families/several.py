@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ..calls import native, road
 from ..calls.launch import recorded_of, run
-from ..calls.outputs import LayerNormOutput, QuantisedOutput
+from ..calls.outputs import LayerNormOutput
 from ..calls.plan import PlannedCall
 from ..calls.record import records
 from ..calls.road import FamilyCalls, Outs
@@ -143,9 +143,9 @@ def _find(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS) 
     return planned, launch, _returned
 
 
-def _returned(outputs: LayerNormOutput | QuantisedOutput) -> Any:
+def _returned(outputs: Any) -> Any:
     y, total, *_ = outputs
-    return outputs if isinstance(outputs, QuantisedOutput) else y if total is None else (y, total)
+    return outputs if not isinstance(outputs, LayerNormOutput) else y if total is None else (y, total)
 
 
 def _launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:

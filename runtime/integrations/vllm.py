@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..calls.backend import backend
-from ..calls.outputs import QuantisedOutput
 from ..families.public import quantised_layer_norm, quantised_rms_norm
 from ..settings import lists_us
 from ..upstream.imports import when_imported
@@ -150,7 +149,7 @@ _WHOSE = "normforge leaves a norm and its quantisation to vLLM"
 
 Options = dict[str, Any]
 Vectors = tuple[Tensor | None, ...]
-Quantises = Callable[..., QuantisedOutput]
+Quantises = Callable[..., Any]
 
 
 def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor | None = None) -> Any:

@@ -201,7 +201,8 @@ class AllReduceNorm:
             shape, m = torch.Size((self.ranks * shape[0], *shape[1:])), rows
         if fquant != "none":
             known = plan, addresses, tensors, shape, m, numbers
-            return quantised.launch(known, settled, (None, total, None), exchange=self._exchange)
+            found: Any = quantised.launch(known, settled, (None, total, None), exchange=self._exchange)
+            return QuantisedOutput._make(found)
         y, total, *_ = run_sized(
             plan, plan.at(shape), addresses, tensors, numbers, (None, total), exchange=self._exchange
         )
@@ -295,7 +296,7 @@ def _alone(norm: str, named: dict[str, Any]) -> QuantisedOutput:
 
 
 # Arguments that follow from others, or that kernels behind an all-reduce do not take.
-_SETTLED = {"fadd", "save_mv", "static_scale", "column_scale", "x_bias"}
+_SETTLED = {"fadd", "save_mv", "static_scale", "column_scale", "x_bias", "columnwise", "save_amax"}
 
 
 @cache
@@ -316,7 +317,7 @@ def _arranged(norm: str, named: Mapping[str, Any]) -> tuple[road.FamilyCalls, An
         if name not in defaults:
             raise TypeError(f"AllReduceNorm got {name!r}; it takes {', '.join(defaults)}")
     fadd = "none" if named.get("residual") is None else "pre_add_store"
-    arguments = {**defaults, **named, "fadd": fadd, "save_mv": False, "save_amax": None}
+    arguments = {**defaults, **named, "fadd": fadd, "save_mv": False, "columnwise": "none", "save_amax": None}
     operands, settled = road.operands_of(calls, arguments), road.options_of(calls, norm, arguments)
     if not quantises:
         return calls, operands, settled, (None, None)
@@ -362,8 +363,7 @@ def _traced(handle: int, collective: str, norm: str, named: Mapping[str, Any]) -
     tensors, others = [named.get(name) for name in _TENSORS], [named.get(name) for name in _OTHERS]
     results = torch.ops.normforge.all_reduce_norm(*tensors, handle, collective, norm, *others)
     measures = named.get("fquant", "none") in ("dynamic", "smooth_dynamic")
-    # Norms of sums over ranks have neither columns nor an amax.
-    there = (True, named["residual"] is not None, measures, bool(named.get("save_unquant")), *[False] * 3)
+    there = (True, named["residual"] is not None, measures, bool(named.get("save_unquant")))
     left = iter(results)
     return QuantisedOutput._make([next(left) if each else None for each in there])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge import QuantisedOutput
+from normforge import ColumnwiseOutput
 from normforge.errors import ArgumentError, ConflictError, IllegalCombinationError, LayoutError, NormforgeError
 
 from ..calling import each_norm, same_bits
@@ -52,7 +52,7 @@ def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> N
     assert (made.columnwise is None, made.columnwise_scale is None, made.amax) == (False, False, None)
 
 
-def columns(made: QuantisedOutput, layout: str) -> torch.Tensor:
+def columns(made: ColumnwiseOutput, layout: str) -> torch.Tensor:
     """Return the bytes of columns, (N, M)."""
     data = there(made.columnwise).view(torch.uint8)
     return data if layout == "transposed" else data.flatten(0, -2).t()
@@ -105,7 +105,7 @@ def test_columns_are_rows_of_the_transpose(norm: str, name: str, layout: str) ->
 )
 def test_memory(asked: dict[str, Any], layout: str, m: int, strides: tuple[Any, Any]) -> None:
     """A transposed row starts at a multiple of 16 bytes, as products of matrices need."""
-    made = normforge.quantised_rms_norm(rows(m, 96), **asked, columnwise=layout)
+    made = FUNCTION["rms"](rows(m, 96), **asked, columnwise=layout)
     assert (there(made.columnwise).stride(), there(made.columnwise_scale).stride()) == strides
     assert there(made.columnwise).shape == ((96, m) if layout == "transposed" else (m, 96))
 
@@ -147,7 +147,7 @@ def test_a_mean_far_from_zero_is_subtracted_exactly() -> None:
 @each_layout
 def test_no_rows(layout: str) -> None:
     for asked in (FP8, SWIZZLED, PACKED):
-        made = normforge.quantised_layer_norm(rows(0, 64), **asked, columnwise=layout, amax_out=torch.zeros(1))
+        made = FUNCTION["layer"](rows(0, 64), **asked, columnwise=layout, amax_out=torch.zeros(1))
         assert there(made.columnwise).shape == ((64, 0) if layout == "transposed" else (0, 64))
         assert there(made.columnwise_scale).numel() == 0
         assert there(made.amax).item() == 0.0
@@ -193,9 +193,9 @@ def test_traced_calls(asked: dict[str, Any]) -> None:
     """One operator returns both directions, and the amax is accumulated in the tensor that was passed."""
     x, weight, residual = rows(40, 96), rows(96), rows(40, 96)
     torch.compiler.reset()
-    compiled = torch.compile(normforge.quantised_rms_norm, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(FUNCTION["rms"], backend="aot_eager", fullgraph=True)
     eager, traced = torch.full((1,), 1e-3), torch.full((1,), 1e-3)
-    one = normforge.quantised_rms_norm(x, weight, residual=residual, **asked, amax_out=eager)
+    one = FUNCTION["rms"](x, weight, residual=residual, **asked, amax_out=eager)
     other = compiled(x, weight, residual=residual, **asked, amax_out=traced)
     assert all(same_bits(each, its) for each, its in zip(one, other, strict=True))
     assert other.amax is traced
@@ -245,7 +245,7 @@ def test_several_norms_in_one_launch_have_no_columns() -> None:
     """Each takes launches of its own, with the same results."""
     asked = {**FP8, "columnwise": "transposed"}
     x, other = rows(2, 64), rows(2, 96)
-    expected = normforge.quantised_rms_norm(other, **asked)
+    expected = FUNCTION["rms"](other, **asked)
     for _ in range(3):
         _, second = normforge.rms_norms([(x, None, FP8), (other, None, asked)])
         assert same_bits(second.columnwise, expected.columnwise)

@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 import normforge
-from normforge import QuantisedOutput
 from normforge.calls.functions import FUNCTIONS
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Columnwise, FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
@@ -29,7 +28,7 @@ from .test_wrong_tensors import E4M3, E8M0, FP4, MXFP8
 pytestmark = pytest.mark.usefixtures("on_each_device")
 
 E5M2 = torch.float8_e5m2
-FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
+FUNCTION: dict[str, Callable[..., Any]] = {
     "layer": normforge.quantised_layer_norm,
     "rms": normforge.quantised_rms_norm,
 }
@@ -45,7 +44,7 @@ NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": 
 N = 300
 
 
-def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutput:
+def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> Any:
     """Make a call, and hold what it returns against the oracle."""
     actual = FUNCTION[norm](x, *args, **asked)
     out = DTYPES[asked.get("out_dtype") or torch.int8]
@@ -279,7 +278,7 @@ def test_a_measured_scale_hides_no_nan(dtype: torch.dtype, spoilt: float, smooth
         assert there(made.y_scale).isfinite().tolist() == [True, False]
 
 
-def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
+def of_weight(weight: list[float], **asked: Any) -> Any:
     """The RMSNorm of ones without epsilon is its weight."""
     return check("rms", torch.ones(1, len(weight)), torch.tensor(weight), eps=0.0, **asked)
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from normforge import QuantisedOutput, reference
+from normforge import reference
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, family_of
@@ -126,17 +126,17 @@ class Problem:
         return [finding for finding in findings if not finding.ok]
 
 
-def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
+def check_quantised(mode: Mode, arguments: dict[str, Any], actual: Any) -> Any:
     """Hold every output of a call of quantised norms against the oracle, and return it."""
     expected = quantisation_reference.FORWARD[mode.norm](**arguments)
     scale = actual.y_scale
     if scale is not None:
         scale = numbers_of(scale, mode, expected.amax.shape, arguments.get("global_scale"))
     wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
-    if actual.columnwise is not None:
+    if getattr(actual, "columnwise", None) is not None:
         columns = compare_columns(columns_of(actual, mode), expected)
         wrong += [finding for finding in columns if not finding.ok]
-    if actual.amax is not None:
+    if getattr(actual, "amax", None) is not None:
         wrong += [finding for finding in [compare_amax(actual.amax, [expected])] if not finding.ok]
     assert not wrong, f"{mode.name}: {wrong}"
     return actual

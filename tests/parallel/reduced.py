@@ -253,7 +253,7 @@ def more_rows_take_torchs_all_reduce() -> None:
     norms: Any = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
     for norm, options in product(norms, ({}, {"fquant": "dynamic", "out_dtype": FP8})):
         for added in (residual, None):
-            y, total, scale, *_ = kernel(x, added, weight, norm=norm, **options)
+            y, total, scale, _ = kernel(x, added, weight, norm=norm, **options)
             assert torch.equal(x, kept)
             assert (total is None, scale is None) == (added is None, not options)
             whole = summed(x, added)
