@@ -45,10 +45,10 @@ def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> N
     x = (torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, 1)))).bfloat16()
     given: dict[str, Any] = {"residual": rows(m, n)} if m % 2 else {"cast": "before_weight"}
     given |= {"bias": rows(n) * 100} if norm == "layer" else {}
-    made = check(norm, x, rows(n), **given, **asked, columnwise=layout)
-    alone = FUNCTION[norm](x, None, **given, **asked)
-    both = FUNCTION[norm](x, None, **given, **asked, columnwise=layout)
-    assert all(same_bits(one, other) for one, other in zip(alone[:4], both[:4], strict=True))
+    weight = rows(n)
+    made = check(norm, x, weight, **given, **asked, columnwise=layout)
+    alone = FUNCTION[norm](x, weight, **given, **asked)
+    assert all(same_bits(one, other) for one, other in zip(alone[:4], made[:4], strict=True))
     assert (made.columnwise is None, made.columnwise_scale is None, made.amax) == (False, False, None)
 
 
@@ -140,8 +140,9 @@ def test_what_is_no_number_stays_in_its_blocks(norm: str, layout: str, name: str
 
 def test_a_mean_far_from_zero_is_subtracted_exactly() -> None:
     """Rows of 1e4 and a little noise: their mean in fp32 is off by a good part of the noise."""
-    x = 1e4 + torch.randn(40, 512).mul(1e-2)
-    check("layer", x, **FP8, columnwise="transposed")
+    check("layer", 1e4 + torch.randn(40, 512).mul(1e-2), **FP8, columnwise="transposed")
+    # Of a few rows the first values make a pivot that is a good part of the deviation off.
+    check("layer", rows(7, 1000), **FP8, columnwise="transposed")
 
 
 @each_layout
@@ -244,8 +245,9 @@ def test_an_amax_in_memory_that_is_read_is_refused() -> None:
 def test_several_norms_in_one_launch_have_no_columns() -> None:
     """Each takes launches of its own, with the same results."""
     asked = {**FP8, "columnwise": "transposed"}
-    x, other = rows(2, 64), rows(2, 96)
-    expected = FUNCTION["rms"](other, **asked)
-    for _ in range(3):
+    for _ in range(4):
+        # Of so many short rows a program has several, and columns have a launch of their own.
+        x, other = rows(300, 64), rows(300, 96)
+        expected = FUNCTION["rms"](other, **asked)
         _, second = normforge.rms_norms([(x, None, FP8), (other, None, asked)])
         assert same_bits(second.columnwise, expected.columnwise)
