@@ -25,7 +25,7 @@ from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..selection import dispatch
 from .compare import Finding, GatedGradients, ModulatedGradients, compare_gradients
-from .measured_run import Run
+from .measured_run import Run, names_of
 from .problem import Problem
 from .problem_tensors import gradients_in, inputs
 
@@ -72,7 +72,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
 
     taken = check(BACKWARD.functions[mode.norm], operands).mode
     return Run(
-        entry=lambda: dispatch.find(taken, problem.n),
+        names=lambda: names_of(dispatch.find(taken, problem.n), problem.rows, problem.n, device),
         call=partial(run, **operands, wants=wants),
         validate=validate,
         operands=tuple(operands.values()),
@@ -124,7 +124,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
         return tuple(compare_gradients(gradients, expected, forward.named(GatedGradients._fields)))
 
     return Run(
-        entry=lambda: dispatch.find(taken, problem.row_length),
+        names=lambda: names_of(dispatch.find(taken, problem.row_length), problem.rows, problem.n, device),
         call=lambda: GatedGradients(*gated.IN_PARTS.gradients(BackwardPass(kept, forward.args, dy, None, forward.due))),
         validate=validate,
         operands=(dy, *kept),
@@ -149,7 +149,7 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
         return tuple(compare_gradients(gradients, expected, forward.named(ModulatedGradients._fields)))
 
     return Run(
-        entry=lambda: dispatch.find(taken, problem.n),
+        names=lambda: names_of(dispatch.find(taken, problem.n), problem.rows, problem.n, device),
         call=call,
         validate=validate,
         # Only the shape of a shift is read.

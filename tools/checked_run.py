@@ -13,10 +13,9 @@ from ..calls import road
 from ..calls.functions import completed
 from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
-from ..codegen.values import Norm, Pipeline
+from ..codegen.values import Norm
 from ..families import post_add, public
 from ..families.which import which
-from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..reference import quantised as quantisation_reference
@@ -34,8 +33,7 @@ from .compare import (
     numbers_of,
     worst_of,
 )
-from .machine import Machine
-from .measured_run import Result, Run, measured
+from .measured_run import Run, names_of
 from .problem import Problem
 from .problem_tensors import inputs, poisoned_outputs
 
@@ -62,20 +60,6 @@ REFERENCE_ELEMENTS = 2**26
 _ROW_ARGUMENTS = ("x", "residual", "x_scale", "scale", "shift", "gate")
 
 
-def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
-    """Run a problem's kernel on random tensors, hold it against the fp64 reference, and time it.
-
-    Raises:
-        NormforgeError: whatever the call raises; an axis combination that no kernel serves, say.
-    """
-    run = prepare(problem, machine.device)
-
-    def pipeline() -> Pipeline:
-        return run.entry().tile(problem.rows, problem.n, architecture(machine.device)).pipeline
-
-    return measured(run, pipeline, machine, validate=validate, warmup=warmup, repeat=repeat)
-
-
 def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     """Make a problem's tensors, so that it can be run on a device.
 
@@ -92,10 +76,15 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOut
     arguments = inputs(problem, device)
     instance = which(**arguments, norm=problem.mode.norm)
     outputs = poisoned_outputs(problem, device)
+
+    def names() -> tuple[str, str]:
+        entry = next(entry for entry in dispatch.instances() if entry.name == instance)
+        return names_of(entry, problem.rows, problem.n, device)
+
     return Run(
-        entry=lambda: next(entry for entry in dispatch.instances() if entry.name == instance),
+        names=names,
         call=lambda: forward(**arguments, **outputs),
-        validate=lambda result: _validate(problem, oracle, arguments, result),
+        validate=lambda result: validate_rows(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )
 
@@ -105,21 +94,21 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     family = family_of(mode)
     function = family.functions[mode.norm]
     oracle = _BESIDE[family.name].FORWARD[mode.norm]
-    validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
+    validate: Callable[..., tuple[Finding, ...]] = validate_quantised if family is QUANTISED else validate_rows
     args, calls = completed(function, arguments), road.ROWS[family.name]
     # The 2d function divides the tensor that holds the statistics of two norms.
     call = partial(post_add.forward, outs=(None, None)) if mode.fadd.renorms else partial(road.launched, calls)
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
     return Run(
-        entry=lambda: dispatch.find(mode, problem.row_length),
+        names=lambda: names_of(dispatch.find(mode, problem.row_length), problem.rows, problem.n, device),
         call=lambda: call(operands, options),
         validate=lambda result: validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )
 
 
-def _validate(
+def validate_rows(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output, over slices of rows, tokens or samples that the reference can hold."""
@@ -139,7 +128,7 @@ def _validate(
     return worst_of(findings)
 
 
-def _validate_quantised(
+def validate_quantised(
     problem: Problem,
     oracle: Callable[..., quantisation_reference.ReferenceQuantised],
     arguments: dict[str, Any],

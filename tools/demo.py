@@ -9,9 +9,9 @@ from tabulate import tabulate
 
 from ..codegen.model import Mode
 from ..codegen.values import DType, FusedAdd, FusedQuant, Norm
-from .checked_run import solve
+from .checked_run import prepare
 from .machine import find_machine
-from .measured_run import Result
+from .measured_run import Result, measured
 from .problem import Problem, Strides
 
 INTERPRETED_ROWS = 3
@@ -49,7 +49,7 @@ def main(given: argparse.Namespace) -> int:
     rows, failures = [], 0
     for name, problem in PROBLEMS.items():
         sized = replace(problem, m=INTERPRETED_ROWS) if machine.interpreted else problem
-        result = solve(sized, machine, validate=True, warmup=WARMUP, repeat=REPEAT)
+        result = measured(prepare(sized, machine.device), machine, validate=True, warmup=WARMUP, repeat=REPEAT)
         failures += not all(finding.ok for finding in result.findings)
         rows.append(_row(name, sized, result))
     headers = ["mode", "M×N", "instance", "max error", "tolerance", "verdict"]

@@ -7,8 +7,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
+from ..codegen import prose
 from ..codegen.groups import GROUP, Activation, GroupMode
 from ..codegen.values import Direction, DType
 from ..kernels.group_tiles import Shape
@@ -47,6 +48,9 @@ class GroupProblem:
     eps: float = DEFAULT_EPS
     dtype_out: DType | None = None
 
+    # The argument that makes a problem smaller.
+    smaller: ClassVar[str] = "-shape (-shape 1x64x16x16, say)"
+
     @classmethod
     def of_length(cls, mode: GroupMode, n: int, m: int) -> GroupProblem:
         """About m groups of n elements."""
@@ -67,6 +71,19 @@ class GroupProblem:
     def sizes(self) -> str:
         """The shape, in prose."""
         return "x".join(map(str, self.shape))
+
+    @property
+    def elements(self) -> int:
+        """How many elements x has."""
+        return prod(self.shape)
+
+    @property
+    def headline(self) -> str:
+        """The problem, in prose."""
+        out = self.dtype_out or self.mode.dtype_in
+        dtypes = f"{self.mode.dtype_in.value} " + ("backward" if self.mode.is_backward else f"-> {out.value}")
+        further = (f" in {self.groups} groups", *prose.features(self.mode))
+        return f"{GROUP.title()}Norm {dtypes}, {self.sizes}{', '.join(further)}"
 
     @property
     def words(self) -> dict[str, Any]:
@@ -105,7 +122,7 @@ def group_problem(
     Raises:
         ValueError: GroupNorm has no such option, word or size.
     """
-    refuse_unread(args, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {_listed((*OWN, *_SHARED))}")
+    refuse_unread(args, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {listed((*OWN, *_SHARED))}")
     for name in ("prec_i", "prec_o"):
         word = getattr(args, name)
         if word not in dtypes and not (name == "prec_o" and word == auto):
@@ -146,7 +163,8 @@ def refuse_unread(args: argparse.Namespace, defaults: Mapping[str, Any], read: C
             raise ValueError(f"-{name} {value} would be ignored: {reason}; leave it out")
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Return options as they are written."""
     return ", ".join(f"-{name}" for name in names)
 
 

@@ -11,7 +11,6 @@ import torch
 from ..calls.outputs import LayerNormOutput
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
-from ..codegen.values import Pipeline
 from ..dtypes import TORCH_DTYPES
 from ..families.group import row as group
 from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
@@ -24,8 +23,7 @@ from ..selection import dispatch
 from .checked_run import REFERENCE_ELEMENTS
 from .compare import Finding, compare, compare_gradients, worst_of
 from .group_problem import GroupProblem
-from .machine import Machine
-from .measured_run import Result, Run, measured
+from .measured_run import Run
 from .problem_tensors import SEED
 
 
@@ -34,27 +32,12 @@ def fits(mode: GroupMode, n: int, tile: Tile, target: Target) -> bool:
     return choose(mode, GroupProblem.of_length(mode, n, 1).size, (tile,), target)[0] == tile
 
 
-def solve(problem: GroupProblem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
-    """Run a problem's kernels on random tensors, compare the outputs with the fp64 reference, and time the kernels.
+def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tensor | None, ...]]:
+    """Make a problem's tensors, so that it can be run on a device.
 
     Raises:
         NormforgeError: no kernel serves the problem.
     """
-
-    def pipeline() -> Pipeline:
-        target = target_of(machine.device)
-        entry = dispatch.find(problem.mode, problem.size.group_length)
-        tile, _ = choose(
-            problem.mode, problem.size, entry.choices(problem.rows, problem.size.group_length, target.arch), target
-        )
-        return tile.pipeline
-
-    run = prepare(problem, machine.device)
-    return measured(run, pipeline, machine, validate=validate, warmup=warmup, repeat=repeat)
-
-
-def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tensor | None, ...]]:
-    """Make a problem's tensors, so that it can be run on a device."""
     mode, dtype = problem.mode, TORCH_DTYPES[problem.mode.dtype_in]
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -83,9 +66,15 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
             findings += compare(got, ReferenceOutput(want.to(out or dtype), None, None, None, None, want))
         return worst_of(findings)
 
+    def names() -> tuple[str, str]:
+        length, target = problem.size.group_length, target_of(device)
+        entry = dispatch.find(mode, length)
+        tile, _ = choose(mode, problem.size, entry.choices(problem.rows, length, target.arch), target)
+        return entry.name, entry.kernel(tile.pipeline)
+
     if not mode.is_backward:
         return Run(
-            entry=lambda: dispatch.find(mode, problem.size.group_length),
+            names=names,
             call=lambda: group.launched(x, weight, bias, options, saves=False)[:1],
             validate=check,
             operands=(x, weight, bias),
@@ -101,7 +90,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
         return tuple(compare_gradients(GroupNormGradients(*gradients), _together(parts), GroupNormGradients._fields))
 
     return Run(
-        entry=lambda: dispatch.find(mode, problem.size.group_length),
+        names=names,
         call=lambda: group.launched_backward(
             GroupArrived(dy, x, weight, bias, statistics, options, GroupNormGradients._fields)
         ),

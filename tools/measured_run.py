@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..codegen.values import Pipeline
+from ..kernels.gpu import architecture
 from ..selection.table import Entry
 from .compare import Finding
 from .machine import Machine
@@ -23,13 +23,13 @@ class Run(Generic[Outputs]):
     """A problem with its tensors, to be called again and again.
 
     Attributes:
-        entry: the instance that serves it.
+        names: the instance and the kernel that served it, once it has been called.
         call: computes the outputs.
         validate: how far outputs are from the fp64 reference.
         operands: what a call reads, tensors and others.
     """
 
-    entry: Callable[[], Entry]
+    names: Callable[[], tuple[str, str]]
     call: Callable[[], Outputs]
     validate: Callable[[Outputs], tuple[Finding, ...]]
     operands: tuple[object, ...]
@@ -57,24 +57,20 @@ class Result(NamedTuple):
     gb_per_s: float | None
 
 
-def measured(
-    run: Run[Any],
-    pipeline: Callable[[], Pipeline],
-    machine: Machine,
-    *,
-    validate: bool,
-    warmup: int,
-    repeat: int,
-) -> Result:
-    """Call a run, validate it, and time it; the pipeline is asked for once it has been called."""
+def measured(run: Run[Any], machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
+    """Call a run, validate it, and time it."""
     begin = time.perf_counter()
     outputs = run.call()
     interpreted_ms = (time.perf_counter() - begin) * 1e3
     findings = run.validate(outputs) if validate else ()
     ms = interpreted_ms if machine.interpreted else median_ms(run.call, warmup=warmup, repeat=repeat)
-    entry = run.entry()
     rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
-    return Result(entry.name, entry.kernel(pipeline()), findings, ms, rate)
+    return Result(*run.names(), findings, ms, rate)
+
+
+def names_of(entry: Entry, rows: int, n: int, device: torch.device) -> tuple[str, str]:
+    """Return the names of an instance of rows of n, and of the kernel that serves so many rows."""
+    return entry.name, entry.kernel(entry.tile(rows, n, architecture(device)).pipeline)
 
 
 def _bytes(values: Iterable[object]) -> int:

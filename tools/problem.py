@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ..codegen.axes import ROW_AXES, Axis
@@ -82,6 +82,9 @@ class Problem:
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     scale_ub: float = 0.0
 
+    # The argument that makes a problem smaller.
+    smaller: ClassVar[str] = "-m (-m 64, say)"
+
     def __post_init__(self) -> None:
         if self.eps is None:
             object.__setattr__(self, "eps", DEFAULT_EPS[self.mode.norm])
@@ -127,6 +130,27 @@ class Problem:
         """How many rows there are, or groups of heads that lie side by side."""
         return self.m // self.heads
 
+    @property
+    def elements(self) -> int:
+        """How many elements x has."""
+        return self.m * self.n
+
+    @property
+    def sizes(self) -> str:
+        """The sizes, in prose."""
+        return f"m={self.m} n={self.n}"
+
+    @property
+    def headline(self) -> str:
+        """The problem, in prose."""
+        heads = "" if self.heads == 1 else f" heads={self.heads}, strides {self.row_strides.x} and {self.n}"
+        return f"{self.mode.norm.row.title} {self.dtypes}, {self.sizes}{heads}"
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of x and y, in prose."""
+        return f"{self.mode.dtype_in.value} " + ("backward" if self.backward else f"-> {self.mode.dtype_out.value}")
+
     def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the (m, n) rows, or (tokens, heads, n) or (samples, rows, n), at the start of each row of a tensor."""
         if self.samples:
@@ -155,6 +179,40 @@ class Problem:
             "eps": self.eps,
             "strides": None if self.strides is None else asdict(self.strides),
         }
+
+
+@dataclass(frozen=True)
+class SeveralProblem:
+    """RMSNorms in one launch.
+
+    Attributes:
+        problems: the norms, which differ in row length alone.
+    """
+
+    problems: tuple[Problem, ...]
+
+    smaller: ClassVar[str] = Problem.smaller
+
+    @property
+    def elements(self) -> int:
+        """How many elements all rows have."""
+        return sum(problem.elements for problem in self.problems)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes, in prose."""
+        return f"m={self.problems[0].m} n={','.join(str(problem.n) for problem in self.problems)}"
+
+    @property
+    def headline(self) -> str:
+        """The problem, in prose."""
+        first = self.problems[0]
+        return f"{len(self.problems)} {first.mode.norm.row.title}s {first.dtypes}, {self.sizes}"
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The problem as JSON has it."""
+        return {**self.problems[0].words, "n": [problem.n for problem in self.problems]}
 
 
 def _word(axis: Axis, mode: Mode) -> str | bool:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
-from math import prod
 from typing import Any
 
 import torch
 
 from .._version import __version__
-from ..codegen import prose
-from ..codegen.groups import GROUP
-from . import group_run
-from .checked_run import solve
+from . import checked_run, group_run, rotary_run, several_run
 from .group_problem import GroupProblem
 from .machine import Machine, find_machine
-from .measured_run import Result
-from .problem import Problem
-from .run_options import Request
+from .measured_run import Result, Run, measured
+from .problem import Problem, SeveralProblem
+from .rotary_problem import RotaryProblem
+from .run_options import AnyProblem, Request
+
+# By the class of a problem, the function that makes its tensors.
+PREPARE: dict[type, Callable[..., Run[Any]]] = {
+    Problem: checked_run.prepare,
+    GroupProblem: group_run.prepare,
+    RotaryProblem: rotary_run.prepare,
+    SeveralProblem: several_run.prepare,
+}
 
 
 def main(request: Request) -> int:
@@ -33,10 +39,8 @@ def main(request: Request) -> int:
     if machine.interpreted:
         _announce_a_long_wait(request.problem)
     counts: dict[str, Any] = {"validate": request.validate, "warmup": request.warmup, "repeat": request.repeat}
-    if isinstance(request.problem, GroupProblem):
-        result = group_run.solve(request.problem, machine, **counts)
-    else:
-        result = solve(request.problem, machine, **counts)
+    prepare = PREPARE[type(request.problem)]
+    result = measured(prepare(request.problem, machine.device), machine, **counts)
     line = _json_line(request, machine, result)
     if request.json_file is not None:
         with request.json_file.open("a", encoding="utf-8") as records:
@@ -49,24 +53,22 @@ def main(request: Request) -> int:
 _LONG_WAIT_ELEMENTS = 2**19
 
 
-def _announce_a_long_wait(problem: Problem | GroupProblem) -> None:
-    if isinstance(problem, GroupProblem):
-        elements, smaller = prod(problem.shape), "-shape (-shape 1x64x16x16, say)"
-    else:
-        elements, smaller = problem.m * problem.n, "-m (-m 64, say)"
-    if elements > _LONG_WAIT_ELEMENTS:
+def _announce_a_long_wait(problem: AnyProblem) -> None:
+    if problem.elements > _LONG_WAIT_ELEMENTS:
         print(
-            f"interpreting {_size(problem)}, which prints nothing until it is done: a row of 4096 takes "
-            f"some 15 ms there, and 3328 of them a minute; a smaller {smaller} is done sooner",
+            f"interpreting {problem.sizes}, which prints nothing until it is done: a row of 4096 takes "
+            f"some 15 ms there, and 3328 of them a minute; a smaller {problem.smaller} is done sooner",
             file=sys.stderr,
         )
 
 
+# Enough for all names of one norm.
+_NAMES_WIDTH = 14
+
+
 def _report(request: Request, machine: Machine, result: Result) -> str:
-    problem = request.problem
     timed = "one run" if machine.interpreted else f"median of {request.repeat}, L2 cold"
-    title = f"{GROUP.title()}Norm" if isinstance(problem, GroupProblem) else problem.mode.norm.row.title
-    lines = [("problem", f"{title} {_what(problem)}, {_size(problem)}{_further(problem)}")]
+    lines = [("problem", request.problem.headline)]
     if request.print_names:
         lines += [("instance", result.instance), ("kernel", result.kernel)]
     lines += [
@@ -80,25 +82,8 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
     if result.gb_per_s is not None:
         lines.append(("rate", f"{result.gb_per_s:.1f} GB/s"))
     lines.append(("valid", _verdict(request, result)))
-    return "\n".join(f"{name:<14}{text}" for name, text in lines)
-
-
-def _size(problem: Problem | GroupProblem) -> str:
-    return problem.sizes if isinstance(problem, GroupProblem) else f"m={problem.m} n={problem.n}"
-
-
-def _further(problem: Problem | GroupProblem) -> str:
-    if isinstance(problem, GroupProblem):
-        return ", ".join((f" in {problem.groups} groups", *prose.features(problem.mode)))
-    return "" if problem.heads == 1 else f" heads={problem.heads}, strides {problem.row_strides.x} and {problem.n}"
-
-
-def _what(problem: Problem | GroupProblem) -> str:
-    if isinstance(problem, GroupProblem):
-        backward, out = problem.mode.is_backward, problem.dtype_out or problem.mode.dtype_in
-    else:
-        backward, out = problem.backward, problem.mode.dtype_out
-    return f"{problem.mode.dtype_in.value} " + ("backward" if backward else f"-> {out.value}")
+    width = max(_NAMES_WIDTH, 1 + max(len(name) for name, _ in lines))
+    return "\n".join(f"{name:<{width}}{text}" for name, text in lines)
 
 
 def _verdict(request: Request, result: Result) -> str:

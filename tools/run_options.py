@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
-from . import group_problem
-from .group_problem import GroupProblem
-from .problem import DEFAULT_EPS, Problem, Strides
+from . import group_problem, rotary_problem
+from .group_problem import GroupProblem, listed, refuse_unread
+from .problem import DEFAULT_EPS, Problem, SeveralProblem, Strides
+from .rotary_problem import RotaryProblem
 
 AUTO = "auto"
 
@@ -65,6 +67,13 @@ _SERVED: dict[str, dict[str, Any]] = {
 _SERVED_FLAGS = tuple(row.name for row in _QUANTISED if row.kind is Kind.FLAG)
 _FLAG = {0: False, 1: True}
 _STRIDES = {"x": "x_stride", "residual": "xr_stride", "y": "y_stride", "residual_out": "yr_stride"}
+
+# The most norms that one launch takes, and the options that they have.
+MOST_NORMS = 4
+_OF_SEVERAL = (
+    *("several", "m", "norm", "prec_i", "prec_o", "prec_sm", "xbias", "fadd", "fquant", "scale_ub", "cast", "e"),
+    *(*_SERVED, *_SERVED_FLAGS, "v", "kname", "warmup", "repeat", "json", "jsonfile"),
+)
 
 
 class Option(NamedTuple):
@@ -202,16 +211,28 @@ OPTIONS = (
         for name, words in _SERVED.items()
     ),
     *(Option(name, int, 0, tuple(_FLAG), QUANTISED[name].meaning[Norm.LAYER].rstrip(".")) for name in _SERVED_FLAGS),
+    Option("rope", int, 0, tuple(_FLAG), "1: normalise each head of q and k of m tokens, and rotate pairs of columns"),
+    Option("q_heads", int, 32, None, "with -rope 1, heads of q"),
+    Option("k_heads", int, 8, None, "with -rope 1, heads of k; 0: q alone"),
+    Option("rotary_dim", int, -1, None, "with -rope 1, how many columns of a head are rotated; -1: all"),
+    Option("interleaved", int, 0, tuple(_FLAG), "with -rope 1, rotate columns 2 i and 2 i + 1 as a pair"),
+    Option("across_heads", int, 0, tuple(_FLAG), "with -rope 1, normalise all heads of a token together"),
+    Option(
+        "several", str, None, None, f"the row lengths of 2 to {MOST_NORMS} RMSNorms of m rows in one launch: 1536,512"
+    ),
     Option("json", int, 0, tuple(_FLAG), "1, or no value: print one line of JSON and nothing else", bare=1),
     Option("jsonfile", str, None, None, "a file to append the line of JSON to, beside the usual output"),
 )
+
+
+AnyProblem = Problem | GroupProblem | RotaryProblem | SeveralProblem
 
 
 @dataclass(frozen=True)
 class Request:
     """A resolved command line."""
 
-    problem: Problem | GroupProblem
+    problem: AnyProblem
     validate: bool
     print_names: bool
     warmup: int
@@ -264,7 +285,7 @@ def parser(prog: str) -> _Parser:
 def _resolve(args: argparse.Namespace) -> Request:
     _check_sizes(args)
     return Request(
-        _group_problem(args) if args.norm == GROUP else _problem(args),
+        _asked(args),
         _FLAG[args.v],
         _FLAG[args.kname],
         args.warmup,
@@ -274,14 +295,41 @@ def _resolve(args: argparse.Namespace) -> Request:
     )
 
 
-def _group_problem(args: argparse.Namespace) -> GroupProblem:
+def _asked(args: argparse.Namespace) -> AnyProblem:
     defaults = {option.name: option.default for option in OPTIONS}
-    return group_problem.group_problem(args, defaults, _FLOATS, AUTO)
+    if args.rope:
+        return rotary_problem.rotary_problem(args, defaults, _FLOATS)
+    of_heads = {name: defaults[name] for name in rotary_problem.OWN}
+    refuse_unread(args, of_heads, (), "only -rope 1 reads it")
+    if args.several is not None:
+        return _several_problem(args, defaults)
+    if args.norm == GROUP:
+        return group_problem.group_problem(args, defaults, _FLOATS, AUTO)
+    of_groups = {name: defaults[name] for name in group_problem.OWN}
+    refuse_unread(args, of_groups, (), f"only -norm {GROUP} reads it")
+    return _problem(args)
+
+
+def _several_problem(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SeveralProblem:
+    asked = f"-several {args.several}"
+    refuse_unread(args, defaults, _OF_SEVERAL, f"-several takes {listed(_OF_SEVERAL)}")
+    lengths = args.several.split(",")
+    if not 2 <= len(lengths) <= MOST_NORMS or not all(re.fullmatch(r"[1-9]\d{0,8}", each) for each in lengths):
+        raise ValueError(f"{asked} will not do; it takes 2 to {MOST_NORMS} row lengths, 1536,512 say")
+    for name, fitting, reason in (
+        ("norm", (Norm.RMS.value,), "its norms are RMSNorms"),
+        ("fadd", (0, FusedAdd.PRE_ADD_STORE.code), "a sum is stored"),
+        ("prec_i", tuple(_FLOATS), "its norms take no scale of x"),
+        ("prec_o", (*_OUTPUTS, AUTO) if args.fquant else (AUTO,), "y has the dtype of x unless it is quantised"),
+    ):
+        word = getattr(args, name)
+        if word not in fitting:
+            raise ValueError(f"-{name} {word} does not go with {asked}: {reason}; pass {fitting[-1]}")
+    alone = vars(args) | {"several": None}
+    return SeveralProblem(tuple(_problem(argparse.Namespace(**alone | {"n": int(n)})) for n in lengths))
 
 
 def _problem(args: argparse.Namespace) -> Problem:
-    own = {option.name: option.default for option in OPTIONS if option.name in group_problem.OWN}
-    group_problem.refuse_unread(args, own, (), f"only -norm {GROUP} reads it")
     fadd, fquant = _FADDS[args.fadd], _FQUANTS[args.fquant]
     _check_used("prec_sm", args.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
     _check_used("prec_sy", args.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")

@@ -63,12 +63,12 @@ def rms_norms(problems: Sequence[Sequence[Any]]) -> list[Any]:
     _check(problems)
     if is_dynamo_compiling() or len(problems) == 1:
         return [_alone(*each) for each in problems]
-    alone, known = None, _found(problems)
+    alone, known = None, found(problems)
     if known is None:
         # Known from now on. What is computed here is not returned, so that every call of a kind has the same bits.
         alone = [_alone(*each) for each in problems]
-        known = _found(problems)
-    launcher = None if known is None else _launcher_of([planned for planned, _, _ in known])
+        known = found(problems)
+    launcher = None if known is None else launcher_of([planned for planned, _, _ in known])
     if known is None or launcher is None:
         return alone or [_alone(*each) for each in problems]
     return _launched(known, launcher)
@@ -116,7 +116,7 @@ def _alone(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS)
 _Known = tuple[PlannedCall, Callable[..., Any], Callable[[Any], Any]]
 
 
-def _found(problems: Sequence[Sequence[Any]]) -> list[_Known] | None:
+def found(problems: Sequence[Sequence[Any]]) -> list[_Known] | None:
     """Return the problems, if all of them are known calls that one launch could serve."""
     known = [_find(*each) for each in problems]
     return None if None in known else cast("list[_Known]", known)
@@ -148,7 +148,7 @@ def _returned(outputs: Any) -> Any:
     return outputs if not isinstance(outputs, LayerNormOutput) else y if total is None else (y, total)
 
 
-def _launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:
+def launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:
     """Return the launcher of the kernel that serves such calls together; None if none does."""
     plans, key = dispatch.plans, ("several", *[plan.prepared(m).launchers[0] for plan, _, _, _, m, _ in planned])
     joined = plans.get(key)

@@ -71,7 +71,7 @@ class Problem:
             run: Run[Any] = checked_run.prepare(self._of_the_command, place)
             wrong = [finding for finding in run.validate(run.call()) if not finding.ok]
         assert wrong == [], self
-        return run.entry().name
+        return run.names()[0]
 
     @property
     def _of_the_command(self) -> problem.Problem:

@@ -16,9 +16,9 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.tools import checked_run, group_run
 from normforge.tools.cli import VERBS
-from normforge.tools.group_problem import GroupProblem
 from normforge.tools.measured_run import Run
 from normforge.tools.problem import Problem, Strides
+from normforge.tools.run import PREPARE
 from normforge.tools.run_options import parse
 
 from ..calling import there
@@ -158,8 +158,7 @@ def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(replace_
 
 def prepared(argv: str) -> Run[Any]:
     problem = parse(argv.split(), "run").problem
-    prepare: Callable[..., Run[Any]] = group_run.prepare if isinstance(problem, GroupProblem) else checked_run.prepare
-    return prepare(problem, torch.device("cpu"))
+    return PREPARE[type(problem)](problem, torch.device("cpu"))
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -196,6 +195,9 @@ def test_one_wrong_number_of_any_output_is_found(argv: str, monkeypatch: pytest.
             8 * 64 * (2 + 2 + 2 + 1) + 64 * (2 + 2 + 2 + 4) + 8 * (2 + 4 + 4),
         ),
         ("-norm=group -shape=3x8x5x6 -groups=4 -prec_o=fp32", 3 * 8 * 30 * (2 + 4) + 2 * 8 * 2),
+        # Of heads, weights, cos and sin.
+        ("-rope=1 -m=3 -n=16 -q_heads=4 -k_heads=1", 3 * 5 * 16 * (2 + 2) + 2 * 16 * 2 + 2 * 3 * 8 * 4),
+        ("-norm=rms -several=96,64 -m=3", 3 * 160 * (2 + 2) + 160 * 2),
     ],
 )
 def test_the_rate_counts_every_tensor_once(argv: str, moved: int) -> None:
