@@ -19,6 +19,7 @@ import torch
 import normforge
 from normforge.codegen.families import REQUIRED, Kind, Parameter
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
+from normforge.codegen.values import HeadNorm, Norm
 from normforge.dtypes import DTYPES
 
 from .contexts import CONTEXTS, PLACES, TRANSFORMS
@@ -92,16 +93,17 @@ _SPECIAL: Mapping[str, Draw] = {
     "saves": one_of(False, True),
     "dtype": one_of(None, *FLOATS),
 }
-# By family, what its functions take that rows of the same name do not say.
-_OWN: Mapping[str, Mapping[str, Draw]] = {
-    "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
-    "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
-    **{family: {"activation": one_of(None, "silu", "none", "silu", "relu")} for family in ("", "group")},
-}
+_HEADS = dict.fromkeys(("q", "k", "dq_out", "dk_out"), ("heads", "heads", "heads", "head", "no heads"))
+_TURNS = dict.fromkeys(("cos", "sin"), ("turns", "turns", "shared turns"))
+_INTEGERS = {"positions": ("lead", "lead", "axes"), "slot_mapping": ("lead",)}
 _NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
     "y_scale": ("one", "vector", "lead", "column", "none"),
     "amax_out": ("one", "none", "vector"),
     "statistics": ("groups",),
+    "key_cache": ("blocks",),
+    **_HEADS,
+    **_TURNS,
+    **_INTEGERS,
 }
 _FORMS: Mapping[Kind, tuple[str, ...]] = {
     Kind.ROWS: ("rows",) * 12 + ("vector",),
@@ -127,6 +129,14 @@ def shape_of(form: str, n: int, lead: tuple[int, ...], *, channels: bool = False
         "groups": (lead[-1] if lead else 1, n),
         "lead": lead,
         "column": (*lead, 1),
+        "heads": (*lead, 2, n),
+        "head": (*lead, 1, n),
+        "no heads": (*lead, 0, n),
+        "of all heads": (2 * n,),
+        "turns": (*lead, n // 2),
+        "shared turns": (lead[-1] if lead else 1, n // 2),
+        "axes": (3, *lead),
+        "blocks": (3, 4, 2, n),
         "one": (1,),
         "none": (),
     }[form]
@@ -143,6 +153,38 @@ def operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], opti
         return Operand(random.choice(dtypes), layout, holder, random.random() < grads, random.choice(forms))
 
     return draw
+
+
+# By family, what its functions take that rows of the same name do not say.
+_OWN: Mapping[str, Mapping[str, Draw]] = {
+    "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
+    "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
+    "rope": {
+        **{
+            name: operand(forms, (*FLOATS * 5, torch.float64, torch.int32), False, 0.4)
+            for name, forms in _HEADS.items()
+        },
+        **{name: operand(forms, (*FLOATS * 4, torch.float64), False, 0.03) for name, forms in _TURNS.items()},
+        **{
+            name: operand(forms, (torch.int64, torch.int64, torch.int32, torch.float32), True, 0.0)
+            for name, forms in _INTEGERS.items()
+        },
+        **dict.fromkeys(
+            ("q_weight", "k_weight"),
+            operand((*["vector"] * 6, "of all heads", "longer"), (*FLOATS * 4, torch.float64), True, 0.4),
+        ),
+        "key_cache": operand(("blocks",), (torch.float32, *FLOATS, torch.float8_e4m3fn), True, 0.03),
+        "k_scale": operand(("one", "none", "vector"), (*[torch.float32] * 8, torch.float16), True, 0.03),
+        "norm": one_of(*[norm.value for norm in HeadNorm] * 2, Norm.RMS, HeadNorm.LAYER, "odd"),
+        "rotary_dim": _often(None, (16, 8, 2, 7, 8.0, True), 1),
+        "mrope_section": _often(None, ((2, 3, 3), [2, 3, 3], (8, 0, 0), (2, 2, 2), (1, 1, 2)), 1),
+        **dict.fromkeys(("interleaved", "mrope_interleaved", "alternates"), one_of(False, False, True, 1)),
+        **dict.fromkeys(("height", "width"), one_of(0, 0, 3)),
+        "due": one_of([False, False], [True, True], [True, False]),
+        "out": _often(None, ("in place", "new", "of q alone"), 2),
+    },
+    **{family: {"activation": one_of(None, "silu", "none", "silu", "relu")} for family in ("", "group")},
+}
 
 
 def _of_row(row: Parameter, operator: bool) -> Draw:
@@ -229,7 +271,7 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
     for parameter, (default, optional) in parameters.items():
         row = rows.get(parameter)
         forms = _NAMED_FORMS.get(parameter, () if row is None else _FORMS.get(row.kind, ()))
-        if parameter in _OWN.get(kind, {}) and not (operator and kind != "group"):
+        if parameter in _OWN.get(kind, {}) and not (operator and kind not in ("group", "rope")):
             draws[parameter] = _OWN[kind][parameter]
         elif row is not None:
             draws[parameter] = _of_row(row, operator)
@@ -242,15 +284,28 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
         elif parameter == "normalized_shape":
             defaults[parameter] = "(n,)"
         elif forms and (not optional or parameter == "dy"):
-            defaults[parameter] = Operand(form=forms[0])
+            defaults[parameter] = Operand(torch.int64 if parameter in _INTEGERS else torch.float32, form=forms[0])
         else:
             defaults[parameter] = None if optional else _usual(parameter, row)
     return Function(name, call, draws, defaults, rows, channels="group_norm" in name)
 
 
+_USUAL: Mapping[str, Any] = {
+    "num_groups": 2,
+    "wants": ("dx",),
+    "norm_before_gate": True,
+    "activation": "none",
+    "norm": "rms",
+    "rotary_dim": 16,
+    "height": 0,
+    "width": 0,
+    "due": [True, True],
+}
+
+
 def _usual(name: str, row: Parameter | None) -> Any:
     if row is None or row.kind is Kind.NAMES:
-        return {"num_groups": 2, "wants": ("dx",), "norm_before_gate": True, "activation": "none"}.get(name, False)
+        return _USUAL.get(name, False)
     if row.kind is Kind.WORD:
         assert row.words is not None
         return str(next(iter(row.words)).value)
@@ -285,14 +340,32 @@ _PUBLIC = {
     "gated": tuple(f"gated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "statistics": ("layer_statistics", "rms_statistics"),
+    "heads": ("qk_norm_rope", "qk_norm_rope_bwd"),
     "l2": ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", "normalize", "normalize2d_fwd", "normalize2d_bwd"),
 }
-# Queries and keys have forms of their own, and no x.
 _OPERATORS = sorted(
-    name.removeprefix("normforge::")
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("normforge::") and "qk_norm_rope" not in name
+    name.removeprefix("normforge::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")
 )
+
+
+def _several(name: str) -> Function:
+    """Return the row of `rms_norms`, the first of whose norms is a function's, with what differs from its defaults."""
+    alone = _public(name)
+
+    def call(x: Any, beside: Any, **given: Any) -> Any:
+        options = {each: value for each, value in given.items() if _is_given(value, alone.defaults[each])}
+        return normforge.rms_norms([(x, options.pop("weight", None), options), (beside,)])
+
+    rows = {each: operand(("rows",), (*FLOATS * 5, torch.float64), each == "residual", 0.4) for each in _BESIDE}
+    defaults = {**alone.defaults, "residual": None, "beside": Operand(form="rows")}
+    return replace(alone, name=f"rms_norms, {name}", call=call, draws={**alone.draws, **rows}, defaults=defaults)
+
+
+_BESIDE = ("residual", "beside")
+
+
+def _is_given(value: Any, default: Any) -> bool:
+    return isinstance(value, torch.Tensor) or repr(value) != repr(default)
 
 
 def families() -> dict[str, list[Function]]:
@@ -305,11 +378,13 @@ def families() -> dict[str, list[Function]]:
         _public("group_norm"),
         *[replace(each, channels=True, defaults={**each.defaults, "dim": 1}) for each in over_channels],
     ]
+    found["several"] = [_several(name) for name in ("add_rms_norm", "quantised_rms_norm")]
     found["operators"] = [_operator(name) for name in _OPERATORS]
     found["parallel"] = [_public(f"split_{norm}", parallel) for norm in ("layer_norm", "rms_norm")]
     return found
 
 
+_SHARED = Operand(form="shared turns")
 # Arguments that go together, which no chain of single changes would come to.
 JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "quantised": (
@@ -338,6 +413,14 @@ JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"x": Operand(torch.float8_e4m3fn, form="rows"), "x_scale": Operand(form="one"), "out_dtype": torch.bfloat16},
     ),
     "_bwd": ({"dropout_p": 0.5, "dropout_rng": "tensor", "wants": ("dx", "ddropped")},),
+    "rope": (
+        {"key_cache": Operand(form="blocks"), "slot_mapping": Operand(torch.int64, form="lead")},
+        {"positions": Operand(torch.int64, form="lead"), "cos": _SHARED, "sin": _SHARED},
+        {"positions": Operand(torch.int64, form="axes"), "cos": _SHARED, "sin": _SHARED, "mrope_section": (2, 3, 3)},
+        {"norm": "rms_across_heads", **dict.fromkeys(("q_weight", "k_weight"), Operand(form="of all heads"))},
+        {"k": Operand(form="no heads"), "k_weight": None},
+        {"k": Operand(form="no heads"), "k_weight": None, "dk_out": Operand(form="no heads")},
+    ),
     "add_": (
         {"dropout_p": 0.5, "dropout_rng": "pair"},
         {"dropout_p": 0.5, "weight": Operand(form="vector", grad=True)},
@@ -348,6 +431,9 @@ JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 def settled(function: Function, call: Call) -> Call:
     """Return a call whose arguments go together, as far as rows say which of them need which."""
     call = dict(call)
+    for name in _HEADS:
+        if isinstance(call.get(name), Operand) and isinstance(call["q"], Operand):
+            call[name] = call[name]._replace(dtype=call["q"].dtype)
     axes = _axes(function, call)
     for name in function.draws:
         row = function.rows.get(name)
@@ -427,6 +513,10 @@ def arguments(function: Function, call: Call) -> dict[str, Any]:
             made[name] = {
                 "pair": (1, 2), "other pair": (3, 4), "tensor": torch.tensor([5, 6]), "generator": torch.Generator(),
             }.get(value)  # fmt: skip
+        elif name == "out" and isinstance(value, str):
+            q, k = made["q"], made["k"]
+            pairs = {"in place": (q, k), "of q alone": (q, torch.empty_like(k))}
+            made[name] = pairs.get(value, (torch.empty_like(q), torch.empty_like(k)))
         elif isinstance(value, str) and "." in value:
             made[name] = _EVALUATED[value]
         else:

@@ -20,7 +20,7 @@ from ..launching import launching_nothing
 from ..some_rows import SomeTable
 from ..thorough import first_of_each
 
-FAMILIES = ("functional", "forward", "backward", "modulated", "gated", "quantised", "group")
+FAMILIES = ("functional", "forward", "backward", "modulated", "gated", "quantised", "group", "heads", "several")
 # Rows that start anywhere are among these sizes, and rows for every pipeline and of every class.
 SIZES = {
     "n": one_of(*(16, 32, 64) * 2, 33, 100, 1024, 2053, 4096, 5137, 9001, 17000),

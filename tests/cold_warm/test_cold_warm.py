@@ -86,7 +86,7 @@ def test_no_cache_is_left_out() -> None:
             if isinstance(value, dict) and word.startswith("_") and not word.startswith("__")
         }
 
-    families = ("functional", "forward", "gated", "group", "modules")
+    families = ("functional", "forward", "gated", "group", "heads", "several", "modules")
     # Registries grow as families are imported.
     for family in families:
         subjects(family)
