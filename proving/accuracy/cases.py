@@ -39,11 +39,13 @@ _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").r
 
 
 class Layout(Enum):
-    """How rows lie in memory; the value is what names and reports call it."""
+    """How rows lie in memory, or what they share a launch with; the value is what names and reports call it."""
 
     ADJOINING = ""
     HEADS = "heads"
     HEADS_IN_PLACE = "heads in place"
+    TOGETHER = "two norms at once"
+    ROTATED = "rotated heads"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Measured(Generic[M]):
         mode: what is computed.
         n: row length; of GroupNorm, how many elements a group has.
         tile: how; it serves every M, so that few rows can be measured with a tile for many.
-        layout: how rows of x lie, and backward those of dy.
+        layout: how rows of x lie, and backward those of dy, and what else is in the launch.
     """
 
     mode: M
@@ -110,7 +112,7 @@ class Case(Measured[Mode]):
 
     @property
     def parts(self) -> tuple[Pipeline | Part, ...]:
-        """The kernels that run."""
+        """The kernels that run, unless heads are rotated."""
         sweeps = self.mode.is_backward and self.tile.pipeline is Pipeline.TWO_PASS
         return (self.tile.pipeline, *((Part.ROW_TERMS,) if sweeps else ()))
 
@@ -162,6 +164,8 @@ MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
     _modes(kind, [norm.prefix for norm in FULL], Mode.from_name)
     for kind in ("plain", "rounded_first", "beside", "heads")
 )
+_TOGETHER = _modes("together", ("rms",), Mode.from_name)[Direction.FORWARD]
+_ROTATED = _modes("rotated", [norm.prefix for norm in FULL], Mode.from_name)
 _HEAD_LAYOUTS = {
     Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
     Direction.BACKWARD: (Layout.HEADS,),
@@ -206,6 +210,12 @@ def forced(where: str) -> Iterator[Case]:
         for (mode, layout), (tile, n) in product((*adjoining, *heads), _tiled(where, direction.value)):
             if runs(mode, tile, n):
                 yield Case(mode, n, tile, layout)
+        for mode, (tile, n) in product(_ROTATED[direction], _tiled(where, "rotated")):
+            yield Case(mode, n, tile, Layout.ROTATED)
+    for mode, (tile, n) in product(_TOGETHER, _tiled(where, "fwd")):
+        # Windows of rows of odd lengths share no launch.
+        if runs(mode, tile, n) and tile.pipeline.takes_rows_alike and n % 2 == 0:
+            yield Case(mode, n, tile, Layout.TOGETHER)
 
 
 def runs(mode: Mode, tile: Tile, n: int) -> bool:

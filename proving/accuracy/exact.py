@@ -48,15 +48,23 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> dict[str,
             y += rows["residual"].double()
         if case.mode.gating.gates and not case.mode.gating.is_before:
             y *= peer.activated(case.mode, rows["gate"].double())
+        if "cos" in rows:
+            of_terms = rows["cos"].abs(), rows["sin"].abs(), 1
+            sizes, either = (peer.turned(each, *of_terms) for each in (y.abs(), either))
+            y = peer.turned(y, rows["cos"], rows["sin"])
         if case.mode.fquant.quantises:
             low, y_scale, high = (
                 each.amax(-1) / case.mode.dtype_out.qmax for each in (y.abs() - either, y.abs(), y.abs() + either)
             )
             return {"y_scale": Exact(y_scale, torch.zeros_like(y_scale), torch.maximum(high - y_scale, y_scale - low))}
-    found = {"rstd": Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0]))}
+    found = {}
     if isinstance(case, GroupCase) or not case.mode.statistics_only:
-        found |= {"y": Exact(y, median(y), None if half is None else either)}
-    return found | ({"mean": Exact(mean[:, 0], s.abs().mean(-1))} if case.centres else {})
+        typical = torch.maximum(median(y), sizes) if "cos" in rows else median(y)
+        found["y"] = Exact(y, typical, None if half is None else either)
+    if isinstance(case, GroupCase) or case.mode.save_mv:
+        found["rstd"] = Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0]))
+        found |= {"mean": Exact(mean[:, 0], s.abs().mean(-1))} if case.centres else {}
+    return found
 
 
 def backward(case: AnyCase, rows: Tensors, saved: Tensors, half: torch.dtype | None) -> dict[str, Exact]:
@@ -70,6 +78,8 @@ def backward(case: AnyCase, rows: Tensors, saved: Tensors, half: torch.dtype | N
         return _gated(case.mode, rows)
     else:
         more = dropout(x.device) if case.mode.dropout else {}
+        if "cos" in rows:
+            dy = peer.turned(dy.double(), rows["cos"], -rows["sin"])
         found = BACKWARD[case.mode.norm](dy, x, weight, **saved, **more)
     exact = {name: Exact(getattr(found, name), terms) for name, terms in found.magnitudes.items()}
     if half is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, Part, Pipeline
+from normforge.codegen.values import SEVERAL, DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES, rounded_to
+from normforge.families import rotary
 from normforge.kernels.gpu import interpreting
 from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch, on_demand
@@ -22,7 +23,7 @@ from normforge.selection.table import Entry, RetiledTable
 
 from ..cases import Tensors
 from . import exact, ours, peer
-from .cases import GROUPS, AnyCase, Case, GroupCase
+from .cases import GROUPS, AnyCase, Case, GroupCase, Layout
 from .interpreter import adding_by_halves
 from .peer import EPS
 from .rows import KINDS
@@ -91,39 +92,51 @@ def measure(case: AnyCase, device: torch.device, seed: int) -> list[Cell]:
 
 
 @contextmanager
-def _tiled(case: AnyCase) -> Iterator[list[str]]:
+def _tiled(case: AnyCase) -> Iterator[list[str | None]]:
     """Make calls of a case's mode and length take its tile, and note which kernels are loaded."""
     entry = on_demand.generate(case.mode, case.n, "a table of tiles to measure")
-    loaded: list[str] = []
-    load = Entry.load
+    loaded: list[str | None] = []
 
-    def noting(self: Entry, part: Pipeline | Part | None) -> Any:
-        # None is the kernel that adds up partial sums, which every backward call runs.
-        loaded.extend([] if part is None else [part.value])
-        return load(self, part)
+    def noting(home: Any, name: str, word: Callable[..., str | None]) -> Any:
+        function = getattr(home, name)
+
+        def noted(*given: Any) -> Any:
+            loaded.append(word(*given))
+            return function(*given)
+
+        return mock.patch.object(home, name, noted)
 
     using = dispatch.using(RetiledTable(dispatch.loaded(), entry, case.tile))
-    with using, mock.patch.object(Entry, "load", noting), adding_by_halves() if interpreting() else nullcontext():
+    # None is the kernel that adds up partial sums, which every backward call runs.
+    rows = noting(Entry, "load", lambda entry, part: part and part.value)
+    several, heads = (
+        noting(dispatch, "several", lambda _: SEVERAL),
+        noting(rotary, "kernel_named", lambda _: rotary.NAME),
+    )
+    with using, rows, several, heads, adding_by_halves() if interpreting() else nullcontext():
         yield loaded
 
 
-def _label(case: AnyCase, loaded: list[str]) -> str:
+def _label(case: AnyCase, loaded: list[str | None]) -> str:
     """Return the kernels that ran, which must be those that the case is about."""
-    ran, asked = set(loaded), case.tile.pipeline.value
+    ran, asked = {name for name in loaded if name}, case.tile.pipeline.value
     if isinstance(case, Case) and ran == {Part.WINDOW.value} and case.mode.has_window:
         return Part.WINDOW.value
-    expected = {part.value for part in case.parts}
+    own = {Layout.TOGETHER: {asked, SEVERAL}, Layout.ROTATED: {rotary.NAME}}
+    expected = own.get(case.layout) or {part.value for part in case.parts}
     if ran != expected:
         raise AssertionError(f"{case.name}: {sorted(ran)} ran where {sorted(expected)} should have")
     if isinstance(case, GroupCase):
         return asked
+    if case.layout is Layout.ROTATED:
+        return rotary.NAME
     few = case.n <= 2 * case.tile.block and not case.mode.is_backward
     is_head = asked == Pipeline.ONE_PASS.value and few and case.mode.has_head
     return f"{asked}, head" if is_head else asked
 
 
 # The operands with a row for each row of x.
-_ROWS = ("x", "residual", "dy", "gate", "keep")
+_ROWS = ("x", "residual", "dy", "gate", "keep", "cos", "sin")
 
 
 def _draw(case: AnyCase, kinds: list[str], device: torch.device, seed: int) -> Tensors:
@@ -159,6 +172,10 @@ def _draw(case: AnyCase, kinds: list[str], device: torch.device, seed: int) -> T
         found["dy"] = normal("dy", m, n).to(dtype)
     if mode.gating.gates:
         found["gate"] = (2 * normal("gate", m, n)).to(dtype)
+    if case.layout is Layout.ROTATED:
+        # One angle for all heads of a token.
+        angles = normal("angles", m // ours.HEADS, n // 2).mul(10).repeat_interleave(ours.HEADS, 0)
+        found |= {"cos": angles.cos().float(), "sin": angles.sin().float()}
     if mode.dropout:
         found["keep"] = dropout_mask((m, n), **ours.dropout(device))
     return found

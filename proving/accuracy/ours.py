@@ -25,7 +25,7 @@ from .peer import EPS
 # Half of the elements, so that others are doubled, which is exact.
 _DROPOUT_P, _DROPOUT_RNG = 0.5, (11939, 3)
 # Of a packed tensor: so many that are normalised, and as many behind them that are not.
-_HEADS = 2
+HEADS = 2
 
 
 def dropout(device: torch.device) -> dict[str, Any]:
@@ -37,8 +37,28 @@ def laid(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """(M, N) rows as a call takes them; what lies between heads and is none of them is NaN."""
     if layout is Layout.ADJOINING:
         return rows
-    heads = rows.view(-1, _HEADS, rows.shape[-1])
-    return torch.cat((heads, torch.full_like(heads, torch.nan)), 1)[:, :_HEADS]
+    heads = rows.view(-1, HEADS, rows.shape[-1])
+    return torch.cat((heads, torch.full_like(heads, torch.nan)), 1)[:, :HEADS]
+
+
+def _rotated(run: Any, case: Case, given: Tensors, *names: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the rows that come of heads, half of which are queries, and the gradients of weights, if any."""
+    heads = [half for name in names for half in given[name].view(-1, HEADS, case.n).chunk(2, 1)]
+    # In fp32, so that the sum of two gradients is rounded once.
+    weights, turns = [given["weight"].float()] * 2, [given[name][::HEADS] for name in ("cos", "sin")]
+    q, k, *totals = run(*heads, *weights, *turns, norm=case.mode.norm, eps=EPS, cast=case.mode.cast)
+    return torch.cat((q, k), 1).flatten(0, 1), totals
+
+
+def _together(case: Case, given: Tensors) -> Tensors:
+    """Return the outputs of the second of two norms in one launch."""
+    options: dict[str, Any] = {"eps": EPS, "cast": case.mode.cast, "residual": given.get("residual")}
+    if case.mode.fquant.quantises:
+        options |= {"fquant": case.mode.fquant, "out_dtype": TORCH_DTYPES[case.mode.dtype_out]}
+    _, found = normforge.rms_norms([(given["x"], given["weight"], options)] * 2)
+    if case.mode.fquant.quantises:
+        return {"y_scale": found.y_scale}
+    return {"y": found if isinstance(found, torch.Tensor) else found[0]}
 
 
 def _options(case: GroupCase) -> GroupOptions:
@@ -51,6 +71,10 @@ def forward(case: AnyCase, given: Tensors) -> Tensors:
         y, saved = group.launched(case.shaped(given["x"]), given["weight"], None, _options(case), saves=True)
         assert saved is not None
         return {"y": y.reshape(-1, case.n), "mean": saved[0].flatten(), "rstd": saved[1].flatten()}
+    if case.layout is Layout.ROTATED:
+        return {"y": _rotated(normforge.qk_norm_rope, case, given, "x")[0]}
+    if case.layout is Layout.TOGETHER:
+        return _together(case, given)
     mode, x = case.mode, laid(given["x"], case.layout)
     if mode.statistics_only:
         found: Any = getattr(normforge, f"{mode.norm.value}_statistics")(x, eps=EPS)
@@ -81,6 +105,9 @@ def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
     mode = case.mode
     if mode.gating.gates:
         return _gated(case, given, saved)
+    if case.layout is Layout.ROTATED:
+        dx, totals = _rotated(normforge.qk_norm_rope_bwd, case, given, "dy", "x")
+        return {"dx": dx, "dweight": torch.stack(totals).sum(0).to(dx.dtype)}
     dy, x = (laid(given[name], case.layout) for name in ("dy", "x"))
     shaped = {name: value.view(x.shape[:-1]) for name, value in saved.items()}
     wants = ["dx", "dweight", *(["dbias"] if case.centres else []), *(["ddropped"] if mode.dropout else [])]

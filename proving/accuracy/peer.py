@@ -2,9 +2,9 @@
 
 They are the operators behind `torch.nn.functional.layer_norm`, `rms_norm` and `group_norm`, called by name because they
 also return their statistics. They take operands of x's dtype, as all are here. Where ours returns fp32 of 16-bit rows,
-adds a residual, gates or quantises, torch is given the operands in fp32, which loses nothing: its best way to the same
-result. Saved statistics, which it returns in 16 bits on a CPU, are those of such a call too. Rows that are rounded
-before the weight are those of its operator without a weight, in fp32, rounded, and multiplied in fp32.
+adds a residual, gates, rotates or quantises, torch is given the operands in fp32, which loses nothing: its best way to
+the same result. Saved statistics, which it returns in 16 bits on a CPU, are those of such a call too. Rows that are
+rounded before the weight are those of its operator without a weight, in fp32, rounded, and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> Tensors:
         x = x.float() * factor if mode.gating.is_before else x
     if "residual" in rows and not case.adds_behind:
         x = stored_sum(rows)
-    if out != rows["x"].dtype or "residual" in rows or mode.gating.gates:
+    if out != rows["x"].dtype or "residual" in rows or mode.gating.gates or "cos" in rows:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if half is None:
         found = norm(case.centres, x, weight, bias)
@@ -73,9 +73,18 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> Tensors:
         found["y"] = found["y"] + rows["residual"].float()
     if factor is not None and not mode.gating.is_before:
         found["y"] = found["y"] * factor
+    if "cos" in rows:
+        found["y"] = turned(found["y"], rows["cos"], rows["sin"])
     if mode.fquant.quantises:
         return {"y_scale": found["y"].abs().amax(-1) / mode.dtype_out.qmax}
     return found | {"y": found["y"].to(out)}
+
+
+def turned(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int = -1) -> torch.Tensor:
+    """Rotate pairs of columns i and i + N / 2 in the dtype of values; a sign of 1 adds what is subtracted."""
+    cos, sin = (torch.cat((each, each), -1).to(values.dtype) for each in (cos, sin))
+    a, b = values.chunk(2, -1)
+    return values * cos + torch.cat((sign * b, a), -1) * sin
 
 
 def stored_sum(rows: Tensors) -> torch.Tensor:
@@ -102,6 +111,8 @@ def backward(case: AnyCase, rows: Tensors, saved: Tensors, half: torch.dtype | N
         return _group_gradients(case, rows)
     if case.mode.gating.gates:
         return _gated_gradients(case, rows)
+    if "cos" in rows:
+        return _rotated_gradients(case, rows, half)
     found = gradients(case.centres, rows["dy"], rows["x"], rows["weight"], saved)
     if half is not None:
         # torch has no operator for the gradient of a weight that rows were rounded before.
@@ -150,6 +161,17 @@ def _gated_gradients(case: Case, rows: Tensors) -> Tensors:
         return y if mode.gating.is_before else y * factor
 
     return _by_autograd(run, rows["dy"], **{name: rows[name] for name in ("x", "gate", "weight")})
+
+
+def _rotated_gradients(case: Case, rows: Tensors, half: torch.dtype | None) -> Tensors:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shape = [case.n]
+        h = functional.layer_norm(x, shape, eps=EPS) if case.centres else functional.rms_norm(x, shape, eps=EPS)
+        # The gradient of the rounding is 1.
+        h = h if half is None else h + (h.to(half).float() - h).detach()
+        return turned(h * weight, rows["cos"], rows["sin"])
+
+    return _by_autograd(run, rows["dy"], x=rows["x"], weight=rows["weight"])
 
 
 def _group_gradients(case: GroupCase, rows: Tensors) -> Tensors:

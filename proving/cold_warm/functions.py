@@ -290,22 +290,10 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
     return Function(name, call, draws, defaults, rows, channels="group_norm" in name)
 
 
-_USUAL: Mapping[str, Any] = {
-    "num_groups": 2,
-    "wants": ("dx",),
-    "norm_before_gate": True,
-    "activation": "none",
-    "norm": "rms",
-    "rotary_dim": 16,
-    "height": 0,
-    "width": 0,
-    "due": [True, True],
-}
-
-
 def _usual(name: str, row: Parameter | None) -> Any:
     if row is None or row.kind is Kind.NAMES:
-        return _USUAL.get(name, False)
+        usual = {"num_groups": 2, "wants": ("dx",), "norm_before_gate": True, "activation": "none"}
+        return (usual | {"norm": "rms", "rotary_dim": 16, "due": [True, True]}).get(name, False)
     if row.kind is Kind.WORD:
         assert row.words is not None
         return str(next(iter(row.words)).value)
@@ -356,12 +344,10 @@ def _several(name: str) -> Function:
         options = {each: value for each, value in given.items() if _is_given(value, alone.defaults[each])}
         return normforge.rms_norms([(x, options.pop("weight", None), options), (beside,)])
 
-    rows = {each: operand(("rows",), (*FLOATS * 5, torch.float64), each == "residual", 0.4) for each in _BESIDE}
+    dtypes = (*FLOATS * 5, torch.float64)
+    rows = {each: operand(("rows",), dtypes, each == "residual", 0.4) for each in ("residual", "beside")}
     defaults = {**alone.defaults, "residual": None, "beside": Operand(form="rows")}
     return replace(alone, name=f"rms_norms, {name}", call=call, draws={**alone.draws, **rows}, defaults=defaults)
-
-
-_BESIDE = ("residual", "beside")
 
 
 def _is_given(value: Any, default: Any) -> bool:

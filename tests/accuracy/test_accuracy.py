@@ -35,6 +35,7 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 SEED = 0
 NAMES: list[str] = yaml.safe_load(Path(__file__).with_name("slice.yaml").read_text())
+HEADS = [Layout.HEADS, Layout.HEADS_IN_PLACE]
 GROUPS = [case for case in cases(CPU) if isinstance(case, GroupCase)]
 ROWS = [case for case in cases(CPU) if isinstance(case, Case)]
 SLICE = [case for case in ROWS if case.mode.name in NAMES and case.layout is Layout.ADJOINING]
@@ -121,7 +122,9 @@ def test_every_pipeline_is_measured_in_every_dtype_and_of_heads(where: str) -> N
         if pipeline is not Pipeline.SPREAD or mode.is_backward or mode.dtype_in.itemsize == 2
     }
     heads = {(case.mode.direction, case.mode.norm, case.tile.pipeline, case.layout) for case in forced(where)}
-    assert heads >= {*product([Direction.FORWARD], FULL, Pipeline, Layout)}
+    assert heads >= {*product([Direction.FORWARD], FULL, Pipeline, [Layout.ADJOINING, *HEADS])}
+    together = [pipeline for pipeline in Pipeline if pipeline.takes_rows_alike]
+    assert heads >= {*product([Direction.FORWARD], [Norm.RMS], together, [Layout.TOGETHER])}
     assert heads >= {*product([Direction.BACKWARD], FULL, Pipeline, [Layout.HEADS])}
 
 
@@ -172,6 +175,9 @@ def further(honest: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         ("rms_bwd_bf16_cbw", Layout.ADJOINING, "measure._first_rounded_to", said(None), {"dweight"}),
         ("rms_fwd_bf16_mv", Layout.HEADS, "ours.laid", further, {"y", "rstd"}),
         ("rms_bwd_bf16", Layout.HEADS, "ours.laid", further, {"dx", "dweight"}),
+        ("rms_fwd_fp32", Layout.TOGETHER, "ours.forward", off(1e-5), {"y"}),
+        ("ln_fwd_fp32", Layout.ROTATED, "ours.forward", off(1e-5), {"y"}),
+        ("rms_bwd_fp32", Layout.ROTATED, "ours.backward", off(1e-4), {"dx", "dweight"}),
         # What is computed, or what both it and torch's are held against.
         ("rms_fwd_fp32_drop_addst_mv", Layout.ADJOINING, "measure.dropped", off(1e-4), {"y", "rstd"}),
         ("rms_bwd_fp32_drop", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dweight", "ddropped"}),
