@@ -137,10 +137,10 @@ def validate_quantised(
     """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
     findings: list[Finding] = []
     largest: list[quantisation_reference.ReferenceQuantised] = []
-    *_, columnwise, _, amax = (*result, None, None, None)[:7]
-    columns = (
-        columns_of(result, problem.mode) if isinstance(result, ColumnwiseOutput) and columnwise is not None else None
-    )
+    columns = amax = None
+    if isinstance(result, ColumnwiseOutput):
+        amax = result.amax
+        columns = None if result.columnwise is None else columns_of(result, problem.mode)
     of_rows = QuantisedOutput(*result[:4])._replace(y_scale=None)
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:

@@ -110,8 +110,13 @@ FORWARD: dict[Pipeline, Row] = {
     Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
 }
 
-# A tile of y that is quantised along columns: whole blocks, and 128 bytes of each 16-bit row and of each column.
-_COLUMNS = Tile(Pipeline.ROWS, rows=128, block=64, warps=8)
+# Tiles of y that is quantised along columns, by the rows of a block: one block, so that no layout but the columns'
+# transposition goes through shared memory. Tiles of four blocks of 32 took 114 registers a thread, these take 55.
+_COLUMNS = {
+    32: Tile(Pipeline.ROWS, rows=32, block=128, warps=4),
+    64: Tile(Pipeline.ROWS, rows=64, block=64, warps=4),
+    128: Tile(Pipeline.ROWS, rows=128, block=64, warps=8),
+}
 
 
 _TERMS = ("pivot_ptr", "shift_ptr", "rstd_ptr")
@@ -119,9 +124,6 @@ _TERMS = ("pivot_ptr", "shift_ptr", "rstd_ptr")
 
 def _blocks_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
     return -(-m // tile.rows) * columns, 1, 1
-
-
-_OF_COLUMNS = Step(grid=_blocks_of_rows, part=Part.COLUMNS, tile=lambda tile: _COLUMNS)
 
 
 # Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
@@ -148,9 +150,9 @@ def row_of(mode: Mode, pipeline: Pipeline) -> Row:
     if not mode.columnwise.writes:
         return row
     # The rows' kernel stores what the kernel of columns normalises by.
-    return replace(
-        row, steps=(*row.steps, _OF_COLUMNS), columns=lambda _, n: column_blocks(_COLUMNS, n), row_terms=_TERMS
-    )
+    own = _COLUMNS[mode.group_size.code]
+    step = Step(grid=_blocks_of_rows, part=Part.COLUMNS, tile=lambda _: own)
+    return replace(row, steps=(*row.steps, step), columns=lambda _, n: column_blocks(own, n), row_terms=_TERMS)
 
 
 # To start in a wave and to write partial sums takes a program about as long as `_START` rows.
