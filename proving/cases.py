@@ -33,6 +33,8 @@ BEHIND = ("added", "renormed")
 # The families of (B, C, ...).
 IMAGES = ("group", "channels")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# A norm that lacks some forms is tested in the others alone.
+FULL = tuple(norm for norm in Norm if not norm.row.lacks)
 EPS = 1e-5
 # The seed and the offset of what a dropout draws, unsigned and as int64.
 RNG, SIGNED_RNG = (3, 2**63 + 4), torch.tensor([3, 4 - 2**63])

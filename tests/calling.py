@@ -1,4 +1,4 @@
-"""What the tests of this folder share: row lengths, both norms by name, and checked calls."""
+"""What the tests of this folder share: row lengths, norms by name, checked calls, tables of refusals, and counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,12 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
+from normforge.calls.outputs import NormGradients
 from normforge.codegen.values import FusedQuant, Rounding
-from normforge.tools.compare import compare
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.selection import dispatch
+from normforge.tools.compare import compare, compare_gradients
+from proving.cases import Case, cases
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
@@ -33,6 +37,18 @@ ORACLE: dict[str, Callable[..., reference.ReferenceOutput]] = {
     "rms": reference.rmsnorm2d_fwd,
 }
 
+BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+BACKWARD_ORACLE: dict[str, Callable[..., reference.ReferenceGradients]] = {
+    "layer": reference.layernorm2d_bwd,
+    "rms": reference.rmsnorm2d_bwd,
+}
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "layer": normforge.layer_norm,
+    "rms": normforge.rms_norm,
+    "add_layer": normforge.add_layer_norm,
+    "add_rms": normforge.add_rms_norm,
+}
+
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,6 +56,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_norm = pytest.mark.parametrize("norm", FORWARD)
+each_add = pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
+each_function = pytest.mark.parametrize("norm", FUNCTIONS)
 each_pipeline = pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 each_quantised = pytest.mark.parametrize("dtype", QUANTISED, ids=str)
@@ -73,6 +91,41 @@ def agree(actual: LayerNormOutput, expected: reference.ReferenceOutput, rounding
     """Fail unless every output there should be is there and is what the oracle says."""
     wrong = [finding for finding in compare(actual, expected, rounding) if not finding.ok]
     assert not wrong, wrong
+
+
+def all_plans() -> list[Any]:
+    """Return the plans of aligned calls of all known kinds, and those that kinds share, in the order they came in."""
+    return [getattr(kind, "plan", kind) for kinds in dispatch.plans.values() for kind in reversed(kinds)]
+
+
+def backward_operands(norm: str, m: int = 3, n: int = 64) -> dict[str, Any]:
+    """Return random operands of a backward call, every one that a norm has."""
+    given: dict[str, Any] = {name: torch.randn(m, n) for name in ("dy", "x", "dresidual_out")}
+    given |= {"weight": torch.randn(n), "x_bias": torch.randn(n), "rstd": torch.rand(m) + 0.5}
+    return given | ({"mean": torch.randn(m)} if norm == "layer" else {})
+
+
+def check_backward(norm: str, **given: Any) -> NormGradients:
+    """Run a backward call, hold every gradient against the oracle, and return them."""
+    actual = BACKWARD[norm](**given)
+    inputs = {name: value for name, value in given.items() if name not in ("dx_dtype", "bias_dtype", "wants")}
+    wrong = [finding for finding in compare_gradients(actual, BACKWARD_ORACLE[norm](**inputs)) if not finding.ok]
+    assert not wrong, wrong
+    return actual
+
+
+def plain(norm: str, *, x_bias: bool = False, **at: Any) -> Case:
+    """Return the case of a function; a residual has x's dtype unless `at` has another."""
+    without = (*(() if "add" in norm else ("residual",)), *(() if x_bias else ("x_bias",)))
+    at = {"residual": at.get("dtype", torch.float32), **at}
+    family = "added" if norm.endswith("_add") else "plain"
+    (case,) = cases(family, vary=(), norm=norm.replace("add_", "").removesuffix("_add"), without=without, **at)
+    return case
+
+
+def backward(root: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    """`root.backward(gradient)`, which has no types."""
+    torch.autograd.backward([root], None if gradient is None else [gradient])
 
 
 def pieces(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -159,3 +212,34 @@ while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and
     outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0] * len(codes), outputs
     return [out for out, _ in outputs]
+
+
+# By error and name: what is passed, and what the message begins with or holds.
+Refused = Mapping[type[Exception], Mapping[str, tuple[dict[str, Any], str]]]
+
+
+def each_of(refused: Refused) -> pytest.MarkDecorator:
+    """Run a test for each call of a table: of what is passed, the error and its message."""
+    rows = [
+        pytest.param(given, error, message, id=name)
+        for error, table in refused.items()
+        for name, (given, message) in table.items()
+    ]
+    return pytest.mark.parametrize(("given", "error", "message"), rows)
+
+
+def counted(patch: pytest.MonkeyPatch, *places: tuple[Any, str, str]) -> list[str]:
+    """Return a list that functions, each a module's and its name there, add a word to whenever they have returned."""
+    words: list[str] = []
+
+    def counting(function: Callable[..., Any], word: str) -> Callable[..., Any]:
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            words.append(word)
+            return result
+
+        return count
+
+    for module, name, word in places:
+        patch.setattr(module, name, counting(getattr(module, name), word))
+    return words

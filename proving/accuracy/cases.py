@@ -24,7 +24,8 @@ from normforge.kernels.group_tiles import Shape, cut
 from normforge.kernels.group_tiles import choose as choose_of_groups
 from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
-from tests.norms import FULL
+
+from ..cases import FULL
 
 # GroupNorm's, of a sample; rows of a kind come in multiples of it.
 GROUPS = 4

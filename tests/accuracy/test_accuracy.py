@@ -25,8 +25,8 @@ from proving.accuracy.command import main
 from proving.accuracy.measure import Cell, measure
 from proving.accuracy.report import summary
 from proving.accuracy.run import attempt, outcome_of, run
+from proving.cases import FULL
 from proving.evidence import EVIDENCE, load
-from tests.norms import FULL
 from tests.thorough import THOROUGH, first_of_each
 
 # NumPy, which interprets kernels, remarks on squares that overflow.

@@ -10,7 +10,7 @@ import torch
 
 import normforge
 
-from .shared import there
+from ..calling import there
 
 Results = dict[str, torch.Tensor]
 Call = Callable[[torch.Tensor], Results]

@@ -12,8 +12,7 @@ from normforge.calls import check, first, road, row_gradients
 from normforge.families.group import row as group
 from normforge.selection import dispatch
 
-from ..calling import DEVICES
-from ..counting import counted
+from ..calling import DEVICES, counted
 
 
 @pytest.fixture

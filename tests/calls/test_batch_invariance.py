@@ -11,9 +11,9 @@ import normforge
 from normforge.errors import ConflictError, InvarianceError, SettingError
 from normforge.selection import invariance
 
+from ..calling import there
 from ..thorough import THOROUGH
 from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
-from .shared import there
 
 each_call = pytest.mark.parametrize(
     "call",

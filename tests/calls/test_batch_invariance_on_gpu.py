@@ -9,8 +9,8 @@ import torch
 
 import normforge
 
+from ..calling import there
 from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
-from .shared import there
 
 pytestmark = pytest.mark.gpu
 

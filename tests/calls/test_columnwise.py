@@ -11,8 +11,7 @@ import normforge
 from normforge import ColumnwiseOutput
 from normforge.errors import ArgumentError, ConflictError, IllegalCombinationError, LayoutError, NormforgeError
 
-from ..calling import each_norm, same_bits
-from .shared import Refused, each_of, there
+from ..calling import Refused, each_norm, each_of, same_bits, there
 from .test_quantised import FUNCTION, SWIZZLED, blocked, check, rows
 from .test_wrong_tensors import E4M3, E8M0, MXFP8
 

@@ -21,8 +21,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
 from .. import philox
-from ..calling import FORWARD, each_device, each_norm, same_bits
-from .shared import BACKWARD, BACKWARD_ORACLE, there
+from ..calling import BACKWARD, BACKWARD_ORACLE, FORWARD, each_device, each_norm, same_bits, there
 
 P = 0.3
 RNG = (7, 9)

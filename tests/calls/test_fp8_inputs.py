@@ -12,9 +12,7 @@ import normforge
 from normforge import errors
 from normforge.calls.functions import completed
 
-from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits
-from ..nn.oracle import FUNCTIONS
-from .shared import there
+from ..calling import FORWARD, FUNCTIONS, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits, there
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -14,9 +14,8 @@ from normforge.calls.row_layout import extent_of, row_stride
 from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels.strides import RowWalk, row_alignment
 
-from ..calling import FORWARD, LENGTHS, ORACLE, agree, each_norm, same_bits
+from ..calling import FORWARD, LENGTHS, ORACLE, agree, check_backward, each_norm, same_bits, there
 from ..thorough import THOROUGH
-from .shared import check_backward, there
 
 TOKENS, QUERIES, KEYS = 2, 4, 2
 

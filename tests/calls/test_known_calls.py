@@ -26,8 +26,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Table, entries_of
 from proving.cases import cases, check, operands
 
-from ..calling import FORWARD, ORACLE, agree, each_device, each_norm, same_bits
-from .shared import there
+from ..calling import FORWARD, ORACLE, agree, each_device, each_norm, same_bits, there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 

@@ -18,8 +18,7 @@ from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
-from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
-from .shared import all_plans, there
+from ..calling import FORWARD, ORACLE, agree, all_plans, assert_squares_overflow_to_zeros, each_norm, same_bits, there
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
 

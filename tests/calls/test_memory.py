@@ -13,11 +13,9 @@ import normforge
 from normforge.selection import dispatch
 from proving.cases import operands
 
-from ..calling import each_device, each_float
+from ..calling import all_plans, backward, each_device, each_float, each_function, each_norm, plain, there
 from ..nn import models
 from ..nn.models import WIDTH
-from ..nn.oracle import backward, each_function, each_norm, plain
-from .shared import all_plans, there
 
 M, N = 6, 640
 

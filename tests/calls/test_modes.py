@@ -15,9 +15,8 @@ from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.errors import ConflictError, GradientError
 from proving.cases import Case, Tensors, cases, operands
 
-from ..calling import FORWARD, each_norm, printed, same_bits
+from ..calling import BACKWARD, FORWARD, backward_operands, each_norm, printed, same_bits
 from ..thorough import THOROUGH, first_of_each
-from .shared import BACKWARD, backward_operands
 
 M, N = 3, 100
 

@@ -13,8 +13,7 @@ import normforge
 from normforge.selection import dispatch
 from proving.cases import LAYOUTS, Case, cases, gradients, operands
 
-from ..calling import FORWARD, pieces, same_bits
-from .shared import BACKWARD, backward_operands
+from ..calling import BACKWARD, FORWARD, backward_operands, pieces, same_bits
 
 N = 48
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

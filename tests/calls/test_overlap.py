@@ -16,8 +16,7 @@ from normforge.calls.row_layout import elements_overlap, may_overlap, rows_overl
 from normforge.errors import LayoutError
 from proving.cases import cases, operands
 
-from ..calling import FORWARD, each_norm, same_bits
-from ..nn.oracle import backward
+from ..calling import FORWARD, backward, each_norm, same_bits
 from ..operators import registered
 
 M, N = 3, 64

@@ -19,9 +19,9 @@ from ..calling import (
     each_norm,
     each_pipeline,
     same_bits,
+    there,
 )
 from ..thorough import THOROUGH
-from .shared import there
 
 # Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

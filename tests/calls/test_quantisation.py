@@ -10,8 +10,7 @@ import torch
 
 from normforge.dtypes import DTYPES
 
-from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised
-from .shared import there
+from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised, there
 
 # Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -59,8 +58,7 @@ def test_a_scale_that_fp16_holds_as_a_subnormal_cuts_nothing_off(n: int, dtype: 
     """To nearest, 0.3 steps would be no scale at all, and 1.4 steps one by which amax comes out at 1.4 qmax."""
     x = torch.randn(1, n)
     weight = torch.full((n,), steps * STEP * qmax(dtype) / float(ORACLE["layer"](x).z.abs().amax()))
-    actual = check("layer", x, weight, fquant="dynamic", out_dtype=dtype, scale_dtype=torch.float16)
-    assert actual.y_scale is not None
+    actual: Any = check("layer", x, weight, fquant="dynamic", out_dtype=dtype, scale_dtype=torch.float16)
     assert actual.y_scale.item() == math.ceil(steps) * STEP
     z = ORACLE["layer"](x, weight).z
     back = actual.y.double() * actual.y_scale.item()
@@ -102,8 +100,7 @@ def test_truncation_is_that_of_an_exact_quotient() -> None:
     """ck_tile's (z / y_scale) to int8; z times an inverse is 126.99999 in rows where the quotient is 127."""
     for _ in range(100):
         z = torch.randn(64)
-        actual = FORWARD["rms"](torch.ones(1, 64), z, eps=0.0, fquant="dynamic", rounding="truncate")
-        assert actual.y_scale is not None
+        actual: Any = FORWARD["rms"](torch.ones(1, 64), z, eps=0.0, fquant="dynamic", rounding="truncate")
         assert actual.y_scale.item() == (z.abs().max() / 127).item()
         assert torch.equal(actual.y[0], (z / actual.y_scale).to(torch.int8))
 

@@ -19,10 +19,9 @@ from normforge.errors import (
 )
 from normforge.reference import quantised as quantisation_reference
 
-from ..calling import each_norm, same_bits
+from ..calling import each_norm, same_bits, there
 from ..kernels.problems import check_quantised
 from ..thorough import THOROUGH
-from .shared import there
 from .test_wrong_tensors import E4M3, E8M0, FP4, MXFP8
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
@@ -95,8 +94,7 @@ def test_groups(norm: str, size: int, layout: str, kind: str) -> None:
     """Also of what their scales look like in memory."""
     dtype, packs = FORMATS[kind]
     x, asked = rows(2, 3, N), {"group_size": size, "scale_layout": layout, "scale_format": kind, "out_dtype": E4M3}
-    scale = check(norm, x, rows(N), **asked).y_scale
-    assert scale is not None
+    scale: Any = check(norm, x, rows(N), **asked).y_scale
     assert scale.dtype == dtype
     columns = -(-N // (size * packs))
     assert tuple(scale.shape) == (2, 3, columns)
@@ -163,11 +161,9 @@ def test_a_given_scale_of_one_value_or_one_a_column(norm: str) -> None:
 def test_y_in_xs_dtype_too(norm: str) -> None:
     """And before a smooth scale; the same bits whether y is quantised or not, but for a fused multiplication."""
     x, weight, smooth = rows(3, N), rows(N), rows(N)
-    made = check(norm, x, weight, save_unquant=True, smooth_scale=smooth, fquant="smooth_dynamic")
+    there(check(norm, x, weight, save_unquant=True, smooth_scale=smooth, fquant="smooth_dynamic").unquantised)
     plain = (normforge.layer_norm if norm == "layer" else normforge.rms_norm)(x, (N,), weight, eps=1e-5)
-    other = FUNCTION[norm](x, weight, save_unquant=True, eps=1e-5)
-    assert made.unquantised is not None
-    assert other.unquantised is not None
+    other: Any = FUNCTION[norm](x, weight, save_unquant=True, eps=1e-5)
     assert other.unquantised.dtype == x.dtype
     torch.testing.assert_close(other.unquantised, plain, rtol=2**-7, atol=0.0)
 
@@ -353,8 +349,7 @@ def test_scales_of_groups_where_a_dimension_is_of_one_row(shape: tuple[int, ...]
     """Its stride says nothing: of scales by columns, and of the caller's, which are contiguous whatever it is."""
     x = rows(*shape, 160)
     asked: dict[str, Any] = {"group_size": 64, "out_dtype": E4M3}
-    expected = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale
-    assert expected is not None
+    expected: Any = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale
     found = normforge.quantised_rms_norm(x, **asked, scale_layout="column_major").y_scale
     assert torch.equal(there(found).reshape(-1, 3), expected)
     strides = [*torch.empty(*shape, 3).stride()]

@@ -14,8 +14,7 @@ import normforge
 from normforge.calls.plan import Plan
 from normforge.kernels.pipelines import programs_a_part
 
-from ..calling import each_device
-from .shared import all_plans
+from ..calling import all_plans, each_device
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 

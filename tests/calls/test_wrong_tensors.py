@@ -16,9 +16,7 @@ import normforge
 from normforge import errors
 from normforge.codegen.values import FusedAdd, FusedQuant
 
-from ..calling import FORWARD, same_bits
-from ..nn.oracle import FUNCTIONS
-from .shared import backward_operands
+from ..calling import FORWARD, FUNCTIONS, backward_operands, same_bits
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 

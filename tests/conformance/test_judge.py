@@ -134,8 +134,7 @@ def test_int8_that_is_off_too_often_fails(shift: float, ok: bool) -> None:
     """Off by a 1/800 of a step before rounding: each by itself explained, and 0.126 % of them."""
     case = replace(_QUANTISED, shape=(10000, 100))
     given = operands(case, CPU, 0)
-    found = reference.layernorm2d_fwd(**arguments(case, given))
-    assert found.y_scale is not None
+    found: Any = reference.layernorm2d_fwd(**arguments(case, given))
     y = quantise(found.z / found.y_scale.double().unsqueeze(-1) + shift, DType.INT8)
     assert wrong(case, given, {"y": y, "y_scale": found.y_scale}) == ([] if ok else ["y"])
 

@@ -188,8 +188,7 @@ def test_words_that_are_numbers_need_no_quotes(tmp_path: Path) -> None:
     """As recordings, and the group that the error of a missing instance says, have them."""
     path = tmp_path / "words.yaml"
     path.write_text('[128, "64", none]\n')
-    node = compose(path)
-    assert node is not None
+    node: Any = compose(path)
     assert Section(path).words(node, "size", ("none", "64", "128")) == ("128", "64", "none")
     with pytest.raises(ManifestError, match="size takes one of none, 64, not the whole number 128"):
         Section(path).words(node, "size", ("none", "64"))

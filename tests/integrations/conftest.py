@@ -13,7 +13,7 @@ from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.integrations import serving, vllm
 
-from ..counting import counted
+from ..calling import counted
 from .engines import Leaves, alike
 from .stand_ins import of_vllm
 

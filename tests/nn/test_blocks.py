@@ -16,11 +16,10 @@ from torch.nn import functional
 
 import normforge
 
-from ..calling import each_device
+from ..calling import backward, each_device
 from ..thorough import THOROUGH
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
 from .models import WIDTH, LlamaRMSNorm
-from .oracle import backward
 from .twins import Counted, assert_near, copies, twins
 
 # Interpreted kernels take a tenth of a second each.

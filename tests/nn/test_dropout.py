@@ -17,10 +17,8 @@ from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from proving.cases import RNG, SIGNED_RNG, Tensors, gradients, operands
 
-from ..calling import each_device, same_bits
-from ..counting import counted
+from ..calling import counted, each_device, plain, same_bits
 from ..thorough import THOROUGH
-from .oracle import plain
 
 N = 96
 P = 0.3

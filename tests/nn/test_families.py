@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import normforge
+from normforge.calls.row_gradients import Backward
+from normforge.selection import dispatch
 from proving.cases import (
     BACKWARD_TOLERANCES,
     EPS,
@@ -29,10 +31,9 @@ from proving.cases import (
     operands,
 )
 
-from ..calling import each_device
+from ..calling import FUNCTIONS, each_device, each_norm, plain
 from ..thorough import THOROUGH
 from .models import WideLayerNorm
-from .oracle import FUNCTIONS, each_norm, plain, taken
 
 # Without torch's own types, which it lacks.
 forward_ad: Any = torch.autograd.forward_ad
@@ -48,7 +49,17 @@ def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    return taken(monkeypatch)
+    """What is added to at each backward pass of rows in parts that is like none before: whether kernels computed it."""
+    monkeypatch.setattr(dispatch, "plans", {})
+    found: list[bool] = []
+    takes = Backward.takes
+
+    def noted(*given: Any) -> bool:
+        found.append(takes(*given))
+        return found[-1]
+
+    monkeypatch.setattr(Backward, "takes", noted)
+    return found
 
 
 # Every pipeline's lengths, ragged and not.

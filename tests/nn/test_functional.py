@@ -16,8 +16,7 @@ from torch.nn import functional
 import normforge
 from proving.cases import EPS, check, gradients, operands
 
-from ..calling import each_device, each_float, same_bits
-from .oracle import backward, each_add, each_norm, plain
+from ..calling import backward, each_add, each_device, each_float, each_norm, plain, same_bits
 
 TORCH: dict[str, Callable[..., torch.Tensor]] = {"layer": functional.layer_norm, "rms": functional.rms_norm}
 OURS: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}

@@ -11,8 +11,7 @@ import normforge
 from normforge.calls import road
 from proving.cases import Case, cases, check, close, doubled, formula, operands
 
-from ..calling import each_device
-from .oracle import each_norm
+from ..calling import each_device, each_norm
 
 FUNCTIONS: dict[str, Any] = {"layer": normforge.gated_layer_norm, "rms": normforge.gated_rms_norm}
 WITHOUT = ("weight", "bias")

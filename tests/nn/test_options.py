@@ -13,9 +13,8 @@ import torch
 import normforge
 from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
 
-from ..calling import each_device, pieces
+from ..calling import FUNCTIONS, each_device, pieces, plain
 from ..thorough import THOROUGH
-from .oracle import FUNCTIONS, plain
 
 M, N = 3, 96
 

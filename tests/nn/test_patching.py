@@ -20,11 +20,10 @@ from torch.nn.utils import parametrize
 
 import normforge
 
-from ..calling import FLOATS, each_device, each_float
+from ..calling import FLOATS, backward, each_device, each_float
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
 from .models import WIDTH, Transformer, norm, randomised
-from .oracle import backward
 from .twins import Counted, results, twins
 
 llama, t5 = models.LlamaRMSNorm.forward, models.T5LayerNorm.forward

@@ -12,10 +12,10 @@ import torch
 
 import normforge
 
+from ..calling import backward
 from ..calls.test_foreign import Wrapper
 from . import models
 from .models import WIDTH, randomised
-from .oracle import backward
 from .test_forms import Plainly, PreNorm, form
 from .test_own_forwards import LayerNorm2d
 from .twins import Asked, copies, twins

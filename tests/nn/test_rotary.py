@@ -27,9 +27,7 @@ from normforge.selection import dispatch, recording
 from proving import cases
 from proving.cases import coarser, gradients
 
-from ..calling import each_device, same_bits
-from ..calls.shared import Refused, each_of
-from ..counting import counted
+from ..calling import Refused, counted, each_device, each_of, same_bits
 from ..kernels.compilation import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transform_table import M, N, alike

@@ -22,9 +22,7 @@ from normforge.tools import cli
 from proving import cases
 from proving.cases import LAYOUTS, Case
 
-from ..calling import each_device, pieces, same_bits
-from ..calls.shared import Refused, each_of
-from ..counting import counted
+from ..calling import Refused, counted, each_device, each_of, pieces, same_bits
 from ..kernels.compilation import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transform_table import Call, M, N, alike

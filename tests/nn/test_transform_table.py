@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from proving.cases import cases, formula, operands
 
-from ..calling import each_device
+from ..calling import FUNCTIONS, each_device, plain
 from ..thorough import THOROUGH
-from .oracle import FUNCTIONS, plain
 
 M, N = 3, 16
 

@@ -26,10 +26,9 @@ from normforge import errors
 from normforge.families import plain_calls, post_add
 from proving.cases import operands
 
-from ..calling import python, same_bits
+from ..calling import FUNCTIONS, each_function, plain, python, same_bits
 from ..operators.registered import Seen
 from .models import randomised
-from .oracle import FUNCTIONS, each_function, plain
 from .test_transform_table import TRANSFORMS, Call, M, N, pair
 from .twins import Asked
 

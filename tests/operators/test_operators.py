@@ -21,8 +21,7 @@ from normforge.calls.outputs import NormGradients
 from normforge.calls.traced import INVARIANT
 from proving.cases import Case, Tensors, cases, check, operands
 
-from ..calling import each_device, each_norm, same_bits
-from ..calls.shared import BACKWARD, backward_operands
+from ..calling import BACKWARD, backward_operands, each_device, each_norm, same_bits
 from ..thorough import THOROUGH, first_of_each
 from . import registered
 from .registered import forward, seen, step

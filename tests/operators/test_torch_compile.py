@@ -18,12 +18,11 @@ import normforge
 from normforge import errors
 from proving.cases import Case, Tensors, cases, check, operands
 
-from ..calling import each_device, pieces, printed, same_bits
+from ..calling import FUNCTIONS, backward, each_device, each_function, pieces, plain, printed, same_bits
 from ..calls.test_quantised import NVFP4
 from ..calls.test_wrong_tensors import E4M3, MXFP8
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
-from ..nn.oracle import FUNCTIONS, backward, each_function, plain
 from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

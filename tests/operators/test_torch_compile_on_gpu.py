@@ -11,10 +11,9 @@ from torch._dynamo.utils import counters
 
 import normforge
 
-from ..calling import FORWARD, same_bits
+from ..calling import FORWARD, each_function, each_norm, same_bits
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
-from ..nn.oracle import each_function, each_norm
 from .test_torch_compile import N, compiled, sweep, trained, writes
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +42,7 @@ def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
 def test_an_add_and_quantisation_between_what_inductor_fuses(norm: str, dtype: torch.dtype) -> None:
     def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
         fused: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "out_dtype": dtype, "save_mv": True}
-        out = FORWARD[norm](x * 2, **fused)
-        assert out.y_scale is not None
+        out: Any = FORWARD[norm](x * 2, **fused)
         return (*out, out.y.float() * out.y_scale.unsqueeze(-1))
 
     function, counter = compiled(call, backend="inductor", dynamic=True)

@@ -9,7 +9,7 @@ import pytest
 from normforge.override import served
 from normforge.override.switch import Switch, TorchOverride
 
-from ..counting import counted
+from ..calling import counted
 
 # On a CPU kernels run in Triton's interpreter; where there is a GPU, `override_torch` itself leaves the CPU alone.
 _SWITCHES = {"cpu": Switch("CPU"), "cuda": Switch("CUDA")}

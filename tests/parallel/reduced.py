@@ -24,7 +24,7 @@ from normforge import errors
 from normforge.integrations import sglang, vllm
 from normforge.parallel import AllReduceNorm, all_reduce
 
-from ..counting import counted
+from ..calling import counted
 from ..integrations.stand_ins import of_sglang, of_vllm
 from .ranks import DEVICE, Cases
 from .sharded import refused
@@ -173,8 +173,7 @@ def every_type_keeps_its_bits() -> None:
             x[2] = torch.full((n * x.itemsize,), 255, dtype=torch.uint8).view(dtype) if dist.get_rank() else x[2]
             residual = alike(3, n, dtype=dtype)
             with in_two_steps(twice):
-                total = kernel(x, residual).residual_out
-            assert total is not None
+                total: Any = kernel(x, residual).residual_out
             expected = summed(x, residual)
             assert torch.equal(total.nan_to_num(7), expected.nan_to_num(7))
             assert total[2].isnan().all()
@@ -196,8 +195,7 @@ def calls_keep_their_order_whoever_is_late() -> None:
         if own.random() < 0.3:
             time.sleep(own.random() / 50)
         with in_two_steps(twice):
-            found = kernels[at](x, residuals[at][:rows]).residual_out
-        assert found is not None
+            found: Any = kernels[at](x, residuals[at][:rows]).residual_out
         expected[at][:rows] = summed(x, expected[at][:rows])
         residuals[at][:rows] = found
         assert torch.equal(residuals[at], expected[at])

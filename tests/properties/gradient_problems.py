@@ -13,8 +13,7 @@ import torch
 from normforge.calls.outputs import NormGradients
 from proving.cases import AXES, IMAGES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
 
-from ..calling import ORACLE
-from ..calls.shared import BACKWARD, BACKWARD_ORACLE
+from ..calling import BACKWARD, BACKWARD_ORACLE, ORACLE
 from . import oracle
 from .memory import Memory, row_strides
 from .problems import (

@@ -103,8 +103,7 @@ def test_one_float_off_by_more_than_its_rounding_and_all_by_one_last_place(dtype
 def test_a_row_rounded_the_other_way_is_allowed_where_fp32_leaves_it_open(dtype: torch.dtype) -> None:
     """Of fp16's steps, near 1, one in 50 is so near a boundary."""
     given: dict[str, Any] = quantising(dtype) | {"cast": "before_weight", "weight": torch.full((1000,), 100.0)}
-    expected = reference.rmsnorm2d_fwd(torch.randn(20, 1000).half(), **{"out_dtype": dtype} | given)
-    assert expected.open is not None
+    expected: Any = reference.rmsnorm2d_fwd(torch.randn(20, 1000).half(), **{"out_dtype": dtype} | given)
     open_places = (expected.open > 0) & (expected.z.abs() > 50)
     assert 0 < int(open_places.sum()) < open_places.numel() / 10
 

@@ -202,8 +202,7 @@ def test_a_layer_computes_its_formula_and_its_gradients(
 def test_rows_are_rounded_where_the_replaced_layer_rounds_them(package: Any) -> None:
     x = torch.randn(8, 40).bfloat16()
     for name, rounds in (("RMSNorm", True), ("TorchRMSNorm", False)):
-        module = Module(package, name, (40,), torch.bfloat16)
-        assert module.weight is not None
+        module: Any = Module(package, name, (40,), torch.bfloat16)
         row = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
         due = module.weight * row.bfloat16() if rounds else (module.weight.float() * row).bfloat16()
         # Rounded elsewhere, one of five would have another last bit.
