@@ -1,20 +1,23 @@
-"""What calls launch on a GPU that is not here, by the keys of kernels."""
+"""What calls launch on a GPU that is not here, by the keys of kernels; a table with other tiles for some rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from normforge.calls import backend, first, plan, road
+from normforge.codegen.instance import Tiles
 from normforge.families import rotary, several
 from normforge.families.group import row as group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import Launcher
+from normforge.selection.table import Table
 from normforge.upstream import triton_launcher
 
 
@@ -49,3 +52,16 @@ def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
         put(triton_launcher, "bind", lambda grid, values: None)
         put(torch.cuda, "device_count", 1)
         yield met
+
+
+def with_some(tiles: Tiles) -> Tiles:
+    """The same, with twice the warps for some rows that there are for many."""
+    return replace(tiles, some=replace(tiles.large, warps=2 * tiles.large.warps))
+
+
+class SomeTable(Table):
+    """Another table, with such tiles."""
+
+    def __init__(self, table: Table) -> None:
+        tiles = (tuple((arch, with_some(tiles)) for arch, tiles in entry.tiles) for entry in table)
+        super().__init__(table.where, map(lambda entry, tiles: replace(entry, tiles=tiles), table, tiles))

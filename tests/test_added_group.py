@@ -22,8 +22,7 @@ GROUP = """
 # What reads the table, or counts what is in it.
 READERS = (
     *("tests/generator/test_generate.py", "tests/generator/test_manifest.py"),
-    *("tests/golden", "tests/sanitizer/test_cells.py"),
-    *("tests/tools/test_cli.py", "tests/tools/test_run.py"),
+    *("tests/golden", "tests/sanitizer/test_cells.py", "tests/tools/test_run.py"),
     *("tests/selection/test_table.py", "tests/test_wheel.py::test_its_size_is_what_the_readme_says"),
 )
 PAGE = "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/how-to/generate.md]"

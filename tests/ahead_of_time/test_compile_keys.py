@@ -27,7 +27,7 @@ from normforge.tools import cli
 from proving.cases import Case, cases, check, operands, with_tuples
 
 from ..folders import PLAIN, RMS, instance, write
-from ..some_rows import SomeTable
+from ..launching import SomeTable
 from ..stand_in_driver import driving
 from ..thorough import first_of_each
 from .calls import BF16, CALLS, CPU, DEFAULTS, listed
@@ -211,7 +211,7 @@ def test_what_is_refused(what: str, name: str) -> None:
         compile_keys(**{"arch": "sm_90"} | USUAL[what] | given)
 
 
-# A row length for each way to walk a row, odd, as in tests/conformance/test_edges.py, and one with aligned rows.
+# A row length for each way to walk a row, odd, as in tests/conformance/test_opinfo.py, and one with aligned rows.
 @pytest.mark.parametrize("n", [103, 4096, 4103, 40009])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_compilations_depend_on_m_by_its_class_alone(n: int, arch: str) -> None:

@@ -1,4 +1,4 @@
-"""The ways to say a mode or a number, and what each returns, whatever the default device and type are."""
+"""Statistics, ways to say a mode or a number and what each returns, and 2d functions of modulated and gated norms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
-from normforge.errors import ConflictError, GradientError
+from normforge import LayerNormOutput
+from normforge.codegen.errors import IllegalCombinationError
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
+from normforge.errors import ConflictError, GradientError, ShapeError
+from normforge.families import eager
+from normforge.tools import cli
 from proving.cases import Case, Tensors, cases, operands
 
-from ..calling import BACKWARD, FORWARD, backward_operands, each_norm, printed, same_bits
+from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits, there
+from ..kernels.problems import Problem
 from ..thorough import THOROUGH, first_of_each
 
 M, N = 3, 100
@@ -152,3 +158,164 @@ def test_a_default_device_and_type_change_nothing(call: Callable[[], Any]) -> No
         *([each for each in of if isinstance(each, torch.Tensor)] for of in (actual, wanted)), rtol=0, atol=0
     )
     assert [each for each in actual if isinstance(each, str)] == [each for each in wanted if isinstance(each, str)]
+
+
+BOTH = ("modulated", "gated")
+LENGTH = 48
+# Each row lies within a longer one; groups are those of gated norms.
+USUAL: dict[str, Any] = {"dtype": torch.bfloat16, "layout": "gapped", "shape": (5, 3, LENGTH)}
+each_family = pytest.mark.parametrize("case", cases(*BOTH, vary=(), norm="rms", group_size=16, **USUAL), ids=str)
+
+
+def of_one_case(family: str, **at: Any) -> Case:
+    (case,) = cases(family, vary=(), **{**USUAL, "norm": "rms", **at})
+    return case
+
+
+def given_to(case: Case, device: str = "cpu") -> Tensors:
+    return {name: tensor.detach() for name, tensor in operands(case, device).items()}
+
+
+def run(case: Case, given: Tensors, **options: Any) -> LayerNormOutput:
+    function: Callable[..., LayerNormOutput] = getattr(normforge, f"{case.family}_{case['norm']}norm2d_fwd")
+    return function(**given, **case.arguments, **options)
+
+
+@each_device
+def test_an_offset_of_the_weight(device: str) -> None:
+    case = of_one_case("modulated")
+    given = given_to(case, device)
+    wanted = run(case, given | {"weight": given["weight"] + 1.0}, fquant="dynamic")
+    assert all(map(same_bits, run(case, given, fquant="dynamic", weight_offset=1.0), wanted))
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [
+        *(("ln_fwd_bf16_int8_ga_dq", 700), ("rms_fwd_bf16_int8_gb_dq", 700)),
+        *(("ln_fwd_bf16_int8_xg_addst_mod_dq", n) for n in (LENGTH, 700, 33000)),
+    ],
+)
+def test_rows_are_quantised(mode: str, n: int, device: str) -> None:
+    """In each pipeline, and a row a program, as pairs of axes need not have them."""
+    # Of short rows a program takes several where they are many.
+    Problem(Mode.from_name(mode), 300 if n == LENGTH else 4, n).check(device)
+
+
+@each_device
+@each_family
+def test_hard_rows_are_quantised(case: Case, device: str) -> None:
+    """A closed gate or a scale of -1 leaves zeros, whose y_scale is 1, and a NaN spoils its row or group alone."""
+    given = given_to(case, device)
+    name, factor = ("gate", -300.0) if case.family == "gated" else ("scale", -1.0)
+    given[name][0], given["x"][1, 1, 2] = factor, torch.nan
+    if "shift" in given:
+        given["shift"].zero_()
+    found: Any = run(case, given, fquant="dynamic")
+    assert torch.equal(found.y_scale[0], torch.ones_like(found.y_scale[0]))
+    assert not found.y[0].any()
+    assert (~found.y_scale.isfinite()).nonzero().tolist() == [[1, 1, 0] if case["group_size"] else [1, 1]]
+
+
+@each_device
+@pytest.mark.parametrize("n", [LENGTH, pytest.param(33001, marks=THOROUGH)])
+def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
+    for case in cases("modulated", vary=("norm",), dtype=torch.bfloat16, shape=(2, 3, n)):
+        given = given_to(case, device)
+        wanted = run(case, given, fquant="dynamic")
+        out, before = torch.empty(2, 3, n, dtype=torch.int8, device=device), given["residual"].clone()
+        # In place of the residual, and beside it.
+        for total in (given["residual"], torch.empty_like(before)):
+            given["residual"].copy_(before)
+            version = total._version
+            found = run(case, given, fquant="dynamic", out=out, residual_out=total)
+            assert found.y is out
+            assert found.residual_out is total
+            assert total._version > version
+            assert same_bits(out, wanted.y)
+            assert same_bits(total, wanted.residual_out)
+
+
+@each_family
+def test_no_rows(case: Case) -> None:
+    found = run(case, given_to(case.but(shape=(0, 3, LENGTH))), fquant="dynamic")
+    assert (found.y.shape, there(found.y_scale).shape) == ((0, 3, LENGTH), (0, 3, 3) if case["group_size"] else (0, 3))
+
+
+# A length of each pipeline, ragged or not.
+LENGTHS = (1, 13, 100, 1024, 1500, 4099, 20000)
+
+
+def statistics(norm: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if norm == "rms":
+        return (normforge.rms_statistics(x, eps=1e-6),)
+    return normforge.layer_statistics(x)
+
+
+def saved(norm: str, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if norm == "rms":
+        return (normforge.rmsnorm2d_fwd(x, save_mv=True).rstd,)
+    return normforge.layernorm2d_fwd(x, save_mv=True)[3:]
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics_are_those_of_fp64_and_those_that_norms_save(
+    norm: str, n: int, dtype: torch.dtype, device: str
+) -> None:
+    x = (torch.randn(3, 2, n) + 2).to(device, dtype)
+    found = statistics(norm, x)
+    *means, rstd = eager.statistics(norm, x.double(), 1e-5 if norm == "layer" else 1e-6)
+    wanted = [each for each in (*means, rstd) if each is not None]
+    assert [each.shape for each in found] == [x.shape[:-1]] * len(wanted)
+    for each, its, beside in zip(found, wanted, saved(norm, x), strict=True):
+        assert each.dtype is torch.float32
+        torch.testing.assert_close(each.double(), its, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(each, beside, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [40, 1500, 20000])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_row_has_the_same_statistics_in_every_batch(norm: str, n: int) -> None:
+    x = torch.randn(9, n).bfloat16()
+    with normforge.batch_invariant():
+        alone = [statistics(norm, row.unsqueeze(0)) for row in x]
+        for at, together in enumerate(statistics(norm, x)):
+            assert torch.equal(torch.cat([row[at] for row in alone]), together)
+
+
+def test_none_is_the_eps_of_rms_norm_and_a_known_call_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wanted = torch.zeros(2, 8), torch.full((2,), torch.finfo(torch.float32).eps).rsqrt()
+    assert torch.equal(normforge.rms_statistics(x), wanted)
+    monkeypatch.delattr("normforge.families.statistics.check_normalised")
+    assert torch.equal(normforge.rms_statistics(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [({"save_mv": False}, "no save_mv false"), ({"fadd": FusedAdd.PRE_ADD}, "no fadd pre_add"), ({}, "")],
+    ids=str,
+)
+def test_modes_that_write_no_y_lack_what_y_follows_from(beside: dict[str, Any], message: str) -> None:
+    axes: dict[str, Any] = {"save_mv": True, "statistics_only": True, **beside}
+    if not message:
+        assert Mode(Norm.RMS, DType.BF16, DType.BF16, **axes).name == "rms_fwd_bf16_mv_only"
+        return
+    with pytest.raises(IllegalCombinationError, match=f"writes no y, and has {message}; use another"):
+        Mode(Norm.RMS, DType.BF16, DType.BF16, **axes)
+
+
+def test_the_command_runs_and_holds_them_against_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("-m=3", "-n=300", "-norm=layer", "-save_mv=1", "-statistics_only=1", "-repeat=1", "-warmup=0")
+    assert cli.main(["run", *options]) == 0
+    assert "ln_fwd_fp16_mv_only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", [normforge.rms_statistics, normforge.layer_statistics])
+def test_rows_without_a_dimension_are_refused(function: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=r"^x has shape \(\); it takes \(\.\.\., N\), one dimension or more$"):
+            function(torch.ones(()))

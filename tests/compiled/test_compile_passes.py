@@ -21,8 +21,7 @@ from normforge.upstream.torch_inductor import installed
 
 from ..calling import printed
 from ..thorough import THOROUGH
-from .graphs import ADD
-from .models import WIDTH, Stack, gradients
+from .graphs import ADD, WIDTH, Stack, gradients
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from normforge.compiled import rules
 from ..calling import each_device
 from ..nn.models import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, T5LayerNorm, randomised
 from ..thorough import THOROUGH
-from .graphs import ADD, Compiled
-from .models import WIDTH, Block, PostNorm, Stack, gradients
+from .graphs import ADD, WIDTH, Block, Compiled, PostNorm, Stack, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -1,4 +1,4 @@
-"""Shell blocks: the shell itself reads them, and programs that stand in for the real ones write down what it calls.
+"""Code blocks and links of Markdown; the shell itself reads shell blocks, and stand-ins for programs note their calls.
 
 What is cheap is run: the generator, `normforge list` and the like, in a copy of the folders that they read. What needs
 a GPU, a network, a compiler or minutes is checked by the real argument parser, which ends the program once it has
@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,6 @@ from unittest import mock
 from normforge.tools import cli
 
 from ..calling import there
-from .pages import ROOT
 
 # Files that the generator reads and writes in a checkout, and files that make a folder one.
 _COPIED = ("codegen", "templates", "generated", "manifests", "instances.yaml", "generate.py", "Makefile")
@@ -181,3 +180,67 @@ _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "pip": _check_paths,
     "git": _check_paths,
 }
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PAGES = tuple(sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]))
+
+
+def doc(name: str) -> Path:
+    """Return the page of docs/ that has this name, whichever folder it is in."""
+    (page,) = (ROOT / "docs").rglob(f"{name}.md")
+    return page
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced piece of code.
+
+    Attributes:
+        page: the file.
+        line: of the page, where its first line stands.
+        language: the word behind the fence.
+        text: what is between the fences, its indentation in a list taken off.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line} ({self.language})"
+
+
+_FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"!?\[(?:[^\]]|\n)*?\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return a page's code blocks, in order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 2, found["language"], _dedented(found))
+        for found in _FENCED.finditer(text)
+    ]
+
+
+def _dedented(found: re.Match[str]) -> str:
+    return re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """Return a page's text without its code blocks."""
+    return _FENCED.sub("", page.read_text())
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of a page's links and pictures."""
+    yield from _LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page)))
+
+
+def first_sentence(page: Path) -> str:
+    """Return the first sentence below a page's title."""
+    below = prose(page).partition("\n")[2].strip()
+    return re.split(r"(?<=[.:])\s", below.replace("\n", " "), maxsplit=1)[0]

@@ -16,8 +16,7 @@ from normforge.codegen import manifest
 from normforge.codegen.tile_tables import read_table
 
 from ..thorough import first_of_each
-from .pages import PAGES, ROOT, Block, blocks
-from .shell import Shell, make_shell
+from .shell import PAGES, ROOT, Block, Shell, blocks, make_shell
 
 # A shape, a formula or a picture, which nothing can run.
 NOT_RUN = ("text", "math")

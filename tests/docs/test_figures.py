@@ -36,7 +36,7 @@ from proving.soak import report as soak
 from ..calling import there
 from ..test_examples import example
 from ..thorough import THOROUGH
-from .pages import ROOT, blocks, doc, links
+from .shell import ROOT, blocks, doc, links
 
 README, BENCHMARKS, H100 = ROOT / "README.md", doc("benchmarks"), doc("h100")
 # A suite without a table has not been run on that machine yet, and no page speaks of it.

@@ -11,7 +11,7 @@ import pytest
 
 import normforge
 
-from .pages import PAGES, ROOT, doc, first_sentence, links, prose
+from .shell import PAGES, ROOT, doc, first_sentence, links, prose
 
 FOLDERS = (
     *("codegen", "templates", "runtime", "tools", "tests", "proving"),

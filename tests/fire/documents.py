@@ -16,8 +16,7 @@ from normforge.codegen.tile_tables import own_tables
 from normforge.codegen.tiling import STANDARD_LENGTHS
 from normforge.codegen.values import Pipeline
 
-from .mutation import cut
-from .world import CANARY
+from .world import CANARY, cut
 
 HOSTILE: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text())
 _WORDS = {"CANARY": CANARY, "LONG": "x" * 300, "ENDLESS": "9" * 5000}

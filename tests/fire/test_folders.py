@@ -21,8 +21,7 @@ from normforge.selection import dispatch
 
 from ..folders import PLAIN, RMS, distinct_tiles, instance
 from ..thorough import LONG, THOROUGH
-from .mutation import changed, cut, fire, values
-from .world import new_world, refusal
+from .world import changed, cut, fire, new_world, refusal, values
 
 BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 FILES = render_folder([instance(mode, bucket.first) for mode in (PLAIN, RMS, BF16) for bucket in standard_ladder()])

@@ -14,8 +14,7 @@ import normforge
 from normforge.errors import AotError
 from normforge.kernels import binaries
 
-from .mutation import changed, cut, fire, values
-from .world import new_world, refusal, snapshot
+from .world import changed, cut, fire, new_world, refusal, snapshot, values
 
 ROW = {
     "key": "rms_fwd_bf16_rows x_ptr=*bf16",

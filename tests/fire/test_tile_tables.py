@@ -21,11 +21,10 @@ from normforge.selection.table import RetiledTable, load_folder
 
 from ..calling import check
 from ..folders import write
-from ..kernels.compilation import SM_90, keys_of
+from ..kernels.compile_cases import SM_90, keys_of
 from ..thorough import THOROUGH
 from .documents import tile_tables, tiles
-from .mutation import fire
-from .world import generate, new_world
+from .world import fire, generate, new_world
 
 MANIFEST = """\
 groups:

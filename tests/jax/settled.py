@@ -1,9 +1,11 @@
-"""JAX as these tests want it; a file that imports this is skipped where there is none."""
+"""JAX as these tests want it, and operands; a file that imports this is skipped where there is none."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 
 # torch is on the same GPU.
@@ -21,3 +23,9 @@ def settle(*, on_gpu: bool) -> None:
         jax.config.update("jax_platforms", "cpu")
         # Tests run each program once.
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+def arrays(seed: int, shape: tuple[int, ...], dtype: Any = "float32", n: int = 1) -> list[Any]:
+    """Random arrays."""
+    generator = np.random.default_rng(seed)
+    return [jax.numpy.asarray(generator.standard_normal(shape), dtype) for _ in range(n)]

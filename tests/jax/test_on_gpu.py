@@ -11,7 +11,7 @@ from .settled import jax  # first, since it skips
 import normforge.jax as norms  # isort: skip
 from normforge.jax.launches import lowered_for
 
-from .operands import arrays
+from .settled import arrays
 from .test_functions import check_gradients, check_quantised
 
 jnp = jax.numpy

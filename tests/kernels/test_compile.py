@@ -39,8 +39,7 @@ from ..covering import parametrize
 from ..folders import instance
 from ..thorough import LONG, THOROUGH, first_of_each
 from . import compile_cases
-from .compilation import NVIDIA, SM_90, TARGETS, binary_of, compiled, usage
-from .compile_cases import LENGTHS, SPREAD_TILES, Case
+from .compile_cases import LENGTHS, NVIDIA, SM_90, SPREAD_TILES, TARGETS, Case, binary_of, compiled, usage
 
 pytestmark = pytest.mark.compile
 

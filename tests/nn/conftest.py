@@ -7,7 +7,7 @@ import pytest
 from normforge.families import post_add
 from normforge.patching import modulating, sums
 
-from .twins import Counted
+from .models import Counted
 
 
 @pytest.fixture

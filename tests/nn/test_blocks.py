@@ -19,8 +19,7 @@ import normforge
 from ..calling import backward, each_device
 from ..thorough import THOROUGH
 from .decoders import FAMILIES, VOCABULARY, Decoder, LlamaLayer, made
-from .models import WIDTH, LlamaRMSNorm
-from .twins import Counted, assert_near, copies, twins
+from .models import WIDTH, Counted, LlamaRMSNorm, assert_near, copies, twins
 
 # Interpreted kernels take a tenth of a second each.
 each_family = pytest.mark.parametrize(

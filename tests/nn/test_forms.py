@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 
 import normforge
@@ -21,15 +23,20 @@ from ..calling import each_device
 from ..thorough import THOROUGH
 from .models import (
     WIDTH,
+    Counted,
     DimlessRMSNorm,
     GemmaRMSNorm,
     LlamaRMSNorm,
     Olmo2RMSNorm,
     T5LayerNorm,
+    assert_near,
+    assert_same_results,
+    copies,
     randomised,
+    results,
+    twins,
     written,
 )
-from .twins import Counted, assert_near, assert_same_results, copies, results, twins
 
 SAMPLES, TOKENS = 2, 9
 
@@ -86,116 +93,13 @@ def form(first: str, name: str, *body: str, **counts: int) -> Any:
     return cls
 
 
-# Forms of a sum, of a norm whose result may be added, and of one whose result may be modulated; forms that are fused.
-added, branch = partial(form, "total = x + self.part(x)"), partial(form, "h = self.part(x)")
-conditioned = partial(form, "shift, scale = self.said(c)")
-behind, modulated = partial(branch, sum_behind=1), partial(conditioned, modulation=1)
-RESIDUAL = {"sum_before": 1, "input_added": 1}
-
-PreNorm = form("x = x + self.part(self.other(x))", "PreNorm", "return x + self.last(self.norm(x))", **RESIDUAL)
-InABranch = added("InABranch", "if c is not None:", "    self.meddle(total)", "return self.norm(total)", **RESIDUAL)
-Plainly = behind("Plainly", "h = self.norm(h)", "h = h + x", "return h")
-BetweenNorms = branch("BetweenNorms", "h = self.norm(h)", "h = x + h", "return self.other(h) * h", norm_behind=1)
-ByFunction = modulated("ByFunction", "return self.last(modulate(self.norm(x), shift, scale))")
-# As diffusers' AdaLayerNormZero, which returns it.
-WrittenOut = modulated("WrittenOut", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x")
+TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text())["forms"]
+FORMS = [form(row.pop("first"), name, *row.pop("body"), **row) for name, row in TABLE.items()]
+PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut, *_ = FORMS
+modulated = partial(form, "shift, scale = self.said(c)", modulation=1)
 # A sum with what is not the condition of each sample.
 SumOfTwo = form("total = x + c", "SumOfTwo", "return self.norm(total), total")
 NormOfOne = form("", "NormOfOne", "return c + self.norm(x)")
-
-FORMS = [
-    *(PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut),
-    # A sum, to which something is done before its norm.
-    added("InAStatement", "self.meddle(total)", "return self.norm(total)"),
-    added("InAnExpression", "return self.meddle(total) * 0 + self.norm(total)"),
-    added(
-        "InALoop",
-        *("for _ in range(2):", "    y = self.norm(total)", "    self.meddle(total)", "return y + total"),
-        input_added=2,
-    ),
-    added(
-        "InACondition",
-        "y = self.meddle(total) if c is not None else self.norm(total)",
-        "return y + self.norm(total)",
-        sum_behind=1,
-    ),
-    *(
-        form("x = x * 1", name, "y = self.part(self.norm(x)).detach()", meddles, "return x + y", input_added=1)
-        for name, meddles in (("BeforeTheResidual", "self.meddle(x)"), ("Replaced", "x.data = x.data * 2 + 1"))
-    ),
-    # Attention and MLP of one norm, and two sums in a row; and branches scaled by a parameter within the sum.
-    form("h = self.norm(x)", "Parallel", "return self.part(h) + self.last(h) + x", input_added=1),
-    form(
-        "x = x + self.other.weight * self.part(self.other(x))",
-        "ScaledByAParameter",
-        "return x + self.other.weight * self.last(self.norm(x))",
-        **RESIDUAL,
-    ),
-    # A norm, and the sum of its result.
-    behind("WithinTheSum", "return x * 2 + self.norm(h)"),
-    behind("AddedInAFunction", "return self.last(x + self.norm(self.part(h)))"),
-    behind("WithinABranch", "if c is not None:", "    h = self.norm(h)", "    h = x + h", "return h"),
-    # Which hooks see the gradient of.
-    branch(
-        "Hooked",
-        *("h = self.norm(h)", "h = x + h", "y = self.other(h)"),
-        *("if h.requires_grad:", "    h.register_hook(lambda gradient: 3 * gradient)", "return h.square() + y.exp()"),
-        norm_behind=1,
-    ),
-    branch("ReadTwice", "h = self.norm(h)", "h = x + h * h", "return h"),
-    branch("ReadAgain", "h = self.norm(h)", "y = x + h", "return y + h"),
-    branch("AddedTwice", "h = self.norm(h)", "h = h + h", "return h"),
-    branch("CalledBetween", "h = self.norm(h)", "self.meddle(x)", "h = x + h", "return h"),
-    branch("CalledWithin", "h = self.norm(h)", "h = h + self.meddle(x)", "return h"),
-    branch("CalledWithIt", "return self.norm(h) + Parts.meddle(self, h)"),
-    branch("Scaled", "h = self.norm(h)", "h = x + 2 * h", "return h"),
-    branch("Subtracted", "h = self.norm(h)", "h = x - h", "return h"),
-    branch("InPlace", "h = self.norm(h)", "h += x", "return h"),
-    branch("OfAnotherShape", "h = self.norm(h)", "h = h + x[0]", "return h", input_added=1),
-    branch("OfANumber", "return self.norm(h) + 1.5", input_added=1),
-    branch("OfTwoNorms", "return self.norm(h) + self.other(x)"),
-    # The sum before a norm is computed with the norm already.
-    branch("OfASum", "h = h + x", "return x + self.norm(h)", sum_before=1),
-    # A norm, and the modulation of its result.
-    modulated("ByName", "return self.last(modulate(self.norm(x), scale=scale, shift=shift))"),
-    modulated("ByScaleFirst", "return self.last(modulate_scale_first(self.norm(x), scale, shift))"),
-    modulated("ByDots", "x = self.norm(x)", "x = functions.modulate(x, shift, scale)", "return self.last(x)"),
-    # As diffusers' AdaLayerNormContinuous.
-    modulated("OuterIndex", "return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])"),
-    modulated("Unsqueezed", "return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))"),
-    # As diffusers' FluxTransformerBlock, in a branch.
-    modulated(
-        "NamedFirst",
-        *("if c is not None:", "    y = self.norm(x)", "    y = y * (1 + scale[:, None]) + shift[:, None]"),
-        "return self.last(y) + x",
-    ),
-    *(
-        form(f"shift, scale = self.said({c})", name, f"return self.last({returned})", modulation=1)
-        for name, c, returned in (
-            ("OneForAll", "c[0]", "self.norm(x) * (1 + scale) + shift"),
-            ("OneARow", "c.unsqueeze(1) + x", "self.norm(x) * (1 + scale) + shift"),
-            # As PixArt chunks a table: the operands are (B, 1, N).
-            ("Beside", "c.unsqueeze(1)", "modulate_beside(self.norm(x), shift, scale)"),
-        )
-    ),
-    # The sums before two norms, of which the first is modulated.
-    modulated(
-        "Summed",
-        *("x = x + self.last(x)", "x = x + self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])"),
-        "return self.last(self.other(x))",
-        sum_before=1,
-    ),
-    conditioned("ScaleAlone", "return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]"),
-    conditioned("OtherFormula", "return self.last(scaled_alone(self.norm(x), shift, scale))"),
-    # The norm's own result goes on.
-    conditioned("UsedAgain", "h = self.norm(x)", "y = h * (1 + scale[:, None]) + shift[:, None]", "return y * h"),
-    conditioned("UsedTwice", "x = self.norm(x)", "x = x * (1 + scale[:, None]) + shift[:, None] * x", "return x"),
-    # Not the norm is modulated.
-    conditioned("OfAnother", "return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])", input_added=1),
-    # What stands behind the norm runs behind it.
-    conditioned("WithAnEffect", "return self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None]"),
-    conditioned("OfAVariable", "chosen = modulate", "return self.last(chosen(self.norm(x), shift, scale))"),
-]
 
 
 def each(*forms: Any) -> pytest.MarkDecorator:

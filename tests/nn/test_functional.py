@@ -1,11 +1,12 @@
-"""The functional API: gradients against fp64 autograd, and everything else torch's functions promise."""
+"""The functional API and the modules: gradients against fp64, all that torch's promise, and rows that are hard."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ import torch
 from torch.nn import functional
 
 import normforge
-from proving.cases import EPS, check, gradients, operands
+from normforge.calls import road
+from normforge.errors import ArgumentError
+from normforge.selection import dispatch
+from proving.cases import EPS, Case, cases, check, close, doubled, formula, gradients, operands
 
-from ..calling import backward, each_add, each_device, each_float, each_norm, plain, same_bits
+from ..calling import backward, each_add, each_device, each_float, each_norm, plain, printed, same_bits
+from .models import randomised, results
 
 TORCH: dict[str, Callable[..., torch.Tensor]] = {"layer": functional.layer_norm, "rms": functional.rms_norm}
 OURS: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
@@ -141,3 +146,214 @@ def test_the_sum_has_a_gradient_where_what_is_summed_has(asking: tuple[str, ...]
 def test_a_shape_of_any_kind_is_taken_again(shape: Any) -> None:
     for _ in range(2):
         assert not normforge.layer_norm(torch.ones(2, 3, 64), shape).any()
+
+
+PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LayerNorm: normforge.LayerNorm,
+    torch.nn.RMSNorm: normforge.RMSNorm,
+}
+ADDING: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LayerNorm: normforge.AddLayerNorm,
+    torch.nn.RMSNorm: normforge.AddRMSNorm,
+}
+
+ADDED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LayerNorm: normforge.LayerNormAdd,
+    torch.nn.RMSNorm: normforge.RMSNormAdd,
+}
+
+each_pair = pytest.mark.parametrize(("theirs", "ours"), PAIRS.items(), ids=["LayerNorm", "RMSNorm"])
+every_pair = pytest.mark.parametrize(
+    ("theirs", "ours"), [*PAIRS.items(), *ADDING.items(), *ADDED.items()], ids=lambda c: c.__name__
+)
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"eps": 0.1},
+    {"elementwise_affine": False},
+    {"bias": False},
+    {"dtype": torch.bfloat16},
+]
+
+
+def accepted(cls: type[torch.nn.Module], flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if name in inspect.signature(cls).parameters}
+
+
+@each_device
+@pytest.mark.parametrize("shape", [64, (64,), [3, 64]], ids=str)
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@each_pair
+def test_the_same_numbers_as_torchs(
+    theirs: type[torch.nn.Module], ours: type[torch.nn.Module], flags: dict[str, Any], shape: Any, device: str
+) -> None:
+    flags = accepted(theirs, flags)
+    reference = randomised(theirs(shape, **flags)).to(device)
+    module = ours(shape, **flags).to(device)
+    module.load_state_dict(reference.state_dict())
+    dtype = flags.get("dtype", torch.float32)
+    x = torch.randn(2, 3, 64, device=device).to(dtype)
+    (y, found), (wanted, exact) = (results(each, x) for each in (module, reference))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(y, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, exact, rtol=5 * tolerance, atol=5 * tolerance)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@every_pair
+def test_state_dicts_interchange(
+    theirs: type[torch.nn.Module], ours: type[torch.nn.Module], flags: dict[str, Any]
+) -> None:
+    flags = accepted(theirs, flags)
+    reference, module = randomised(theirs((3, 64), **flags)), ours((3, 64), **flags)
+    for source, target in ((reference, module), (randomised(module), reference)):
+        target.load_state_dict(source.state_dict())
+        pairs = zip(source.state_dict().items(), target.state_dict().items(), strict=True)
+        assert all(a == b and torch.equal(p, q) and p.dtype == q.dtype for (a, p), (b, q) in pairs)
+
+
+@every_pair
+def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch.nn.Module]) -> None:
+    parameters = inspect.signature(ours).parameters.values()
+    positional = [(p.name, p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == [(p.name, p.default) for p in inspect.signature(theirs).parameters.values()]
+    module = ours((3, 64), 0.25)
+    assert isinstance(module, theirs)
+    assert str(module).partition("(")[2] == str(theirs((3, 64), 0.25)).partition("(")[2]
+
+
+@pytest.fixture
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.usefixtures("no_interpreter")
+def test_a_cpu_without_the_interpreter_runs_torchs_operators() -> None:
+    assert normforge.backend(torch.randn(1)) == normforge.backend(torch.empty(1, device="meta")) == "torch"
+    for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS.items()):
+        x = torch.randn(4, 3, 8).to(dtype)
+        found, wanted = (results(module((3, 8), dtype=dtype), x) for module in (ours, theirs))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for case in cases("plain", vary=("norm", "dtype")):
+        check(case, operands(case))
+    # Weights of another type than torch's CPU operator takes.
+    mixed = normforge.layer_norm(torch.randn(2, 8), (8,), torch.ones(8).bfloat16(), torch.zeros(8))
+    halves = normforge.RMSNorm(8, cast_before_weight=True)(torch.randn(2, 8).half())
+    assert mixed.dtype is halves.dtype is torch.float32
+    for x, shape in ((torch.zeros(2, 8).int(), (8,)), (torch.zeros(2, 8), (7,))):
+        with pytest.raises(ArgumentError):
+            normforge.layer_norm(x, shape)
+    assert normforge.LayerNorm(8, device="meta")(torch.empty(2, 8, device="meta")).shape == (2, 8)
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_a_cpu_without_the_interpreter_needs_no_triton(value: str | None) -> None:
+    """It need not even be installed, as it is not on macOS."""
+    code = """
+import sys, torch
+brought = {*sys.modules}
+import normforge
+print(normforge.backend(torch.empty(1)), normforge.LayerNorm(8)(torch.ones(8)).tolist() == [0] * 8)
+print("triton" in {*sys.modules} - brought)
+"""
+    backend, zeros, brought = printed(code, TRITON_INTERPRET=value).split()
+    assert (backend, zeros) == ("torch", "True")
+    assert value or brought == "False"
+
+
+def test_a_cpu_under_the_interpreter_runs_kernels() -> None:
+    assert normforge.backend(torch.randn(1)) == "kernel"
+
+
+FUNCTIONS: dict[str, Any] = {"layer": normforge.gated_layer_norm, "rms": normforge.gated_rms_norm}
+WITHOUT = ("weight", "bias")
+
+
+@each_device
+def test_many_short_rows_of_heads(device: str) -> None:
+    """As Gated DeltaNet has them: several rows a program, of heads of a projection that are walked where they are."""
+    tokens, heads, n = 23, 3, 24
+    projected = torch.randn(tokens, 2 * heads * n, device=device)
+    x, gate = (part.view(1, tokens, heads, n).requires_grad_() for part in projected.chunk(2, -1))
+    with torch.no_grad():
+        assert all(row is tensor for row, tensor in zip(road.as_operands((x, gate), 1), (x, gate), strict=True))
+    (case,) = cases("gated", vary=(), norm="rms")
+    check(case, {"x": x, "gate": gate, "weight": (torch.rand(n, device=device) + 0.5).requires_grad_()})
+
+
+@each_device
+@pytest.mark.parametrize("n", [100, 600, pytest.param(33000, marks=pytest.mark.thorough)])
+def test_chunks_of_one_tensor_are_read_where_they_are(n: int, device: str) -> None:
+    """As DiT's modulation leaves them, and views of wider rows; nothing is copied, and each pipeline has such rows."""
+    six = torch.randn(2, 6 * n, device=device)
+    shift, scale, gate = six.chunk(6, -1)[:3]
+    x, residual = torch.randn(2, 2, 2 * n, device=device).chunk(2, -1)
+    given = {"x": x, "scale": scale, "shift": shift, "gate": gate, "residual": residual}
+    (case,) = cases("modulated", vary=(), without=("weight", "bias"))
+    rows = road.as_operands((*given.values(), None, None), 1)
+    assert all(row is tensor for row, tensor in zip(rows, given.values(), strict=False))
+    for output, its in zip(case.run(given), formula(case, doubled(given)), strict=True):
+        close("output", output, its.detach(), 2e-5)
+
+
+def test_what_kernels_cannot_walk_is_copied() -> None:
+    x, scale, shift = torch.randn(40, 3, 2).transpose(0, 2), torch.randn(40, 2).T, torch.randn(80)[::2]
+    y = normforge.modulated_rms_norm(x, scale, shift)
+    assert torch.equal(y, normforge.modulated_rms_norm(x.contiguous(), scale.contiguous(), shift.contiguous()))
+
+
+@each_device
+@pytest.mark.parametrize(
+    "case", cases("gated", vary=("norm", "activation", "norm_before_gate"), without=WITHOUT), ids=str
+)
+def test_rows_that_are_hard(case: Case, device: str) -> None:
+    """All equal, far from 0, a gate far below 0, and infinities and NaNs that stay in their own rows."""
+    n = 40
+    x, gate = torch.randn(7, n, device=device), torch.randn(7, n, device=device)
+    x[0] = 3.0
+    x[1] = 1e4 + torch.randn(n, device=device)
+    x[2] *= 1e18
+    gate[3] = -200.0
+    gate[4] = 90.0
+    x[5, 3], gate[6, 2] = float("inf"), float("nan")
+    given = {"x": x, "gate": gate}
+    (y,), (wanted,) = case.run(given), formula(case, doubled(given))
+    assert not y[5:].isfinite().all(-1).any()
+    # Of 1e4 fp32 holds no more than the noise beside it to a thousandth.
+    for row in range(5):
+        tolerance = 2e-3 if row in (0, 1) and case["norm"] == "layer" else 2e-5
+        close(f"row {row}", y[row], wanted[row].detach(), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases("gated", vary=("norm", "norm_before_gate"), dtype=torch.bfloat16), ids=str)
+def test_short_rows_by_the_hundred_thousand(case: Case) -> None:
+    for n, group_size in ((64, None), (128, None), (256, 64)):
+        many = case.but(shape=(262144 * 64 // n, n), group_size=group_size)
+        check(many, operands(many, "cuda"))
+
+
+@each_norm
+def test_modules_are_the_functions_with_parameters(norm: str) -> None:
+    x, gate = torch.randn(2, 3, 48).chunk(2, -1)
+    options: dict[str, Any] = {"activation": "sigmoid", "norm_before_gate": False, "group_size": 8, "eps": 1e-3}
+    made: Any = normforge.GatedLayerNorm if norm == "layer" else normforge.GatedRMSNorm
+    module = made(24, **options)
+    assert torch.equal(module.weight, torch.ones(24))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    assert torch.equal(module(x, gate), FUNCTIONS[norm](x, gate, *module.parameters(), **options))
+    assert repr(module).endswith("Norm(24, eps=0.001, group_size=8, norm_before_gate=False, activation='sigmoid')")
+
+
+def test_modules_have_the_names_of_the_fields_own() -> None:
+    """Of mamba_ssm's RMSNormGated, whose state dicts are loaded: a weight and nothing else."""
+    assert [name for name, _ in normforge.GatedRMSNorm(24).named_parameters()] == ["weight"]
+    assert [name for name, _ in normforge.GatedLayerNorm(24).named_parameters()] == ["weight", "bias"]
+    assert [name for name, _ in normforge.GatedLayerNorm(24, bias=False).named_parameters()] == ["weight"]
+    assert repr(normforge.GatedRMSNorm(24)) == "normforge.GatedRMSNorm(24, eps=1e-06)"
+    assert normforge.GatedRMSNorm(24, dtype=torch.float16, device="meta").weight.is_meta

@@ -1,8 +1,9 @@
-"""Norms that `patch` leaves alone, with the reason that it reports, and what the trial of a forward may not read."""
+"""Norms that `patch` leaves alone, the reasons in its reports, and what the trial of a forward may not read."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import os
@@ -20,10 +21,15 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 import normforge
+from normforge.errors import InvarianceError
+from normforge.families.group import row
+from normforge.patching.calling import CallingNorm
+from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
 
 from . import models
-from .models import WIDTH, norm
-from .test_own_forwards import gated
+from .decoders import LlamaLayer
+from .models import WIDTH, BiasedRMSNorm, assert_same_results, norm, randomised, twins, written
+from .test_forms import ByFunction, Parts, Plainly, form, modulated
 
 llama, olmo2, l2 = (cls.forward for cls in (models.LlamaRMSNorm, models.Olmo2RMSNorm, models.L2Norm))
 
@@ -385,3 +391,373 @@ def test_what_a_forward_warns_of_on_trial_is_not_the_callers(action: Any) -> Non
         warnings.simplefilter(action)
         assert len(normforge.patch(norm(warning)()).swapped) == 1
     assert not caught
+
+
+# Two branches modulate the result of one norm.
+InBranches = modulated(
+    "InBranches",
+    "if self.training:",
+    "    return self.last(modulate(self.norm(x), shift, scale))",
+    "return self.last(self.norm(x) * (1 + scale[:, None]) + shift[:, None])",
+)
+
+
+def test_what_patch_did_is_a_table() -> None:
+    made = (LlamaLayer, BiasedRMSNorm, ByFunction, ByFunction, InBranches, Plainly)
+    model = torch.nn.ModuleList([make() for make in made])
+    assert str(normforge.patch(model)).splitlines() == [
+        "swapped  2 x LlamaRMSNorm   -> normforge.LlamaRMSNorm [0.input_layernorm]",
+        "swapped  8 x LayerNorm      -> normforge.LayerNorm [2.norm]",
+        "fused    1 x LlamaLayer     sums with post_attention_layernorm; gradients of residuals with those of "
+        "input_layernorm, post_attention_layernorm [0]",
+        "fused    2 x ByFunction     norm with the modulation [2]",
+        "fused    1 x InBranches     norm with the modulation [4]",
+        "fused    1 x Plainly        norm with the sum behind [5]",
+        "skipped  1 x BiasedRMSNorm  it lacks a 1-D weight as its only parameter, or a number under variance_epsilon "
+        "or eps [1]",
+    ]
+    assert str(normforge.patch(torch.nn.Identity())) == "nothing to swap or to fuse"
+    assert "sums with post_attention_layernorm; gradients of residuals with those of input_layernorm" in repr(model)
+    assert repr(model[4]).count("norm with the modulation") == 1
+
+
+def test_what_holds_a_modulated_norm_is_no_norm_that_was_skipped() -> None:
+    """Called a norm, it holds one; all that it adds is the modulation."""
+    named = modulated("AdaLayerNormZero", "x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]", "return x")
+    done = normforge.patch(named())
+    assert [each.modulated for each in done.fused] == [("norm",)]
+    assert (done.skipped, done.unfused) == ((), ())
+
+
+def decorated_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
+    kept = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return kept[0](*args)
+
+    return wrapper
+
+
+class Decorated(Parts):
+    """Under a decorator that keeps it where nobody looks."""
+
+    @decorated_unknown
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(x + self.part(x))
+
+
+def without_text() -> Any:
+    namespace: dict[str, Any] = {"Parts": Parts}
+    text = "class Typed(Parts):\n    def forward(self, x):\n        return self.norm(x + self.part(x))\n"
+    exec(compile(text, "<typed>", "exec"), namespace)
+    return namespace["Typed"]()
+
+
+def on_the_instance() -> Any:
+    layer: Any = LlamaLayer()
+    layer.forward = functools.partial(layer.forward)
+    return layer
+
+
+class PoolFormerLayer(torch.nn.Module):
+    """A block whose norms no sum is fused with: transformers' of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_norm, self.linear = torch.nn.GroupNorm(1, WIDTH), torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = x + self.linear(self.before_norm(x))
+        return total
+
+
+class ModulesToSaveWrapper(torch.nn.Module):
+    """Holds a module and a copy that is trained, as PEFT's does beside adapters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
+
+
+def wrapped_layer() -> Any:
+    layer: Any = LlamaLayer()
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        setattr(layer, name, ModulesToSaveWrapper(getattr(layer, name)))
+    return layer
+
+
+UNFUSED: dict[str, Callable[[], Any]] = {
+    "no norm is called directly behind a sum, or with what is added later": form(
+        "x = x * 1", "Unfollowed", "return (x + self.part(self.norm(x * 2))) * 2"
+    ),
+    "its forward is decorated by Decorated.forward, which is not known": Decorated,
+    "the text of its forward cannot be read (OSError: could not get source code)": without_text,
+    "its forward is overridden on the instance": on_the_instance,
+    "it adds by add(), and patch sees sums written as a + b": form(
+        "x = x * 1", "Adding", "return torch.add(x, self.part(self.norm(x)))"
+    ),
+    # As Bloom's and Falcon's.
+    "it adds by dropout_add(), and patch sees sums written as a + b": form(
+        "x = x * 1", "AddsInAFunction", "return dropout_add(self.part(self.norm(x)), x)"
+    ),
+    "before_norm is a GroupNorm, and a sum is fused with a plain LayerNorm or RMSNorm": PoolFormerLayer,
+    "input_layernorm is a ModulesToSaveWrapper around norms, and a sum is fused with a norm that the block itself "
+    "holds; take the wrapper away before patch (PEFT: merge_and_unload)": wrapped_layer,
+}
+
+
+@pytest.mark.parametrize("reason", UNFUSED)
+def test_what_is_left_alone_is_told(reason: str) -> None:
+    model = torch.nn.ModuleList([UNFUSED[reason]()])
+    cls = type(model[0])
+    done = normforge.patch(model)
+    assert done.swapped
+    assert done.fused == ()
+    assert [(each.path, each.cls, each.reason) for each in done.unfused] == [("0", cls, reason)]
+    assert type(model[0]) is cls
+
+
+@pytest.mark.parametrize(
+    ("base", "returned", "fused"),
+    [
+        # The modulation is fused, and no norm is called directly behind the sum.
+        (Parts, "x + self.part(self.norm(x) * (1 + scale) + shift)", ["0"]),
+        (PoolFormerLayer, "self.before_norm(self.linear(x).sin()) + self.linear(x)", []),
+    ],
+)
+def test_what_is_not_reported_as_unfused(base: Any, returned: str, fused: list[str]) -> None:
+    block = written(base, "Block", "def forward(self, x, scale, shift):", f"return {returned}", names={})()
+    done = normforge.patch(torch.nn.Sequential(block))
+    assert [each.path for each in done.fused] == fused
+    assert done.unfused == ()
+
+
+class LayerNorm2d(torch.nn.LayerNorm):
+    """Normalises channels, which are x's second dimension, as ConvNeXt does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class GroupNorm32(torch.nn.GroupNorm):
+    """Computes in fp32, as guided diffusion does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class ChannelsL2Norm(torch.nn.Module):
+    """Divides channels by their L2 norm in fp32 and scales them, as Wan's WanRMS_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channel_first, self.scale, self.bias = True, WIDTH**0.5, 0.0
+        self.gamma = torch.nn.Parameter(torch.ones(WIDTH, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if x.dtype is not torch.float32 else x
+        normalized = functional.normalize(wide, dim=(1 if self.channel_first else -1)).to(x.dtype)
+        y: torch.Tensor = normalized * self.scale * self.gamma + self.bias
+        return y
+
+
+class MinimalNorm(torch.nn.Module):
+    """A LayerNorm with an optional bias, as minimal GPTs have."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+def offset(m: Any, x: torch.Tensor) -> Any:
+    return functional.layer_norm(x, m.normalized_shape, m.weight + 1.0, bias=m.bias, eps=m.eps)
+
+
+def in_fp16(m: Any, input: torch.Tensor) -> Any:
+    x, weight, bias = (each.half() for each in (input, m.weight, m.bias))
+    return functional.layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+
+
+def transposed(m: Any, x: torch.Tensor) -> Any:
+    return torch.nn.LayerNorm.forward(m, x.transpose(1, 2)).transpose(1, 2)
+
+
+def centred(m: Any, x: torch.Tensor) -> Any:
+    """Compute LayerNorm with a weight alone, as Cohere's models do."""
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    return (m.weight.float() * (h * (h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).rsqrt())).to(x.dtype)
+
+
+# Norms, the class of ours that they get, and the shape of an x; norms of 16 bits say so.
+REPLACED: dict[str, tuple[Callable[[], torch.nn.Module], type, tuple[int, ...]]] = {
+    "channels": (lambda: LayerNorm2d(WIDTH), CallingNorm, (2, WIDTH, 3, 2)),
+    "channels and columns": (lambda: LayerNorm2d((2, WIDTH)), CallingNorm, (2, WIDTH, 3, 2)),
+    "fp32 by super": (lambda: GroupNorm32(4, WIDTH), CallingNorm, (2, WIDTH, 5)),
+    "no bias": (MinimalNorm, CallingNorm, (5, WIDTH)),
+    "a bias": (lambda: MinimalNorm(bias=True), CallingNorm, (5, WIDTH)),
+    "an offset": (lambda: norm(offset, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, 3, WIDTH)),
+    "fp16": (lambda: norm(in_fp16, torch.nn.LayerNorm)(WIDTH), CallingNorm, (5, WIDTH)),
+    "torch's method": (lambda: norm(transposed, torch.nn.LayerNorm)(WIDTH), CallingNorm, (2, WIDTH, 3)),
+    "L2 norm of channels": (ChannelsL2Norm, CallingNorm, (2, WIDTH, 3, 5)),
+    "centred": (norm(centred, models.LlamaRMSNorm), HuggingFaceLayerNorm, (2, 3, WIDTH)),
+    "renamed": (lambda: models.RenamedLayerNorm(WIDTH), normforge.LayerNorm, (9, 2, WIDTH)),
+    "renamed, of planes": (lambda: models.RenamedLayerNorm((2, WIDTH)), normforge.LayerNorm, (9, 2, WIDTH)),
+    # As FP32LayerNorm of diffusers: kernels compute in fp32, and round once, to the dtype of x.
+    "fp32": (lambda: models.WideLayerNorm(WIDTH), normforge.LayerNorm, (9, WIDTH)),
+    "fp32, of bf16": (lambda: models.WideLayerNorm(WIDTH).bfloat16(), normforge.LayerNorm, (9, WIDTH)),
+}
+each_taken = pytest.mark.parametrize("name", REPLACED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_taken
+def test_results_and_gradients_stay(name: str, dtype: torch.dtype) -> None:
+    make, ours, shape = REPLACED[name]
+    original, patched = twins(randomised(make()))
+    assert isinstance(patched, ours)
+    assert isinstance(patched, type(original))
+    x = torch.randn(shape).to(dtype)
+    is_rounded = dtype is torch.bfloat16 or name.endswith("16")
+    assert_same_results(patched, original, x, tolerance=2e-2 if is_rounded else 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patched(x).dtype == original(x).dtype
+
+
+@each_taken
+def test_kernels_compute_them_and_compiled_code_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, _, shape = REPLACED[name]
+    original, patched = twins(randomised(make()))
+    x, seen = torch.randn(shape), []
+    torch._dynamo.reset()
+    for module in (original, patched):
+        counter = CompileCounter()
+        compiled: Any = torch.compile(module, backend=counter, fullgraph=True)
+        torch.testing.assert_close(compiled(x), original(x))
+        seen.append(counter.op_count)
+    assert seen[0] == seen[1] or not isinstance(patched, CallingNorm)
+    # torch's own functions are not called.
+    for function in ("layer_norm", "rms_norm", "group_norm"):
+        monkeypatch.setattr(torch, function, None)
+    monkeypatch.setattr(functional, "normalize", None)
+    if isinstance(patched, CallingNorm):
+        patched(x)
+        with pytest.raises(TypeError, match="not callable"):
+            original(x)
+
+
+def test_permuted_channels_are_normalised_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous images stay so, where torch's forward returns a permuted tensor."""
+    given: list[Any] = []
+    backward = row.launched_backward
+
+    def seen(*arguments: Any) -> Any:
+        given.append(arguments[0])
+        return backward(*arguments)
+
+    monkeypatch.setattr(row, "launched_backward", seen)
+    for name in ("channels", "torch's method"):
+        make, _, shape = REPLACED[name]
+        _, patched = twins(randomised(make()))
+        x = torch.randn(shape, requires_grad=True)
+        y = patched(x)
+        y.sum().backward()
+        assert y.is_contiguous()
+        assert given[-1].x.data_ptr() == x.data_ptr()
+    assert len(given) == 2
+
+
+def test_batch_invariance_is_kept_or_refused() -> None:
+    modules = [randomised(make()) for make in (MinimalNorm, models.LlamaRMSNorm, GATED["gated first"])]
+    x = torch.randn(9, WIDTH)
+    for module, kept, refused in zip(modules, (x, x, None), (x.double(), x.double(), x), strict=True):
+        normforge.patch(module)
+        with normforge.batch_invariant():
+            assert kept is None or torch.equal(module(kept)[:1], module(kept[:1]))
+            with pytest.raises(InvarianceError):
+                module(refused)
+
+
+# Gated norms
+
+
+def gated(m: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
+    """Multiply behind the norm, whose rows are rounded before the weight, as in Qwen3-Next."""
+    return (llama(m, x) * ACTIVATIONS[m.activation](gate.float())).to(x.dtype)
+
+
+def gated_once(m: Any, x: torch.Tensor, gate: Any = None) -> Any:
+    """Round once, as Kimi's linear attention does."""
+    return (m.weight.float() * m.factor(x) * ACTIVATIONS[m.activation](gate.float())).to(x.dtype)
+
+
+def gated_first(m: Any, x: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+    """Multiply first, and normalise groups of columns, as in Mamba2."""
+    h = x.float() if gate is None else x.float() * functional.silu(gate.float())
+    groups = h.view(*h.shape[:-1], -1, m.group_size)
+    groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + m.variance_epsilon)
+    return m.weight * groups.flatten(-2).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+GATED: dict[str, Callable[[], torch.nn.Module]] = {
+    "silu": norm(gated, activation="silu"),
+    "sigmoid": norm(gated, activation="sigmoid"),
+    "rounded once": norm(gated_once, activation="sigmoid"),
+    "gated first": norm(gated_first, group_size=WIDTH // 4),
+}
+each_gated = pytest.mark.parametrize("make", GATED.values(), ids=GATED)
+
+
+@pytest.mark.parametrize("cast_before_weight", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_gated
+def test_gated_norms_keep_their_results(
+    make: Callable[[], torch.nn.Module], dtype: torch.dtype, cast_before_weight: bool
+) -> None:
+    original = randomised(make()).to(dtype)
+    patched = copy.deepcopy(original)
+    normforge.patch(patched, cast_before_weight=cast_before_weight)
+    assert isinstance(patched, HuggingFaceGatedRMSNorm)
+    x, gate = (torch.randn(2, 33, WIDTH).to(dtype).requires_grad_() for _ in range(2))
+    assert_same_results(patched, original, x, gate, tolerance=1e-5 if dtype is torch.float32 else 2e-2)
+    y, wanted = patched(x, gate), original(x, gate)
+    if cast_before_weight:
+        differing = ~torch.isclose(y.float(), wanted.float(), rtol=1e-5, atol=1e-6)
+        assert differing.float().mean() < 1e-3
+    assert torch.equal(patched(x=x, gate=gate), y)
+    assert torch.equal(copy.deepcopy(patched)(x, gate), y)
+    normforge.unpatch(patched)
+    assert torch.equal(patched(x, gate), wanted)
+
+
+READ_ALONE: dict[str, dict[str, Any]] = {
+    "silu": {"variance_epsilon": 0.5, "activation": "sigmoid"},
+    "rounded once": {"activation": "silu"},
+    "gated first": {"group_size": WIDTH},
+}
+
+
+@pytest.mark.parametrize("name", READ_ALONE)
+def test_a_gated_norm_reads_what_its_forward_reads(name: str) -> None:
+    original, patched = twins(randomised(GATED[name]()))
+    x, gate = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    compiled: Any = torch.compile(patched, backend=CompileCounter(), fullgraph=True)
+    assert torch.equal(compiled(x, gate), original(x, gate))
+    for module in (original, patched):
+        for attribute, value in READ_ALONE[name].items():
+            setattr(module, attribute, value)
+    torch.testing.assert_close(patched(x, gate), original(x, gate))
+    # Without its gate the forward that it had runs, if it can.
+    if name == "gated first":
+        assert torch.equal(patched(x), original(x))
+    if name == "silu":
+        with pytest.raises(TypeError, match="gate"):
+            patched(x)

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: which modules they take, what these compute, that all else stays, and what is refused."""
+"""`patch` and `unpatch`: what they take, what that computes, that all else stays, what is refused, and hooks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 import normforge
 
 from ..calling import FLOATS, backward, each_device, each_float
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
-from .models import WIDTH, Transformer, norm, randomised
-from .twins import Counted, results, twins
+from .models import WIDTH, Counted, LlamaRMSNorm, Transformer, assert_near, norm, randomised, results, twins
+from .test_forms import BetweenNorms, ByFunction, InABranch, Plainly
 
 llama, t5 = models.LlamaRMSNorm.forward, models.T5LayerNorm.forward
 # With their input called what Hugging Face's models call it.
@@ -464,3 +466,88 @@ def test_what_was_changed_otherwise_is_not_unpatched(change: Callable[[torch.nn.
 def test_what_is_no_module_is_refused(function: Callable[[Any], Any], model: Any) -> None:
     with pytest.raises(normforge.errors.DTypeError, match=f"^model is a {type(model).__name__}; it takes a torch.nn.M"):
         function(model)
+
+
+def layers() -> torch.nn.Module:
+    return torch.nn.Sequential(LlamaLayer(), LlamaLayer(), LlamaRMSNorm())
+
+
+# Models, and modules of theirs: norms, each of which is computed together with something else unless a hook is on it,
+# and what is between them.
+FUSED: dict[str, tuple[Callable[[], torch.nn.Module], str, tuple[torch.Tensor | None, ...]]] = {
+    "alone": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(WIDTH)), "0", ()),
+    "with a sum": (InABranch, "norm", (None,)),
+    "with the sum behind": (Plainly, "norm", ()),
+    "with the norm behind": (BetweenNorms, "norm", ()),
+    "with its modulation": (ByFunction, "norm", (torch.randn(2, WIDTH),)),
+    "with SiLU": (lambda: torch.nn.Sequential(torch.nn.GroupNorm(3, 9), torch.nn.SiLU()), "0", ()),
+    **{
+        path: (layers, path, ())
+        for path in ("0", "1", "0.self_attn", "0.mlp", "0.post_attention_layernorm", "1.input_layernorm", "2")
+    },
+}
+
+
+def written_to(output: Any) -> Any:
+    # Not by a factor, which an RMSNorm takes off again.
+    (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
+
+
+def changed(output: Any) -> Any:
+    return 1 + output if isinstance(output, torch.Tensor) else (1 + output[0], *output[1:])
+
+
+# Ways to have a hook called, of which some also change something.
+HOOKS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
+    "forward": lambda norm, hook: norm.register_forward_hook(hook),
+    "pre": lambda norm, hook: norm.register_forward_pre_hook(hook),
+    "backward": lambda norm, hook: norm.register_full_backward_hook(hook),
+    "every module": lambda norm, hook: register_module_forward_hook(hook),
+    "changing input": lambda norm, hook: norm.register_forward_pre_hook(
+        lambda *given: hook(*given) or (changed(given[1]) if given[1] else None)
+    ),
+    "changing output": lambda norm, hook: norm.register_forward_hook(lambda *given: hook(*given) or changed(given[2])),
+    "writing to the output": lambda norm, hook: norm.register_forward_hook(
+        lambda *given: hook(*given) or written_to(given[2])
+    ),
+}
+
+
+def noting(seen: list[list[torch.Tensor]], norm: torch.nn.Module) -> Callable[..., None]:
+    """Return a hook that notes the tensors with which a norm is called."""
+
+    def hook(module: torch.nn.Module, *given: Any) -> None:
+        leaves = [each.detach() for each in tree_leaves(given) if each is not None]
+        seen.extend([leaves] * (module is norm))
+
+    return hook
+
+
+@pytest.mark.parametrize("when", ["before", "since"])
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("fused", FUSED)
+def test_hooks_are_called(fused: str, kind: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks from before `patch` and since; once a hook is gone, the same is computed without it."""
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
+    make, path, beside = FUSED[fused]
+    model, x = make(), torch.randn(2, 9, WIDTH)
+    ours = copy.deepcopy(model)
+    if when == "since":
+        normforge.patch(ours)
+        results(ours, x, *beside)
+    called, found = [], []
+    for each in (model, ours):
+        norm = each.get_submodule(path)
+        seen: list[list[torch.Tensor]] = []
+        handle = HOOKS[kind](norm, noting(seen, norm))
+        if when == "before" and each is ours:
+            normforge.patch(ours)
+        for _ in range(2):
+            y, gradients = results(each, x, *beside)
+            found.append({"y": y, **gradients})
+            handle.remove()
+        called.append(seen)
+    assert len(called[0]) == len(called[1]) == 1
+    torch.testing.assert_close(called[1], called[0], rtol=1e-4, atol=1e-5)
+    for wanted, actual in zip(found[:2], found[2:], strict=True):
+        assert_near(actual, wanted, 2e-5, 1.0)

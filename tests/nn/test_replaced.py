@@ -15,10 +15,9 @@ import normforge
 from ..calling import backward
 from ..calls.test_foreign import Wrapper
 from . import models
-from .models import WIDTH, randomised
+from .models import WIDTH, Asked, copies, randomised, twins
 from .test_forms import Plainly, PreNorm, form
-from .test_own_forwards import LayerNorm2d
-from .twins import Asked, copies, twins
+from .test_left_alone import LayerNorm2d
 
 ROWS = (3, 5)
 

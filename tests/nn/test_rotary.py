@@ -28,9 +28,9 @@ from proving import cases
 from proving.cases import coarser, gradients
 
 from ..calling import Refused, counted, each_device, each_of, same_bits
-from ..kernels.compilation import TARGETS, binary_of
+from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
-from .test_transform_table import M, N, alike
+from .test_transforms import M, N, alike
 
 Tensors = dict[str, Any]
 LEAVES = ("q", "k", "q_weight", "k_weight")

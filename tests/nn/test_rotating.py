@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import normforge
 from normforge.errors import FrozenError, PatchError
 from normforge.patching import modulating, rotating
 
-from .models import GemmaRMSNorm, LlamaRMSNorm, randomised, written
-from .twins import Counted, assert_same_results, copies, twins
+from .models import Counted, GemmaRMSNorm, LlamaRMSNorm, assert_same_results, copies, randomised, twins, written
 
 SAMPLES, TOKENS, WIDTH, COLUMNS = 2, 5, 48, 8
 
@@ -117,118 +119,18 @@ class Attention(torch.nn.Module):
 
 
 SIGNATURE = "def forward(self, x, cos, sin):"
-PROJECTED = tuple(f"{x} = self.{x}_proj(x).unflatten(-1, (-1, {COLUMNS}))" for x in "qk")
-TRANSPOSED = tuple(f"{x} = {x}.transpose(1, 2)" for x in "qk")
-NORMALISED = tuple(f"{x} = self.{x}_norm({x})" for x in "qk")
-ROTATED = "q, k = rotate(q, k, cos, sin)"
 RETURNED = "return torch.cat((q, k), 1).flatten(1)"
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("rotating.yaml").read_text())
+PROJECTED, TRANSPOSED, NORMALISED, ROTATED = TABLE["steps"].values()
 
-# Forwards in which both norms are computed with the rotation.
-FUSED: dict[str, tuple[str, ...]] = {
-    "norms_in_place_of_rows": (
-        *(
-            f"{x} = self.{x}_norm(self.{x}_proj(x).unflatten(-1, (-1, {COLUMNS}))).transpose(1, 2)"  # Qwen3
-            for x in "qk"
-        ),
-        ROTATED,
-    ),
-    "norms_of_transposed_rows": (*PROJECTED, *TRANSPOSED, *NORMALISED, ROTATED),  # Gemma 3
-    "norms_in_a_branch": (
-        *PROJECTED,
-        "if self.on:",
-        *(f"    {line}" for line in NORMALISED),
-        *TRANSPOSED,
-        ROTATED,
-    ),  # GLM
-    "some_columns": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_some(q, k, cos[..., :4], sin[..., :4])"),
-    "pairs": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_pairs(q, k, cos, sin)"),
-}
 
-# Forwards that normalise all heads together.
-WHOLE: dict[str, tuple[str, ...]] = {
-    "rows_that_are_viewed": (
-        *(f"{x} = self.{x}_norm(self.{x}_proj(x))" for x in "qk"),
-        f"shape = (*x.shape[:-1], -1, {COLUMNS})",
-        *(f"{x} = {x}.view(shape).transpose(1, 2)" for x in "qk"),
-        ROTATED,
-    ),  # OLMo 2
-    "rows_that_are_reshaped": (
-        *(f"{x} = self.{x}_proj(x)" for x in "qk"),
-        "if self.on:",
-        *(f"    {line}" for line in NORMALISED),
-        *(f"{x} = {x}.reshape({SAMPLES}, {TOKENS}, -1, {COLUMNS})" for x in "qk"),
-        *TRANSPOSED,
-        ROTATED,
-    ),
-}
-# Forwards that rotate one tensor at a time.
-ALONE: dict[str, tuple[str, ...]] = {
-    "one_by_one": (
-        *PROJECTED,
-        *(NORMALISED[0], "q = rotate_one(q, cos, sin, unsqueeze_dim=2)", TRANSPOSED[0]),
-        "if self.on:",
-        *(f"    {line}" for line in (NORMALISED[1], "k = rotate_one(k, cos, sin, unsqueeze_dim=2)", TRANSPOSED[1])),
-    ),  # Gemma 4
-    "results_of_norms": (*PROJECTED, *TRANSPOSED, *(f"{x} = rotate_one(self.{x}_norm({x}), cos, sin)" for x in "qk")),
-    "tables_by_name": (
-        *(*PROJECTED, *TRANSPOSED),
-        *(f"{x} = rotate_one(self.{x}_norm({x}), cos=cos, unsqueeze_dim=1, sin=sin)" for x in "qk"),
-    ),
-}
+def forwards(kind: str) -> dict[str, tuple[str, ...]]:
+    """Return the lines of forwards, of which several may be steps that others have too."""
+    each = {name: ([step] if isinstance(step, str) else step for step in body) for name, body in TABLE[kind].items()}
+    return {name: tuple(chain.from_iterable(steps)) for name, steps in each.items()}
 
-# Forwards in which they are not.
-LEFT: dict[str, tuple[str, ...]] = {
-    "another_function": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_back(q, k, cos, sin)"),
-    "a_rotation_in_a_branch": (*PROJECTED, *TRANSPOSED, *NORMALISED, "if self.on:", f"    {ROTATED}"),
-    "rows_of_another_name": (*PROJECTED, *TRANSPOSED, "other = 3 * q", *NORMALISED, "q = other", ROTATED),
-    "transposed_rows_of_another_name": (
-        *(*PROJECTED, *NORMALISED, "other = k.repeat(1, 1, 2, 1)", "q = other.transpose(1, 2)", TRANSPOSED[1], ROTATED),
-    ),
-    "a_function_that_reads_rows": (
-        *(*PROJECTED, *TRANSPOSED, "size = lambda: q.abs().amax()", NORMALISED[0], "size = size()", NORMALISED[1]),
-        *(ROTATED, "q = q * size"),
-    ),
-    "tables_of_rows": (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate(q, k, cos + q[:, 0], sin)"),
-    "rows_that_are_matched": (
-        *(
-            *PROJECTED,
-            *TRANSPOSED,
-            "other = 3 * q",
-            *NORMALISED,
-            "match other:",
-            "    case q:",
-            "        pass",
-            ROTATED,
-        ),
-    ),
-    "a_result_that_is_read": (*PROJECTED, *TRANSPOSED, *NORMALISED, "size = q.abs().amax()", ROTATED),
-    "norms_behind_the_rotation": (*PROJECTED, *TRANSPOSED, ROTATED, *NORMALISED),  # Hunyuan
-    "one_norm": (*PROJECTED, *TRANSPOSED, NORMALISED[0], ROTATED, NORMALISED[1]),
-    "norms_in_a_loop": (
-        *PROJECTED,
-        *TRANSPOSED,
-        "for _ in range(1):",
-        *(f"    {line}" for line in NORMALISED),
-        ROTATED,
-    ),
-    "one_of_two_branches": (
-        *(*PROJECTED, *TRANSPOSED, NORMALISED[1]),
-        *("if self.on:", f"    {NORMALISED[0]}", "else:", "    q = q + 1", ROTATED),
-    ),
-    "rows_that_are_viewed_behind": (
-        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.transpose(1, 2).view({SAMPLES}, -1, 5, 8)" for x in "qk"), ROTATED),
-    ),
-    "rows_that_their_view_reads": (
-        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.view({x}.shape).transpose(1, 2)" for x in "qk"), ROTATED),
-    ),
-    "a_constant_that_is_computed": (
-        *(*PROJECTED, *TRANSPOSED, NORMALISED[0], "q = rotate_one(q, cos, sin, unsqueeze_dim=1 * 1)"),
-    ),
-    "rows_that_are_transposed_within": (
-        *(*PROJECTED, *NORMALISED, *(f"{x} = {x}.transpose(2, 3).transpose(2, 3).transpose(1, 2)" for x in "qk")),
-        ROTATED,
-    ),
-}
+
+FUSED, WHOLE, ALONE, LEFT = map(forwards, ("fused", "whole", "alone", "left"))
 
 
 def attention(body: tuple[str, ...], **attributes: Any) -> Any:

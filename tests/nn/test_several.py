@@ -23,9 +23,9 @@ from proving import cases
 from proving.cases import LAYOUTS, Case
 
 from ..calling import Refused, counted, each_device, each_of, pieces, same_bits
-from ..kernels.compilation import TARGETS, binary_of
+from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
-from .test_transform_table import Call, M, N, alike
+from .test_transforms import Call, M, N, alike
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 

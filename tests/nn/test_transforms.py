@@ -1,13 +1,11 @@
-"""The functional API where something follows its calls: torch's results, or an error that says what to do.
-
-Transforms of torch.func, forward-mode AD, batched gradients, torch.jit.trace and DTensor know torch's operators alone,
-so these run. Modes, checkpoints and compiled autograd see normforge's.
-"""
+"""What torch can do with its own norms, done with these: one table beside the formula, and models, hooks and graphs."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,23 +17,386 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
 from normforge.families import plain_calls, post_add
-from proving.cases import operands
+from proving.cases import cases, formula, operands
 
-from ..calling import FUNCTIONS, each_function, plain, python, same_bits
+from ..calling import FUNCTIONS, each_device, each_function, plain, python, same_bits
 from ..operators.registered import Seen
-from .models import randomised
-from .test_transform_table import TRANSFORMS, Call, M, N, pair
-from .twins import Asked
+from ..thorough import THOROUGH
+from .models import Asked, randomised
+
+M, N = 3, 16
 
 # Without torch's own types, which these mostly lack.
 forward_ad: Any = torch.autograd.forward_ad
+func: Any = torch.func
+derivatives: Any = torch.autograd.functional
 jit: Any = torch.jit
+fx: Any = torch.fx
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
+
+# y of x, and of what else may be followed: the weight, and what is added to x.
+Call = Callable[..., torch.Tensor]
+Transform = Callable[[Call, torch.Tensor, torch.Tensor], Any]
+
+NORMS = (*FUNCTIONS,)
+CASES = {norm: plain(norm, shape=(M, N)) for norm in NORMS}
+CASES |= {
+    case.family: case
+    for case in (
+        *cases("group", vary=(), shape=(M, N)),
+        *cases("modulated", vary=(), shape=(M, N), sharing=("row", "all", "all"), without=("gate", "residual")),
+        *cases("gated", vary=(), shape=(M, N), norm="rms"),
+    )
+}
+ALL = (*CASES,)
+DROPPED = ("dropped_layer", "dropped_rms")
+CASES["grouped"] = CASES["gated"].but(group_size=8)
+CASES |= {norm: plain(norm.replace("dropped", "add"), shape=(M, N), dropout_p=0.3) for norm in DROPPED}
+
+
+def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tuple[Call, Call]:
+    """Return a function by normforge, known already, and the same by torch's elementary operators."""
+    case = CASES[norm]
+    given = {name: tensor.detach().requires_grad_(requires_grad) for name, tensor in operands(case, device).items()}
+    beside = next((name for name in ("residual", "scale", "gate") if name in given), None)
+
+    def of(run: Callable[..., Any]) -> Call:
+        def call(x: torch.Tensor, w: torch.Tensor = given["weight"], r: Any = None) -> Any:
+            made = run({**given, "x": x, "weight": w, **({beside: r} if beside and r is not None else {})})
+            return made[0] + made[1] if beside == "residual" else made
+
+        return call
+
+    ours = of(lambda given: case.function(**given, **case.arguments))
+    # Of each kind that the transforms come to: with no gradient, and with one of x, of weight, and of both.
+    for of_x, of_weight in product((False, True), repeat=2):
+        x, w = torch.randn(M, N, device=device), given["weight"].detach().clone()
+        y = ours(x.requires_grad_(of_x), w.requires_grad_(of_weight))
+        if y.requires_grad:
+            torch.autograd.backward([y.square().sum()])
+    return ours, of(lambda given: made if len(made := formula(case, given)) == 2 else made[0])
+
+
+def squares(f: Call) -> Call:
+    return lambda *operands: f(*operands).square().sum()
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_()
+
+
+def both(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, t))
+
+
+def of_one(f: Call) -> Call:
+    """As make_fx and others want a function: of one argument, without defaults."""
+    return lambda x: f(x)
+
+
+def first_of(f: Call, x: torch.Tensor) -> Any:
+    a = leaf(x.detach())
+    return torch.autograd.grad(f(a).square().sum(), a)
+
+
+def second(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a, w = leaf(x), leaf(t[0])
+    first = torch.autograd.grad(squares(f)(a, w), (a, w), create_graph=True)
+    return torch.autograd.grad([gradient.sin().sum() for gradient in first], (a, w))
+
+
+def penalty(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    y = f(a)
+    (gradient,) = torch.autograd.grad(y, a, t, create_graph=True)
+    torch.autograd.backward([y.sum() + gradient.square().sum()])
+    return a.grad
+
+
+def batched(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    (gradients,) = torch.autograd.grad(f(a), a, both(x, t), is_grads_batched=True, create_graph=True)
+    return gradients, torch.autograd.grad(gradients.sin().sum(), a)
+
+
+def along(f: Call, x: torch.Tensor, t: torch.Tensor, *, recorded: bool) -> Any:
+    """By forward-mode AD as it is, with nothing of torch.func around it."""
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        y = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t), leaf(t[0])))
+        return y.primal, y.tangent
+
+
+def along_what_arrives(f: Call, x: torch.Tensor, t: torch.Tensor, *, create_graph: bool = True) -> Any:
+    a = leaf(x)
+    y = f(a)
+    with forward_ad.dual_level():
+        dy = forward_ad.make_dual(t.sin(), t)
+        (gradient,) = torch.autograd.grad(y, a, dy, create_graph=create_graph)
+        return tuple(forward_ad.unpack_dual(gradient))
+
+
+def checkpointed_twice(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    (gradient,) = torch.autograd.grad(checkpoint(f, a, use_reentrant=False).square().sum(), a, create_graph=True)
+    return torch.autograd.grad(gradient.sin().sum(), a)
+
+
+def traced(f: Call, x: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        # A condition on a tensor would be one on the values traced with.
+        warnings.simplefilter("error", jit.TracerWarning)
+        return jit.trace(f, x, check_trace=True)
+
+
+def compiled(f: Call, *operands: torch.Tensor, backend: str = "aot_eager") -> Any:
+    torch._dynamo.reset()
+    try:
+        return torch.compile(f, backend=backend, fullgraph=True)(*operands)
+    finally:
+        torch._dynamo.reset()
+
+
+VMAP: dict[str, Transform] = {
+    "vmap": lambda f, x, t: func.vmap(f)(both(x, t)),
+    "vmap, out_dims": lambda f, x, t: func.vmap(f, out_dims=1)(both(x, t)),
+    "vmap, in_dims of the last": lambda f, x, t: func.vmap(f, in_dims=-1, out_dims=-1)(torch.stack((x, t), -1)),
+    "vmap of the weight": lambda f, x, t: func.vmap(f, in_dims=(None, 0))(x, t[:2]),
+    "vmap of x and the weight": lambda f, x, t: func.vmap(f)(both(x, t), t[:2]),
+    "vmap of the residual": lambda f, x, t: func.vmap(lambda r: f(x, r=r))(both(x, t)),
+    "vmap, randomness": lambda f, x, t: func.vmap(lambda a: f(functional.dropout(a, 0.0)), randomness="different")(
+        both(x, t)
+    ),
+    "vmap, chunk_size": lambda f, x, t: func.vmap(f, chunk_size=1)(both(x, t)),
+    "vmap of vmap": lambda f, x, t: func.vmap(func.vmap(f))(x.expand(2, 2, M, N)),
+    "vmap of grad": lambda f, x, t: func.vmap(func.grad(squares(f)))(both(x, t)),
+    "vmap of grad of x and the weight": lambda f, x, t: func.vmap(
+        func.grad(squares(f), argnums=(0, 1)), in_dims=(0, None)
+    )(both(x, t), t[0]),
+    "vmap of jvp": lambda f, x, t: func.vmap(lambda a: func.jvp(f, (x,), (a,))[1])(both(x, t)),
+}
+GRAD: dict[str, Transform] = {
+    "grad": lambda f, x, t: func.grad(squares(f))(x),
+    "grad of x and the weight": lambda f, x, t: func.grad(squares(f), argnums=(0, 1))(x, t[0]),
+    "grad_and_value": lambda f, x, t: func.grad_and_value(squares(f))(x),
+    "grad under no_grad": lambda f, x, t: torch.no_grad()(func.grad(squares(f)))(x),
+    "grad of vmap": lambda f, x, t: func.grad(lambda a: func.vmap(f)(a.expand(2, M, N)).square().sum())(x),
+    "grad of grad": lambda f, x, t: func.grad(lambda a: func.grad(squares(f))(a).sin().sum())(x),
+    "grad of jvp": lambda f, x, t: func.grad(lambda a: func.jvp(f, (a,), (t,))[1].square().sum())(x),
+    "vjp": lambda f, x, t: func.vjp(f, x)[1](t),
+    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,)),
+    "jvp of x and the weight": lambda f, x, t: func.jvp(f, (x, t[0]), (t, t[1])),
+    "jvp of jvp": lambda f, x, t: func.jvp(lambda a: func.jvp(f, (a,), (t,))[1], (x,), (t,)),
+    "jvp of grad": lambda f, x, t: func.jvp(func.grad(squares(f)), (x,), (t,)),
+    "jacrev": lambda f, x, t: func.jacrev(f)(x),
+    "jacfwd": lambda f, x, t: func.jacfwd(f)(x),
+    "jacrev of jacrev": lambda f, x, t: func.jacrev(func.jacrev(lambda a: f(a).sum(0)))(x),
+    "hessian": lambda f, x, t: func.hessian(squares(f))(x),
+    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
+    "functionalize": lambda f, x, t: func.functionalize(f)(x),
+    "functionalize of grad": lambda f, x, t: func.functionalize(func.grad(squares(f)))(x),
+}
+AUTOGRAD: dict[str, Transform] = {
+    "functional.jvp": lambda f, x, t: derivatives.jvp(f, x, t),
+    "functional.jvp, create_graph": lambda f, x, t: derivatives.jvp(f, leaf(x), t, create_graph=True),
+    "functional.vjp": lambda f, x, t: derivatives.vjp(f, x, t),
+    "functional.vjp, create_graph": lambda f, x, t: derivatives.vjp(f, leaf(x), t, create_graph=True),
+    "functional.jacobian": lambda f, x, t: derivatives.jacobian(f, x),
+    "functional.jacobian, create_graph": lambda f, x, t: derivatives.jacobian(f, leaf(x), create_graph=True),
+    "functional.jacobian, vectorised": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True),
+    "functional.jacobian, forward": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+    "functional.hessian": lambda f, x, t: derivatives.hessian(squares(f), x),
+    "functional.hessian, vectorised": lambda f, x, t: derivatives.hessian(squares(f), x, vectorize=True),
+    "functional.hessian, forward": lambda f, x, t: derivatives.hessian(
+        squares(f), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+    "functional.hvp": lambda f, x, t: derivatives.hvp(squares(f), x, t),
+    "functional.vhp": lambda f, x, t: derivatives.vhp(squares(f), x, t),
+    "forward-mode": lambda f, x, t: along(f, x, t, recorded=False),
+    "forward-mode of what is recorded": lambda f, x, t: along(f, x, t, recorded=True),
+    "forward-mode of what arrives": along_what_arrives,
+    "forward-mode of what arrives, not recorded": lambda f, x, t: along_what_arrives(f, x, t, create_graph=False),
+    "double backward": second,
+    "gradient penalty": penalty,
+    "batched gradients": lambda f, x, t: torch.autograd.grad(f(a := leaf(x)), a, both(x, t), is_grads_batched=True),
+    "batched gradients, differentiated": batched,
+    "double backward of a checkpoint": checkpointed_twice,
+}
+GRAPHS: dict[str, Transform] = {
+    "make_fx": lambda f, x, t: make_fx(of_one(f))(x)(t),
+    "make_fx under no_grad": lambda f, x, t: torch.no_grad()(lambda: make_fx(of_one(f))(x)(t))(),
+    "make_fx of backward": lambda f, x, t: make_fx(lambda a: first_of(f, a))(x)(t),
+    "make_fx of a checkpoint": lambda f, x, t: make_fx(lambda a: checkpoint(of_one(f), a, use_reentrant=False))(x)(t),
+    "make_fx of vmap": lambda f, x, t: make_fx(func.vmap(of_one(f)))(both(x, t))(both(t, x)),
+    "make_fx of vmap of grad": lambda f, x, t: make_fx(func.vmap(func.grad(squares(of_one(f)))))(both(x, t))(
+        both(t, x)
+    ),
+    "make_fx of jvp": lambda f, x, t: make_fx(lambda a: func.jvp(f, (a,), (a,)))(x)(t),
+    "make_fx of hessian": lambda f, x, t: make_fx(lambda a: func.hessian(squares(of_one(f)))(a))(x)(t),
+    "jit.trace": lambda f, x, t: traced(of_one(f), x)(t),
+    "jit.trace of other rows": lambda f, x, t: traced(lambda a: f(a, r=a), x)(torch.cat((x, t))),
+    "jit.trace of vmap": lambda f, x, t: jit.trace(lambda a: func.vmap(of_one(f))(a), both(x, t))(both(t, x)),
+    "fx.symbolic_trace": lambda f, x, t: fx.symbolic_trace(of_one(f))(t),
+    "vmap of fx.symbolic_trace": lambda f, x, t: func.vmap(fx.symbolic_trace(of_one(f)))(both(x, t)),
+    "compiled": lambda f, x, t: compiled(f, x),
+    # Which aot_eager has no second derivatives of.
+    "compiled double backward": lambda f, x, t: second(lambda *given: compiled(f, *given, backend="eager"), x, t),
+    "compiled vmap": lambda f, x, t: compiled(lambda a: func.vmap(f)(a), both(x, t)),
+    "compiled grad": lambda f, x, t: compiled(lambda a: func.grad(squares(f))(a), x),
+    "compiled vmap of grad": lambda f, x, t: compiled(lambda a: func.vmap(func.grad(squares(f)))(a), both(x, t)),
+    "compiled jacrev": lambda f, x, t: compiled(lambda a: func.jacrev(f)(a), x),
+}
+
+# Seconds each.
+_LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "compiled double backward"}
+_LONG |= {"make_fx of hessian", "functional.hessian"}
+
+
+def around_a_constant(within: Transform) -> Transform:
+    return lambda f, x, t: within(lambda a: a * f(t), x, x.cos())
+
+
+CONSTANT = {
+    f"{name} around a constant": around_a_constant((VMAP | GRAD)[name])
+    for name in ("grad", "vmap", "jvp", "functionalize")
+}
+
+TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS | CONSTANT
+# The formula looks at sizes, which these do not record.
+BY_TORCH = TRANSFORMS | {
+    "jit.trace": lambda f, x, t: f(t),
+    "jit.trace of other rows": lambda f, x, t: f(rows := torch.cat((x, t)), r=rows),
+    "jit.trace of vmap": lambda f, x, t: func.vmap(f)(both(t, x)),
+    "fx.symbolic_trace": lambda f, x, t: f(t),
+    "vmap of fx.symbolic_trace": VMAP["vmap"],
+}
+
+# By default each transform takes one function of four.
+TRANSFORMED: list[Any] = [
+    pytest.param(name, norm, marks=[] if norm == NORMS[place % 4] and name not in _LONG else [THOROUGH])
+    for place, name in enumerate(TRANSFORMS)
+    for norm in ALL
+    # Torch's own GroupNorm, which ours comes to, takes gradients of one shape for those of another (2.13).
+    if (name, norm) != ("functional.hessian, forward", "group")
+]
+# Dropout takes those that differentiate, and those that map it.
+TRANSFORMED += [
+    *product(("vmap", "grad", "jvp", "double backward", "batched gradients"), DROPPED),
+    ("jit.trace of other rows", "grouped"),
+]
+
+
+def alike(name: str, ours: Call, theirs: Call, device: str) -> None:
+    """Fail unless a transform gives the same of both functions."""
+    x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
+    leaves = torch.utils._pytree.tree_leaves
+    actual, expected = leaves(TRANSFORMS[name](ours, x, t)), leaves(BY_TORCH[name](theirs, x, t))
+    assert len(actual) == len(expected) > 0
+    for a, b in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("name", "norm"), TRANSFORMED)
+def test_a_function(name: str, norm: str, device: str) -> None:
+    alike(name, *pair(norm, device), device)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.Linear(N, N), torch.nn.RMSNorm(N))
+
+
+def _per_sample(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The gradients of each sample's loss, as differential privacy wants them."""
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = func.functional_call(module, parameters, (sample,))
+        return y.square().sum()
+
+    return func.vmap(func.grad(loss), in_dims=(None, 0))(parameters, x)
+
+
+def _ensemble(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    others = [module, copy.deepcopy(module)]
+    with torch.no_grad():
+        for parameter in others[1].parameters():
+            parameter.mul_(0.5)
+    parameters, buffers = func.stack_module_state(others)
+    return func.vmap(lambda p, b, a: func.functional_call(module, (p, b), (a,)), in_dims=(0, 0, None))(
+        parameters, buffers, x
+    )
+
+
+def _exported(strict: bool) -> Callable[[torch.nn.Module, torch.Tensor], Any]:
+    return lambda module, x: torch.export.export(module, (x,), strict=strict).module()(2 * x)
+
+
+def _parameters(call: Callable[..., torch.Tensor], module: torch.nn.Module, x: torch.Tensor) -> Any:
+    y = call(x)
+    return y, torch.autograd.grad(y.square().sum(), list(module.parameters()))
+
+
+def _penalised(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The gradients of parameters by a gradient of x."""
+    a = leaf(x)
+    (gradient,) = torch.autograd.grad(module(a).square().sum(), a, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), list(module.parameters()))
+
+
+MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "per-sample gradients": _per_sample,
+    "an ensemble": _ensemble,
+    "jacrev of functional_call": lambda module, x: func.jacrev(lambda p: func.functional_call(module, p, (x,)).sum(0))(
+        dict(module.named_parameters())
+    ),
+    "fx.symbolic_trace": lambda module, x: _parameters(fx.symbolic_trace(module), module, x),
+    # Of another number of rows.
+    "jit.trace": lambda module, x: _parameters(jit.trace(module, x, check_trace=True), module, torch.cat((x, 2 * x))),
+    "export, strict": _exported(strict=True),
+    "export, not strict": _exported(strict=False),
+    "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
+    "functionalize": lambda module, x: func.functionalize(module)(x),
+    "gradient penalty": _penalised,
+    "forward-mode of frozen parameters": lambda module, x: along(
+        lambda a, _: a + module.requires_grad_(False)(a), x, x.cos(), recorded=True
+    ),
+}
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", MODELS.values(), ids=MODELS)
+def test_a_patched_model(transform: Callable[[torch.nn.Module, torch.Tensor], Any], device: str) -> None:
+    theirs = model().to(device)
+    ours = copy.deepcopy(theirs)
+    assert len(normforge.patch(ours).swapped) == 2
+    x = torch.randn(4, N, device=device)
+    ours(x)
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(transform(ours, x)), leaves(transform(theirs, x)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("norm", ALL)
+def test_what_make_fx_records_is_written(norm: str, checkpointed: bool, recorded: bool) -> None:
+    """Of a call that is known, in the mode that runs what it records: an operator, and no memory that it only made."""
+    ours, _ = pair(norm, "cpu")
+    call = (lambda x: checkpoint(ours, x, use_reentrant=False)) if checkpointed else of_one(ours)
+    x = torch.randn(M, N, requires_grad=recorded)
+    operators = [str(node.target) for node in make_fx(call)(x).graph.nodes if node.op == "call_function"]
+    assert any("normforge" in operator for operator in operators)
+    assert not any("empty" in operator for operator in operators)
+
 
 ONE, RSTD = torch.ones(M, N), torch.ones(M)
 

@@ -16,7 +16,7 @@ from normforge.codegen.values import Reduce
 from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 
-from ..kernels.compilation import TARGETS, binary_of
+from ..kernels.compile_cases import TARGETS, binary_of
 from ..thorough import LONG, THOROUGH
 from . import compiled, models, reduced, sharded, split, wrapped
 from .ranks import run

@@ -16,7 +16,7 @@ from hypothesis.internal.conjecture import providers
 
 # The profile, see `profile`.
 PROFILE = "NORMFORGE_PROPERTIES"
-# How many times as many examples the generator's tests take, see `tests.fire.mutation`.
+# How many times as many examples the generator's tests take, see `tests.fire.world`.
 FIRE = "NORMFORGE_FIRE"
 
 # Set here for a run's worker processes.
