@@ -1,4 +1,4 @@
-"""The command line: what each verb prints, writes and returns, which files of a folder stay, and what filters keep."""
+"""The command line: what each verb prints, writes and returns, and which files of an output folder stay."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from normforge.codegen import calls, cli
 from normforge.codegen import folder as folder_module
-from normforge.codegen.axes import AXES
 from normforge.codegen.emit import MARKER, render_folder
-from normforge.codegen.errors import FolderError, SelectionError
+from normforge.codegen.errors import FolderError
 from normforge.codegen.folder import plan
-from normforge.codegen.groups import Activation, Span
-from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.select import select
 
 from ..calling import status_of
 from ..thorough import THOROUGH
-from .conftest import AXES_OF_MODES, TWO_GROUPS, contents
+from .conftest import TWO_GROUPS, contents
 
 
 class Outcome(NamedTuple):
@@ -430,136 +425,3 @@ def test_a_run_that_fails_while_it_writes_changes_nothing(
         with pytest.raises((KeyboardInterrupt, FolderError), match=raised):
             plan(folder, new).apply()
     assert contents(folder) == old
-
-
-@pytest.fixture(scope="module")
-def several() -> Manifest:
-    return load(Path(__file__).with_name("selected.yaml"))
-
-
-def kept(manifest: Manifest, globs: str | None = None, where: str | None = None) -> list[str]:
-    return [instance.name for instance in select(manifest, globs, where).instances]
-
-
-def message(manifest: Manifest, globs: str | None = None, where: str | None = None) -> str:
-    with pytest.raises(SelectionError) as caught:
-        select(manifest, globs, where)
-    return str(caught.value)
-
-
-def test_a_glob_is_held_against_whole_names(several: Manifest) -> None:
-    assert kept(several, "rms_fwd_bf16_n4096") == ["rms_fwd_bf16_n4096"]
-    names = [f"rms_fwd_fp{bits}_mv_n{n}" for bits in (16, 32) for n in (512, 5120, 6144, 65536)]
-    assert kept(several, "rms_fwd_fp??_mv_n[56]*") == names
-
-
-def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(several: Manifest) -> None:
-    assert kept(several, "rms_fwd_bf16_n128, ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128", "rms_fwd_bf16_n128"]
-    assert kept(several, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
-
-
-@pytest.mark.parametrize(
-    ("where", "names"),
-    [
-        ("n=4096", "n4096"),
-        ("n=4097", "n5120"),
-        ("n=1", "n128"),
-        ("n=1000000", "nbig"),
-        ("n<=512", "n128 n256 n512"),
-        ("n<512", "n128 n256"),
-        ("n<=511", "n128 n256"),
-        ("n>=16384", "n16384 n32768 n65536 n131072 nbig"),
-        ("n>16384", "n32768 n65536 n131072 nbig"),
-        ("n>65536", "n131072 nbig"),
-        ("n>=4096,n<=8192", "n4096 n5120 n6144 n7168 n8192"),
-        ("n!=1|200,n<3000", "n512 n768 n1024 n1536 n2048"),
-    ],
-)
-def test_n_compares_with_buckets(several: Manifest, where: str, names: str) -> None:
-    assert kept(several, "rms_fwd_fp16_n*", where) == [f"rms_fwd_fp16_{name}" for name in names.split()]
-
-
-@st.composite
-def typed_conditions(draw: st.DrawFn) -> tuple[str, Callable[[Instance], bool]]:
-    """A condition as somebody may type it, and what it means."""
-    axis, wanted = draw(st.sampled_from(AXES)), draw(st.booleans())
-    words = draw(st.lists(st.sampled_from(axis.words), min_size=1, unique=True))
-    tokens = [axis.name, "=" if wanted else "!=", *" | ".join(words).split()]
-
-    def is_met_by(instance: Instance) -> bool:
-        default = {"activation": Activation.NONE, "channels_last": False, "span": Span.GROUP}.get(axis.name)
-        value: Any = getattr(instance.mode, axis.name, default)
-        spelled = {str(value).lower() if isinstance(value, bool) else value.value}
-        if axis.name == "dtype_out" and value is instance.mode.dtype_in:
-            spelled.add("same")
-        return bool(spelled & set(words)) is wanted
-
-    return "".join(draw(st.sampled_from(("", " ", "  "))) + token for token in tokens), is_met_by
-
-
-@settings(deadline=None, max_examples=40)
-@given(conditions=st.lists(typed_conditions(), min_size=1, max_size=4))
-def test_where_keeps_exactly_what_meets_every_condition(
-    several: Manifest, conditions: list[tuple[str, Callable[[Instance], bool]]]
-) -> None:
-    where = " ,".join(text for text, _ in conditions)
-    expected = [instance for instance in several.instances if all(is_met(instance) for _, is_met in conditions)]
-    if expected:
-        assert list(select(several, None, where).instances) == expected
-    else:
-        assert "leaves none of the" in message(several, where=where)
-
-
-def test_a_glob_that_matches_nothing_shows_the_nearest_names(several: Manifest) -> None:
-    assert message(several, "rms_fwd_bf17_n4096") == (
-        "--filter 'rms_fwd_bf17_n4096' matches no instance; the nearest are rms_fwd_bf16_n4096, "
-        "rms_fwd_bf16_addst_n4096, rms_fwd_bf16_add_n4096, rms_fwd_bf16_mv_n4096, rms_fwd_bf16_addst_mv_n4096; "
-        "a glob must match a whole name, so end it in * to match a prefix"
-    )
-    nearest = message(several, "*_e4m3fnuz_*_sdq_*")
-    assert "the nearest are ln_fwd_bf16_fp8_e4m3fn_sdq_n128, " in nearest
-    assert "whole names" not in nearest
-
-
-def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> None:
-    assert message(several, where="dtype_out=fp8_e5m2") == (
-        "--where 'dtype_out=fp8_e5m2' leaves none of the 912 instances that it was applied to; "
-        "their dtype_out: fp16, bf16, fp32, int8, fp8_e4m3fn"
-    )
-    assert message(several, "*_n256,*_nbig", "dtype_in=fp32, fquant=dynamic") == (
-        "--where 'fquant=dynamic' leaves none of the 12 instances that it was applied to; their fquant: none"
-    )
-    assert message(several, "rms_fwd_fp16_n256,rms_fwd_fp16_nbig", "n=1") == (
-        "--where 'n=1' leaves none of the 2 instances that it was applied to; their n: n256 (129..256), nbig (131073..)"
-    )
-
-
-NO_CONDITION = " is not a condition; write axis=word, axis=word|word or axis!=word, or n with =, !=, <, <=, > or >="
-NO_LENGTH = ": n compares with a row length, a whole number from 1, not {}; choose a bucket by its name with --filter"
-UNREAD = {
-    "": " has an empty part; separate parts with single commas",
-    "n=1,,n=2": " has an empty part; separate parts with single commas",
-    "bf16": NO_CONDITION,
-    "dtype_in==bf16": NO_CONDITION,
-    "dtype=bf16": f": unknown axis 'dtype'; did you mean dtype_in? Use one of {AXES_OF_MODES}",
-    "fquant=dynamik": (
-        ": unknown fquant 'dynamik'; did you mean dynamic? "
-        "Use one of none, smooth_dynamic, dynamic, static, static_column"
-    ),
-    "save_mv=1": ": unknown save_mv '1'; use one of false, true",
-    "fquant=none|": " lacks a word; write fquant=word, or word|word",
-    "fadd<none": ": fadd has no order; compare it with = or !=, only n with <",
-    "n<=5|6": ": <= takes one length; alternatives go with = or !=",
-    "n=nbig": NO_LENGTH.format("'nbig'"),
-    "n>0": NO_LENGTH.format("'0'"),
-}
-
-
-@pytest.mark.parametrize(("where", "problem"), UNREAD.items(), ids=list(UNREAD))
-def test_where_that_cannot_be_parsed(several: Manifest, where: str, problem: str) -> None:
-    assert message(several, where=where) == f"--where {where!r}{problem}"
-
-
-@pytest.mark.parametrize("globs", ["", " ", "rms_*,", ",rms_*"])
-def test_filter_with_an_empty_part(several: Manifest, globs: str) -> None:
-    assert message(several, globs) == f"--filter {globs!r} has an empty part; separate parts with single commas"
