@@ -331,8 +331,11 @@ _PUBLIC = {
     "heads": ("qk_norm_rope", "qk_norm_rope_bwd"),
     "l2": ("l2_norm", "l2norm2d_fwd", "l2norm2d_bwd", "normalize", "normalize2d_fwd", "normalize2d_bwd"),
 }
+# The operator of norms behind an exchange, which is there once `normforge.parallel` was imported, takes several ranks.
 _OPERATORS = sorted(
-    name.removeprefix("normforge::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")
+    name.removeprefix("normforge::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("normforge::") and name != "normforge::all_reduce_norm"
 )
 
 

@@ -82,6 +82,31 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 
 
 @CASES.case
+def rows_are_kept_until_a_slow_rank_reads_them() -> None:
+    """A rank that is done sends the rows of the next call while another has not read those of the one before."""
+    if DEVICE != "cpu":
+        return
+    kernel: Any = AllReduceNorm(None, 1, 64, torch.float32)
+    kernel(torch.zeros(1, 64))
+    peers: Any
+    (peers,) = {id(each): each for name, each in sys.modules.items() if name.endswith(".peers")}.values()
+    receive, last = peers.receive, dist.get_world_size() - 1
+
+    def read_late(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return receive(*arguments)
+
+    if dist.get_rank() == last:
+        peers.receive = read_late
+    try:
+        xs = torch.randn(4, 1, 64)
+        for found, x in zip([kernel(x, torch.zeros(1, 64)).residual_out for x in xs], xs, strict=True):
+            assert torch.equal(found, summed(x, None))
+    finally:
+        peers.receive = receive
+
+
+@CASES.case
 def every_form_is_that_of_the_sum() -> None:
     """Each norm, with and without a residual, quantised or not, in one step and in two, alike on all ranks."""
     kernel: Any = AllReduceNorm(None, ROWS, N, torch.bfloat16)
@@ -199,31 +224,6 @@ def calls_keep_their_order_whoever_is_late() -> None:
         expected[at][:rows] = summed(x, expected[at][:rows])
         residuals[at][:rows] = found
         assert torch.equal(residuals[at], expected[at])
-
-
-@CASES.case
-def rows_are_kept_until_a_slow_rank_reads_them() -> None:
-    """A rank that is done sends the rows of the next call while another has not read those of the one before."""
-    if DEVICE != "cpu":
-        return
-    kernel: Any = AllReduceNorm(None, 1, 64, torch.float32)
-    kernel(torch.zeros(1, 64))
-    peers: Any
-    (peers,) = {id(each): each for name, each in sys.modules.items() if name.endswith(".peers")}.values()
-    receive, last = peers.receive, dist.get_world_size() - 1
-
-    def read_late(*arguments: Any) -> Any:
-        time.sleep(0.1)
-        return receive(*arguments)
-
-    if dist.get_rank() == last:
-        peers.receive = read_late
-    try:
-        xs = torch.randn(4, 1, 64)
-        for found, x in zip([kernel(x, torch.zeros(1, 64)).residual_out for x in xs], xs, strict=True):
-            assert torch.equal(found, summed(x, None))
-    finally:
-        peers.receive = receive
 
 
 @CASES.case
