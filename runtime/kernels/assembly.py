@@ -120,8 +120,8 @@ class Facts:
         self.mode, self.n, self.target, self.strides, self.further = mode, n, target, strides, further
         self.invariant, self.sizes = invariant, sizes or {}
         if invariant and strides:
-            rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
-            misaligned = () if starts_aligned(n) else rows
+            rows = [row for row in family.tensors if row.row_stride_slot is not None]
+            misaligned = () if starts_aligned(n) else [row.slot for row in rows if dtypes[row.name] is not None]
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
             # These may be written to a slice of the caller's tensor.

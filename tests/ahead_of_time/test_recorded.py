@@ -87,6 +87,15 @@ def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.
     assert len(normforge.recorded_keys(path, arch="sm_90")) == 1
 
 
+def test_a_quantised_call_of_unaligned_rows_under_batch_invariance(tmp_path: Path) -> None:
+    """The kernel is that of a family without some of the call's outputs, which a recording may not name."""
+    path = tmp_path / "calls.yaml"
+    with normforge.record(path), normforge.batch_invariant():
+        normforge.quantised_layer_norm(torch.randn(2, 301), fquant="dynamic")
+    (key,) = normforge.recorded_keys(path, arch="sm_90")
+    assert key.key.symbol.startswith("ln_fwd_fp32_int8_dq_")
+
+
 def test_classes_of_rows_that_were_not_met(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
     with normforge.record(path):
