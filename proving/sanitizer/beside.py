@@ -1,4 +1,4 @@
-"""Calls that are sanitised of kernels that the table lacks: dropout, modulation, gates, and GroupNorm, both ways."""
+"""Calls that are sanitised of kernels that the table lacks: dropout, modulation, gates, GroupNorm, and columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Beside:
     """One call, and its gradients unless y is quantised.
 
     Attributes:
-        step: what stands beside the norm: "dropped", "modulated", "gated" or "grouped"; with "_quantised", y is.
+        step: what stands beside the norm: "dropped", "modulated", "gated" or "grouped"; with "_quantised", y is; or
+            "plain_columns", of a norm quantised along columns too.
         case: the call, of the table of families.
     """
 
@@ -52,11 +53,15 @@ class Beside:
     def call(self, device: torch.device) -> None:
         """Make the call: each tensor an allocation of its own, exactly as long as it is."""
         given = {name: _copied(tensor, device) for name, tensor in operands(self.case).items()}
-        if self.step.endswith("_quantised"):
-            function: Any = getattr(normforge, f"{self.case.family}_{self.case['norm']}norm2d_fwd")
-            more = {"fquant": "dynamic", "save_mv": True, "out_dtype": torch.int8}
+        if "_" in self.step:
+            name = f"{self.case.family}_{self.case['norm']}norm2d_fwd"
+            more = {**self.case.arguments, "save_mv": True, "out_dtype": torch.int8}
+            if self.step == "plain_columns":
+                name, more = f"quantised_{self.case['norm']}_norm", {"out_dtype": torch.float8_e4m3fn, "group_size": 32}
+                more |= {"columnwise": "transposed", "amax_out": torch.zeros(1, device=device)}
+            function: Any = getattr(normforge, name)
             with torch.no_grad():
-                function(**given, **self.case.arguments, **more)
+                function(**given, **more, fquant="dynamic")
             return
         if self.step == "grouped":
             with torch.no_grad():
@@ -92,6 +97,7 @@ def beside() -> Iterator[Beside]:
         yield from several("dropped", ("norm",), shape=shape, without=("x_bias",), dropout_p=0.3, **dtypes)
         yield from several("gated", (*gate, "activation"), shape=shape, **dtypes)
         yield from several("gated_quantised", ("norm",), shape=shape, **dtypes)
+        yield from several("plain_columns", ("norm",), shape=shape, without=("x_bias",), **dtypes)
     for shape, dtypes in (*((shape, bf16) for shape in shapes("samples")), ((2, 3, 1001), fp32)):
         yield from several("modulated", ("norm",), shape=shape, without=("gate", "residual", *_AFFINE), **dtypes)
         yield from several("modulated", ("norm",), shape=shape, without=_AFFINE, **dtypes)
