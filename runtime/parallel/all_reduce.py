@@ -195,14 +195,15 @@ class AllReduceNorm:
             planned = road.prepared(calls, operands, settled, key)
         alone, addresses, tensors, shape, m, numbers = planned
         plan = self._exchanging(alone, collective, rows)
-        total = None
+        total = None if residual is None or not gathers else residual.new_empty(residual.shape)
         if gathers:
-            total = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
             shape, m = torch.Size((self.ranks * shape[0], *shape[1:])), rows
         if fquant != "none":
             known = plan, addresses, tensors, shape, m, numbers
-            found: Any = quantised.launch(known, settled, (None, total, None), exchange=self._exchange)
-            return QuantisedOutput._make(found)
+            found = quantised.launch(known, settled, (None, total, None), exchange=self._exchange)
+            # Without columns and an amax, which no option asks for.
+            assert isinstance(found, QuantisedOutput)
+            return found
         y, total, *_ = run_sized(
             plan, plan.at(shape), addresses, tensors, numbers, (None, total), exchange=self._exchange
         )
