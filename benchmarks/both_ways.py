@@ -82,8 +82,10 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
             partial(target.copy_, source),
             partial(_norm_and_cast, plain, cast),
         ]
-        times = [summarise(measure(Method.COLD, [call], machine.device, 50.0)).median for call in calls]
-        rows.append(Row(form, norm, add, m, n, *times, share=times[2] / times[0]))
+        ours, alone, copy, apart = [
+            summarise(measure(Method.COLD, [way], machine.device, 50.0)).median for way in calls
+        ]
+        rows.append(Row(form, norm, add, m, n, ours, alone, copy, apart, copy / ours))
         print(*asdict(rows[-1]).values(), flush=True)
         save_rows(out, SUITE, describe(machine, (), options.revision), Row, rows)
     return 0
