@@ -74,8 +74,7 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         added = given | {"fadd": "pre_add_store" if add else "none"}
         plain = partial(getattr(normforge, f"{norm}norm2d_fwd"), x, weight, **added)
         cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"], exponents=form == "mxfp8"), dynamic=False)
-        moved = x.nbytes * (3 if add else 1) + 2 * m * n
-        source, target = torch.empty(2, moved // 2, dtype=torch.uint8, device=machine.device)
+        source, target = torch.empty(2, m * n * (4 if add else 2), dtype=torch.uint8, device=machine.device)
         calls: list[Callable[[], Any]] = [
             partial(quantised, x, weight, **given, **_FORMS[form]),
             partial(quantised, x, weight, **given, **(_FORMS[form] | {"columnwise": "none"})),
