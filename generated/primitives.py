@@ -50,6 +50,15 @@ WIDEN_FP16 = tl.constexpr(
 SIGMOID = tl.constexpr("{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }")
 # An inverse that is off by its last bit at most, in PTX.
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+# Four values as the bytes of a word, the first lowest, saturated, in PTX.
+FOUR_E4M3FN = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
+FOUR_E5M2 = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
 # Write 32 bits or 8 where a predicate is, in PTX: each thread what it has, however many have the same. A store of
 # Triton's moves a chunk's scales between warps first, through shared memory and two barriers.
 PUT_32 = tl.constexpr("{ .reg .pred there; setp.ne.s32 there, $3, 0; @there st.global.b32 [$1], $2; mov.b32 $0, 0; }")
@@ -757,15 +766,20 @@ def swizzle_scales_of_blocks(ptr, codes, first_row, cols, col_mask, M, SIZE: tl.
 
 
 @triton.jit
-def store_transposed(ptr, tile, first_row, start, vectors, N: tl.constexpr):
-    """Write the columns of a tile as rows of vectors of 16 bytes, to the end of their padding.
+def store_transposed(ptr, words, first_row, start, vectors, M, N: tl.constexpr):
+    """Write words of four rows' bytes of a column as rows of vectors of 16 bytes, with zeros behind the last row.
 
-    Indices are made anew: of transposed ones Triton would not see that they adjoin, and would store single bytes.
+    Indices are made anew: of transposed ones Triton would not see that they adjoin, and would store single words.
     """
-    stride = vectors * 16
-    rows = (first_row + tl.arange(0, tile.shape[0]))[None, :]
-    cols = (start + tl.arange(0, tile.shape[1]))[:, None]
-    tl.store(ptr + cols * stride + rows, tl.trans(tile), mask=(rows < stride) & (cols < N))
+    first = (first_row + 4 * tl.arange(0, words.shape[0]))[:, None]
+    # Rows that are not there: a bias is not zero.
+    kept = tl.minimum(tl.maximum(M - first, 0), 4).to(tl.int32)
+    words = tl.where(kept == 4, words, words & ((1 << 8 * kept) - 1))
+    stride = vectors * 4
+    rows = (first_row // 4 + tl.arange(0, words.shape[0]))[None, :]
+    cols = (start + tl.arange(0, words.shape[1]))[:, None]
+    places = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + cols * stride + rows
+    tl.store(places, tl.trans(words), mask=(rows < stride) & (cols < N))
 
 
 @triton.jit
@@ -852,6 +866,27 @@ def to_fp8_e5m2(q, dtype: tl.constexpr):
     """Saturate at 57344 and convert, NaN to NaN: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
     q = tl.clamp(q, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
     return fp8_byte(q, 2, 15) if dtype == tl.uint8 else q.to(dtype)
+
+
+@triton.jit
+def fp8_words(a, b, c, d, QMAX: tl.constexpr, PTX: tl.constexpr):
+    """Saturate and convert four values to the bytes of a word, the first lowest, as `to_fp8_e4m3fn` or e5m2 does."""
+    if PTX:
+        convert: tl.constexpr = FOUR_E4M3FN if QMAX == 448.0 else FOUR_E5M2
+        words = tl.inline_asm_elementwise(convert, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        words = fp8_code(a, QMAX) | fp8_code(b, QMAX) << 8 | fp8_code(c, QMAX) << 16 | fp8_code(d, QMAX) << 24
+    return words
+
+
+@triton.jit
+def fp8_code(q, QMAX: tl.constexpr):
+    """The byte of a value as an integer."""
+    if QMAX == 448.0:
+        code = to_fp8_e4m3fn(q, tl.uint8)
+    else:
+        code = to_fp8_e5m2(q, tl.uint8)
+    return code.to(tl.int32)
 
 
 @triton.jit
