@@ -1,4 +1,4 @@
-"""Norms behind an all-reduce, on the GPUs of one host: one kernel, beside an all-reduce and a norm.
+"""Norms behind an all-reduce, on the GPUs of one host: one kernel, beside an all-reduce and a norm, and FlashInfer's.
 
 Each call is timed in a CUDA graph that all ranks replay together; the time is the slowest rank's. Every way is checked
 against sums in fp32 first. A soak makes calls of random sizes and forms, eagerly and in graphs, and compares the bits
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ Call = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of a call by each way, on the slowest rank, 0 by none; and the best other way's in ours.
+    """Microseconds of a call by each way, on the slowest rank, 0 by none; and the best unfused way's in ours.
 
     m is the rows of a sum over ranks, and of what is gathered.
     """
@@ -59,6 +61,7 @@ class Row:
     nccl: float
     one_shot: float
     two_shot: float
+    flashinfer: float
     ratio: float
 
 
@@ -113,6 +116,7 @@ class _Ways:
         for each in self.x:
             symmetric.rendezvous(each, group)
         self.weight, self.bias = torch.rand(2, n, device=self.device).bfloat16()
+        self.flashinfer = _flashinfer(most, n, group) if find_spec("flashinfer") else None
 
     def time(self, m: int, collective: str, norm: str, fquant: str) -> Row:
         """Check every way, and time it."""
@@ -170,7 +174,10 @@ class _Ways:
         ways = {"normforge": ours, "nccl": {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, nccl)}
         if collective == "all_reduce":
             ways |= {"one_shot": one_shot, "two_shot": two_shot}
-        times = {"one_shot": 0.0, "two_shot": 0.0}
+            if self.flashinfer is not None and norm == "rms":
+                fused = partial(self.flashinfer, residual=residual, weight=self.weight, quantises=fquant != "none")
+                ways["flashinfer"] = lambda at: fused(xs[at])
+        times = {"one_shot": 0.0, "two_shot": 0.0, "flashinfer": 0.0}
         for name, way in ways.items():
             for x in xs:
                 x.copy_(part)
@@ -179,9 +186,48 @@ class _Ways:
             if not torch.allclose(total.float(), expected.float(), rtol=2**-6, atol=2**-5):
                 raise AssertionError(f"{name}: wrong sums of {m} rows of {self.n}")
             times[name] = _graph(way)
-        best = min(times[name] for name in ways if name != "normforge")
+        best = min(times[name] for name in ways if name not in ("normforge", "flashinfer"))
         rounded = {name: round(time, 2) for name, time in times.items()}
         return Row(collective, norm, fquant, ranks, m, self.n, **rounded, ratio=round(best / times["normforge"], 3))
+
+
+def _flashinfer(most: int, n: int, group: Any) -> Callable[..., Any]:
+    """Return FlashInfer's all-reduce, add, RMSNorm and quantisation in one kernel; its memory is allocated here."""
+    comm = import_module("flashinfer.comm")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    handles, workspace, *_ = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, most, n, group=group)
+    pattern = comm.AllReduceFusionPattern
+
+    def call(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, quantises: bool
+    ) -> normforge.QuantisedOutput:
+        y, total = torch.empty_like(x, dtype=torch.float8_e4m3fn if quantises else x.dtype), torch.empty_like(x)
+        scale = torch.empty(len(x), dtype=torch.float32, device=x.device) if quantises else None
+        outputs = {"quant_out": y, "scale_out": scale} if quantises else {"norm_out": y}
+        comm.trtllm_allreduce_fusion(
+            allreduce_in=x,
+            world_size=ranks,
+            world_rank=rank,
+            token_num=len(x),
+            hidden_dim=n,
+            workspace_ptrs=workspace,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            fp32_acc=True,
+            pattern_code=pattern.kARResidualRMSNormDynamicFP8Quant if quantises else pattern.kARResidualRMSNorm,
+            use_oneshot=None if len(x) > ranks else True,
+            residual_in=residual,
+            residual_out=total,
+            rms_gamma=weight,
+            rms_eps=1e-6,
+            **dict.fromkeys(("allreduce_out", "norm_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
+            | outputs,
+        )
+        return normforge.QuantisedOutput(y, total, scale, None)
+
+    # The memory lives as long as the handles.
+    call.handles = handles
+    return call
 
 
 def _soak(rank: int, minutes: float) -> tuple[int, int]:
