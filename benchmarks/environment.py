@@ -7,12 +7,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from normforge.errors import DeviceError
 from normforge.tools import environment
-from normforge.tools.machine import Machine
+from normforge.tools.machine import Machine, find_machine
 
+from .errors import UsageError
 from .provider import Provider
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine_here() -> Machine:
+    """Return the machine that kernels run on.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return find_machine()
+    except DeviceError as error:
+        raise UsageError(str(error)) from None
 
 
 def describe(machine: Machine, providers: Iterable[Provider], revision: str | None) -> dict[str, str]:

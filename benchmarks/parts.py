@@ -21,13 +21,10 @@ from tabulate import tabulate
 from torch.nn import functional as F
 
 import normforge
-from normforge.errors import DeviceError
-from normforge.tools.machine import find_machine
 
 from .cells import Cell, Norm, Task
 from .chosen import RESULTS
-from .environment import describe, folder_name, revision_of
-from .errors import UsageError
+from .environment import describe, folder_name, machine_here, revision_of
 from .inputs import Inputs, make_inputs
 from .progress import progress_over
 from .results import save_rows
@@ -95,10 +92,7 @@ def parts(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there is no device, or no other tree where one is named.
     """
-    try:
-        machine = find_machine()
-    except DeviceError as error:
-        raise UsageError(str(error)) from None
+    machine = machine_here()
     interpreted = machine.interpreted
     shape = _INTERPRETED_SHAPE if interpreted else _SHAPE
     header = describe(machine, (), options.revision)

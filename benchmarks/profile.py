@@ -24,13 +24,13 @@ from torch import profiler
 
 from normforge.kernels.gpu import target_of
 from normforge.kernels.obtain import obtain, obtained
-from normforge.tools.machine import Machine, find_machine
+from normforge.tools.machine import Machine
 from normforge.tools.timing import FLUSH_BYTES
 
 from .cells import Cell, Method, Suite
 from .chosen import RESULTS, matching, of_seed
 from .device_trace import Kernel, Launch, TraceError, calls_in
-from .environment import describe, folder_name
+from .environment import describe, folder_name, machine_here
 from .errors import UsageError
 from .inputs import Inputs, make_inputs
 from .progress import progress_over
@@ -258,7 +258,7 @@ def find_gpu(verb: str) -> Machine:
             f"{verb} shows what ran on a GPU, and torch finds none here; run it on a machine that has one, with a "
             "build of torch for it"
         )
-    machine = find_machine()
+    machine = machine_here()
     if machine.interpreted:
         raise UsageError(f"{verb} shows what ran on a GPU, and TRITON_INTERPRET keeps kernels off it; unset it")
     return machine

@@ -27,10 +27,9 @@ import torch.distributed._symmetric_memory as symmetric
 from torch.multiprocessing.spawn import spawn
 
 import normforge
-from normforge.tools.machine import find_machine
 
 from .chosen import RESULTS
-from .environment import describe, folder_name
+from .environment import describe, folder_name, machine_here
 from .results import save_rows
 
 SUITE = "reduced"
@@ -38,6 +37,8 @@ SUITE = "reduced"
 _ROWS = (1, 8, 64, 128, 256, 512, 1024, 4096)
 _COLUMNS = (2048, 4096, 8192)
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+# Norms, and what they are quantised by.
+_FORMS = ("rms", "layer"), ("none", "dynamic")
 # Calls in a graph, which take turns on as many sets of inputs, and replays.
 _CALLS, _SETS, _REPLAYS = 20, 2, 15
 
@@ -77,7 +78,7 @@ def reduced(options: argparse.Namespace, _: list[str]) -> int:
 def _rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks)
-    machine = find_machine()
+    machine = machine_here()
     out: Path = options.out or RESULTS / f"{folder_name(machine)}-reduced"
     header = describe(machine, (), options.revision)
     if options.soak:
@@ -89,8 +90,7 @@ def _rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> Non
     rows = []
     for n in _COLUMNS:
         ways = _Ways(n)
-        cells = product(_ROWS, _COLLECTIVES, ("rms", "layer"), ("none", "dynamic"))
-        for m, collective, norm, fquant in cells:
+        for m, collective, norm, fquant in product(_ROWS, _COLLECTIVES, *_FORMS):
             # The others share rows out, and have fewer cells.
             if collective != "all_reduce" and (m < 8 or n != 4096 or norm != "rms"):
                 continue
@@ -120,42 +120,21 @@ class _Ways:
 
     def time(self, m: int, collective: str, norm: str, fquant: str) -> Row:
         """Check every way, and time it."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(m + rank)
-        part = torch.randn(m, self.n, device=self.device).bfloat16()
-        torch.manual_seed(m)
-        residual = torch.randn(m, self.n, device=self.device).bfloat16()
-        whole = part.float()
-        dist.all_reduce(whole)
-        expected = (whole + residual.float()).bfloat16()
-        if collective != "all_reduce":
-            residual, expected = (each.chunk(ranks)[rank] for each in (residual, expected))
-        if collective == "all_gather":
-            part = part.chunk(ranks)[rank]
-            expected = (part.float() + residual.float()).bfloat16()
+        part, residual, expected = _drawn(collective, m, self.n, m)
         xs = [x[: part.numel()].view(part.shape) for x in self.x]
-        bias = self.bias if norm == "layer" else None
-        function = getattr(normforge, f"{norm}norm2d_fwd")
+        bias, function = self.bias if norm == "layer" else None, getattr(normforge, f"{norm}norm2d_fwd")
         vectors = (self.weight,) if bias is None else (self.weight, bias)
-        words: dict[str, Any] = {"fquant": fquant}
-        if fquant != "none":
-            words["out_dtype"] = torch.float8_e4m3fn
+        words: dict[str, Any] = {"fquant": fquant} | ({"out_dtype": torch.float8_e4m3fn} if fquant != "none" else {})
 
         def apart(total: torch.Tensor) -> Any:
             return function(total, *vectors, residual=residual, fadd="pre_add_store", **words)
-
-        def ours(at: int) -> Any:
-            return self.kernel(xs[at], residual, self.weight, bias, collective=collective, norm=norm, **words)
 
         def nccl(at: int) -> Any:
             dist.all_reduce(xs[at])
             return apart(xs[at])
 
-        def one_shot(at: int) -> Any:
-            return apart(torch.ops.symm_mem.one_shot_all_reduce(xs[at], "sum", self.group))
-
-        def two_shot(at: int) -> Any:
-            return apart(torch.ops.symm_mem.two_shot_all_reduce_(xs[at], "sum", self.group))
+        def reduced_first(reduce: Callable[..., torch.Tensor], at: int) -> Any:
+            return apart(reduce(xs[at], "sum", self.group))
 
         def scattered(at: int) -> Any:
             total = torch.empty_like(residual)
@@ -171,12 +150,16 @@ class _Ways:
                     dist.all_gather_into_tensor(sent.new_empty((m, *sent.shape[1:])), sent)
             return out
 
-        ways = {"normforge": ours, "nccl": {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, nccl)}
+        ours = partial(self.kernel, residual=residual, weight=self.weight, bias=bias, collective=collective, norm=norm)
+        ways: dict[str, Call] = {"nccl": {"reduce_scatter": scattered, "all_gather": gathered}.get(collective, nccl)}
         if collective == "all_reduce":
-            ways |= {"one_shot": one_shot, "two_shot": two_shot}
-            if self.flashinfer is not None and norm == "rms":
-                fused = partial(self.flashinfer, residual=residual, weight=self.weight, quantises=fquant != "none")
-                ways["flashinfer"] = lambda at: fused(xs[at])
+            for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
+                ways[name[:8]] = partial(reduced_first, getattr(torch.ops.symm_mem, name))
+        unfused = list(ways)
+        ways["normforge"] = lambda at: ours(xs[at], **words)
+        if self.flashinfer is not None and collective == "all_reduce" and norm == "rms":
+            fused = partial(self.flashinfer, residual=residual, weight=self.weight, quantises=fquant != "none")
+            ways["flashinfer"] = lambda at: fused(xs[at])
         times = {"one_shot": 0.0, "two_shot": 0.0, "flashinfer": 0.0}
         for name, way in ways.items():
             for x in xs:
@@ -186,48 +169,50 @@ class _Ways:
             if not torch.allclose(total.float(), expected.float(), rtol=2**-6, atol=2**-5):
                 raise AssertionError(f"{name}: wrong sums of {m} rows of {self.n}")
             times[name] = _graph(way)
-        best = min(times[name] for name in ways if name not in ("normforge", "flashinfer"))
+        best = min(times[name] for name in unfused)
         rounded = {name: round(time, 2) for name, time in times.items()}
-        return Row(collective, norm, fquant, ranks, m, self.n, **rounded, ratio=round(best / times["normforge"], 3))
+        ranks, ratio = dist.get_world_size(), round(best / times["normforge"], 3)
+        return Row(collective, norm, fquant, ranks, m, self.n, **rounded, ratio=ratio)
 
 
 def _flashinfer(most: int, n: int, group: Any) -> Callable[..., Any]:
-    """Return FlashInfer's all-reduce, add, RMSNorm and quantisation in one kernel; its memory is allocated here."""
+    """Return FlashInfer's all-reduce, add, RMSNorm and quantisation in one kernel; FlashInfer keeps its memory."""
     comm = import_module("flashinfer.comm")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    handles, workspace, *_ = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, most, n, group=group)
-    pattern = comm.AllReduceFusionPattern
+    rank, ranks, patterns = dist.get_rank(), dist.get_world_size(), comm.AllReduceFusionPattern
+    # Launched early, complete at the end, and added up in fp32.
+    flags = (True, True, True)
+    _, workspace, *_ = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, most, n, group=group)
 
-    def call(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, quantises: bool
-    ) -> normforge.QuantisedOutput:
-        y, total = torch.empty_like(x, dtype=torch.float8_e4m3fn if quantises else x.dtype), torch.empty_like(x)
-        scale = torch.empty(len(x), dtype=torch.float32, device=x.device) if quantises else None
-        outputs = {"quant_out": y, "scale_out": scale} if quantises else {"norm_out": y}
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, quantises: bool) -> Any:
+        total, y = torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn if quantises else x.dtype)
+        pattern = patterns.kARResidualRMSNormDynamicFP8Quant if quantises else patterns.kARResidualRMSNorm
+        outs = (None, y, x.new_empty(len(x), dtype=torch.float32)) if quantises else (y, None, None)
+        sizes = ranks, rank, len(x), n
         comm.trtllm_allreduce_fusion(
-            allreduce_in=x,
-            world_size=ranks,
-            world_rank=rank,
-            token_num=len(x),
-            hidden_dim=n,
-            workspace_ptrs=workspace,
-            launch_with_pdl=True,
-            trigger_completion_at_end=True,
-            fp32_acc=True,
-            pattern_code=pattern.kARResidualRMSNormDynamicFP8Quant if quantises else pattern.kARResidualRMSNorm,
-            use_oneshot=None if len(x) > ranks else True,
-            residual_in=residual,
-            residual_out=total,
-            rms_gamma=weight,
-            rms_eps=1e-6,
-            **dict.fromkeys(("allreduce_out", "norm_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
-            | outputs,
+            x, *sizes, workspace, *flags, pattern, None, None, residual, total, *outs, weight, 1e-6, None, None
         )
-        return normforge.QuantisedOutput(y, total, scale, None)
+        return normforge.QuantisedOutput(y, total, outs[2], None)
 
-    # The memory lives as long as the handles.
-    call.handles = handles
     return call
+
+
+def _drawn(collective: str, m: int, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a rank's rows and its residual, and the sums that it should get: added up in the order of ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    residual = torch.randn(m, n, device="cuda").bfloat16()
+    torch.manual_seed(seed * 9 + rank)
+    x = torch.randn(m, n, device="cuda").bfloat16()
+    each = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(each, x)
+    whole = torch.stack(each).float().sum(0)
+    if collective == "all_gather":
+        x = x.chunk(ranks)[rank]
+        whole = x.float()
+    elif collective == "reduce_scatter":
+        whole = whole.chunk(ranks)[rank]
+    residual = residual[: len(whole)]
+    return x, residual, (whole + residual.float()).bfloat16()
 
 
 def _soak(rank: int, minutes: float) -> tuple[int, int]:
@@ -239,24 +224,10 @@ def _soak(rank: int, minutes: float) -> tuple[int, int]:
     while going.item():
         kernel, rows = drawn.choice(kernels), int(2 ** drawn.uniform(1, 11))
         collective, rows = drawn.choice(_COLLECTIVES), rows // ranks * ranks
-        x = torch.randn(rows, kernel.n, device="cuda").bfloat16()
-        torch.manual_seed(calls)
-        residual, weight = torch.randn(rows, kernel.n, device="cuda").bfloat16(), torch.rand(kernel.n, device="cuda")
-        torch.manual_seed(calls * 9 + rank)
-        each = [torch.empty_like(x) for _ in range(ranks)]
-        dist.all_gather(each, x)
-        whole = torch.stack(each).float().sum(0)
-        if collective == "reduce_scatter":
-            whole, residual = whole.chunk(ranks)[rank], residual[: rows // ranks]
-        elif collective == "all_gather":
-            x = x[: rows // ranks]
-            whole, residual = x.float(), residual[: rows // ranks]
-        expected = (whole + residual.float()).bfloat16()
-        forms = [
-            {"norm": norm, "fquant": fquant, "collective": collective}
-            for norm, fquant in product(("rms", "layer"), ("none", "dynamic"))
-        ]
-        options = [drawn.choice(forms) for _ in range(drawn.randint(1, 7))]
+        x, residual, expected = _drawn(collective, rows, kernel.n, calls)
+        weight = torch.rand(kernel.n, device="cuda")
+        forms = [{"norm": norm, "fquant": fquant} for norm, fquant in product(*_FORMS)]
+        options = [drawn.choice(forms) | {"collective": collective} for _ in range(drawn.randint(1, 7))]
         call = partial(_totals, kernel, x, residual, weight, options)
         found, replays = call(), drawn.choice((0, 0, 3, 50))
         if replays:

@@ -8,13 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from normforge.errors import DeviceError
-from normforge.tools.machine import find_machine
-
 from .cells import Cell, Suite, at_most
 from .chosen import RESULTS, matching, of_seed
 from .compile_ahead import compile_ahead
-from .environment import describe, folder_name
+from .environment import describe, folder_name, machine_here
 from .errors import UsageError
 from .pictures import draw_all
 from .providers import find_providers
@@ -40,10 +37,7 @@ def run(options: argparse.Namespace, given: list[str]) -> int:
         UsageError: an option names nothing, or the results folder holds results of something else.
     """
     began = time.monotonic()
-    try:
-        machine = find_machine()
-    except DeviceError as error:
-        raise UsageError(str(error)) from None
+    machine = machine_here()
     present, absent = find_providers(options.providers)
     for name, reason in absent.items():
         print(f"skipped: {name} is not here ({reason})", file=sys.stderr)

@@ -20,12 +20,10 @@ from statistics import median
 
 from tabulate import tabulate
 
-from normforge.errors import DeviceError
 from normforge.kernels.gpu import architecture
-from normforge.tools.machine import find_machine
 
 from .chosen import RESULTS
-from .environment import ROOT, describe, folder_name
+from .environment import ROOT, describe, folder_name, machine_here
 from .errors import UsageError
 from .first_result import N
 from .progress import progress_over
@@ -92,10 +90,7 @@ def startup(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there is no GPU, or a process failed.
     """
-    try:
-        machine = find_machine()
-    except DeviceError as error:
-        raise UsageError(str(error)) from None
+    machine = machine_here()
     if machine.interpreted:
         raise UsageError(
             "startup compares what is compiled when, and the interpreter compiles nothing; run it on a GPU"

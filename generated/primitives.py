@@ -882,10 +882,7 @@ def fp8_words(a, b, c, d, QMAX: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def fp8_code(q, QMAX: tl.constexpr):
     """The byte of a value as an integer."""
-    if QMAX == 448.0:
-        code = to_fp8_e4m3fn(q, tl.uint8)
-    else:
-        code = to_fp8_e5m2(q, tl.uint8)
+    code = to_fp8_e4m3fn(q, tl.uint8) if QMAX == 448.0 else to_fp8_e5m2(q, tl.uint8)
     return code.to(tl.int32)
 
 

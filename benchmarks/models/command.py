@@ -14,11 +14,10 @@ from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 
-from normforge.errors import DeviceError
-from normforge.tools.machine import Machine, find_machine
+from normforge.tools.machine import Machine
 
 from ..chosen import RESULTS
-from ..environment import ROOT, describe, folder_name
+from ..environment import ROOT, describe, folder_name, machine_here
 from ..errors import UsageError
 from ..progress import progress_over
 from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, SUITE, WRONG, Key
@@ -40,10 +39,7 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: an option names nothing, or the folder holds results of something else.
     """
-    try:
-        machine = find_machine()
-    except DeviceError as error:
-        raise UsageError(str(error)) from None
+    machine = machine_here()
     size = "tiny" if machine.interpreted else "quick" if options.quick else "full"
     header = describe(machine, (), options.revision) | versions()
     if size != "full":
