@@ -254,7 +254,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)
     elif tile.pipeline is Pipeline.SPREAD and target.compiles:
         tile = with_room(tile, facts.itemsizes, target.arch)
-    row = pipelines.row_of(mode, tile.pipeline)
+    row = pipelines.row_of(mode, tile.pipeline, target)
     if facts.invariant:
         refuse_variant(mode, tile, n, m)
     elif takes_window(mode, tile, n, strides, facts.misaligned):

@@ -110,13 +110,11 @@ FORWARD: dict[Pipeline, Row] = {
     Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
 }
 
-# Tiles of y that is quantised along columns, by the rows of a block: one block, and 64 values a thread. On an H200,
-# blocks of 128 of 16384x4096 take 62 us in tiles of 32 columns on 2 warps, and 84 us in tiles of 64 columns on 8.
-_COLUMNS = {
-    32: Tile(Pipeline.ROWS, rows=32, block=128, warps=2),
-    64: Tile(Pipeline.ROWS, rows=64, block=64, warps=2),
-    128: Tile(Pipeline.ROWS, rows=128, block=32, warps=2),
-}
+# Values of a tile of y that is quantised along columns, one block of rows: 64 a thread. On an H200, blocks of 128 rows
+# of 16384x4096 take 62 us in tiles of 32 columns on 2 warps, and 84 us in tiles of 64 columns on 8. The interpreter
+# takes as long for a narrow program as for a wide program.
+_COLUMN_VALUES, _COLUMN_WARPS = 4096, 2
+_INTERPRETED_COLUMN_VALUES = 131072
 
 
 _TERMS = ("pivot_ptr", "shift_ptr", "rstd_ptr")
@@ -144,13 +142,14 @@ BACKWARD: dict[Pipeline, Row] = {
 }
 
 
-def row_of(mode: Mode, pipeline: Pipeline) -> Row:
-    """Return the launch of a pipeline in the direction of a mode."""
+def row_of(mode: Mode, pipeline: Pipeline, target: Target) -> Row:
+    """Return the launch of a pipeline in the direction of a mode on a GPU."""
     row = (BACKWARD if mode.is_backward else FORWARD)[pipeline]
     if not mode.columnwise.writes:
         return row
     # The rows' kernel stores what the kernel of columns normalises by.
-    own = _COLUMNS[mode.group_size.code]
+    rows, values = mode.group_size.code, _COLUMN_VALUES if target.compiles else _INTERPRETED_COLUMN_VALUES
+    own = Tile(Pipeline.ROWS, rows, values // rows, _COLUMN_WARPS)
     step = Step(grid=_blocks_of_rows, part=Part.COLUMNS, tile=lambda _: own)
     return replace(row, steps=(*row.steps, step), columns=lambda _, n: column_blocks(own, n), row_terms=_TERMS)
 
@@ -237,7 +236,7 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
         DeviceError: the GPU can run none of the tiles.
     """
     for tile in tiles:
-        row = row_of(mode, tile.pipeline)
+        row = row_of(mode, tile.pipeline, target)
         if not row.waits:
             return tile
         waiting, held = row.columns(tile, n), target.held_at_once(tile.resident)
