@@ -73,6 +73,8 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         quantised: Callable[..., Any] = getattr(normforge, f"quantised_{norm}_norm")
         added = given | {"fadd": "pre_add_store" if add else "none"}
         plain = partial(getattr(normforge, f"{norm}norm2d_fwd"), x, weight, **added)
+        # Otherwise the shapes before count, and the last ones are not compiled.
+        torch.compiler.reset()
         cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"], exponents=form == "mxfp8"), dynamic=False)
         source, target = torch.empty(2, m * n * (4 if add else 2), dtype=torch.uint8, device=machine.device)
         calls: list[Callable[[], Any]] = [
