@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter
 from .parameters import FORWARD, RENORMED
-from .public import FunctionalFunctions
+from .public import ROTATED, FunctionalFunctions
 from .values import Norm
 
 _NORMS = (Norm.LAYER, Norm.RMS)
@@ -176,4 +176,53 @@ _QUANTISED = FunctionalFunctions(
     ),
 )
 
-JAX = (_PLAIN, _ADD, _ADDED, _QUANTISED)
+_TABLE = f"(..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); {_FLOATS}. "
+_HEADS = {
+    "q": f"(..., Hq, D), {_FLOATS}; the dimensions in front are tokens.",
+    "k": "(..., Hk, D), with q's dtype and tokens.",
+    "q_weight": f"(D,), or (Hq * D,) for a norm across heads; {_FLOATS}, or None for 1.",
+    "k_weight": "(D,), or (Hk * D,), as q_weight.",
+    "cos": f"{_TABLE}Rows are q's tokens, or their last dimensions; with positions (max_position, ...).",
+    "sin": "as cos. Neither has a gradient, as behind `jax.lax.stop_gradient`.",
+    "positions": (
+        "int32 or int64, one per token, or one per index of the tokens' last dimensions: its row of cos and sin, which "
+        "kernels do not check. None takes the token's own row."
+    ),
+}
+
+_ROTARY = FunctionalFunctions(
+    _functions(
+        "qk_norm_rope",
+        *(
+            replace(row, meaning={Norm.RMS: _HEADS[row.name]} if row.name in _HEADS else row.meaning)
+            for row in ROTATED
+            if row.name != "cast"
+        ),
+        norms=(Norm.RMS,),
+    ),
+    rows=FORWARD,
+    output="tuple[jax.Array, jax.Array]",
+    call="rotated",
+    summary={Norm.RMS: "Normalise each head of queries and keys, and apply rotary embeddings, all in one kernel."},
+    details={
+        Norm.RMS: (
+            "Each head, or each token's row of heads, is normalised and multiplied by its weight, as `rms_norm`, "
+            "`layer_norm` and `l2_norm` compute it; pairs (a, b) of a head's columns become (a cos - b sin, b cos + "
+            "a sin) (Su et al., 2021). All steps are in fp32 and rounded once.",
+            f"{_RUNS[: _RUNS.index('Arrays')]}Arrays that are sharded along tokens or heads stay where they lie, and "
+            "gradients of weights are added up over the devices; D is gathered, and so are heads that are normalised "
+            "together.",
+        )
+    },
+    returns=("q and k, normalised and rotated: in the shapes of q and k and in their dtype.",),
+    raises=(
+        "ShapeError: a shape does not fit q's, or rotary_dim is no even number of columns; a row across heads is too "
+        "long for a program, 32768 columns of powers of two.",
+        "DTypeError: an array is of another type, or q and k are of two types.",
+        "ConflictError: a number or word is none that the argument takes; weight_offset has no weight to be added to; "
+        "mrope_section does not add up to rotary_dim / 2.",
+        _RAISES[3],
+    ),
+)
+
+JAX = (_PLAIN, _ADD, _ADDED, _QUANTISED, _ROTARY)

@@ -818,7 +818,7 @@ _HEADS = f"{_ANY_FLOATS}; tokens and heads may each have any stride, as in a pac
 
 
 _LENGTHS = {name: f"(D,), or (H{name} * D,) for a norm across heads" for name in "qk"}
-_ROTATED = (
+ROTATED = (
     replace(_row("q", Kind.ROWS, REQUIRED, f"(..., Hq, D), {_HEADS}."), positional=True),
     replace(
         _row("k", Kind.ROWS, REQUIRED, "(..., Hk, D), with q's dtype and tokens; Hk may be 0, for q alone."),
@@ -895,8 +895,8 @@ _ROTATED = (
 
 
 def _of_heads(name: str, ahead: tuple[Parameter, ...], behind: tuple[Parameter, ...]) -> Family:
-    """Return the family of a function of queries and keys, and of what `_ROTATED` has besides."""
-    rows = [replace(row, functional=True) for row in (*ahead, *_ROTATED, *behind)]
+    """Return the family of a function of queries and keys, and of what `ROTATED` has besides."""
+    rows = [replace(row, functional=True) for row in (*ahead, *ROTATED, *behind)]
     return Family(FORWARD.direction, {Norm.RMS: name}, tuple(rows), ())
 
 

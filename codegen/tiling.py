@@ -283,6 +283,11 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+def columns_across(heads: int, n: int, rotated: int) -> int:
+    """Return the columns of a row of all heads, heads and both columns of pairs rounded up to powers of two."""
+    return power_of_two(heads) * max(2 * power_of_two(rotated // 2), power_of_two(max(1, n - rotated)))
+
+
 # Backward: (longest N, rows, warps, resident) of two-dimensional tiles; a thread holds 16 or 32 values of each operand.
 _BWD_ROWS_TILES = ((128, 8, 2, 8), (256, 8, 2, 4), (512, 4, 2, 4), (1024, 2, 4, 4))
 # (longest N, warps, bytes that a thread loads at once, resident): a thread holds this row's x and dy, the next row's,

@@ -16,7 +16,6 @@ from ..call_kinds import FEW, MOST, MOST_ROWS_IN_I32, ROTARY, ROWS, USUAL_ROWS, 
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.groups import AnyMode, GroupMode, mode_named
-from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..codegen.values import Direction
 from ..errors import ConflictError, DeviceError, RecordError
@@ -270,7 +269,7 @@ def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]
 
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, Launcher]]:
     mode = None if kind.mode in ROTARY else mode_named(kind.mode)
-    if target.plainly and (kind.beside or not isinstance(mode, Mode) or (mode.is_backward and mode.shares)):
+    if target.plainly and (kind.beside or isinstance(mode, GroupMode) or (mode and mode.is_backward and mode.shares)):
         what = "rms_norms" if kind.beside else kind.mode
         raise ConflictError(f"{what} was recorded and is none of normforge.jax's; leave out --for jax")
     if mode is None:

@@ -24,7 +24,7 @@ from ..calls.plan import MISALIGNED, UNREADABLE, Key, Make, addresses_of, make_o
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
-from ..codegen.tiling import power_of_two
+from ..codegen.tiling import columns_across
 from ..codegen.values import ACROSS_HEADS, Cast, HeadNorm, Norm
 from ..dtypes import FLOATS, word
 from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
@@ -228,8 +228,7 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
 def _lengths(heads: Mapping[str, int], n: int, options: Options) -> dict[str, int]:
     """Return the lengths of rows that are all heads of a token."""
     norm, rotated, most = options[0], options[3], max(heads.values())
-    columns = power_of_two(most) * max(2 * power_of_two(rotated // 2), power_of_two(max(1, n - rotated)))
-    if columns > MOST_ACROSS:
+    if columns_across(most, n, rotated) > MOST_ACROSS:
         raise ShapeError(
             f"norm={norm!r} was asked of {most} heads of {n} columns; it takes rows of up to {MOST_ACROSS}, heads and "
             "rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"

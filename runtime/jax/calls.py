@@ -14,13 +14,16 @@ import jax.numpy as jnp
 
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
-from ..codegen.values import FusedAdd, FusedQuant, Norm
+from ..codegen.tiling import columns_across
+from ..codegen.values import FusedAdd, FusedQuant, HeadNorm, Norm
 from ..errors import ConflictError, DTypeError, ShapeError
+from ..kernels.rotary import MOST_ACROSS
 from ..upstream.jax_internals import varying
-from .operation import DTYPES, Operation, forward_of, gradient_of
+from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of, saving_of
 from .primitive import apply
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_INTEGERS = ("int32", "int64")
 
 # (name, array or None), in the order of the family's inputs.
 Operands = Mapping[str, jax.Array]
@@ -55,9 +58,7 @@ summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_normalised, FusedA
 
 def added(norm: Norm, args: Mapping[str, Any], eps: float, next_norm: bool, *options: float) -> Any:
     """Return the sum behind a norm, or y of a second norm and the sum; differentiable."""
-    if not isinstance(next_norm, int) or next_norm not in (0, 1):
-        raise ConflictError(f"next_norm={next_norm!r} is no flag; it takes True or False")
-    renorms = bool(next_norm) or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
+    renorms = _flag("next_norm", next_norm) or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
     fadd = FusedAdd.POST_ADD_NORM if renorms else FusedAdd.POST_ADD
     return _normalised(fadd, norm, args, eps, *options)
 
@@ -80,6 +81,65 @@ def quantised(
     return Quantised(outputs["y"], outputs["y_scale"], outputs.get("residual_out"))
 
 
+def rotated(args: Mapping[str, Any], *options: Any) -> tuple[jax.Array, jax.Array]:
+    """Return queries and keys, normalised and rotated; differentiable."""
+    norm, eps, interleaved, rotary_dim, weight_offset, section, alternates = options
+    operands = _arrays(args, ("q", "k", "cos", "sin"))
+    q, k, cos = [operands[name] for name in ("q", "k", "cos")]
+    for name, each in (("q", q), ("k", k)):
+        if each.ndim < 3:
+            raise ShapeError(f"{name} has shape {each.shape}; it takes (..., heads, D), tokens before the heads")
+    if k.dtype != q.dtype:
+        raise DTypeError(f"k has dtype {k.dtype} and q {q.dtype}; pass both in one dtype")
+    n = q.shape[-1]
+    columns = n if rotary_dim is None else rotary_dim
+    if not isinstance(columns, int) or columns % 2 or not 2 <= columns <= n:
+        raise ShapeError(f"rotary_dim is {columns!r}; it takes an even number from 2 to {n}, the last dimension of q")
+    widths = [columns // 2] if section is not None else [columns // 2, columns]
+    if cos.shape[-1:] not in [(width,) for width in widths]:
+        takes = " or ".join(map(str, widths))
+        raise ShapeError(f"cos has shape {cos.shape}; it takes a last dimension of {takes}")
+    if _number("weight_offset", weight_offset) and not {"q_weight", "k_weight"}.issubset(operands):
+        raise ConflictError(f"weight_offset={weight_offset} is added to both weights; pass q_weight and k_weight")
+    try:
+        kind = HeadNorm(norm)
+    except ValueError as error:
+        raise ConflictError(f"norm={norm!r} is none of {', '.join(each.value for each in HeadNorm)}") from error
+    most = max(q.shape[-2], k.shape[-2])
+    if kind.is_across and columns_across(most, n, columns) > MOST_ACROSS:
+        raise ShapeError(
+            f"norm={norm!r} was asked of {most} heads of {n} columns; it takes rows of up to {MOST_ACROSS}, heads and "
+            "rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"
+        )
+    axes = _axes(section, columns // 2, operands.get("positions"))
+    if axes[0] + axes[1]:
+        operands["positions"] = jnp.moveaxis(operands["positions"], 0, -1)
+    flags = _flag("interleaved", interleaved), _flag("mrope_interleaved", alternates)
+    if flags[1] and section is None:
+        raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
+    mode = Heads(kind.norm, kind.is_across, flags[0], columns, *axes, flags[1])
+    op = forward_of_heads(mode, operands, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
+    q_out, k_out = _differentiable(op, *_fitting(op, operands))
+    return q_out, k_out
+
+
+def _axes(section: Any, half: int, positions: jax.Array | None) -> tuple[int, int]:
+    """Return how many pairs of columns turn by height, and by width; 0 of each without sections."""
+    if section is None:
+        return 0, 0
+    sizes = [*section] if isinstance(section, Sequence) else []
+    are_sizes = all(isinstance(size, int) and size >= 0 for size in sizes)
+    if len(sizes) != 3 or not are_sizes or sum(sizes) != half or sizes[0] == half:
+        raise ConflictError(
+            f"mrope_section is {section!r}; it takes three numbers, of time, height and width, that add up to "
+            f"rotary_dim / 2 = {half}, the second or the third above 0"
+        )
+    if positions is None or positions.shape[:1] != (3,):
+        passed = "without positions" if positions is None else f"with positions of shape {positions.shape}"
+        raise ShapeError(f"mrope_section was passed {passed}; it takes three rows of them, (3, ...)")
+    return sizes[1], sizes[2]
+
+
 def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
     try:
         word = str(jnp.dtype(dtype).name)
@@ -91,19 +151,30 @@ def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
 
 
 def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
-    """Check the arrays and return them; inside `jax.shard_map` each varies over the axes of all."""
-    arrays = {name: _array(name, each) for name, each in args.items() if each is not None or name in required}
+    """Return the arrays of a norm, after checking what other arrays say nothing of."""
+    arrays = _arrays(args, required)
     rows = arrays["x"].shape
     if not rows or rows[-1] == 0:
         raise ShapeError(f"x has shape {rows}; it takes (..., N), with N of 1 or more")
-    for name, array in arrays.items():
-        has_rows = name in ("x", "residual")
-        shape, whose = (rows, "x's shape") if has_rows else (rows[-1:], "x's last dimension")
-        if array.shape != shape:
-            raise ShapeError(f"{name} has shape {array.shape}; it takes {shape}, {whose}")
     if _number("weight_offset", weight_offset) and "weight" not in arrays:
         raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
+    return arrays
+
+
+def _arrays(args: Mapping[str, Any], required: Sequence[str]) -> dict[str, jax.Array]:
+    """Return the arrays that were passed; inside `jax.shard_map` each varies over the axes of all."""
+    arrays = {name: _array(name, each) for name, each in args.items() if each is not None or name in required}
     return dict(zip(arrays, varying(*arrays.values()), strict=True))
+
+
+def _fitting(op: Operation, arrays: Operands) -> list[jax.Array]:
+    """Return the operands in order, after checking that the sizes of their dimensions agree."""
+    shapes = [arrays[each.name].shape for each in op.operands]
+    sizes, first = op.sizes(shapes), op.operands[0].name
+    for each, shape in zip(op.operands, shapes, strict=True):
+        if shape != (takes := each.shape(sizes)):
+            raise ShapeError(f"{each.name} has shape {shape}; it takes {takes}, to fit {first} of shape {shapes[0]}")
+    return [arrays[each.name] for each in op.operands]
 
 
 def _array(name: str, value: Any) -> jax.Array:
@@ -111,9 +182,16 @@ def _array(name: str, value: Any) -> jax.Array:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise DTypeError(f"{name} is of {type(value).__name__}; it takes an array") from error
-    if array.dtype.name not in _FLOATS:
-        raise DTypeError(f"{name} has dtype {array.dtype.name}; it takes {', '.join(_FLOATS)}")
+    takes = _INTEGERS if name == "positions" else _FLOATS
+    if array.dtype.name not in takes:
+        raise DTypeError(f"{name} has dtype {array.dtype.name}; it takes {', '.join(takes)}")
     return array
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConflictError(f"{name}={value!r} is no flag; it takes True or False")
+    return bool(value)
 
 
 def _number(name: str, value: Any, least: float = -math.inf) -> float:
@@ -134,7 +212,7 @@ def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float)
     """Return the operation of a mode, and its operands in order."""
     dtypes = {name: operand.dtype.name for name, operand in operands.items()}
     op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
-    return op, [operands[name] for name, _ in op.operands]
+    return op, _fitting(op, operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,22 +223,20 @@ def _differentiable(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...
 
 def _saving(op: Operation, *operands: jax.Array) -> Any:
     """Return the results, and the tensors that the gradient reads."""
-    saving = forward_of(replace(op.mode, save_mv=True), dict(op.operands), op.eps, op.weight_offset)
+    saving = saving_of(op)
     outputs = saving.named(apply(*operands, op=saving))
-    tensors = {row.name: operand for row, operand in zip(op.inputs, operands, strict=True)} | outputs
-    tensors["x"] = outputs.get("residual_out", tensors["x"])
-    kept = {name: tensors[name] for name, _ in gradient_of(op).operands if name in tensors}
-    return tuple(outputs[name] for name, _ in op.results), kept
+    tensors = {**dict(zip(op.dtypes, operands, strict=True)), **outputs}
+    if "residual_out" in outputs:
+        tensors["x"] = outputs["residual_out"]
+    kept = {each.name: tensors[each.name] for each in gradient_of(op).operands if each.name in tensors}
+    return tuple(outputs[each.name] for each in op.results), kept
 
 
-def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[Any, ...]:
     gradient = gradient_of(op)
     tensors = {**kept, **{f"d{name}": each for name, each in op.named(cotangents).items()}}
-    grads = gradient.named(apply(*[tensors[name] for name, _ in gradient.operands], op=gradient))
-    names = {row.name: row.gradient for row in op.inputs}
-    if op.mode.fadd.is_after:
-        names["residual"], grads["dy"] = "dy", tensors["dy"]
-    return tuple(grads[names[name]].astype(dtype) for name, dtype in op.operands)
+    tensors |= gradient.named(apply(*[tensors[each.name] for each in gradient.operands], op=gradient))
+    return tuple(tensors[each.gradient].astype(each.dtype) if each.gradient else None for each in op.operands)
 
 
 _differentiable.defvjp(_saving, _gradients)
@@ -174,7 +250,7 @@ def _renormed(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 def _apart(op: Operation, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the same results by an operation for each norm."""
-    given = dict(zip([name for name, _ in op.operands], operands, strict=True))
+    given = dict(zip(op.dtypes, operands, strict=True))
     second = {name: given.pop(f"next_{name}") for name in ("weight", "bias") if f"next_{name}" in given}
     own, about = DTYPES[given["residual"].dtype.name], (op.eps, op.weight_offset)
     first, arrays = _operation(replace(op.mode, dtype_out=own, fadd=FusedAdd.POST_ADD), given, *about)

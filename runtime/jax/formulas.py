@@ -11,20 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operation import NAMES, Operation
+from .operation import NAMES, Heads, Operation
 
 
 def computed(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Return the results of an operation."""
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        args = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
-        outputs = _gradients(op, args) if op.mode.is_backward else _outputs(op, args)
-        return [outputs[name].astype(dtype) for name, dtype in op.results]
+        args = {own.name: _widened(operand) for own, operand in zip(op.operands, operands, strict=True)}
+        rules = (_turned, _turned_back) if isinstance(op.mode, Heads) else (_outputs, _gradients)
+        outputs = rules[op.mode.is_backward](op, args)
+        return [outputs[each.name].astype(each.dtype) for each in op.results]
 
 
 def _widened(operand: jax.Array) -> jax.Array:
-    return operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
+    is_float = jnp.issubdtype(operand.dtype, jnp.floating)
+    return operand.astype(jnp.promote_types(operand.dtype, jnp.float32)) if is_float else operand
 
 
 def _as_stored(total: jax.Array, dtype: str) -> jax.Array:
@@ -41,12 +43,12 @@ def _along(op: Operation) -> Any:
 def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     total = args["x"]
     if op.mode.fadd.is_before and not op.mode.fadd.renorms:
-        total = _as_stored(total + args["residual"], dict(op.operands)["residual"])
+        total = _as_stored(total + args["residual"], op.dtypes["residual"])
     outputs = _normalised(op, total, args)
     if op.mode.fadd.is_after or op.mode.fadd.renorms:
         outputs["y"] += args["residual"]
     if op.mode.fadd.renorms:
-        total = _as_stored(outputs["y"], dict(op.operands)["residual"])
+        total = _as_stored(outputs["y"], op.dtypes["residual"])
         second = {name.removeprefix("next_"): vector for name, vector in args.items() if name.startswith("next_")}
         outputs = _normalised(op, total, second)
     if op.mode.fquant.quantises:
@@ -93,3 +95,48 @@ def _quantised(op: Operation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.where(amax == 0, 1, amax / dtype.qmax).astype(NAMES[op.mode.scale_dtype])
     q = jnp.clip(z / scale.astype(z.dtype)[..., None], -dtype.qmax, dtype.qmax)
     return jnp.round(jnp.nan_to_num(q, nan=-dtype.qmax)) if dtype.is_int else q, scale
+
+
+def _turned(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return queries and keys, normalised and rotated."""
+    columns, adjoin = op.mode.rotary_dim, op.mode.interleaved
+    angles = [_pairs(op.mode, _by_token(op.mode, args[name], args.get("positions"))) for name in ("cos", "sin")]
+    (cos_first, cos_second), (sin_first, sin_second) = angles
+    outputs = {}
+    for own in "qk":
+        x, weight = args[own], f"{own}_weight"
+        rows = x.reshape(*x.shape[:-2], -1) if op.mode.is_across else x
+        y = _normalised(op, rows, {"weight": args[weight]} if weight in args else {})["y"].reshape(x.shape)
+        first, second = _pairs(op.mode, y[..., :columns])
+        turned = first * cos_first - second * sin_first, second * cos_second + first * sin_second
+        joined = jnp.stack(turned, -1 if adjoin else -2).reshape(*x.shape[:-1], columns)
+        outputs[f"{own}_out"] = jnp.concatenate((joined, y[..., columns:]), -1)
+    return outputs
+
+
+def _pairs(mode: Heads, columns: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the first column of all pairs, and the second; tables may have one column for both."""
+    if columns.shape[-1] < mode.rotary_dim:
+        return columns, columns
+    return (columns[..., ::2], columns[..., 1::2]) if mode.interleaved else tuple(jnp.split(columns, 2, -1))
+
+
+def _by_token(mode: Heads, table: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """Return a token's row of a table for each of its heads."""
+    if positions is not None and mode.height + mode.width:
+        pairs = jnp.arange(mode.rotary_dim // 2)
+        axis = jnp.where(pairs < 3 * jnp.where(pairs % 3 == 1, mode.height, mode.width), pairs % 3, 0)
+        if not mode.alternates:
+            axis = (pairs >= len(pairs) - mode.height - mode.width) * 1 + (pairs >= len(pairs) - mode.width)
+        table = table[positions[..., axis], pairs]
+    elif positions is not None:
+        table = table[positions]
+    return table[..., None, :]
+
+
+def _turned_back(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the gradients of queries, keys and weights."""
+    own = {name: args[name] for name in ("q", "k", "q_weight", "k_weight") if name in args}
+    _, pull = jax.vjp(lambda given: _turned(op, {**args, **given}), own)
+    (grads,) = pull({name: args[f"d{name}"] for name in ("q_out", "k_out")})
+    return {f"d{name}": each for name, each in grads.items()}

@@ -20,17 +20,23 @@ import jax
 import jax.numpy as jnp
 
 from .. import settings
-from ..call_kinds import FEW, ROWS
+from ..call_kinds import FEW, MANY, MOST, ROTARY, ROTARY_SIZES, ROWS
+from ..codegen.parameters import family_of
 from ..errors import AotError, CompileError, DeviceError, FrozenError
+from ..kernels import rotary
 from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.binaries import Folder, digest_of, read
 from ..kernels.gpu import KernelKey, Target, named_target
 from ..kernels.strides import kind_of
 from ..locks import fork_safe
 from ..selection import dispatch
+from ..selection.invariance import is_on
 from ..selection.table import Source, source_of
 from ..upstream import jaxlib_triton
-from .operation import Operation
+from .operation import Heads, Operation
+
+# The package of kernels that no table lists.
+_GENERATED = "normforge.generated"
 
 _named: ContextVar[Target | None] = ContextVar("normforge_jax_target", default=None)
 
@@ -146,7 +152,8 @@ def code_of(key: KernelKey, source: Source, target: Target) -> Code:
 
 def _compiled(key: KernelKey, source: Source, target: Target) -> tuple[str, Mapping[str, Any]]:
     """Return the PTX of a kernel, compiled by Triton, and Triton's metadata."""
-    again = f"compile it ahead of time: normforge aot --for jax --arch {target.arch} --n {key.n} ... --out DIR"
+    named = "--recorded FILE" if key.symbol in ROTARY else f"--n {key.n} ..."
+    again = f"compile it ahead of time: normforge aot --for jax --arch {target.arch} {named} --out DIR"
     where = "in no folder" if _folder is None else f"not in {_folder.path}"
     if find_spec("triton") is None:
         raise CompileError(f"{key} is {where}, and Triton, which compiles it, is not installed; install it, or {again}")
@@ -175,57 +182,100 @@ def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:
     return Code(str(metadata["name"]), ptx, int(metadata["num_warps"]), int(metadata["shared"]))
 
 
+class Plan(NamedTuple):
+    """The kernels of an operation on a GPU.
+
+    Attributes:
+        steps: each kernel, in order: its recipe, its source, its grid, and the names of arrays by slots. A slot without
+            a name has the array of its own name.
+        numbers: what kernels take besides arrays and strides, by slots.
+        writes: the shapes and types of arrays that kernels write, where these are not the results'.
+    """
+
+    steps: Sequence[tuple[Recipe, Source, Sequence[int], Mapping[str, str]]]
+    numbers: Mapping[str, float]
+    writes: Mapping[str, tuple[Sequence[int], str]]
+
+
+def _of_rows(op: Operation, known: Mapping[str, jax.Array], dtypes: Mapping[str, Any], target: Target) -> Plan:
+    *leading, n = shape = next(iter(known.values())).shape
+    m, entry, family = prod(leading), dispatch.find(op.mode, n), family_of(op.mode)
+    size, dtypes = entry.size(m), {**dict.fromkeys([row.name for row in family.tensors]), **dtypes}
+    strided = [row for row in family.tensors if row.row_stride_slot is not None]
+    strides = {str(row.row_stride_slot): n if dtypes[row.name] else 0 for row in strided}
+    dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, dtypes, strides, ()))
+    facts = Facts(family, op.mode, n, target, dtypes, strides, {}, (), invariant=entry.is_invariant)
+    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
+    programs, partials = assembly.programs(m, 1), {f"{name}_ptr": f"{name}_partials" for name in SUMS}
+    recipes = [(recipe, partials) for recipe in assembly.walkers]
+    recipes += [(assembly.finisher, {})] if assembly.finisher else []
+    steps = [
+        (recipe, source_of(entry.package, *entry.module_and_symbol(recipe.part)), recipe.grid(m, programs), arrays)
+        for recipe, arrays in recipes
+    ]
+    writes: dict[str, tuple[Sequence[int], str]] = dict.fromkeys(partials.values(), ((programs, n), "float32"))
+    writes |= {slot.removesuffix("_ptr"): ((m,), "float32") for slot in assembly.row_terms}
+    # Kernels encode y as bytes, where the GPU does not convert to fp8.
+    writes |= {"y": (shape, "uint8")} if in_software(op.mode.dtype_out, target) else {}
+    return Plan(steps, {"M": m, "programs": programs}, writes)
+
+
+def _of_heads(op: Operation, known: dict[str, jax.Array], dtypes: Mapping[str, Any], target: Target) -> Plan:
+    mode, kernel, (*tokens, _, n), width = op.mode, op.mode.name, known["q"].shape, known["cos"].shape[-1]
+    heads, m, has_axes = {own: known[own].shape[-2] for own in "qk"}, prod(tokens), mode.height + mode.width > 0
+    if has_axes:
+        known["positions"] = jnp.moveaxis(known["positions"], -1, 0)
+    period = prod(known["positions"].shape[has_axes:] if "positions" in known else known["cos"].shape[:-1])
+    flags = mode.interleaved, mode.norm.centres, mode.norm.row.averages, False, width == mode.rotary_dim
+    values = n, *heads.values(), mode.rotary_dim, *flags, mode.alternates, mode.height, mode.width, 0
+    sizes = dict(zip(ROTARY_SIZES, map(int, values), strict=True))
+    strides = {"table_row_stride": width}
+    for name in rotary.HEADS[kernel]:
+        own = name.removeprefix("d")[0]
+        strides |= {f"{name}_token_stride": heads[own] * n, f"{name}_head_stride": n}
+    partials = {name: f"{name}_partials" for name in rotary.TOTALS}
+    dtypes = {**dtypes, **{partials[name]: jnp.dtype("float32") for name in op.sums}}
+    recipes = rotary.assemble(kernel, sizes, dtypes, strides, (), m, target, invariant=is_on())
+    size = ROWS.index(MANY if recipes[0][1].types["M"] == "i32" else MOST)
+    dispatch.tell(lambda: kind_of(kernel, sizes, size, dtypes, strides, ()))
+    arrays = dict(zip([f"{name}_ptr" for name in SUMS], partials, strict=False))
+    arrays |= dict(zip([f"{name}_partials_ptr" for name in SUMS], partials.values(), strict=False))
+    steps = [(recipe, source_of(_GENERATED, *name.split(":")), recipe.grid(m, 1), arrays) for name, recipe in recipes]
+    programs, lengths = steps[0][2][0], rotary.weight_lengths(kernel, sizes)
+    numbers = {"M": m, "period": period, "programs": programs}
+    return Plan(steps, numbers, {partials[name]: ((programs, lengths[name]), "float32") for name in op.sums})
+
+
 def launched(*operands: jax.Array, op: Operation) -> list[jax.Array]:
-    """Launch the kernels of an operation on one row or more, and return the results.
+    """Launch the kernels of an operation, none of whose operands is empty, and return the results.
 
     Raises:
         DeviceError: no GPU is here, and none was named.
         MissingInstanceError: nothing serves the operation, and nothing may be generated.
         NormforgeError: see `code_of` and `jaxlib_triton.message`.
     """
-    *leading, n = shape = operands[op.rows_at].shape
-    m, target = prod(leading), lowered_for()
-    entry = dispatch.find(op.mode, n)
-    size = entry.size(m)
-    dtypes = dict.fromkeys([row.name for row in op.family.tensors])
-    dtypes |= {name: jnp.dtype(dtype) for name, dtype in (*op.operands, *op.results)}
     # XLA allocates aligned arrays without gaps.
-    strided = [row for row in op.family.tensors if row.row_stride_slot is not None]
-    strides = {str(row.row_stride_slot): n if dtypes[row.name] else 0 for row in strided}
-    dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, dtypes, strides, ()))
-    facts = Facts(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=entry.is_invariant)
-    assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
-    programs = assembly.programs(m, 1)
-    results = {row.slot: (op.shape_of(row, (m, n)), dtypes[row.name]) for row in op.outputs}
-    # y as bytes, where kernels encode fp8 themselves.
-    as_bytes = {"y_ptr": (results["y_ptr"][0], "uint8")} if in_software(op.mode.dtype_out, target) else {}
-    partials = {f"{name}_ptr": ((programs, n), "float32") for name in SUMS}
-    terms = dict.fromkeys(assembly.row_terms, ((m,), "float32"))
-    numbers = {"eps": op.eps, "weight_offset": op.weight_offset, "M": m, "programs": programs}
-    known = {row.slot: each.reshape(op.shape_of(row, (m, n))) for row, each in zip(op.inputs, operands, strict=True)}
-
-    def launch(recipe: Recipe, makes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
-        """Launch a kernel on known arrays, and add the arrays that it writes, made of some shapes and dtypes."""
-        source = source_of(entry, recipe.part)
+    target, known = lowered_for(), dict(zip([each.name for each in op.operands], operands, strict=True))
+    sizes = op.sizes([operand.shape for operand in operands])
+    dtypes = {each.name: jnp.dtype(each.dtype) for each in (*op.operands, *op.results)}
+    plan = (_of_heads if isinstance(op.mode, Heads) else _of_rows)(op, known, dtypes, target)
+    makes = {each.name: (each.shape(sizes), each.dtype) for each in op.results} | dict(plan.writes)
+    numbers = {"eps": op.eps, "weight_offset": op.weight_offset, **plan.numbers}
+    for recipe, source, grid, arrays in plan.steps:
         key = recipe.key(source.name, source.parameters, target)
         code = code_of(key, source, target)
-        brought = [(name, word) for name, word in key.arguments if name not in recipe.constants and word is not None]
-        pointers = [name for name, word in brought if str(word).startswith("*")]
-        reads = [name for name in pointers if name in known]
-        writes = pointers[len(reads) :]
+        brought = [(slot, word) for slot, word in key.arguments if slot not in recipe.constants and word is not None]
+        pointers = [slot for slot, word in brought if str(word).startswith("*")]
+        names = [arrays.get(slot, slot.removesuffix("_ptr")) for slot in pointers]
+        reads = [name for name in names if name in known]
+        writes = names[len(reads) :]
         # Arrays of a custom call are its operands, and then its results.
-        assert pointers[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
+        assert names[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
         values: dict[str, Any] = {**numbers, **recipe.strides}
-        parameters = [None if name in pointers else (values[name], str(word)) for name, word in brought]
+        parameters = [None if slot in pointers else (values[slot], str(word)) for slot, word in brought]
         capability = int(target.arch.removeprefix("sm_"))
-        message = jaxlib_triton.message(*code, capability, recipe.grid(m, programs), parameters)
+        message = jaxlib_triton.message(*code, capability, grid, parameters)
         call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
         known.update(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
-
-    for recipe in assembly.walkers:
-        launch(recipe, {**results, **as_bytes, **partials, **terms})
-    if assembly.finisher is not None:
-        known |= {f"{name}_partials_ptr": known.pop(f"{name}_ptr") for name in SUMS if f"{name}_ptr" in known}
-        launch(assembly.finisher, results)
-    known |= {slot: jax.lax.bitcast_convert_type(known[slot], results[slot][1]) for slot in as_bytes}
-    return [known[row.slot].reshape(op.shape_of(row, shape)) for row in op.outputs]
+    made = [(known[each.name], dtypes[each.name]) for each in op.results]
+    return [jax.lax.bitcast_convert_type(array, own) if array.dtype != own else array for array, own in made]

@@ -1,17 +1,20 @@
-"""One norm, or its gradient, as a primitive of JAX knows it: hashable, and made of words and numbers alone."""
+"""One call as a primitive of JAX knows it, a norm, a rotation or a gradient: hashable, and made of words and numbers.
+
+Whatever JAX asks of an operation follows from the names of its arrays' dimensions: shapes, shards, batches and sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.families import Kind, Result
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
-from ..codegen.values import Direction, DType, FusedAdd
-from ..kernels.assembly import SUMS
+from ..codegen.values import Direction, DType, FusedAdd, Norm
+from ..kernels import rotary
 
 # numpy's names of types, by the manifest's words.
 NAMES = {
@@ -25,68 +28,125 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
+# The dimensions of a family's tensors.
+_DIMS = {Kind.ROWS: "... N", Kind.VECTOR: "N", Kind.PER_ROW: "..."}
+
+Sizes = Mapping[str, tuple[Any, ...]]
+
+
+class Tensor(NamedTuple):
+    """An operand or a result.
+
+    Attributes:
+        name: the kernels' name for it.
+        dtype: numpy's name of its type.
+        dims: the names of its dimensions; "..." in front is any number of them. Devices may share out a dimension, but
+            each has all of one in capital letters.
+        gradient: for an operand, the result of the gradient's operation that is its gradient; "" if it has none.
+        summed: for a result, the dimensions of operands that it is a sum over.
+    """
+
+    name: str
+    dtype: str
+    dims: str
+    gradient: str = ""
+    summed: str = ""
+
+    def sizes(self, shape: Sequence[Any]) -> Sizes:
+        """Return the sizes of dimensions by their names, given a shape."""
+        names = self.dims.split()
+        ahead = len(shape) - len(names) + 1 if "..." in names else 0
+        sizes = ([tuple(shape[:ahead])] if "..." in names else []) + [(size,) for size in shape[ahead:]]
+        return dict(zip(names, sizes, strict=False))
+
+    def shape(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the shape, given the sizes of dimensions by their names."""
+        return tuple(size for name in self.dims.split() for size in sizes[name])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The mode of norms of queries and keys with their rotary embedding.
+
+    Attributes:
+        norm: the norm of a row.
+        is_across: whether a row is all heads of a token.
+        interleaved: whether both columns of a pair adjoin.
+        rotary_dim: columns of a head that are rotated.
+        height: pairs that turn by a second position of a token (mRoPE).
+        width: pairs that turn by a third one.
+        alternates: whether pairs take the three positions in turn.
+        is_backward: whether gradients are computed.
+    """
+
+    norm: Norm
+    is_across: bool
+    interleaved: bool
+    rotary_dim: int
+    height: int
+    width: int
+    alternates: bool
+    is_backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel that walks the heads."""
+        kernel = rotary.BACKWARD if self.is_backward else rotary.FORWARD
+        return rotary.ACROSS[kernel] if self.is_across else kernel
+
 
 @dataclass(frozen=True)
 class Operation:
-    """A norm or a gradient, its operands and its results.
+    """A call of kernels, its operands and its results.
 
     Attributes:
-        mode: which kernels.
-        operands: the names of the tensors that there are, of the family's inputs and in their order, with numpy's names
-            of their types.
-        results: the names of what is returned, in the family's order, with numpy's names of their types.
-        eps: added to the variance; nothing backward.
-        weight_offset: added to weight.
+        mode: which kernels: a `Mode`, or `Heads`.
+        operands: the tensors that there are, in the order of the kernels' parameters.
+        results: what is returned.
+        eps: added to the variance; nothing in the backward pass of a `Mode`.
+        weight_offset: added to weights.
     """
 
-    mode: Mode
-    operands: tuple[tuple[str, str], ...]
-    results: tuple[tuple[str, str], ...]
+    mode: Any
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
     eps: float = 0.0
     weight_offset: float = 0.0
 
-    @property
-    def family(self) -> Family:
-        """The functions whose rows say what operands and results are."""
-        return family_of(self.mode)
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Return the types of all operands by name."""
+        return {each.name: each.dtype for each in self.operands}
 
     @cached_property
-    def inputs(self) -> tuple[Parameter, ...]:
-        """Return the family's rows of the operands."""
-        dtypes = dict(self.operands)
-        return tuple(row for row in self.family.inputs if row.name in dtypes)
-
-    @cached_property
-    def outputs(self) -> tuple[Result, ...]:
-        """Return the family's rows of the results."""
-        dtypes = dict(self.results)
-        return tuple(row for row in self.family.results if row.name in dtypes)
+    def whole(self) -> tuple[str, ...]:
+        """Return the dimensions of which every device has all, in the order of their first operands, as Shardy asks."""
+        return tuple(dict.fromkeys(name for each in self.operands for name in each.dims.split() if name.isupper()))
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The results that are sums over rows."""
-        return tuple(name for name, _ in self.results if name in SUMS)
+        """The results that are sums."""
+        return tuple(each.name for each in self.results if each.summed)
 
-    def shape_of(self, row: Parameter | Result, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of an operand or a result, given the shape of x."""
-        return tuple({Kind.ROWS: shape, Kind.VECTOR: shape[-1:], Kind.PER_ROW: shape[:-1]}[row.kind])
-
-    @property
-    def rows_at(self) -> int:
-        """Which operand is the first that has rows."""
-        return next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
+    def sizes(self, shapes: Sequence[Sequence[Any]]) -> Sizes:
+        """Return the sizes of dimensions by their names, given the operands' shapes; the first of an operand counts."""
+        sizes: Sizes = {}
+        for operand, shape in zip(self.operands, shapes, strict=True):
+            sizes = {**operand.sizes(shape), **sizes}
+        return sizes
 
     def named(self, outputs: Sequence[Any]) -> dict[str, Any]:
         """Return results by their names."""
-        return dict(zip([name for name, _ in self.results], outputs, strict=True))
+        return dict(zip([each.name for each in self.results], outputs, strict=True))
 
     def with_sums_in(self, dtype: str) -> Operation:
-        """Return the operation with sums over rows in another dtype."""
-        return replace(self, results=tuple((name, dtype if name in SUMS else own) for name, own in self.results))
+        """Return the operation with sums in another dtype."""
+        results = [each._replace(dtype=dtype) if each.summed else each for each in self.results]
+        return replace(self, results=tuple(results))
 
     def without(self, names: Sequence[str]) -> Operation:
         """Return the operation without some of its results."""
-        return replace(self, results=tuple(result for result in self.results if result[0] not in names))
+        return replace(self, results=tuple(each for each in self.results if each.name not in names))
 
 
 def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset: float) -> Operation:
@@ -95,15 +155,66 @@ def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset:
     def dtype_of(row: Result) -> str:
         return NAMES[getattr(mode, row.axis)] if row.axis else next((dtypes[name] for name in row.like), "float32")
 
-    family = family_of(mode)
-    operands = tuple((row.name, dtypes[row.name]) for row in family.inputs if row.name in dtypes)
-    results = tuple((row.name, dtype_of(row)) for row in family.results if row.is_wanted(mode))
-    return Operation(mode, operands, results, eps, weight_offset)
+    family, gradients = family_of(mode), {"residual": "dy"} if mode.fadd.is_after else {}
+    operands = [
+        Tensor(row.name, dtypes[row.name], _DIMS[row.kind], gradients.get(row.name, row.gradient))
+        for row in family.inputs
+        if row.name in dtypes
+    ]
+    results = [Tensor(row.name, dtype_of(row), _DIMS[row.kind]) for row in family.results if row.is_wanted(mode)]
+    return Operation(mode, tuple(operands), tuple(results), eps, weight_offset)
+
+
+def forward_of_heads(mode: Heads, arrays: Mapping[str, Any], eps: float, weight_offset: float) -> Operation:
+    """Return the operation of norms of heads, given its operands by name.
+
+    Tokens are the leading dimensions of q. Positions, or else the rows of tables, may have the last of these alone.
+    """
+    by_token, alone = arrays.get("positions", arrays["cos"]), "positions" in arrays and not mode.height + mode.width
+    count = by_token.ndim if alone else by_token.ndim - 1
+    shared = " ".join(f"t{at}" for at in range(count if count < arrays["q"].ndim - 2 else 0))
+    rows = shared or "..."
+    dims = dict.fromkeys(("cos", "sin"), "P R" if "positions" in arrays else f"{rows} R")
+    dims["positions"] = rows if alone else f"{rows} A"
+    for own in "qk":
+        dims[own] = f"... {shared} {own.upper() if mode.is_across else own} D"
+        dims[f"{own}_weight"] = f"{own.upper()}D" if mode.is_across else "D"
+    operands = [
+        Tensor(name, arrays[name].dtype.name, dims[name], f"d{name}" if name[0] in "qk" else "")
+        for name in rotary.NAMES[mode.name]
+        if name in arrays
+    ]
+    results = [each._replace(name=f"{each.name}_out", gradient="") for each in operands[:2]]
+    return Operation(mode, tuple(operands), tuple(results), eps, weight_offset)
+
+
+def saving_of(forward: Operation) -> Operation:
+    """Return a forward operation that also returns what its gradient reads besides its operands and its results."""
+    if isinstance(forward.mode, Heads):
+        return forward
+    return forward_of(replace(forward.mode, save_mv=True), forward.dtypes, forward.eps, forward.weight_offset)
 
 
 def gradient_of(forward: Operation) -> Operation:
     """Return the operation that computes the gradients of a forward operation."""
-    args, outputs = dict(forward.operands), dict(forward.results)
+    return (_gradient_of_heads if isinstance(forward.mode, Heads) else _gradient_of_rows)(forward)
+
+
+def _gradient_of_heads(forward: Operation) -> Operation:
+    q, k, *others = forward.operands
+    summed = {f"{each.name}_weight": each.dims.removesuffix(" D") for each in (q, k)}
+    arrived = [each._replace(name=f"d{each.name}") for each in forward.results]
+    results = [
+        each._replace(name=each.gradient, gradient="", summed=summed.get(each.name, ""))
+        for each in forward.operands
+        if each.gradient
+    ]
+    mode, operands = replace(forward.mode, is_backward=True), (*arrived, q, k, *others)
+    return replace(forward, mode=mode, operands=operands, results=tuple(results))
+
+
+def _gradient_of_rows(forward: Operation) -> Operation:
+    args, outputs = forward.dtypes, {each.name: each.dtype for each in forward.results}
     # A sum is normalised as it is stored.
     rows = outputs.get("residual_out", args["x"])
     # Nothing but dy arrives where the residual is added behind the norm.
@@ -112,12 +223,17 @@ def gradient_of(forward: Operation) -> Operation:
     family = family_of(mode)
     dtypes = {"dy": outputs["y"], "x": rows, "dresidual_out": rows, "mean": "float32", "rstd": "float32"}
     dtypes |= {name: dtype for name, dtype in args.items() if name == "weight"}
-    grads = {row.gradient: args[row.name] for row in forward.inputs}
+    grads = {each.gradient: each.dtype for each in forward.operands}
     # The gradient of two addends, in the least type that holds both: types that differ have fp32 in common alone.
     grads["dx"] = rows if rows == args["x"] else "float32"
+    operands = [row for row in family.inputs if row.is_wanted(mode) and row.name in dtypes]
     return Operation(
         mode,
-        tuple((row.name, dtypes[row.name]) for row in family.inputs if row.is_wanted(mode) and row.name in dtypes),
-        tuple((row.name, grads[row.name]) for row in family.results if row.name in grads),
+        tuple(Tensor(row.name, dtypes[row.name], _DIMS[row.kind]) for row in operands),
+        tuple(
+            Tensor(row.name, grads[row.name], _DIMS[row.kind], summed="..." * row.is_sum)
+            for row in family.results
+            if row.name in grads
+        ),
         weight_offset=forward.weight_offset,
     )

@@ -6,8 +6,9 @@ is lowered to the second on what one device holds: kernels on CUDA, the formula 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -17,13 +18,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..codegen.families import Kind
 from ..errors import GradientError
 from ..selection.invariance import refuse_others
 from ..upstream.jax_internals import needs_devices
 from .formulas import computed
 from .launches import launched
-from .operation import Operation
+from .operation import DTYPES, Operation, Sizes, Tensor
 
 _norm = Primitive("normforge_norm")
 _kernels = Primitive("normforge_kernels")
@@ -35,33 +35,31 @@ def apply(*operands: jax.Array, op: Operation) -> list[jax.Array]:
 
 
 def _abstract(*avals: Any, op: Operation) -> list[Any]:
-    rows = avals[op.rows_at]
+    first, sizes, split = avals[0], op.sizes([aval.shape for aval in avals]), op.sizes([*map(_spec, avals)])
+    whole = {**split, **dict.fromkeys(op.whole, (None,))}
     out_avals = []
-    for row, (_, dtype) in zip(op.outputs, op.results, strict=True):
-        shape = op.shape_of(row, rows.shape)
-        spec = _spec(rows)
-        kept = {Kind.ROWS: spec, Kind.VECTOR: (None,), Kind.PER_ROW: spec[:-1]}[row.kind]
-        sharding = rows.sharding.update(spec=PartitionSpec(*kept))
-        out_avals.append(rows.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding))
+    for each in op.results:
+        sharding = first.sharding.update(spec=_spec_of(each, whole if each.summed else split))
+        described = {"shape": each.shape(sizes), "dtype": jnp.dtype(each.dtype), "sharding": sharding}
+        out_avals.append(first.update(**described, weak_type=False))
     return out_avals
 
 
 def _on_kernels(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     # No launch has no programs.
-    if 0 in operands[op.rows_at].shape:
+    if any(0 in operand.shape for operand in operands):
         return computed(*operands, op=op)
     return list(_kernels.bind(*operands, op=op))
 
 
 @cache
 def _partitioned(op: Operation) -> Any:
-    """Return the operation on arrays of several devices: each device takes its rows, and sums are all-reduced."""
+    """Return the operation on arrays of several devices: each device takes its part, and sums are all-reduced."""
     function = custom_partitioning(lambda *operands: _on_kernels(*operands, op=op))
-    letters = {Kind.ROWS: "... n", Kind.VECTOR: "n", Kind.PER_ROW: "..."}
-    rule = " -> ".join(", ".join(letters[row.kind] for row in side) for side in (op.inputs, op.outputs))
+    rule = " -> ".join(", ".join(each.dims for each in side) for side in (op.operands, op.results))
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        of_shard, *specs = _split(op, arguments[op.rows_at])
+        of_shard, *specs = _split(op, arguments)
         reads, writes = ([NamedSharding(mesh, spec) for spec in side] for side in specs)
         return mesh, of_shard, writes, tuple(reads)
 
@@ -69,32 +67,43 @@ def _partitioned(op: Operation) -> Any:
         partition=partition,
         infer_sharding_from_operands=lambda *about: partition(*about)[2],
         sharding_rule=rule,
-        need_replication_factors=("n",),
+        need_replication_factors=op.whole,
     )
     return function
 
 
-def _spec(rows: Any) -> tuple[Any, ...]:
+def _spec(array: Any) -> tuple[Any, ...]:
     """Return the axes of the mesh that an array is split over, by its dimensions."""
-    spec = tuple(rows.sharding.spec)
-    return (*spec, *[None] * (len(rows.shape) - len(spec)))
+    # GSPMD says nothing of some arrays.
+    spec = () if array.sharding is None else tuple(array.sharding.spec)
+    return (*spec, *[None] * (len(array.shape) - len(spec)))
 
 
-def _split(op: Operation, rows: Any) -> tuple[Any, tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-    """Return the function of one device, and how the operands and the results lie, given an array of the rows."""
-    whole = (*_spec(rows)[:-1], None)
-    reads, writes = (tuple(PartitionSpec(*op.shape_of(row, whole)) for row in side) for side in (op.inputs, op.outputs))
-    return partial(_of_shard, tuple(jax.tree.leaves(whole)), op=op), reads, writes
+def _spec_of(tensor: Tensor, axes: Sizes) -> PartitionSpec:
+    """Return how an array lies, given the axes by dimension; each axis splits the first of an array's dimensions."""
+    entries: list[tuple[str, ...]] = []
+    for entry in tensor.shape(axes):
+        entries.append(tuple(axis for axis in jax.tree.leaves(entry) if axis not in chain(*entries)))
+    return PartitionSpec(*[entry or None for entry in entries])
 
 
-def _of_shard(axes: tuple[str, ...], *operands: jax.Array, op: Operation) -> list[jax.Array]:
-    """Compute the results of one device; partial sums are rounded once, after the sum over all devices."""
-    if not axes or not op.sums:
+def _split(op: Operation, arrays: Sequence[Any]) -> tuple[Any, tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+    """Return the function of one device, and how the operands and the results lie, given arrays of the operands."""
+    axes = {**op.sizes([*map(_spec, arrays)]), **dict.fromkeys(op.whole, (None,))}
+    reads, writes = (tuple(_spec_of(each, axes) for each in side) for side in (op.operands, op.results))
+    over = {each.name: [axes[name] for name in each.summed.split()] for each in op.results}
+    sums = {name: tuple(dict.fromkeys(jax.tree.leaves(dims))) for name, dims in over.items()}
+    return partial(_of_shard, sums, op=op), reads, writes
+
+
+def _of_shard(sums: Mapping[str, tuple[str, ...]], *operands: jax.Array, op: Operation) -> list[jax.Array]:
+    """Compute the results of one device; partial sums are rounded once, after the sum over axes of the mesh."""
+    if not any(sums.values()):
         return _on_kernels(*operands, op=op)
     parts = _on_kernels(*operands, op=op.with_sums_in("float32"))
     return [
-        jax.lax.psum(part, axes).astype(dtype) if name in op.sums else part
-        for part, (name, dtype) in zip(parts, op.results, strict=True)
+        jax.lax.psum(part, sums[own.name]).astype(own.dtype) if own.summed else part
+        for part, own in zip(parts, op.results, strict=True)
     ]
 
 
@@ -105,9 +114,8 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
         operand if axis is None else jnp.moveaxis(operand, axis, 0)
         for operand, axis in zip(operands, axes, strict=True)
     ]
-    by_member = [axis is not None for axis in axes]
-    vectors = [there for there, row in zip(by_member, op.inputs, strict=True) if row.kind is Kind.VECTOR]
-    if any(vectors):
+    by_member, by_row = [axis is not None for axis in axes], ["..." in each.dims for each in op.operands]
+    if any(there and not joins for there, joins in zip(by_member, by_row, strict=True)):
         # A launch has one weight: one for each member.
         def of_member(at: jax.Array) -> list[jax.Array]:
             return apply(*[each[at] if there else each for each, there in zip(shared, by_member, strict=True)], op=op)
@@ -115,8 +123,8 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
         results = jax.lax.map(of_member, jnp.arange(size))
         return results, [0] * len(results)
     joined = [
-        operand if there or row.kind is Kind.VECTOR else jnp.broadcast_to(operand[None], (size, *operand.shape))
-        for operand, there, row in zip(shared, by_member, op.inputs, strict=True)
+        jnp.broadcast_to(operand[None], (size, *operand.shape)) if joins and not there else operand
+        for operand, there, joins in zip(shared, by_member, by_row, strict=True)
     ]
     if not op.sums:
         results = apply(*joined, op=op)
@@ -124,13 +132,13 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     others = op.without(op.sums)
     outputs = others.named(apply(*joined, op=others))
     alone = op.without(tuple(outputs))
-    axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
+    axes_in = [0 if joins else None for joins in by_row]
     outputs |= alone.named(jax.vmap(partial(computed, op=alone), axes_in)(*joined))
-    return [outputs[name] for name, _ in op.results], [0] * len(op.results)
+    return [outputs[each.name] for each in op.results], [0] * len(op.results)
 
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> tuple[Any, Any]:
-    if op.mode.fquant.quantises:
+    if any(DTYPES[each.dtype].is_quantised for each in op.results):
         raise GradientError(
             "a quantised norm has no gradient; differentiate normforge.jax.layer_norm or rms_norm, or put "
             "jax.lax.stop_gradient around its operands"
@@ -147,11 +155,11 @@ def _off_gpus(*operands: jax.Array, op: Operation) -> list[jax.Array]:
 
 
 def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
-    mesh = context.avals_in[op.rows_at].sharding.mesh
+    mesh = context.avals_in[0].sharding.mesh
 
     def explicit(*operands: jax.Array) -> list[jax.Array]:
         """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
-        of_shard, reads, writes = _split(op, context.avals_in[op.rows_at])
+        of_shard, reads, writes = _split(op, context.avals_in)
         with jax.sharding.use_abstract_mesh(mesh):
             mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=reads, out_specs=list(writes), check_vma=False)
             lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, reads, strict=True)]

@@ -316,14 +316,13 @@ class Source(NamedTuple):
         return pkgutil.resolve_name(self.name)
 
 
-def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
-    """Return a kernel of an instance; None is the kernel that adds up partial sums.
+def source_of(package: str, stem: str, symbol: str) -> Source:
+    """Return a kernel of a package of generated kernels, given the names of its module and itself.
 
     Raises:
-        TableError: the table's folder does not have the kernel.
+        TableError: the package does not have the kernel.
     """
-    stem, symbol = entry.module_and_symbol(part)
-    module = f"{entry.package}.{stem}"
+    module = f"{package}.{stem}"
     spec = importlib.util.find_spec(module)
     if spec is not None and spec.origin is not None:
         path = Path(spec.origin)
@@ -331,7 +330,7 @@ def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
         if parameters is not None:
             return Source(f"{module}:{symbol}", path, parameters)
     raise TableError(
-        f"the dispatch table of {entry.package} lists {entry.name}, and there is no kernel {symbol} in {module}; "
+        f"the dispatch table of {package} lists the modes of {stem}, and there is no kernel {symbol} in {module}; "
         "generate the folder anew: python generate.py, or normforge generate"
     )
 

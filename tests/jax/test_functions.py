@@ -15,6 +15,7 @@ from normforge import reference
 from normforge.errors import ConflictError, DTypeError, GradientError, ShapeError
 from proving.cases import Case, cases, formula, gradients
 
+from ..nn import test_rotary as heads
 from ..thorough import THOROUGH
 from .settled import arrays, jax
 
@@ -130,6 +131,61 @@ def test_types_of_each_operand() -> None:
     assert norms.rms_norm_add(x, residual, weight).dtype.name == "float32"
 
 
+def turned(case: heads.Case, operands: dict[str, Any]) -> Any:
+    options = {name: getattr(case, name) for name in heads.OPTIONS if name != "cast"}
+    return norms.qk_norm_rope(**operands, **options)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.float().numpy().astype("bfloat16") if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    wide = np.array(array, np.float32 if array.dtype.name == "bfloat16" else array.dtype)
+    return torch.from_numpy(wide).to(getattr(torch, array.dtype.name))
+
+
+def check_heads(case: heads.Case) -> None:
+    """Hold heads and gradients of a program against torch's formula in fp64, to half of a last place."""
+    torch.manual_seed(0)
+    operands = heads.leaves_of(heads.given(case))
+    whole, wanted = heads.exact(case, operands)
+    due = [torch.randn(each.shape).to(case.dtype) for each in wanted]
+    given: dict[str, Any] = {name: None if each is None else as_array(each.detach()) for name, each in operands.items()}
+    leaves = {name: whole[name] for name in heads.LEAVES if given[name] is not None}
+
+    def program(leaves: Any, due: Any) -> Any:
+        results, pull = jax.vjp(lambda own: turned(case, given | own), leaves)
+        return results, pull(due)[0]
+
+    results, grads = jax.jit(program)({name: given[name] for name in leaves}, tuple(map(as_array, due)))
+    # Recorded and not.
+    for result, its in zip((*results, *turned(case, given)), 2 * wanted, strict=True):
+        heads.agree(case, as_tensor(result), its)
+    exact = gradients(wanted, leaves, [each.double() for each in due])
+    for name, found in grads.items():
+        assert found.dtype == given[name].dtype
+        heads.agree(case, as_tensor(found), exact[name], 8.0 if "weight" in name else 1.0)
+
+
+HEADS = [case for case in heads.CASES if case.cast == "after_weight"]
+# Two norms of three, with and without positions of three axes, and weights of one length or of two.
+FIRST_HEADS = [
+    case
+    for case in HEADS
+    if (case.mrope_section or (0,))[0] == 16 or (case.n == 20 and case.q_heads == 5) or case.tokens == 70
+]
+
+
+def first_heads(case: heads.Case) -> Any:
+    return pytest.param(case, id=str(case), marks=[] if case in FIRST_HEADS else [THOROUGH])
+
+
+@pytest.mark.parametrize("case", [*map(first_heads, HEADS)])
+def test_heads(case: heads.Case) -> None:
+    check_heads(case)
+
+
 def check_quantised(norm: str, out_dtype: str, shape: tuple[int, int]) -> None:
     """Hold a quantised sum against the oracle."""
     x, residual = arrays(1, shape, "bfloat16", 2)
@@ -194,6 +250,14 @@ def test_one_row_without_leading_dimensions() -> None:
 
 X = np.ones((2, 8), np.float32)
 NO_FLAG: Any = "no"
+ANGLES = np.ones((2, 4), np.float32)
+
+
+def rope(**others: Any) -> Any:
+    q = np.ones((3, 2, 1, 8), np.float32)
+    return norms.qk_norm_rope(
+        **{"q": q, "k": q, "q_weight": None, "k_weight": None, "cos": ANGLES, "sin": ANGLES} | others
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +268,7 @@ NO_FLAG: Any = "no"
         (lambda: norms.add_rms_norm(X, None), DTypeError, "residual is of NoneType; it takes an array"),
         (lambda: norms.layer_norm(X[:, :0]), ShapeError, r"x has shape \(2, 0\); it takes \(..., N\)"),
         (lambda: norms.layer_norm(X, X[0, :4]), ShapeError, r"weight has shape \(4,\); it takes \(8,\)"),
-        (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), x's shape"),
+        (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), to fit x of"),
         (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
         (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
         (
@@ -215,6 +279,27 @@ NO_FLAG: Any = "no"
         (lambda: norms.rms_norm_add(X, X, next_weight=X[0], weight_offset=1.0), ConflictError, "is added to weight"),
         (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
         (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),
+        (lambda: rope(q=X), ShapeError, r"q has shape \(2, 8\); it takes \(..., heads, D\), tokens before the heads"),
+        (lambda: rope(k=np.ones((3, 4, 1, 8))), ShapeError, r"k has shape \(3, 4, 1, 8\); it takes \(3, 2, 1, 8\)"),
+        (lambda: rope(k=jnp.ones((3, 2, 1, 8), "float16")), DTypeError, "k has dtype float16 and q float32; pass both"),
+        (lambda: rope(sin=ANGLES[:1]), ShapeError, r"sin has shape \(1, 4\); it takes \(2, 4\), to fit q of shape"),
+        (lambda: rope(cos=X[:, :3]), ShapeError, r"cos has shape \(2, 3\); it takes a last dimension of 4 or 8"),
+        (lambda: rope(positions=ANGLES), DTypeError, "positions has dtype float32; it takes int32, int64"),
+        (lambda: rope(rotary_dim=3), ShapeError, "rotary_dim is 3; it takes an even number from 2 to 8"),
+        (
+            lambda: rope(norm="l2_clamped"),
+            ConflictError,
+            "norm='l2_clamped' is none of rms, layer, l2, rms_across_heads",
+        ),
+        (lambda: rope(q_weight=X[0], weight_offset=1.0), ConflictError, "is added to both weights; pass q_weight and"),
+        (lambda: rope(mrope_interleaved=True), ConflictError, "goes with mrope_section alone; pass mrope_section too"),
+        (lambda: rope(mrope_section=(2, 2)), ConflictError, r"mrope_section is \(2, 2\); it takes three numbers, of"),
+        (lambda: rope(mrope_section=(2, 1, 1)), ShapeError, r"passed without positions; it takes three rows of them"),
+        (
+            lambda: rope(q=np.ones((1, 5000, 8), np.float32), norm="l2_across_heads"),
+            ShapeError,
+            "was asked of 5000 heads of 8 columns; it takes rows of up to 32768",
+        ),
         (
             lambda: jax.grad(lambda x: norms.quantised_rms_norm(x).y_scale.sum())(X),
             GradientError,
@@ -272,6 +357,28 @@ def test_vmap(axes: tuple[int | None, ...]) -> None:
 
     near(jax.vmap(norms.layer_norm, axes)(*operands), jax.vmap(by_hand, axes)(*operands))
     near(gradients(norms.layer_norm)(*operands), gradients(by_hand)(*operands), atol=2e-3)
+
+
+@THOROUGH
+@pytest.mark.parametrize("axes", [(0, 0, None, 0), (0, None, None, None), (0, 0, 0, 0)], ids=str)
+def test_vmap_of_heads(axes: tuple[int | None, ...]) -> None:
+    """Over tokens, with positions or without; over weights, one for each member."""
+    every = [arrays(1, (3, 4, 2, 16))[0], arrays(2, (3, 4, 1, 16))[0], arrays(3, (3, 16))[0]]
+    every.append(jnp.arange(36).reshape(3, 3, 4) % 9)
+    (table,) = arrays(4, (9, 8))
+
+    def gradients(q: Any, k: Any, weight: Any, positions: Any) -> Any:
+        def loss(*own: Any) -> Any:
+            options = {"positions": positions, "mrope_section": (4, 2, 2)}
+            made: Any = norms.qk_norm_rope
+            return sum(jnp.sum(each**3) for each in made(*own, weight, table, table, **options))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, weight)
+
+    found = jax.vmap(gradients, axes)(*[each[0] if at is None else each for each, at in zip(every, axes, strict=True)])
+    for at in range(3):
+        alone = gradients(*[each[0 if axis is None else at] for each, axis in zip(every, axes, strict=True)])
+        near([each[at] for each in found], alone, atol=2e-3)
 
 
 @THOROUGH

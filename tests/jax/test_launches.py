@@ -22,7 +22,7 @@ from normforge.upstream import jaxlib_triton
 
 from ..thorough import THOROUGH
 from .settled import arrays, jax
-from .test_functions import check_gradients, check_quantised
+from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised, first_heads
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -33,11 +33,11 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-        self._kernels: dict[str, tuple[KernelKey, Source]] = {}
+        self._kernel: tuple[KernelKey, Source] | None = None
         self._launch: tuple[Sequence[int], Sequence[Any]] = ((), ())
 
     def code_of(self, key: KernelKey, source: Source, target: Target) -> Code:
-        self._kernels[key.symbol] = key, source
+        self._kernel = key, source
         return Code(key.symbol, "", 1, 0)
 
     def message(self, *about: Any) -> bytes:
@@ -48,11 +48,13 @@ class Interpreter:
     def ffi_call(self, target: str, results: Sequence[Any]) -> Callable[..., Any]:
         assert target == jaxlib_triton.TARGET
 
-        def run(name: str, grid: Sequence[int], parameters: Sequence[Any], *given: Any) -> list[Any]:
-            key, source = self._kernels[name]
+        assert self._kernel is not None
+        key, source = self._kernel
+
+        def run(grid: Sequence[int], parameters: Sequence[Any], *given: Any) -> list[Any]:
             # What is not written stays what no result is.
             made = [torch.full(result.shape, -77, dtype=getattr(torch, str(result.dtype))) for result in results]
-            buffers = iter([*map(_as_torch, given), *made])
+            buffers = iter([*map(as_tensor, given), *made])
             told = iter(parameters)
             values = []
             for _, word in key.arguments:
@@ -61,26 +63,15 @@ class Interpreter:
                 values.append(word if not brought else next(buffers) if parameter is None else parameter[0])
             assert next(told, None) is None
             assert next(buffers, None) is None
-            self.ran.append(name)
+            self.ran.append(key.symbol)
             interpret(source.load(), tuple(grid), values, {})
-            return [_as_array(tensor) for tensor in made]
+            return [as_array(tensor) for tensor in made]
 
         def call(*given: Any, name: str, opaque: bytes) -> Any:
-            return jax.pure_callback(partial(run, name, *self._launch), results, *given)
+            assert name == key.symbol
+            return jax.pure_callback(partial(run, *self._launch), results, *given)
 
         return call
-
-
-def _as_torch(array: Any) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(np.asarray(array, np.float32)).bfloat16()
-    return torch.from_numpy(np.array(array))
-
-
-def _as_array(tensor: torch.Tensor) -> Any:
-    if tensor.dtype is torch.bfloat16:
-        return tensor.float().numpy().astype("bfloat16")
-    return tensor.numpy()
 
 
 @pytest.fixture
@@ -132,6 +123,16 @@ def test_gradients_of_16_bits_and_of_some_vectors(interpreter: Interpreter) -> N
 def test_quantised(out_dtype: str, interpreter: Interpreter) -> None:
     check_quantised("layer", out_dtype, (3, 200))
     assert interpreter.ran
+
+
+@pytest.mark.parametrize("case", [*map(first_heads, HEADS)])
+def test_heads(case: Any, interpreter: Interpreter) -> None:
+    """Weights of one length are added up by one kernel, and of two lengths by two."""
+    check_heads(case)
+    across = "_across" if case.norm.endswith("_across_heads") else ""
+    lengths = {case.q_heads, case.k_heads} if across else {1}
+    sums = ["sum_partials"] * (len(lengths) if case.weights else 0)
+    assert interpreter.ran == [f"qk_norm_rope{across}_fwd", *([f"qk_norm_rope{across}_bwd"]), *sums, interpreter.ran[0]]
 
 
 @THOROUGH
@@ -216,6 +217,32 @@ def test_rows_are_not_sent(spec: Any) -> None:
     assert found[0].sharding.is_equivalent_to(lying.sharding, 3)
     assert found[1].sharding.is_fully_replicated
     close(found, jax.grad(loss, (0, 1, 2))(x, weight, bias))
+
+
+def turned(q: Any, k: Any, weight: Any, table: Any, norm: str = "rms") -> Any:
+    made = norms.qk_norm_rope(q, k, weight, weight[: len(weight) * k.shape[-2] // q.shape[-2]], table, table, norm=norm)
+    return sum(jnp.sum(each**3) for each in made)
+
+
+# Tokens and heads; the same axis for tokens and for heads, where the keys' heads are sent; heads of one norm.
+OF_HEADS = {
+    "rms": [(P("a", None, "b"), P("a", None, "b"), 0), (P("a"), P(None, None, "a"), 1)],
+    "rms_across_heads": [(P("a", "b"), P("a", "b"), 0), (P("a", None, "b"), P("a", None, "b"), 1)],
+}
+
+
+@THOROUGH
+@pytest.mark.usefixtures("partitioner")
+@pytest.mark.parametrize(("norm", "at"), [(norm, at) for norm in OF_HEADS for at in range(2)])
+def test_heads_are_sent_where_they_are_normalised_together(norm: str, at: int) -> None:
+    *specs, sent = OF_HEADS[norm][at]
+    (q,), (k,), (table,) = arrays(1, (4, 6, 4, 16)), arrays(2, (4, 6, 4, 16)), arrays(3, (6, 8))
+    weight = arrays(4, (64 if norm != "rms" else 16,))[0]
+    gradient = jax.jit(jax.grad(partial(turned, norm=norm), (0, 1, 2)))
+    lying = [jax.device_put(x, jax.sharding.NamedSharding(mesh(), spec)) for x, spec in zip((q, k), specs, strict=True)]
+    found = communicated(gradient.lower(*lying, weight, table).compile())
+    assert (set(found) == {"all-reduce"}) is not bool(sent)
+    close(gradient(*lying, weight, table), gradient(q, k, weight, table))
 
 
 @THOROUGH

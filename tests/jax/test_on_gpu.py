@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ import normforge.jax as norms  # isort: skip
 from normforge.jax.launches import lowered_for
 
 from .settled import arrays
-from .test_functions import check_gradients, check_quantised
+from .test_functions import HEADS, check_gradients, check_heads, check_quantised
 
 jnp = jax.numpy
 pytestmark = pytest.mark.gpu
@@ -55,6 +57,11 @@ def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], dtyp
 @pytest.mark.parametrize("out_dtype", ["int8", "float8_e4m3fn", "float8_e4m3fnuz"])
 def test_quantised(out_dtype: str) -> None:
     check_quantised("rms", out_dtype, (300, 1024))
+
+
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_heads(case: Any) -> None:
+    check_heads(case)
 
 
 def test_vmap_and_rows_that_are_none() -> None:

@@ -273,7 +273,7 @@ def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
     entry, made = dispatch.find(mode, n), Plan(call, (), target).prepared(m).assembly
     found: Described = []
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
-        source = source_of(entry, recipe.part)
+        source = source_of(entry.package, *entry.module_and_symbol(recipe.part))
         options = dict(recipe.key(source.name, source.parameters, target).options)
         told = {name: value for name, value in recipe.constants.items() if name in source.parameters}
         found.append((source.name.rpartition(":")[2], {**told, **options}, recipe.grid(m, made.programs(m, 1))))
