@@ -113,7 +113,7 @@ def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Roundi
         if got is None or want is None or got.shape != want.shape or got.dtype != want.dtype:
             findings.append(Finding(name, math.inf, 0.0, ok=False))
         elif name == "residual_out":
-            differing = _differing(got, want) if expected.sums is None else _outside(got, *expected.sums)
+            differing = unequal(got, want) if expected.sums is None else _outside(got, *expected.sums)
             findings.append(Finding(name, differing, 0.0, differing == 0))
         elif name == "y" and expected.y_scale is not None:
             findings.append(_quantised(actual, expected, rounding))
@@ -169,7 +169,7 @@ def compare_quantised(
         if want is None or got.shape != want.shape or got.dtype != want.dtype:
             findings.append(Finding(name, math.inf, 0.0, ok=False))
         elif name == "residual_out":
-            findings.append(Finding(name, _differing(got, want), 0.0, _differing(got, want) == 0))
+            findings.append(Finding(name, unequal(got, want), 0.0, unequal(got, want) == 0))
         else:
             findings.append(_close("y", got, want, expected.unquantised_open)._replace(name=name))
     return findings
@@ -361,7 +361,8 @@ def _steps(q: torch.Tensor) -> torch.Tensor:
     return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
 
 
-def _differing(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def unequal(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how many elements are not equal."""
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     return float((~same).sum())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from ..calls.outputs import LayerNormOutput
 from ..dtypes import TORCH_DTYPES
 from ..families.functional import qk_norm_rope, qk_norm_rope_bwd
 from ..families.operands import GroupNormGradients
-from ..kernels.rotary import ACROSS, BACKWARD, FORWARD
+from ..kernels.rotary import ACROSS, BACKWARD, CACHE, FORWARD
 from ..reference.norms import ReferenceOutput
-from .compare import Finding, compare, compare_gradients
+from .compare import Finding, compare, compare_gradients, unequal
 from .measured_run import Run
 from .problem import PACKED
 from .problem_tensors import SEED
@@ -42,27 +43,76 @@ def prepare(problem: RotaryProblem, device: torch.device) -> Run[_Outputs]:
     rows, arrived = packed(), packed()
     lengths = [problem.n * (x.shape[1] if problem.norm.is_across else 1) for x in rows]
     weights = [draw(n) if x.shape[1] else None for x, n in zip(rows, lengths, strict=True)]
-    angles = 2 * torch.pi * draw(problem.m, problem.rotary_dim // 2).float()
+    rows_of_tables = problem.m + 3 * (problem.positions > 0)
+    angles = 2 * torch.pi * draw(rows_of_tables, problem.rotary_dim // 2).float()
     cos, sin = angles.cos(), angles.sin()
     words: dict[str, Any] = {name: getattr(problem, name) for name in ("norm", "eps", "interleaved", "rotary_dim")}
-    words["cast"] = problem.cast
+    words |= {"cast": problem.cast, "mrope_section": problem.section, "mrope_interleaved": problem.alternates}
+    if problem.positions:
+        size = (problem.m,) if problem.section is None else (3, problem.m)
+        words["positions"] = torch.randint(rows_of_tables, size, device=device, generator=generator)
+    if problem.cache is not None:
+        words |= _paged(problem, device, generator)
+
+    cos_rows, sin_rows = (_of_tokens(problem, table, words.get("positions")) for table in (cos, sin))
+    turn = _Turn(cos_rows, sin_rows, problem.interleaved)
 
     def check(outputs: _Outputs) -> tuple[Finding, ...]:
         found: list[Finding] = []
         for at, own in enumerate("qk"):
-            exact = _Exact(problem, rows[at], weights[at], _Turn(cos, sin, problem.interleaved))
+            exact = _Exact(problem, rows[at], weights[at], turn)
             if rows[at].shape[1]:
                 parts = exact.gradients(arrived[at], outputs[at::2]) if problem.backward else exact.output(outputs[at])
                 names = {"y": own, "dx": f"d{own}", "dweight": f"d{own}_weight"}
                 found += [part._replace(name=names[part.name]) for part in parts]
-        return tuple(found)
+        return (*found, *([_cached(outputs, words)] if CACHE in words else []))
+
+    def call() -> _Outputs:
+        if problem.backward:
+            return qk_norm_rope_bwd(*operands, **words)
+        return (*qk_norm_rope(*operands, **words), *([words[CACHE]] if CACHE in words else []))
 
     kernel = BACKWARD if problem.backward else FORWARD
     name = ACROSS[kernel] if problem.norm.is_across else kernel
-    operands = (*(arrived if problem.backward else ()), *rows, *weights, cos, sin)
-    call: Any = qk_norm_rope_bwd if problem.backward else qk_norm_rope
+    operands: Any = (*(arrived if problem.backward else ()), *rows, *weights, cos, sin)
     # No table has an instance: one module has the kernels of all such calls.
-    return Run(names=lambda: (name, name), call=lambda: call(*operands, **words), validate=check, operands=operands)
+    return Run(names=lambda: (name, name), call=call, validate=check, operands=(*operands, *words.values()))
+
+
+def _of_tokens(problem: RotaryProblem, table: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Return each token's row of a table, of which pairs may have one position of three."""
+    if positions is None or problem.section is None:
+        return table if positions is None else table[positions]
+    pairs = range(problem.rotary_dim // 2)
+    axes = [each for each, count in enumerate(problem.section) for _ in range(count)]
+    if problem.alternates:
+        axes = [pair % 3 if pair < 3 * problem.section[pair % 3] else 0 for pair in pairs]
+    return torch.stack([table[positions[axis], pair] for axis, pair in zip(axes, pairs, strict=True)], -1)
+
+
+def _paged(problem: RotaryProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return a paged cache of keys and the slots of all tokens, a fifth of which have none."""
+    assert problem.cache is not None
+    blocks = -(-problem.m // problem.slots)
+    shape, dtype = (blocks, problem.slots, problem.k_heads, problem.n), TORCH_DTYPES[problem.cache]
+    slots = torch.randperm(blocks * problem.slots, device=device, generator=generator)[: problem.m]
+    slots[4::5] = -1
+    scale = {"k_scale": torch.tensor([problem.k_scale], device=device)} if problem.k_scale else {}
+    return {CACHE: torch.zeros(shape, device=device).to(dtype), "slot_mapping": slots, **scale}
+
+
+def _cached(outputs: _Outputs, words: Mapping[str, torch.Tensor]) -> Finding:
+    """Hold a cache against the keys that were returned, which it has at the slots of their tokens, to the bit."""
+    _, keys, cache = outputs
+    assert keys is not None
+    assert cache is not None
+    wanted, slots = torch.zeros_like(cache, dtype=torch.float32), words["slot_mapping"]
+    scaled = keys.float() / words["k_scale"] if "k_scale" in words else keys.float()
+    wanted.flatten(0, 1)[slots[slots >= 0]] = scaled[slots >= 0]
+    if cache.dtype is torch.float8_e4m3fn:
+        wanted = wanted.clamp(-448, 448)
+    differing = unequal(cache.float(), wanted.to(cache.dtype).float())
+    return Finding(CACHE, differing, 0.0, differing == 0)
 
 
 class _Turn(NamedTuple):

@@ -217,6 +217,24 @@ OPTIONS = (
     Option("rotary_dim", int, -1, None, "with -rope 1, how many columns of a head are rotated; -1: all"),
     Option("interleaved", int, 0, tuple(_FLAG), "with -rope 1, rotate columns 2 i and 2 i + 1 as a pair"),
     Option("across_heads", int, 0, tuple(_FLAG), "with -rope 1, normalise all heads of a token together"),
+    Option("positions", int, 0, tuple(_FLAG), "with -rope 1, a token's row of cos and sin is that of its position"),
+    Option(
+        "mrope_section",
+        str,
+        None,
+        None,
+        "with -rope 1, three positions of each token, and how many pairs turn by each (mRoPE): 16,24,24",
+    ),
+    Option("mrope_interleaved", int, 0, tuple(_FLAG), "with -mrope_section, pairs take the three positions in turn"),
+    Option(
+        "key_cache",
+        str,
+        rotary_problem.NO_CACHE,
+        rotary_problem.CACHES,
+        "with -rope 1, write keys to a paged cache too; auto: in prec_i, fp8: fp8_e4m3fn",
+    ),
+    Option("slots", int, 16, None, "with -key_cache, the slots of a block"),
+    Option("k_scale", float, 0.0, None, "with -key_cache fp8, what keys are divided by first; 0: by nothing"),
     Option(
         "several", str, None, None, f"the row lengths of 2 to {MOST_NORMS} RMSNorms of m rows in one launch: 1536,512"
     ),
