@@ -19,7 +19,7 @@ from ..codegen.values import FusedAdd, FusedQuant, HeadNorm, Norm
 from ..errors import ConflictError, DTypeError, ShapeError
 from ..kernels.rotary import MOST_ACROSS
 from ..upstream.jax_internals import varying
-from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of, saving_of
+from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of
 from .primitive import apply
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -223,11 +223,13 @@ def _differentiable(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...
 
 def _saving(op: Operation, *operands: jax.Array) -> Any:
     """Return the results, and the tensors that the gradient reads."""
-    saving = saving_of(op)
+    saving = op
+    if not isinstance(op.mode, Heads):
+        saving = forward_of(replace(op.mode, save_mv=True), op.dtypes, op.eps, op.weight_offset)
     outputs = saving.named(apply(*operands, op=saving))
     tensors = {**dict(zip(op.dtypes, operands, strict=True)), **outputs}
-    if "residual_out" in outputs:
-        tensors["x"] = outputs["residual_out"]
+    # A sum is normalised as it is stored.
+    tensors["x"] = outputs.get("residual_out", tensors.get("x"))
     kept = {each.name: tensors[each.name] for each in gradient_of(op).operands if each.name in tensors}
     return tuple(outputs[each.name] for each in op.results), kept
 

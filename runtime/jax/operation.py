@@ -188,13 +188,6 @@ def forward_of_heads(mode: Heads, arrays: Mapping[str, Any], eps: float, weight_
     return Operation(mode, tuple(operands), tuple(results), eps, weight_offset)
 
 
-def saving_of(forward: Operation) -> Operation:
-    """Return a forward operation that also returns what its gradient reads besides its operands and its results."""
-    if isinstance(forward.mode, Heads):
-        return forward
-    return forward_of(replace(forward.mode, save_mv=True), forward.dtypes, forward.eps, forward.weight_offset)
-
-
 def gradient_of(forward: Operation) -> Operation:
     """Return the operation that computes the gradients of a forward operation."""
     return (_gradient_of_heads if isinstance(forward.mode, Heads) else _gradient_of_rows)(forward)

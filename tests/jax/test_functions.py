@@ -168,20 +168,15 @@ def check_heads(case: heads.Case) -> None:
         heads.agree(case, as_tensor(found), exact[name], 8.0 if "weight" in name else 1.0)
 
 
-HEADS = [case for case in heads.CASES if case.cast == "after_weight"]
-# Two norms of three, with and without positions of three axes, and weights of one length or of two.
-FIRST_HEADS = [
-    case
-    for case in HEADS
-    if (case.mrope_section or (0,))[0] == 16 or (case.n == 20 and case.q_heads == 5) or case.tokens == 70
+# First programs of several tiles, of weights of one length and of two, and positions of three axes.
+HEADS = [
+    pytest.param(case, id=str(case), marks=[THOROUGH] * (case.tokens < 70 and case.mrope_section != (16, 16, 0)))
+    for case in heads.CASES
+    if case.cast == "after_weight"
 ]
 
 
-def first_heads(case: heads.Case) -> Any:
-    return pytest.param(case, id=str(case), marks=[] if case in FIRST_HEADS else [THOROUGH])
-
-
-@pytest.mark.parametrize("case", [*map(first_heads, HEADS)])
+@pytest.mark.parametrize("case", HEADS)
 def test_heads(case: heads.Case) -> None:
     check_heads(case)
 

@@ -22,7 +22,7 @@ from normforge.upstream import jaxlib_triton
 
 from ..thorough import THOROUGH
 from .settled import arrays, jax
-from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised, first_heads
+from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -125,7 +125,7 @@ def test_quantised(out_dtype: str, interpreter: Interpreter) -> None:
     assert interpreter.ran
 
 
-@pytest.mark.parametrize("case", [*map(first_heads, HEADS)])
+@pytest.mark.parametrize("case", HEADS)
 def test_heads(case: Any, interpreter: Interpreter) -> None:
     """Weights of one length are added up by one kernel, and of two lengths by two."""
     check_heads(case)

@@ -59,7 +59,7 @@ def test_quantised(out_dtype: str) -> None:
     check_quantised("rms", out_dtype, (300, 1024))
 
 
-@pytest.mark.parametrize("case", HEADS, ids=str)
+@pytest.mark.parametrize("case", HEADS)
 def test_heads(case: Any) -> None:
     check_heads(case)
 

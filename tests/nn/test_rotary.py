@@ -213,6 +213,24 @@ def test_outputs_and_gradients(case: Case, device: str) -> None:
 
 
 @each_device
+@pytest.mark.parametrize("norm", ["rms", "layer", "l2", "layer_across_heads"])
+def test_heads_whose_squares_overflow_are_zeros(norm: str, device: str) -> None:
+    """Weights have the gradients of the other heads: docs/reference/numerics.md."""
+    case = Case(norm=norm, dtype=torch.float32)
+    operands = leaves_of(given(case, device))
+    rows = operands["q"].detach().clone()
+    rows[2] *= 1e25
+    q, _ = call(case, operands | {"q": rows.requires_grad_()})
+    others = call(case, operands)[0][[0, 1, 3, 4]]
+    assert torch.equal(q, others.new_zeros(q.shape).index_copy(0, torch.tensor([0, 1, 3, 4], device=device), others))
+    due = torch.randn_like(q)
+    dq, dweight = torch.autograd.grad(q, (rows, operands["q_weight"]), due)
+    assert not dq[2].any()
+    (wanted,) = torch.autograd.grad(others, operands["q_weight"], due[[0, 1, 3, 4]])
+    torch.testing.assert_close(dweight, wanted)
+
+
+@each_device
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("positions", [False, True])
 def test_tokens_of_several_sequences_may_share_rows(positions: bool, whole: bool, device: str) -> None:
