@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
+import yaml
 
 import normforge
-from normforge import LayerNormOutput, reference
+from normforge import LayerNormOutput, errors, reference
 from normforge.calls.outputs import NormGradients
 from normforge.codegen.values import FusedQuant, Rounding
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
@@ -214,8 +216,27 @@ while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and
     return [out for out, _ in outputs]
 
 
+def table_at(path: Path, names: Mapping[str, Any]) -> Any:
+    """Return the contents of a YAML file, where text that begins with `=` is an expression of names, torch and np."""
+
+    def read(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: read(each) for key, each in node.items()}
+        if isinstance(node, list):
+            return [*map(read, node)]
+        is_expression = isinstance(node, str) and node.startswith("=")
+        return eval(node[1:], {"torch": torch, "np": np, **names}) if is_expression else node
+
+    return read(yaml.safe_load(path.read_text()))
+
+
 # By error and name: what is passed, and what the message begins with or holds.
 Refused = Mapping[type[Exception], Mapping[str, tuple[dict[str, Any], str]]]
+
+
+def refusals(path: Path, names: Mapping[str, Any]) -> Refused:
+    """Return a table of refusals that a YAML file holds; see `table_at`."""
+    return {getattr(errors, error): rows for error, rows in table_at(path, names).items()}
 
 
 def each_of(refused: Refused) -> pytest.MarkDecorator:

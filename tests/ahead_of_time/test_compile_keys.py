@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import normforge
 from normforge import errors
@@ -24,8 +23,9 @@ from normforge.kernels.gpu import KernelKey, Target, named_target, target_of
 from normforge.kernels.obtain import obtain
 from normforge.selection import dispatch
 from normforge.tools import cli
-from proving.cases import Case, cases, check, operands, with_tuples
+from proving.cases import Case, cases, check, operands
 
+from ..calling import table_at
 from ..folders import PLAIN, RMS, instance, write
 from ..launching import SomeTable
 from ..stand_in_driver import driving
@@ -194,19 +194,12 @@ USUAL: dict[str, dict[str, Any]] = {
     "of rows": {"n": [64], "modes": ["ln_fwd_bf16"]},
     "of GroupNorm": {"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"]},
 }
-BAD: dict[str, dict[str, tuple[dict[str, Any], str, str]]] = yaml.safe_load(
-    Path(__file__).with_name("refused.yaml").read_text()
-)
-BAD["of rows"]["weight"] = (
-    {"weight_dtypes": [torch.int8]},
-    *("ConflictError", "weight_dtypes has torch.int8; it takes .* or None"),
-)
+BAD: dict[str, dict[str, tuple[dict[str, Any], str, str]]] = table_at(Path(__file__).with_name("refused.yaml"), {})
 
 
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, rows in BAD.items() for name in rows])
 def test_what_is_refused(what: str, name: str) -> None:
     given, error, message = BAD[what][name]
-    given = {key: [*map(with_tuples, each)] if isinstance(each, list) else each for key, each in given.items()}
     with pytest.raises(getattr(errors, error), match=message):
         compile_keys(**{"arch": "sm_90"} | USUAL[what] | given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from normforge.calls.row_layout import elements_overlap, may_overlap, rows_overl
 from normforge.errors import LayoutError
 from proving.cases import cases, operands
 
-from ..calling import FORWARD, backward, each_norm, same_bits
+from ..calling import FORWARD, backward, each_norm, same_bits, table_at
 from ..operators import registered
 
 M, N = 3, 64
@@ -92,44 +93,11 @@ def test_nothing_overlaps_what_is_empty() -> None:
 
 
 WIDE, FREE, X, RESIDUAL = torch.randn(4, 2 * N), torch.zeros(M, N), torch.randn(M, N), torch.randn(M, N)
-SAME_ROW, PART, ADD = torch.zeros(1, N).expand(M, N), WIDE[:M, :N], {"x": X, "residual": RESIDUAL, "fadd": 1}
-QUANTISED: dict[str, Any] = {"out": FREE.view(torch.int8)[:, :N], "fquant": "smooth_dynamic"}
-# What a message says, and what is passed.
-REFUSED: list[tuple[str, dict[str, Any]]] = [
-    (r"the rows of out overlap \(row stride 63, N 64\)", {"x": X, "out": torch.zeros(200).as_strided((M, N), (63, 1))}),
-    (r"the rows of out overlap \(row stride 0", {"x": X, "out": SAME_ROW}),
-    (r"the rows of out overlap \(row stride 0", {"x": X[:, :1], "out": SAME_ROW[:, :1]}),
-    ("the rows of residual_out overlap", {**ADD, "residual_out": SAME_ROW}),
-    (r"out overlaps x in memory \(the very same view would do\)", {"x": PART, "out": WIDE[:M, 1 : N + 1]}),
-    ("out overlaps x in memory", {"x": PART, "out": WIDE[1:, :N]}),
-    # The same first element, but other rows.
-    ("out overlaps x in memory", {"x": PART, "out": WIDE.view(-1).as_strided((M, N), (N, 1))}),
-    ("out overlaps x in memory; pass memory of its own", {"x": X, "out": X.view(torch.float16)[:, :N]}),
-    ("out overlaps x in memory; pass memory of its own", {"x": X, "out": X.view(torch.int8)[:, :N], "fquant": 2}),
-    # One row has no stride to tell the two apart by.
-    ("out overlaps x in memory; pass memory of its own", {"x": X[:1], "out": X.view(torch.int8)[:1, :N], "fquant": 2}),
-    *(
-        (f"out overlaps {name} in memory; pass memory of its own", {"x": X, "out": FREE, name: FREE[0]})
-        for name in ("weight", "bias", "x_bias")
-    ),
-    ("out overlaps smooth_scale in memory; pass memory", {"x": X, **QUANTISED, "smooth_scale": FREE[0]}),
-    ("out overlaps residual", {**ADD, "residual": PART, "out": WIDE[1:, :N]}),
-    ("residual_out overlaps x", {"x": PART, "residual": X, "fadd": 1, "out": FREE, "residual_out": WIDE[1:, :N]}),
-    ("out overlaps weight", {"x": PART, "weight": WIDE[0, :N], "out": PART}),
-    ("residual_out overlaps weight in memory", {**ADD, "weight": FREE[1], "residual_out": FREE}),
-    ("residual_out overlaps out in memory", {**ADD, "out": FREE, "residual_out": FREE[:]}),
-    # Each alone would do; together, one output would overwrite the other.
-    ("residual_out overlaps out in memory", {**ADD, "out": X, "residual_out": X}),
-    ("residual_out overlaps out in memory", {**ADD, "out": RESIDUAL, "residual_out": RESIDUAL}),
-    (
-        "residual_out overlaps x in memory",
-        {**ADD, "residual": RESIDUAL.half(), "residual_out": X.view(torch.float16)[:, :N]},
-    ),
-]
+SAME_ROW, PART = torch.zeros(1, N).expand(M, N), WIDE[:M, :N]
 
 
 @pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize(("message", "given"), REFUSED)
+@pytest.mark.parametrize(("message", "given"), table_at(Path(__file__).with_name("overlapping.yaml"), globals()))
 def test_outputs_over_other_tensors_are_refused(message: str, given: dict[str, Any]) -> None:
     """Cold, by `which`, and after a call like it whose outputs lie apart."""
     apart: dict[str, Any] = {

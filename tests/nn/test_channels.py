@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 import normforge
 from normforge.codegen.groups import GroupMode, Span
 from normforge.codegen.values import Direction, DType, Pipeline
-from normforge.errors import ConflictError, DTypeError, NormforgeError, ShapeError
+from normforge.errors import NormforgeError
 from normforge.kernels import pipelines
 from normforge.kernels.group_tiles import channel_tile
 from normforge.selection import dispatch
 from proving.cases import EPS, Case, Tensors, cases, doubled, formula, operands
 
+from ..calling import each_of, refusals
 from .groups import close, hold, innermost
 
 
@@ -148,36 +150,14 @@ def test_batch_invariance(channels: int) -> None:
         assert torch.equal(dx[1:2, :, 5:21], dx_alone)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "another dim": ({"dim": 2}, ConflictError, "dim is 2; it takes -1"),
-    "no whole number": ({"dim": 1.0}, ConflictError, "dim is 1.0"),
-    "cast": ({"cast": "before_weight"}, ConflictError, "x_bias, weight_offset and cast go with dim=-1"),
-    "weight_offset": ({"weight_offset": 1.0}, ConflictError, "go with dim=-1"),
-    "x_bias": ({"x_bias": torch.ones(12)}, ConflictError, "go with dim=-1"),
-    "another size": ({"normalized_shape": (5,)}, ShapeError, "normalized_shape is"),
-    "two sizes": ({"normalized_shape": (5, 12)}, ShapeError, "the channels alone"),
-    "a size alone": ({"normalized_shape": 12}, DTypeError, "normalized_shape is 12"),
-    "another weight": ({"weight": torch.ones(5)}, ShapeError, "weight has shape"),
-    "eps": ({"eps": -1.0}, ConflictError, "eps=-1.0 will not do"),
-    "an activation of rows": (
-        {"dim": -1, "normalized_shape": (5,), "weight": None, "activation": "silu"},
-        ConflictError,
-        "activation is 'silu', and dim -1",
-    ),
-    "another activation": ({"activation": "relu"}, ConflictError, "relu"),
-    "one dimension": ({"x": torch.ones(12)}, ShapeError, "at least 2 dimensions"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(case: tuple[dict[str, Any], type[Exception], str]) -> None:
-    changed, error, says = case
+@each_of(refusals(Path(__file__).with_name("channels.yaml"), {}))
+def test_what_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     usual: dict[str, Any] = {"x": torch.ones(2, 12, 5), "normalized_shape": (12,), "weight": torch.ones(12), "dim": 1}
     # A known call is refused alike.
     for _ in range(2):
         normforge.layer_norm(**usual)
-        with pytest.raises(error, match=says):
-            normforge.layer_norm(**{**usual, **changed})
+        with pytest.raises(error, match=message):
+            normforge.layer_norm(**{**usual, **given})
 
 
 @pytest.mark.parametrize("channels", [1, 3, 17, 96, 100, 768, 1000, 1024, 1025, 2048, 2049, 30000])

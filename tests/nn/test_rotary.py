@@ -27,7 +27,7 @@ from normforge.selection import dispatch, recording
 from proving import cases
 from proving.cases import coarser, gradients
 
-from ..calling import Refused, counted, each_device, each_of, same_bits
+from ..calling import counted, each_device, each_of, refusals, same_bits
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transforms import M, N, alike
@@ -512,115 +512,12 @@ def test_gradients_by_other_ways() -> None:
 
 GIVEN = given(Case())
 KEPT = _cache(Case(), torch.bfloat16)
-IN_FP8 = {"slot_mapping": SLOTS, "key_cache": KEPT.to(torch.float8_e4m3fn)}
 ROWS = torch.ones(3, 5).long()
 Q, K, WEIGHT = (GIVEN[name] for name in ("q", "k", "k_weight"))
 TRAINED = WEIGHT.clone().requires_grad_()
-REFUSED: Refused = {
-    errors.DTypeError: {
-        "types of q and k": ({"k": K.half()}, "k has dtype torch.float16; it takes torch.bfloat16"),
-        "integers": ({"q": Q.long()}, "q has dtype torch.int64"),
-        "positions of floats": ({"positions": torch.ones(5)}, "positions has dtype"),
-        "no tensor": ({"cos": None}, "cos is a NoneType"),
-        "a cache's type": ({"slot_mapping": SLOTS, "key_cache": KEPT.byte()}, "key_cache has dtype torch.uint8"),
-        "slots of floats": ({"slot_mapping": SLOTS.float(), "key_cache": KEPT}, "slot_mapping has dtype"),
-        "a scale's type": ({**IN_FP8, "k_scale": torch.ones(1).half()}, "k_scale has dtype torch.float16"),
-        "a result's type": ({"out": (Q, K.float())}, r"out \(k\) has dtype"),
-    },
-    errors.DeviceError: {
-        "a device": ({"sin": GIVEN["sin"].to("meta")}, "sin is on meta and q on cpu"),
-        "a cache's device": (
-            {"slot_mapping": SLOTS, "key_cache": KEPT.to("meta")},
-            "key_cache is on meta and k on cpu",
-        ),
-    },
-    errors.ShapeError: {
-        "no tokens": ({"q": Q[0], "k": K[0]}, r"q has shape \(4, 64\)"),
-        "no heads": ({"q": Q[:, :0]}, r"q has shape \(5, 0, 64\)"),
-        "a long row": (
-            {"norm": "rms_across_heads", "q": Q[:, :1].expand(5, 600, 64)},
-            "norm='rms_across_heads' was asked of 600 heads of 64 columns; it takes rows of up to 32768",
-        ),
-        "a weight of one head": ({"norm": "rms_across_heads"}, r"q_weight has shape \(64,\) .*; it takes \(256,\)"),
-        "tokens of k": ({"k": K[1:]}, r"k has shape \(4, 2, 64\)"),
-        "columns of k": ({"k": K[..., 1:]}, "k has shape"),
-        "a weight": ({"k_weight": WEIGHT[1:]}, r"k_weight has shape \(63,\)"),
-        "tables": ({"cos": torch.ones(5, 63)}, r"cos has shape \(5, 63\).* it takes \(5, 32\) or \(5, 64\)"),
-        "two tables": ({"sin": torch.ones(7, 32)}, r"sin has shape \(7, 32\)"),
-        "rows of a table": ({"cos": torch.ones(6, 32)}, r"cos has shape \(6, 32\)"),
-        "no rows": (
-            {"cos": torch.ones(0, 32), "sin": torch.ones(0, 32), "positions": torch.zeros(5).long()},
-            r"cos has shape \(0, 32\); with positions it takes a row or more",
-        ),
-        "mRoPE": ({"positions": torch.ones(3, 5).long()}, r"positions has shape \(3, 5\).*need mrope_section"),
-        "positions of mRoPE": (
-            {"positions": torch.ones(5).long(), "mrope_section": (8, 12, 12)},
-            r"positions has shape \(5,\) .*; it takes \(3, 5\)$",
-        ),
-        "whole tables of mRoPE": (
-            {"positions": ROWS, "mrope_section": [8, 12, 12], "cos": torch.ones(9, 64)},
-            r"cos has shape \(9, 64\).*it takes \(9, 32\)$",
-        ),
-        "slots": ({"slot_mapping": SLOTS[1:], "key_cache": KEPT}, r"slot_mapping has shape \(4,\)"),
-        "heads of a cache": ({"slot_mapping": SLOTS, "key_cache": KEPT[:, :, 1:]}, r"key_cache has shape .* 2, 64\)"),
-        "scales": ({**IN_FP8, "k_scale": torch.ones(2)}, r"k_scale has shape \(2,\)"),
-        "odd columns": ({"rotary_dim": 31}, "rotary_dim is 31"),
-        "too many columns": ({"rotary_dim": 66}, "rotary_dim is 66"),
-        "a word of columns": ({"rotary_dim": "all"}, "rotary_dim is 'all'"),
-        "a result's shape": ({"out": (K, K)}, r"out \(q\) has shape"),
-    },
-    errors.ConflictError: {
-        "eps": ({"eps": -1}, "eps=-1"),
-        "a norm": ({"norm": "batch"}, "norm='batch' is no mode"),
-        "a clamped norm": (
-            {"norm": "l2_clamped"},
-            "norm='l2_clamped' is no mode; it takes 'rms', .*'rms_across_heads'",
-        ),
-        "a cast": ({"cast": "never"}, "cast='never'"),
-        "a flag": ({"interleaved": "yes"}, "interleaved='yes'"),
-        "a weight of no keys": ({"k": K[:, :0]}, "k_weight was passed, and k has no heads; pass None"),
-        "an offset of no weight": ({"weight_offset": 1.0, "k_weight": None}, "weight_offset=1.0"),
-        "one tensor to write": ({"out": Q}, "out is a Tensor"),
-        "sections": ({"mrope_section": (8, 12, 13), "positions": ROWS}, r"mrope_section is \(8, 12, 13\); .* = 32"),
-        "a section": ({"mrope_section": 32, "positions": ROWS}, "mrope_section is 32; it takes three numbers"),
-        "one axis": ({"mrope_section": (32, 0, 0), "positions": ROWS}, "the second or the third above 0"),
-        "no positions": ({"mrope_section": (8, 12, 12)}, "mrope_section was passed without positions"),
-        "no sections": ({"mrope_interleaved": True}, "mrope_interleaved=True goes with mrope_section"),
-        "no slots": ({"key_cache": KEPT}, "one of key_cache and slot_mapping was passed"),
-        "no cache": ({"slot_mapping": SLOTS}, "one of key_cache and slot_mapping was passed"),
-        "a scale of 16 bits": (
-            {"slot_mapping": SLOTS, "key_cache": KEPT, "k_scale": torch.ones(1)},
-            "k_scale was passed, and key_cache is none of torch.float8_e4m3fn",
-        ),
-    },
-    errors.GradientError: {
-        "angles": ({"cos": GIVEN["cos"].clone().requires_grad_()}, "cos requires a gradient"),
-        "in place": ({"q_weight": TRAINED, "out": (Q, K)}, "q_weight requires a gradient and has none where out"),
-        "cached": ({"q_weight": TRAINED, **IN_FP8}, "q_weight requires a gradient and has none where .* key_cache"),
-        "a cache": (
-            {"slot_mapping": SLOTS, "key_cache": KEPT.clone().requires_grad_()},
-            "key_cache requires a gradient and what is written to it has none",
-        ),
-    },
-    errors.LayoutError: {
-        "a sparse tensor": ({"k_weight": WEIGHT.to_sparse()}, "k_weight is in layout"),
-        "k over q": ({"out": (Q.clone(), Q[:, 1:3])}, r"out \(k\) overlaps q"),
-        "results that overlap": ({"out": ((own := Q.clone()), own[:, :2])}, r"out \(k\) overlaps out \(q\)"),
-        "a cache over k": (
-            {"slot_mapping": SLOTS, "key_cache": K.reshape(5, 1, 2, 64), "k": K.reshape(5, 1, 2, 64)[:, 0]},
-            "key_cache overlaps k in memory",
-        ),
-        "slots that overlap": (
-            {"slot_mapping": SLOTS, "key_cache": KEPT[:1].expand(KEPT.shape)},
-            "the rows of key_cache overlap",
-        ),
-        "columns of a cache": ({"slot_mapping": SLOTS, "key_cache": _stretched(KEPT)}, "key_cache has stride 2"),
-        "heads that overlap": ({"out": (Q[:, :1].expand(5, 4, 64), K)}, r"rows of out \(q\) overlap"),
-    },
-}
 
 
-@each_of(REFUSED)
+@each_of(refusals(Path(__file__).with_name("rotary.yaml"), globals()))
 def test_what_is_refused(given: Tensors, error: type[Exception], message: str) -> None:
     """Also of a call that is known but for that."""
     call(Case(), GIVEN)
