@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,7 +217,7 @@ while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and
     return [out for out, _ in outputs]
 
 
-def table_at(path: Path, names: Mapping[str, Any]) -> Any:
+def table_at(path: Path, names: dict[str, Any]) -> Any:
     """Return the contents of a YAML file, where text that begins with `=` is an expression of names, torch and np."""
 
     def read(node: Any) -> Any:
@@ -225,16 +226,27 @@ def table_at(path: Path, names: Mapping[str, Any]) -> Any:
         if isinstance(node, list):
             return [*map(read, node)]
         is_expression = isinstance(node, str) and node.startswith("=")
-        return eval(node[1:], {"torch": torch, "np": np, **names}) if is_expression else node
+        return eval(node[1:], names, {"torch": torch, "np": np}) if is_expression else node
 
     return read(yaml.safe_load(path.read_text()))
+
+
+def queried(queries: Sequence[Mapping[str, Any]]) -> list[Case]:
+    """Return the cases that queries ask for, each once: families, arguments of `cases`, and values to combine."""
+    found: list[Case] = []
+    for query in queries:
+        asked = dict(query)
+        each = asked.pop("each", {})
+        for case in cases(*asked.pop("of", ()), **asked):
+            found += [case.but(**dict(zip(each, values, strict=True))) for values in product(*each.values())]
+    return [*dict.fromkeys(found)]
 
 
 # By error and name: what is passed, and what the message begins with or holds.
 Refused = Mapping[type[Exception], Mapping[str, tuple[dict[str, Any], str]]]
 
 
-def refusals(path: Path, names: Mapping[str, Any]) -> Refused:
+def refusals(path: Path, names: dict[str, Any]) -> Refused:
     """Return a table of refusals that a YAML file holds; see `table_at`."""
     return {getattr(errors, error): rows for error, rows in table_at(path, names).items()}
 

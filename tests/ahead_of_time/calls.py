@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from normforge.families.operands import GroupOptions
 from normforge.kernels.gpu import KernelKey, target_of
 from proving.cases import cases, gradients, operands
 
+from ..calling import table_at
 from ..nn.groups import innermost
 from ..thorough import THOROUGH
 
@@ -123,113 +125,6 @@ def unaligned() -> torch.Tensor:
     return torch.zeros(C * 6 + 1, dtype=BF16)[1:].view(1, C, 6)
 
 
-# By what calls bring besides: a call, the modes of its kernels, and the options of `compile_keys`.
-CALLS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
-    "fp32 residual": (
-        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
-        ["rms_fwd_bf16_add"],
-        {"residual_dtypes": [torch.float32]},
-    ),
-    "bf16 smooth scale": (
-        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
-        ["rms_fwd_bf16_int8_sdq"],
-        {"smooth_dtypes": ["same"]},
-    ),
-    "frozen weights": (
-        lambda: torch.autograd.backward(normforge.rms_norm(rows(requires_grad=True), (N,), ones()), rows()),
-        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
-        {"wants": [("dx",)]},
-    ),
-    "fp32 gradient": (
-        lambda: torch.autograd.grad(
-            plain_calls.normalise(
-                (x := rows(requires_grad=True), None, None, None, None),
-                (N,),
-                ("rms", 1e-6, 0.0, torch.float32, "after_weight"),
-            ),
-            x,
-            rows(dtype=torch.float32),
-        ),
-        ["rms_fwd_bf16_fp32_mv", "rms_bwd_bf16"],
-        {"weight_dtypes": [None], "dy_dtypes": [torch.float32]},
-    ),
-    "rows with gaps": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, N + 8, dtype=BF16)[:, :N], ones()),
-        ["rms_fwd_bf16"],
-        {"row_strides": [N + 8]},
-    ),
-    "heads": (
-        lambda: normforge.rmsnorm2d_fwd(heads(), ones()),
-        ["rms_fwd_bf16"],
-        {"row_strides": [(8 * N, 4, N)]},
-    ),
-    "heads in place": (
-        lambda: normforge.rmsnorm2d_fwd(x := heads(), ones(), out=x),
-        ["rms_fwd_bf16"],
-        {"row_strides": [{"x": (16 * N, 2, N), "out": (16 * N, 2, N)}]},
-    ),
-    "heads' gradients": (
-        lambda: torch.autograd.grad(
-            normforge.rms_norm(x := heads().requires_grad_(), (N,), ones()), x, rows(12).view(4, 3, N).transpose(0, 1)
-        ),
-        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
-        {"wants": [("dx",)], "row_strides": [{"x": (8 * N, 4, N), "dy": (N, 4, 3 * N)}]},
-    ),
-    "heads of a batch, transposed": (
-        lambda: normforge.layernorm2d_fwd(
-            torch.zeros(2, 3, 4, N).transpose(1, 2), residual=torch.zeros(2, 4, 3, N), fadd=2
-        ),
-        ["ln_fwd_fp32_add"],
-        {"weight_dtypes": [None], "row_strides": [(12 * N, 4, N, 3, 4 * N)]},
-    ),
-    "an offset": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3 * N + 1, dtype=BF16)[1:].view(3, N), ones()),
-        ["rms_fwd_bf16"],
-        {"misaligned": [("x",)]},
-    ),
-    "rows of any start": (
-        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, 2053, dtype=BF16)),
-        ["rms_fwd_bf16"],
-        {"n": 2053, "weight_dtypes": [None]},
-    ),
-    "weights alone": (
-        lambda: torch.autograd.backward(normforge.rms_norm(rows(), (N,), ones(requires_grad=True)), rows()),
-        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
-        {"wants": [("dweight",)]},
-    ),
-    "silu, channels last": (
-        lambda: normforge.group_norm(innermost(of(1, 16)), GROUPS, vector(), vector(), activation="silu"),
-        ["gn_fwd_bf16_silu_cl"],
-        {"shapes": ["1x8x16/4"]},
-    ),
-    "of two dimensions": (
-        lambda: normforge.group_norm(of(3), GROUPS, vector(), vector()),
-        ["gn_fwd_bf16_cl"],
-        {"shapes": ["3x8/4"]},
-    ),
-    "of frozen vectors": (
-        lambda: stepped(of(2, 9, requires_grad=True), vector(), vector()),
-        ["gn_?wd_bf16"],
-        {"shapes": ["2x8x9/4"], "wants": [("dx",)]},
-    ),
-    "of fp32 y": (
-        lambda: wide(of(2, 9)),
-        ["gn_fwd_bf16"],
-        {"shapes": ["2x8x9/4"], "weight_dtypes": [torch.float32], "bias_dtypes": [None], "y_dtypes": [torch.float32]},
-    ),
-    "misaligned": (
-        lambda: normforge.group_norm(unaligned(), GROUPS),
-        ["gn_fwd_bf16"],
-        {"shapes": ["1x8x6/4"], "weight_dtypes": [None], "misaligned": [("x",)]},
-    ),
-    "of some groups": (
-        lambda: normforge.group_norm(of(65, 3), GROUPS, vector(), vector()),
-        ["gn_fwd_bf16"],
-        {"shapes": ["65x8x3/4"], "rows": ["some"]},
-    ),
-    "in parts": (
-        lambda: normforge.group_norm(of(1, 1000), 1, vector(), vector()),
-        ["gn_fwd_bf16"],
-        {"shapes": ["1x8x1000/1"]},
-    ),
-}
+CALLS: dict[str, dict[str, Any]] = table_at(
+    Path(__file__).with_suffix(".yaml"), {"innermost": innermost, "plain_calls": plain_calls, **globals()}
+)

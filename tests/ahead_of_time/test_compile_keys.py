@@ -51,7 +51,7 @@ def test_the_defaults_list_what_the_common_calls_launch(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_listed_is_what_calls_launch(name: str, called: set[KernelKey]) -> None:
-    call, modes, options = CALLS[name]
+    call, modes, options = CALLS[name].values()
     call()
     if "shapes" in options:
         assert called == listed(*modes, **options)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ from proving.cases import (
     doubled,
     formula,
     operands,
+    with_tuples,
 )
 
-from ..calling import FUNCTIONS, each_device, each_norm, plain
+from ..calling import FUNCTIONS, each_device, each_norm, plain, queried, table_at
 from ..thorough import THOROUGH
 from .models import WideLayerNorm
 
@@ -39,7 +41,6 @@ from .models import WideLayerNorm
 forward_ad: Any = torch.autograd.forward_ad
 
 BOTH = ("modulated", "gated")
-THRICE = [(kind,) * 3 for kind in ("sample", "row", "all")]
 
 
 def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -64,54 +65,25 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 # Every pipeline's lengths, ragged and not.
 SHAPES = ((5, 1), (3, 13), (2, 2, 100), (7, 1024), (3, 1500), (2, 4099), (1, 20000))
-WITH_A_SUM = [
-    *(case.but(residual=of) for of in FLOATS for case in cases("plain", vary=("norm", "dtype"), shape=(3, 130))),
-    *cases("plain", vary=("norm",), dropout_p=0.3),
-    *cases("plain", vary=("norm",), dropout_p=0.3, dtype=torch.bfloat16, vectors=torch.float16),
-    *cases("renormed", "modulated", vary=("norm",)),
+SLICES = {
+    name: queried(queries)
+    for name, queries in with_tuples(table_at(Path(__file__).with_name("families.yaml"), globals())).items()
+}
+# LayerNorm of one element is constant; of a sum that was rounded to be stored, its gradient is rounding error.
+OF_ALL_PIPELINES = [
+    plain(norm, shape=shape, dtype=dtype, residual=torch.float32 if shape == SHAPES[0] else dtype)
+    for norm, shape, dtype in product(FUNCTIONS, SHAPES, FLOATS)
 ]
-QUICK = dict.fromkeys(
-    [
-        # LayerNorm of one element is constant; of a sum that was rounded to be stored, its gradient is rounding error.
-        *(
-            plain(norm, shape=shape, dtype=dtype, residual=torch.float32 if shape == SHAPES[0] else dtype)
-            for norm, shape, dtype in product(FUNCTIONS, SHAPES, FLOATS)
-        ),
-        *WITH_A_SUM,
-        *cases("l2", "added", "renormed", *BOTH),
-        *cases("statistics", vary=("norm", "layout")),
-        *cases("plain", vary=("norm", "dtype", "vectors"), shape=(3, 130), without=("residual",)),
-        *(case.but(layout=layout) for layout in LAYOUTS for case in cases("plain", "group", vary=("norm",))),
-        *cases("l2", "added", "renormed", vary=("norm", "without", "eps")),
-        *(case for n in (1, 1500, 33000) for case in cases("l2", vary=("norm", "dtype"), shape=(5, n))),
-        *cases(*BOTH, vary=("norm", "without")),
-        *cases("modulated", vary=("norm",), shape=(40,), sharing=THRICE[2]),
-        *cases("gated", vary=("norm_before_gate", "group_size")),
-        *cases("gated", vary=("norm",), norm_before_gate=False, group_size=20, layout="gapped"),
-        # So many that a program takes several, and samples end within one.
-        *cases("modulated", vary=("norm",), shape=(3, 101, 24)),
-        # Without rows.
-        *cases("group", vary=("without",), shape=(0, 8, 4)),
-        *cases("plain", "l2", "added", "renormed", *BOTH, vary=("norm",), shape=(0, 40)),
-        *cases("plain", *BOTH, vary=("norm",), shape=(2, 0, 40), dtype=torch.bfloat16, group_size=8),
-        # Without columns.
-        *cases("plain", "l2", vary=("norm",), shape=(3, 0)),
-        *cases("plain", vary=("norm",), shape=(3, 0), without=("residual", "x_bias")),
-    ]
-)
-COMBINED = dict.fromkeys(
-    [
-        *cases(*BOTH, vary=("norm", "dtype", "norm_before_gate")),
-        *cases("modulated", vary=("norm", "sharing")),
-        *cases("gated", vary=("norm", "activation", "norm_before_gate", "group_size")),
-        *cases("gated", vary=("shape", "norm_before_gate"), group_size=20),
-    ]
-)
+QUICK = dict.fromkeys([*OF_ALL_PIPELINES, *SLICES["with a sum"], *SLICES["quick"]])
+
+
+def each_case(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", SLICES[name], ids=str)
 
 
 @each_device
 @pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=THOROUGH) for case in COMBINED if case not in QUICK)], ids=str
+    "case", [*QUICK, *(pytest.param(case, marks=THOROUGH) for case in SLICES["combined"] if case not in QUICK)], ids=str
 )
 def test_outputs_and_gradients_are_those_of_fp64(case: Case, device: str) -> None:
     check(case, operands(case, device))
@@ -119,7 +91,7 @@ def test_outputs_and_gradients_are_those_of_fp64(case: Case, device: str) -> Non
 
 @each_device
 @pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("case", WITH_A_SUM, ids=str)
+@each_case("with a sum")
 def test_a_gradient_arrives_at_one_output_alone(case: Case, at: int, device: str) -> None:
     given = operands(case, device)
     arriving: list[torch.Tensor | None] = [*arriving_at(case.run(given))]
@@ -163,23 +135,7 @@ def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor
 
 
 @each_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(case.but(sharing=kinds) for kinds in THRICE for case in cases("modulated", vary=("norm",))),
-        *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=("norm_before_gate",))),
-        *cases("group", vary=("activation",)),
-        *cases("l2", "added", "renormed", "channels", "statistics", vary=("norm", "eps")),
-        *(
-            case
-            for without in ((), ("residual",))
-            for case in cases("plain", vary=("norm", "weight_offset"), shape=(3, 96), without=without)
-        ),
-        *cases("plain", vary=("norm",), shape=(3, 96), dtype=torch.bfloat16, residual=torch.bfloat16),
-        *cases("plain", vary=("norm",), shape=(3, 96), dtype=torch.bfloat16, without=("residual",)),
-    ],
-    ids=str,
-)
+@each_case("gradients of gradients")
 def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
     """Of every operand, and of what arrives."""
     given = operands(case, device)
@@ -199,10 +155,7 @@ def test_a_gradient_of_a_gradient(case: Case, device: str) -> None:
         close(name, gradient, wish, BACKWARD_TOLERANCES[case["dtype"]])
 
 
-EACH = [case for name in ("plain", "modulated", "gated", "group", "renormed") for case in cases(name)]
-
-
-@pytest.mark.parametrize("case", EACH, ids=str)
+@each_case("of every family")
 def test_a_gradient_of_a_gradient_beneath_hooks_on_what_is_saved(case: Case) -> None:
     """As checkpoint and offloading set them, for a penalty on gradients say."""
     given = operands(case, "cpu")
@@ -216,7 +169,7 @@ def test_a_gradient_of_a_gradient_beneath_hooks_on_what_is_saved(case: Case) -> 
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("case", EACH, ids=str)
+@each_case("of every family")
 def test_compiled_autograd_is_one_graph(case: Case) -> None:
     given = operands(case, "cpu")
     whole = torch.compile(backend="eager", fullgraph=True)
@@ -229,22 +182,7 @@ def test_compiled_autograd_is_one_graph(case: Case) -> None:
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
-SMALL = [
-    *cases("plain", vary=("norm", "without", "weight_offset"), shape=(2, 4)),
-    *cases("plain", vary=("norm",), shape=(2, 4), dtype=torch.bfloat16),
-    *cases("l2", vary=("norm", "without", "eps")),
-    *cases("added", "renormed", "modulated", vary=("norm", "without"), shape=(2, 2, 4)),
-    *(
-        case.but(group_size=size)
-        for size in (None, 4)
-        for case in cases("gated", vary=("norm", "activation", "norm_before_gate"), shape=(3, 8))
-    ),
-    # Torch's own operator computes no gradient of a bias without a weight.
-    *cases("group", "channels", vary=("norm", "without", "activation"), shape=(2, 8, 3)),
-]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@each_case("small")
 def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
     given = operands(case)
     exact = doubled(given)
@@ -262,7 +200,7 @@ def test_where_no_kernel_runs_torch_computes_the_same(case: Case) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@each_case("small")
 def test_one_operand_alone_has_a_tangent_or_is_of_fp64(case: Case, device: str) -> None:
     """Also in a call that was known before."""
     given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
@@ -289,17 +227,7 @@ def test_one_operand_alone_has_a_tangent_or_is_of_fp64(case: Case, device: str) 
 
 @THOROUGH
 @each_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        *cases(*BOTH, vary=("norm", "norm_before_gate"), dtype=torch.bfloat16),
-        *cases("plain", vary=("norm",), dtype=torch.bfloat16, shape=(37, 1000)),
-        *cases("plain", vary=("norm",), dtype=torch.bfloat16, shape=(37, 1000), without=("residual", "x_bias")),
-        # Groups of several parts.
-        *cases("group", vary=("activation",), dtype=torch.bfloat16, shape=(1, 4, 47, 50), num_groups=1),
-    ],
-    ids=str,
-)
+@each_case("run twice")
 def test_two_runs_give_the_same_bits(case: Case, device: str) -> None:
     given = operands(case, device)
 
@@ -313,16 +241,7 @@ def test_two_runs_give_the_same_bits(case: Case, device: str) -> None:
 
 @THOROUGH
 @each_device
-@pytest.mark.parametrize(
-    "case",
-    [
-        *cases(vary=("norm", "activation")),
-        *cases("plain", vary=("norm",), shape=(3, 130), without=("residual", "x_bias")),
-        *cases("plain", vary=("norm",), weight_offset=1.0, without=("residual",)),
-        *cases("plain", vary=("norm",), dropout_p=0.3),
-    ],
-    ids=str,
-)
+@each_case("asked of one operand")
 def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
     for name in operands(case):
         given = operands(case, device)
@@ -342,15 +261,7 @@ def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
 
 @each_device
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "gapped", "offset", "negated"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        *cases("modulated", vary=()),
-        *(case.but(group_size=size) for size in (None, 8) for case in cases("gated", vary=())),
-        *cases("plain", "group", "channels", vary=("norm",)),
-    ],
-    ids=str,
-)
+@each_case("with gradients anywhere")
 def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device: str, by_kernels: list[bool]) -> None:
     given = operands(case, device)
     arrived = LAYOUTS[layout](torch.randn_like(given["x"]))

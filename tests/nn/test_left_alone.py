@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from normforge.families.group import row
 from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceLayerNorm
 
+from ..calling import table_at
 from . import models
 from .decoders import LlamaLayer
 from .models import WIDTH, BiasedRMSNorm, assert_same_results, norm, randomised, twins, written
@@ -203,80 +205,9 @@ def optionally_weighted(m: Any, x: torch.Tensor) -> Any:
 
 WEIGHT, GAMMA = (torch.nn.Parameter(torch.ones(shape)) for shape in ((WIDTH,), (WIDTH, 1, 1)))
 
-SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "weight offset": (models.HalfOffsetRMSNorm, "computes something else"),
-    "rounded offset": (norm(lambda m, x: (m.factor(x) * (1 + m.weight)).to(x.dtype)), "computes something else"),
-    "eps elsewhere": (norm(misplaced), "computes something else"),
-    "rounded twice": (norm(lambda m, x: (m.weight * m.factor(x).to(x.dtype)).to(x.dtype)), "computes something else"),
-    "two inputs": (norm(lambda m, x, mask: m.weight * m.factor(x * mask).to(x.dtype)), "its forward takes (x"),
-    "perhaps two inputs": (norm(lambda m, x, mask=None: llama(m, x if mask is None else x * mask)), "mask=None"),
-    "noise in training": (norm(noisy, name="NoisyRMSNorm"), "sqrt(mean(x**2) + eps) in training"),
-    "two orders": (
-        norm(lambda m, x: llama(m, x) if m.training else olmo2(m, x)),
-        "rounds elsewhere in training than in evaluation",
-    ),
-    "buffer": (
-        norm(lambda m, x: llama(m, x) + 0 * m.calls.add_(1), calls=torch.nn.Buffer(torch.zeros(()))),
-        "holds buffers (calls)",
-    ),
-    "list": (
-        models.reading(lambda m: m.seen.append(0) or 1, seen=[]),
-        "its forward reads seen, and ours would not see",
-    ),
-    "in place": (norm(lambda m, x: x.copy_(m.factor(x)) * m.weight), "writes to its input"),
-    **{
-        f"own gradient of {n} columns": (partial(norm(detached), n), "the gradient of its forward is not that of")
-        for n in (1, 2, 3, 4097)
-    },
-    "epsilon read once": (norm(of_fixed_epsilon, fixed=1e-6), "does not read its epsilon from variance_epsilon"),
-    "own call": (Calling, "Calling has its own __call__"),
-    "mixed in": (MixedIn, "MixedIn is also a ContextDecorator"),
-    "own module": (
-        norm(lambda m, x: m.activation(llama(m, x)), activation=torch.nn.Identity()),
-        "holds modules (activation)",
-    ),
-    "no shape yet": (lazy, "its weight has no shape yet"),
-    "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
-    "eps unnamed": (norm(named_otherwise, torch.nn.Module, weight=WEIGHT, epsilon=1e-6), "variance_epsilon or eps"),
-    "subclass": (lambda: norm(written_out, torch.nn.LayerNorm)(WIDTH), "OwnNorm is a subclass of torch's"),
-    "channels first": (
-        norm(channels_first, torch.nn.Module, "ChannelRMS_norm", gamma=GAMMA),
-        "it lacks a 1-D weight as its only parameter",
-    ),
-    "L2 clipped": (norm(lambda m, x: l2(m, x.clamp(-1e4, 1e4)), models.L2Norm), "very large or small numbers"),
-    "L2 with a gradient of its own": (norm(detaching, models.L2Norm), "the gradient of its forward is not that of"),
-    "L2 scaled": (norm(lambda m, x: l2(m, x) * 0.5, models.L2Norm), "its forward computes something else than"),
-    "nameless": (norm(channels_first, torch.nn.Module, gamma=GAMMA), "it lacks a 1-D weight as its only parameter"),
-    "own forward": (overridden, "overridden on the instance"),
-    "clipped input": (norm(lambda m, x: llama(m, x.clamp(-65504, 65504))), "very large or small numbers"),
-    "clipped output": (norm(lambda m, x: llama(m, x).clamp(-65504, 65504)), "very large or small numbers"),
-    "finite input": (norm(lambda m, x: llama(m, torch.nan_to_num(x))), "it may clip them"),
-    "finite output": (norm(lambda m, x: torch.nan_to_num(llama(m, x))), "it may clip them"),
-    "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
-    "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
-    "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
-    "factors of its module": (norm(of_globals), "its forward reads ONE, ONES, and"),
-    "a factor of its gradient": (norm(scaling_the_gradient), "its forward reads ONE, and"),
-    "a flag": (models.reading(lambda m: 2 if m.doubles else 1, doubles=False), "its forward reads doubles"),
-    "a size": (models.reading(lambda m: m.size / m.weight.numel(), size=WIDTH), "its forward reads size"),
-    "a bound that decides": (models.reading(lambda m: 1 if m.least > 0 else 0, least=1.0), "its forward reads least"),
-    "a word": (models.reading(lambda m: 1 if m.kind == "rms" else 0, kind="rms"), "its forward reads kind"),
-    "negative epsilon": (lambda: torch.nn.LayerNorm(WIDTH, eps=-0.1), "its eps is -0.1, and kernels take a finite"),
-    "negative epsilon of an RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH, eps=-0.1), "its eps is -0.1"),
-    "negative epsilon of a GroupNorm": (lambda: torch.nn.GroupNorm(4, WIDTH, eps=-0.1), "its eps is -0.1"),
-    "negative epsilon of Llama's": (lambda: models.LlamaRMSNorm(eps=-1e-6), "its variance_epsilon is -1e-06"),
-    "another activation": (norm(lambda m, x, gate: llama(m, x) * torch.tanh(gate)), "computes something else"),
-    "a gate by a function of its own": (
-        norm(lambda m, x, gate: olmo2(m, x) * m.activation(gate), activation=functional.silu),
-        "",
-    ),
-    "a detached gate": (
-        norm(lambda m, x, gate: gated(m, x, gate.detach()), activation="silu"),
-        "the gradient of its forward is not that of",
-    ),
-    "a written gate": (norm(lambda m, x, gate: gated(m, x, gate.mul_(1)), activation="silu"), "writes to its"),
-    "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
-}
+SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = table_at(
+    Path(__file__).with_name("left_alone.yaml"), globals()
+)
 
 
 def test_what_the_garbage_collector_calls_is_no_part_of_a_forward() -> None:

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
+import yaml
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -162,119 +163,18 @@ def compiled(f: Call, *operands: torch.Tensor, backend: str = "aot_eager") -> An
         torch._dynamo.reset()
 
 
-VMAP: dict[str, Transform] = {
-    "vmap": lambda f, x, t: func.vmap(f)(both(x, t)),
-    "vmap, out_dims": lambda f, x, t: func.vmap(f, out_dims=1)(both(x, t)),
-    "vmap, in_dims of the last": lambda f, x, t: func.vmap(f, in_dims=-1, out_dims=-1)(torch.stack((x, t), -1)),
-    "vmap of the weight": lambda f, x, t: func.vmap(f, in_dims=(None, 0))(x, t[:2]),
-    "vmap of x and the weight": lambda f, x, t: func.vmap(f)(both(x, t), t[:2]),
-    "vmap of the residual": lambda f, x, t: func.vmap(lambda r: f(x, r=r))(both(x, t)),
-    "vmap, randomness": lambda f, x, t: func.vmap(lambda a: f(functional.dropout(a, 0.0)), randomness="different")(
-        both(x, t)
-    ),
-    "vmap, chunk_size": lambda f, x, t: func.vmap(f, chunk_size=1)(both(x, t)),
-    "vmap of vmap": lambda f, x, t: func.vmap(func.vmap(f))(x.expand(2, 2, M, N)),
-    "vmap of grad": lambda f, x, t: func.vmap(func.grad(squares(f)))(both(x, t)),
-    "vmap of grad of x and the weight": lambda f, x, t: func.vmap(
-        func.grad(squares(f), argnums=(0, 1)), in_dims=(0, None)
-    )(both(x, t), t[0]),
-    "vmap of jvp": lambda f, x, t: func.vmap(lambda a: func.jvp(f, (x,), (a,))[1])(both(x, t)),
-}
-GRAD: dict[str, Transform] = {
-    "grad": lambda f, x, t: func.grad(squares(f))(x),
-    "grad of x and the weight": lambda f, x, t: func.grad(squares(f), argnums=(0, 1))(x, t[0]),
-    "grad_and_value": lambda f, x, t: func.grad_and_value(squares(f))(x),
-    "grad under no_grad": lambda f, x, t: torch.no_grad()(func.grad(squares(f)))(x),
-    "grad of vmap": lambda f, x, t: func.grad(lambda a: func.vmap(f)(a.expand(2, M, N)).square().sum())(x),
-    "grad of grad": lambda f, x, t: func.grad(lambda a: func.grad(squares(f))(a).sin().sum())(x),
-    "grad of jvp": lambda f, x, t: func.grad(lambda a: func.jvp(f, (a,), (t,))[1].square().sum())(x),
-    "vjp": lambda f, x, t: func.vjp(f, x)[1](t),
-    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,)),
-    "jvp of x and the weight": lambda f, x, t: func.jvp(f, (x, t[0]), (t, t[1])),
-    "jvp of jvp": lambda f, x, t: func.jvp(lambda a: func.jvp(f, (a,), (t,))[1], (x,), (t,)),
-    "jvp of grad": lambda f, x, t: func.jvp(func.grad(squares(f)), (x,), (t,)),
-    "jacrev": lambda f, x, t: func.jacrev(f)(x),
-    "jacfwd": lambda f, x, t: func.jacfwd(f)(x),
-    "jacrev of jacrev": lambda f, x, t: func.jacrev(func.jacrev(lambda a: f(a).sum(0)))(x),
-    "hessian": lambda f, x, t: func.hessian(squares(f))(x),
-    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
-    "functionalize": lambda f, x, t: func.functionalize(f)(x),
-    "functionalize of grad": lambda f, x, t: func.functionalize(func.grad(squares(f)))(x),
-}
-AUTOGRAD: dict[str, Transform] = {
-    "functional.jvp": lambda f, x, t: derivatives.jvp(f, x, t),
-    "functional.jvp, create_graph": lambda f, x, t: derivatives.jvp(f, leaf(x), t, create_graph=True),
-    "functional.vjp": lambda f, x, t: derivatives.vjp(f, x, t),
-    "functional.vjp, create_graph": lambda f, x, t: derivatives.vjp(f, leaf(x), t, create_graph=True),
-    "functional.jacobian": lambda f, x, t: derivatives.jacobian(f, x),
-    "functional.jacobian, create_graph": lambda f, x, t: derivatives.jacobian(f, leaf(x), create_graph=True),
-    "functional.jacobian, vectorised": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True),
-    "functional.jacobian, forward": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True, strategy="forward-mode"),
-    "functional.hessian": lambda f, x, t: derivatives.hessian(squares(f), x),
-    "functional.hessian, vectorised": lambda f, x, t: derivatives.hessian(squares(f), x, vectorize=True),
-    "functional.hessian, forward": lambda f, x, t: derivatives.hessian(
-        squares(f), x, vectorize=True, outer_jacobian_strategy="forward-mode"
-    ),
-    "functional.hvp": lambda f, x, t: derivatives.hvp(squares(f), x, t),
-    "functional.vhp": lambda f, x, t: derivatives.vhp(squares(f), x, t),
-    "forward-mode": lambda f, x, t: along(f, x, t, recorded=False),
-    "forward-mode of what is recorded": lambda f, x, t: along(f, x, t, recorded=True),
-    "forward-mode of what arrives": along_what_arrives,
-    "forward-mode of what arrives, not recorded": lambda f, x, t: along_what_arrives(f, x, t, create_graph=False),
-    "double backward": second,
-    "gradient penalty": penalty,
-    "batched gradients": lambda f, x, t: torch.autograd.grad(f(a := leaf(x)), a, both(x, t), is_grads_batched=True),
-    "batched gradients, differentiated": batched,
-    "double backward of a checkpoint": checkpointed_twice,
-}
-GRAPHS: dict[str, Transform] = {
-    "make_fx": lambda f, x, t: make_fx(of_one(f))(x)(t),
-    "make_fx under no_grad": lambda f, x, t: torch.no_grad()(lambda: make_fx(of_one(f))(x)(t))(),
-    "make_fx of backward": lambda f, x, t: make_fx(lambda a: first_of(f, a))(x)(t),
-    "make_fx of a checkpoint": lambda f, x, t: make_fx(lambda a: checkpoint(of_one(f), a, use_reentrant=False))(x)(t),
-    "make_fx of vmap": lambda f, x, t: make_fx(func.vmap(of_one(f)))(both(x, t))(both(t, x)),
-    "make_fx of vmap of grad": lambda f, x, t: make_fx(func.vmap(func.grad(squares(of_one(f)))))(both(x, t))(
-        both(t, x)
-    ),
-    "make_fx of jvp": lambda f, x, t: make_fx(lambda a: func.jvp(f, (a,), (a,)))(x)(t),
-    "make_fx of hessian": lambda f, x, t: make_fx(lambda a: func.hessian(squares(of_one(f)))(a))(x)(t),
-    "jit.trace": lambda f, x, t: traced(of_one(f), x)(t),
-    "jit.trace of other rows": lambda f, x, t: traced(lambda a: f(a, r=a), x)(torch.cat((x, t))),
-    "jit.trace of vmap": lambda f, x, t: jit.trace(lambda a: func.vmap(of_one(f))(a), both(x, t))(both(t, x)),
-    "fx.symbolic_trace": lambda f, x, t: fx.symbolic_trace(of_one(f))(t),
-    "vmap of fx.symbolic_trace": lambda f, x, t: func.vmap(fx.symbolic_trace(of_one(f)))(both(x, t)),
-    "compiled": lambda f, x, t: compiled(f, x),
-    # Which aot_eager has no second derivatives of.
-    "compiled double backward": lambda f, x, t: second(lambda *given: compiled(f, *given, backend="eager"), x, t),
-    "compiled vmap": lambda f, x, t: compiled(lambda a: func.vmap(f)(a), both(x, t)),
-    "compiled grad": lambda f, x, t: compiled(lambda a: func.grad(squares(f))(a), x),
-    "compiled vmap of grad": lambda f, x, t: compiled(lambda a: func.vmap(func.grad(squares(f)))(a), both(x, t)),
-    "compiled jacrev": lambda f, x, t: compiled(lambda a: func.jacrev(f)(a), x),
-}
+TABLES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("transforms.yaml").read_text())
+TRANSFORMS, BY_TORCH = (
+    {name: eval(f"lambda f, x, t: {text}") for name, text in TABLES[table].items()}
+    for table in ("transforms", "by torch")
+)
 
 # Seconds each.
 _LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "compiled double backward"}
 _LONG |= {"make_fx of hessian", "functional.hessian"}
 
 
-def around_a_constant(within: Transform) -> Transform:
-    return lambda f, x, t: within(lambda a: a * f(t), x, x.cos())
-
-
-CONSTANT = {
-    f"{name} around a constant": around_a_constant((VMAP | GRAD)[name])
-    for name in ("grad", "vmap", "jvp", "functionalize")
-}
-
-TRANSFORMS = VMAP | GRAD | AUTOGRAD | GRAPHS | CONSTANT
-# The formula looks at sizes, which these do not record.
-BY_TORCH = TRANSFORMS | {
-    "jit.trace": lambda f, x, t: f(t),
-    "jit.trace of other rows": lambda f, x, t: f(rows := torch.cat((x, t)), r=rows),
-    "jit.trace of vmap": lambda f, x, t: func.vmap(f)(both(t, x)),
-    "fx.symbolic_trace": lambda f, x, t: f(t),
-    "vmap of fx.symbolic_trace": VMAP["vmap"],
-}
+BY_TORCH = TRANSFORMS | BY_TORCH
 
 # By default each transform takes one function of four.
 TRANSFORMED: list[Any] = [

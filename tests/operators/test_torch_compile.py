@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+import yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +22,7 @@ from proving.cases import Case, Tensors, cases, check, operands
 
 from ..calling import FUNCTIONS, backward, each_device, each_function, pieces, plain, printed, same_bits
 from ..calls.test_quantised import NVFP4
-from ..calls.test_wrong_tensors import E4M3, MXFP8
+from ..calls.test_wrong_tensors import MXFP8
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..thorough import THOROUGH
@@ -364,49 +366,11 @@ print(json.dumps([same, len(graphs), any("normforge" in target for target in gra
 
 COLUMNS = 16
 W, B = torch.linspace(0.5, 2.0, COLUMNS), torch.linspace(-1.0, 1.0, COLUMNS)
+FORMATS = {"MXFP8": MXFP8, "NVFP4": NVFP4}
 
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "modulated_layer_norm, (COLUMNS,)": lambda x: normforge.modulated_layer_norm(x, W, B),
-    "gated_rms_norm": lambda x: normforge.gated_rms_norm(x, 2 * x, W),
-    "quantised, column_major": lambda x: normforge.quantised_rms_norm(
-        x, W, group_size=32, scale_layout="column_major", out_dtype=E4M3
-    ),
-    "layer_norm": lambda x: normforge.layer_norm(x, (COLUMNS,), W, B),
-    "rms_norm": lambda x: normforge.rms_norm(x, (COLUMNS,), W, weight_offset=1.0, x_bias=B),
-    "add_layer_norm": lambda x: normforge.add_layer_norm(x, 2 * x, W, B),
-    "add_rms_norm": lambda x: normforge.add_rms_norm(x, 2 * x, W, weight_offset=1.0, x_bias=B),
-    "modulated_rms_norm, (COLUMNS,)": lambda x: normforge.modulated_rms_norm(x, W, B),
-    "modulated_layer_norm, by row": lambda x: normforge.modulated_layer_norm(x, x, 2 * x),
-    "gated_layer_norm": lambda x: normforge.gated_layer_norm(x, 2 * x, W, B),
-    "group_norm": lambda x: normforge.group_norm(x, 4, W, B),
-    "layernorm2d_fwd": lambda x: normforge.layernorm2d_fwd(x, W, B),
-    "rmsnorm2d_fwd, quantised": lambda x: normforge.rmsnorm2d_fwd(x, W, fquant="dynamic", out_dtype=E4M3),
-    "modulated_layernorm2d_fwd": lambda x: normforge.modulated_layernorm2d_fwd(x, W, B),
-    "modulated_rmsnorm2d_fwd, into": lambda x: normforge.modulated_rmsnorm2d_fwd(
-        x, W, B, fquant="dynamic", out=torch.empty_like(x, dtype=torch.int8)
-    ),
-    "gated_rmsnorm2d_fwd": lambda x: normforge.gated_rmsnorm2d_fwd(x, 2 * x, W),
-    "gated_layernorm2d_fwd, quantised": lambda x: normforge.gated_layernorm2d_fwd(
-        x, 2 * x, group_size=8, fquant="dynamic"
-    ),
-    "layernorm2d_fwd, of fp8": lambda x: normforge.layernorm2d_fwd(
-        x.to(E4M3), x_scale=x[:, 1].clone(), residual=x, fadd="pre_add_store", fquant="dynamic"
-    ),
-    "quantised_layer_norm": lambda x: normforge.quantised_layer_norm(x, W, B),
-    "quantised, packed": lambda x: normforge.quantised_rms_norm(
-        x, W, group_size=32, scale_layout="column_major", scale_format="ue8m0_packed", out_dtype=E4M3
-    ),
-    "quantised, swizzled": lambda x: normforge.quantised_rms_norm(x, W, **MXFP8, scale_layout="swizzled_128x4"),
-    "quantised, static": lambda x: normforge.quantised_rms_norm(
-        x, W, fquant="static", y_scale=W[:1], out_dtype=E4M3, save_unquant=True
-    ),
-    "quantised, rounded, into": lambda x: normforge.quantised_rms_norm(
-        x.half(), W, residual=x, group_size="32", quantise_rounded=True, out=torch.empty_like(x, dtype=torch.int8)
-    ),
-    "NVFP4": lambda x: normforge.quantised_rms_norm(x, W, **NVFP4, global_scale=W[:1], scale_layout="column_major"),
-    "NVFP4, swizzled": lambda x: normforge.quantised_layer_norm(
-        x, W, **NVFP4, global_scale=W[:1], scale_layout="swizzled_128x4"
-    ),
+    name: eval(f"lambda x: {text}")
+    for name, text in yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text()).items()
 }
 # Calls that only the graph of all calls has.
 BESIDE: tuple[Callable[[torch.Tensor], Any], ...] = (

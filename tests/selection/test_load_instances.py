@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 from normforge.selection.table import FORMAT
 
-from ..calling import check, printed
+from ..calling import check, printed, table_at
 from ..folders import PLAIN, RMS, instance, write
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -97,57 +97,35 @@ def test_back_to_the_table_that_normforge_came_with(
     check("rms", torch.randn(3, 100))
 
 
-def no_folder(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
+X32, X16, XB = (torch.empty(2, 64, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+N = torch.ones(64)
+INT8 = Mode(Norm.RMS, DType.BF16, DType.INT8, fquant=FusedQuant.DYNAMIC)
+SEVERAL = [(mode, n) for mode in (RMS, Mode(Norm.LAYER, DType.FP16, DType.FP16), INT8, PLAIN) for n in (64, 200)]
+# A filtered build holds the mode, but not every length.
+FILTERED = [(PLAIN, n) for n in (64, 400, 1500)]
+TABLES: dict[str, Any] = table_at(Path(__file__).with_name("load_instances.yaml"), {"FORMAT": FORMAT, **globals()})
 
 
-def edit(name: str, old: str, new: str) -> Callable[[Path], object]:
-    """A change to one file of a folder."""
-
-    def spoil(folder: Path) -> None:
-        text = (folder / name).read_text()
+def spoil(folder: Path, name: str, old: str, new: str | None) -> None:
+    """Change one file of a folder, or remove the file or the folder."""
+    path = folder / name
+    if new is not None:
+        text = path.read_text()
         assert old in text
-        (folder / name).write_text(text.replace(old, new))
-
-    return spoil
-
-
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (no_folder, "holds no generated kernels (no __init__.py); make them: normforge generate"),
-    "no __init__.py": (lambda folder: (folder / "__init__.py").unlink(), "(no __init__.py)"),
-    "bad __init__.py": (edit("__init__.py", '"""', "import nowhere\n"), "__init__.py cannot be imported"),
-    "no dispatch.py": (lambda folder: (folder / "dispatch.py").unlink(), "holds no dispatch table that can be read"),
-    "cut dispatch.py": (edit("dispatch.py", "TABLE = {", "TABLE = {("), "holds no dispatch table that can be read"),
-    "failing dispatch.py": (edit("dispatch.py", "FORMAT =", "FORMAT = 1 / 0\nF ="), "(division by zero)"),
-    "next format": (
-        edit("dispatch.py", f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}"),
-        f"has format {FORMAT + 1} and this normforge reads {FORMAT}; generate the folder anew",
-    ),
-    "no format": (edit("dispatch.py", "FORMAT =", "FORM ="), f"has format None and this normforge reads {FORMAT}"),
-    "no table": (edit("dispatch.py", "TABLE =", "TABEL ="), "defines no TABLE; generate the folder anew"),
-    "a program that ends": (edit("dispatch.py", "FORMAT =", "raise SystemExit(0)\nF ="), "can be read (0); generate"),
-    "no rows for all": (
-        edit("dispatch.py", '{"any": ', '{"all": '),
-        "damaged: rms_fwd_fp32 has no rows for archi",
-    ),
-    "rows that are none": (edit("dispatch.py", "(1, 128,", "(128, 1,"), "damaged: the rows of"),
-    "a bound that is none": (edit("dispatch.py", "(1, 128,", "(1, 1.5,"), "damaged: the rows of"),
-    "a pipeline that is none": (edit("dispatch.py", '("rows", ', '("row", '), "damaged: the rows of"),
-    "a tile of nothing": (edit("dispatch.py", '("rows", 8, ', '("rows", 0, '), "damaged: the rows of"),
-    "a mode that is none": (edit("dispatch.py", '"rms_fwd_fp32":', '"../rms":'), "damaged: '../rms' is no mode's name"),
-    "no second bound": (edit("dispatch.py", "TABLE =", "SOME_M = None\nTABLE ="), "defines no SOME_M; generate"),
-    "no bound": (edit("dispatch.py", "SMALL_M =", "SMALL_N ="), "defines no SMALL_M; generate the folder anew"),
-}
+        path.write_text(text.replace(old, new))
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=[name.replace(" ", "_") for name in SPOILT])
-def test_a_bad_folder_changes_nothing(spoil: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", TABLES["spoilt"].values(), ids=[name.replace(" ", "_") for name in TABLES["spoilt"]])
+def test_a_bad_folder_changes_nothing(case: list[Any], tmp_path: Path) -> None:
+    *edit, message = case
     normforge.load_instances(write(tmp_path / "good", [instance(PLAIN, 64)]))
     before = normforge.instances()
     bad = write(tmp_path / "bad", [instance(RMS, 64)])
-    spoil(bad)
+    spoil(bad, *edit)
     with pytest.raises(TableError) as raised:
         normforge.load_instances(bad)
     assert message in str(raised.value)
@@ -156,17 +134,10 @@ def test_a_bad_folder_changes_nothing(spoil: Callable[[Path], object], message: 
     check("layer", torch.randn(3, 64))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda folder: (folder / "ln_fwd_fp32.py").unlink(),
-        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pas("),
-    ],
-    ids=["no_module", "no_kernel"],
-)
-def test_a_listed_kernel_that_cannot_be_loaded(spoil: Callable[[Path], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("new", [None, "def ln_fwd_fp32_one_pas("], ids=["no_module", "no_kernel"])
+def test_a_listed_kernel_that_cannot_be_loaded(new: str | None, tmp_path: Path) -> None:
     folder = write(tmp_path / "bad", [instance(PLAIN, 64)])
-    spoil(folder)
+    spoil(folder, "ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", new)
     normforge.load_instances(folder)
     with pytest.raises(
         TableError, match="lists ln_fwd_fp32_n128, and its kernel ln_fwd_fp32_one_pass cannot be loaded"
@@ -209,36 +180,9 @@ def manifest_lines(message: str) -> str:
     return lines
 
 
-X32, X16, XB = (torch.empty(2, 64, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
-N = torch.ones(64)
-
-# Each misses the committed table.
-MISSES: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
-    "x_bias": (X16, {"x_bias": N}, "ln_fwd_fp16_xb_n128"),
-    "fp32 to fp16": (X32, {"out_dtype": torch.float16}, "ln_fwd_fp32_fp16_n128"),
-    "fp8_e5m2": (XB, {"fquant": 2, "out_dtype": torch.float8_e5m2}, "ln_fwd_bf16_fp8_e5m2_dq_n128"),
-    "truncation": (X16, {"fquant": 2, "rounding": "truncate", "norm": "rms"}, "rms_fwd_fp16_int8_dq_trunc_n128"),
-    "cast": (X16, {"cast": "before_weight"}, "ln_fwd_fp16_cbw_n128"),
-    "everything": (
-        XB,
-        {
-            "x_bias": N,
-            "residual": XB,
-            "fadd": 1,
-            "smooth_scale": N,
-            "fquant": 1,
-            "out_dtype": torch.float8_e4m3fnuz,
-            "scale_dtype": torch.float16,
-            "save_mv": True,
-            "norm": "rms",
-        },
-        "rms_fwd_bf16_fp8_e4m3fnuz_xb_addst_sdq_sfp16_mv_n128",
-    ),
-    "long rows": (torch.empty(1, 140000), {"x_bias": torch.ones(140000)}, "ln_fwd_fp32_xb_nbig"),
-}
-
-
-@pytest.mark.parametrize(("x", "keywords", "name"), MISSES.values(), ids=[n.replace(" ", "_") for n in MISSES])
+@pytest.mark.parametrize(
+    ("x", "keywords", "name"), TABLES["misses"].values(), ids=[n.replace(" ", "_") for n in TABLES["misses"]]
+)
 def test_following_the_message_makes_what_was_missing(
     x: torch.Tensor, keywords: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
@@ -254,31 +198,10 @@ def test_following_the_message_makes_what_was_missing(
     assert normforge.which(x, **keywords) == name
 
 
-INT8 = Mode(Norm.RMS, DType.BF16, DType.INT8, fquant=FusedQuant.DYNAMIC)
 LINE = "The nearest instance it holds is {}; it differs in {}."
-E5M2 = {"fquant": 2, "out_dtype": torch.float8_e5m2, "norm": "rms"}
-WIDE = torch.empty(2, 200, dtype=torch.float16)
-SEVERAL = [(mode, n) for mode in (RMS, Mode(Norm.LAYER, DType.FP16, DType.FP16), INT8, PLAIN) for n in (64, 200)]
-# A filtered build holds the mode, but not every length.
-FILTERED = [(PLAIN, n) for n in (64, 400, 1500)]
-ALL_ELSE = (
-    "norm (it has rms, asked layer), dtype_in (it has fp32, asked fp16), dtype_out (it has fp32, asked fp16), "
-    "n (it serves 1..128, asked 5000)"
-)
-BOTH = "dtype_out (it has fp16, asked fp32), save_mv (it has false, asked true)"
-# What a table holds, a call that it lacks, and the instance that is said to be nearest, with what differs.
-NEAREST: list[tuple[list[tuple[Mode, int]], torch.Tensor, dict[str, Any], str, str]] = [
-    (SEVERAL, X16, {"x_bias": N}, "ln_fwd_fp16_n128", "x_bias (it has false, asked true)"),
-    (SEVERAL, XB, E5M2, "rms_fwd_bf16_int8_dq_n128", "dtype_out (it has int8, asked fp8_e5m2)"),
-    (SEVERAL, WIDE, {"out_dtype": torch.float32, "save_mv": True}, "ln_fwd_fp16_n256", BOTH),
-    (FILTERED, torch.empty(2, 700), {}, "ln_fwd_fp32_n512", "n (it serves 257..512, asked 700)"),
-    (FILTERED, torch.empty(2, 9000), {}, "ln_fwd_fp32_n1536", "n (it serves 1025..1536, asked 9000)"),
-    # Of those with the fewest differences.
-    ([(RMS, 64)], torch.empty(2, 5000, dtype=torch.float16), {}, "rms_fwd_fp32_n128", ALL_ELSE),
-]
 
 
-@pytest.mark.parametrize(("held", "x", "keywords", "name", "differs"), NEAREST)
+@pytest.mark.parametrize(("held", "x", "keywords", "name", "differs"), TABLES["nearest"])
 def test_the_nearest_instance_and_what_differs(
     held: list[tuple[Mode, int]], x: torch.Tensor, keywords: dict[str, Any], name: str, differs: str, tmp_path: Path
 ) -> None:
