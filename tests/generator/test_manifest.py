@@ -42,41 +42,13 @@ def test_every_instance_remembers_its_group_and_line(two_groups: Manifest) -> No
     assert all(isinstance(mode, Mode) and mode.fquant.quantises == (group == "quantised") for mode, group in modes)
 
 
-# Of lengths, the buckets that hold them.
-LENGTHS = {
-    "4096": "n4096",
-    "1": "n128",
-    "[128, 129, 200]": "n128 n256",
-    "129..256": "n256",
-    "100..300": "n128 n256 n512",
-    "60000..": "n65536 n131072 nbig",
-    "[nbig, 1000000, 100..120]": "n128 nbig",
-    "900000000": "nbig",
-}
-ALL_AXES = (
-    "norm: layer, dtype_in: bf16, dtype_out: int8, n: n128, fadd: pre_add_store, fquant: dynamic, save_mv: true, "
-    "x_bias: true, scale_dtype: fp16, rounding: truncate"
-)
-DEFAULTS = "defaults: {norm: rms, dtype_in: [fp16, bf16], n: n128, save_mv: true}"
+RIGHT: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("expanded.yaml").read_text())
 # The text of a manifest, and its instances.
-EXPANDED = {
-    **{
-        f"groups: {{a: {{norm: layer, dtype_in: fp16, n: {asked}}}}}": " ".join(
-            f"ln_fwd_fp16_{bucket}" for bucket in found.split()
-        )
-        for asked, found in LENGTHS.items()
-    },
-    f"groups: {{a: {{{ALL_AXES}}}}}": "ln_fwd_bf16_int8_xb_addst_dq_trunc_sfp16_mv_n128",
-    f"{DEFAULTS}\ngroups: {{a: {{}}, b: {{dtype_in: fp32, save_mv: false}}}}": (
-        "rms_fwd_fp16_mv_n128 rms_fwd_bf16_mv_n128 rms_fwd_fp32_n128"
-    ),
-    "groups: {a: {norm: rms, dtype_in: [fp16, fp32], dtype_out: same, n: n128}}": "rms_fwd_fp16_n128 rms_fwd_fp32_n128",
-    "groups: {a: {norm: rms, dtype_in: fp16, save_mv: [no, Yes], n: n128}}": "rms_fwd_fp16_n128 rms_fwd_fp16_mv_n128",
-    "groups: {a: {norm: rms, dtype_in: &b [fp16], n: n128}, b: {norm: layer, dtype_in: *b, n: n128}}": (
-        "rms_fwd_fp16_n128 ln_fwd_fp16_n128"
-    ),
-    # A byte order mark is no part of it.
-    "\ufeffgroups: {a: {norm: rms, dtype_in: fp16, n: n128}}": "rms_fwd_fp16_n128",
+EXPANDED = RIGHT["texts"] | {
+    f"groups: {{a: {{norm: layer, dtype_in: fp16, n: {asked}}}}}": " ".join(
+        f"ln_fwd_fp16_{bucket}" for bucket in found.split()
+    )
+    for asked, found in RIGHT["lengths"].items()
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,23 +47,10 @@ def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(several: M
     assert kept(several, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
 
 
-@pytest.mark.parametrize(
-    ("where", "names"),
-    [
-        ("n=4096", "n4096"),
-        ("n=4097", "n5120"),
-        ("n=1", "n128"),
-        ("n=1000000", "nbig"),
-        ("n<=512", "n128 n256 n512"),
-        ("n<512", "n128 n256"),
-        ("n<=511", "n128 n256"),
-        ("n>=16384", "n16384 n32768 n65536 n131072 nbig"),
-        ("n>16384", "n32768 n65536 n131072 nbig"),
-        ("n>65536", "n131072 nbig"),
-        ("n>=4096,n<=8192", "n4096 n5120 n6144 n7168 n8192"),
-        ("n!=1|200,n<3000", "n512 n768 n1024 n1536 n2048"),
-    ],
-)
+TABLES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("conditions.yaml").read_text())
+
+
+@pytest.mark.parametrize(("where", "names"), TABLES["kept"].items())
 def test_n_compares_with_buckets(several: Manifest, where: str, names: str) -> None:
     assert kept(several, "rms_fwd_fp16_n*", where) == [f"rms_fwd_fp16_{name}" for name in names.split()]
 
@@ -122,30 +110,9 @@ def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> No
     )
 
 
-NO_CONDITION = " is not a condition; write axis=word, axis=word|word or axis!=word, or n with =, !=, <, <=, > or >="
-NO_LENGTH = ": n compares with a row length, a whole number from 1, not {}; choose a bucket by its name with --filter"
-UNREAD = {
-    "": " has an empty part; separate parts with single commas",
-    "n=1,,n=2": " has an empty part; separate parts with single commas",
-    "bf16": NO_CONDITION,
-    "dtype_in==bf16": NO_CONDITION,
-    "dtype=bf16": f": unknown axis 'dtype'; did you mean dtype_in? Use one of {AXES_OF_MODES}",
-    "fquant=dynamik": (
-        ": unknown fquant 'dynamik'; did you mean dynamic? "
-        "Use one of none, smooth_dynamic, dynamic, static, static_column"
-    ),
-    "save_mv=1": ": unknown save_mv '1'; use one of false, true",
-    "fquant=none|": " lacks a word; write fquant=word, or word|word",
-    "fadd<none": ": fadd has no order; compare it with = or !=, only n with <",
-    "n<=5|6": ": <= takes one length; alternatives go with = or !=",
-    "n=nbig": NO_LENGTH.format("'nbig'"),
-    "n>0": NO_LENGTH.format("'0'"),
-}
-
-
-@pytest.mark.parametrize(("where", "problem"), UNREAD.items(), ids=list(UNREAD))
+@pytest.mark.parametrize(("where", "problem"), TABLES["unread"].items(), ids=list(TABLES["unread"]))
 def test_where_that_cannot_be_parsed(several: Manifest, where: str, problem: str) -> None:
-    assert message(several, where=where) == f"--where {where!r}{problem}"
+    assert message(several, where=where) == f"--where {where!r}{problem.replace('$AXES', AXES_OF_MODES)}"
 
 
 @pytest.mark.parametrize("globs", ["", " ", "rms_*,", ",rms_*"])

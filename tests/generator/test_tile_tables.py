@@ -31,6 +31,7 @@ from normforge.codegen.tiling import (
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline, ScaleGroup
 from normforge.selection.table import load_folder
 
+from ..calling import table_at
 from ..folders import write
 
 PLAIN = TileClass(Direction.FORWARD, 2)
@@ -96,30 +97,13 @@ def one(tile: str, bucket: str = "1..1024", kind: str = "fwd_16bit") -> str:
     return f"{kind}:\n  {bucket}:\n    large: {tile}\n    small: {TILE}\n"
 
 
-UNREAD = {
-    "": "1: the table is empty; measure one with normforge tune --out FILE, or remove it",
-    "fwd_16bit: [": "1: this is not valid YAML",
-    one(TILE, kind="fwd_8bit"): "1: unknown class 'fwd_8bit'; did you mean ",
-    one(TILE, "n1024"): "2: fwd_16bit: n1024 takes a range, first..last or first.., from 1 up, not 'n1024'",
-    one(TILE, "9..4"): "2: fwd_16bit: 9..4 (9..4) ends before it starts",
-    f"fwd_16bit:\n  1..4:\n    large: {TILE}\n": "2: fwd_16bit: 1..4 has no tile for small M; add small",
-    f"fwd_16bit:\n  1..4:\n    huge: {TILE}\n": "3: fwd_16bit: unknown size of M 'huge'; use one of large, ",
-    one(TILE) + one(TILE, "1024..2048").partition("\n")[2]: "5: fwd_16bit: 1024..2048 overlaps 1..1024",
-    one("{pipelin: rows}"): "3: fwd_16bit: unknown field 'pipelin'; did you mean pipeline? Use one of ",
-    one("{pipeline: rows, rows: 1, block: 1024}"): "3: fwd_16bit: the tile has no warps; a tile is {pip",
-    one(f"!!python/object:os.system {TILE}"): "3: fwd_16bit: expected a tile, {pipeline, rows, block, warps, resident,",
-    f"{one(TILE)}    some: {tile('rows', 2, 1024, 64)}\n": "5: fwd_16bit: warps is 64; a program has at most 32",
-    f"{one(TILE)}    some: {tile('rows', 'two', 1024)}\n": "5: fwd_16bit: rows takes a whole number, not",
-    one(tile("rows", "1" * 5000, 1024)): "3: fwd_16bit: rows takes a whole number, not the whole number 1111",
-}
-
 # By class and lengths of rows, tiles and messages.
 IMPOSSIBLE: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = yaml.safe_load(
     Path(__file__).with_name("impossible_tiles.yaml").read_text()
 )
 
 WRONG = [
-    *UNREAD.items(),
+    *table_at(Path(__file__).with_name("unread_tiles.yaml"), globals()),
     *(
         (one(tile(**fields), lengths, kind), f"3: {kind}: {message}")
         for kind, by_lengths in IMPOSSIBLE.items()
