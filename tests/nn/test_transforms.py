@@ -163,7 +163,7 @@ def compiled(f: Call, *operands: torch.Tensor, backend: str = "aot_eager") -> An
         torch._dynamo.reset()
 
 
-TABLES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("transforms.yaml").read_text())
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("transforms.yaml").read_text())
 TRANSFORMS, BY_TORCH = (
     {name: eval(f"lambda f, x, t: {text}") for name, text in TABLES[table].items()}
     for table in ("transforms", "by torch")
@@ -235,10 +235,6 @@ def _ensemble(module: torch.nn.Module, x: torch.Tensor) -> Any:
     )
 
 
-def _exported(strict: bool) -> Callable[[torch.nn.Module, torch.Tensor], Any]:
-    return lambda module, x: torch.export.export(module, (x,), strict=strict).module()(2 * x)
-
-
 def _parameters(call: Callable[..., torch.Tensor], module: torch.nn.Module, x: torch.Tensor) -> Any:
     y = call(x)
     return y, torch.autograd.grad(y.square().sum(), list(module.parameters()))
@@ -252,22 +248,7 @@ def _penalised(module: torch.nn.Module, x: torch.Tensor) -> Any:
 
 
 MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
-    "per-sample gradients": _per_sample,
-    "an ensemble": _ensemble,
-    "jacrev of functional_call": lambda module, x: func.jacrev(lambda p: func.functional_call(module, p, (x,)).sum(0))(
-        dict(module.named_parameters())
-    ),
-    "fx.symbolic_trace": lambda module, x: _parameters(fx.symbolic_trace(module), module, x),
-    # Of another number of rows.
-    "jit.trace": lambda module, x: _parameters(jit.trace(module, x, check_trace=True), module, torch.cat((x, 2 * x))),
-    "export, strict": _exported(strict=True),
-    "export, not strict": _exported(strict=False),
-    "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
-    "functionalize": lambda module, x: func.functionalize(module)(x),
-    "gradient penalty": _penalised,
-    "forward-mode of frozen parameters": lambda module, x: along(
-        lambda a, _: a + module.requires_grad_(False)(a), x, x.cos(), recorded=True
-    ),
+    name: eval(f"lambda module, x: {text}") for name, text in TABLES["models"].items()
 }
 
 
@@ -300,19 +281,8 @@ def test_what_make_fx_records_is_written(norm: str, checkpointed: bool, recorded
 
 ONE, RSTD = torch.ones(M, N), torch.ones(M)
 
-# Functions that nothing follows, of what is transformed, and the argument that is.
 UNFOLLOWED: dict[str, tuple[str, Call]] = {
-    "rows": ("x", lambda x: normforge.rmsnorm2d_fwd(x).y),
-    "weight": ("weight", lambda x: normforge.rmsnorm2d_fwd(ONE, x.mean(0)).y),
-    "out": ("out", lambda x: x * normforge.layernorm2d_fwd(ONE, out=torch.empty_like(x)).y),
-    "rows beside an out": ("x", lambda x: normforge.layernorm2d_fwd(x, out=torch.empty(M, N)).y),
-    "quantised": ("x", lambda x: normforge.quantised_rms_norm(x).y.float()),
-    "out of quantised": (
-        "out",
-        lambda x: x * normforge.quantised_rms_norm(ONE, out=torch.empty_like(x, dtype=torch.int8)).y,
-    ),
-    "gated": ("gate", lambda x: normforge.gated_rmsnorm2d_fwd(ONE, x).y),
-    "backward": ("dy", lambda x: backward_of(x)),
+    name: (argument, eval(f"lambda x: {text}")) for name, (argument, text) in TABLES["unfollowed"].items()
 }
 
 
