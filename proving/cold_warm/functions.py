@@ -9,12 +9,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 import normforge
 from normforge.codegen.families import REQUIRED, Kind, Parameter
@@ -22,6 +24,7 @@ from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRA
 from normforge.codegen.values import HeadNorm, Norm
 from normforge.dtypes import DTYPES
 
+from ..cases import with_tuples
 from .contexts import CONTEXTS, PLACES, TRANSFORMS
 from .operands import EIGHT_BITS, FLOATS, LAYOUTS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
 
@@ -373,47 +376,17 @@ def families() -> dict[str, list[Function]]:
     return found
 
 
-_SHARED = Operand(form="shared turns")
-# Arguments that go together, which no chain of single changes would come to.
+def _jump(value: Any) -> Any:
+    """Return an argument that `jumps.yaml` holds."""
+    if isinstance(value, dict):
+        return Operand(**{name: _jump(each) for name, each in value.items()})
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) else value
+
+
 JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "quantised": (
-        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "n": 48, "scale_format": "ue8m0"},
-        {"out_dtype": torch.float8_e4m3fn, "group_size": 128, "n": 128, "scale_layout": "column_major"},
-        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
-        {
-            "out_dtype": torch.float4_e2m1fn_x2,
-            "group_size": 16,
-            "scale_format": "e4m3",
-            "global_scale": Operand(form="one"),
-        },
-        {"fquant": "static", "y_scale": Operand(form="one"), "out_dtype": torch.float8_e4m3fn},
-        {"fquant": "static", "y_scale": Operand(form="vector")},
-        {"fquant": "dynamic", "y_scale": Operand(form="lead")},
-        {"out_dtype": torch.float8_e4m3fn, "scale_ub": Operand(form="one")},
-        {"out_dtype": torch.float8_e4m3fn, "group_size": 128, "columnwise": "transposed"},
-        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "columnwise": 1, "amax_out": Operand(form="one")},
-    ),
-    "_fwd": (
-        {"fadd": "pre_add_store", "residual": Operand(form="rows"), "dropout_p": 0.5, "dropout_rng": "tensor"},
-        {"fadd": "pre_add_store", "residual": Operand(form="rows"), "residual_out": Operand(None, form="rows")},
-        {"fadd": "post_add", "residual": Operand(form="rows"), "out": Operand(form="rows")},
-        {"fquant": "dynamic", "out_dtype": torch.int8, "rounding": "truncate"},
-        {"fquant": "smooth_dynamic", "smooth_scale": Operand(form="vector")},
-        {"x": Operand(torch.float8_e4m3fn, form="rows"), "x_scale": Operand(form="one"), "out_dtype": torch.bfloat16},
-    ),
-    "_bwd": ({"dropout_p": 0.5, "dropout_rng": "tensor", "wants": ("dx", "ddropped")},),
-    "rope": (
-        {"key_cache": Operand(form="blocks"), "slot_mapping": Operand(torch.int64, form="lead")},
-        {"positions": Operand(torch.int64, form="lead"), "cos": _SHARED, "sin": _SHARED},
-        {"positions": Operand(torch.int64, form="axes"), "cos": _SHARED, "sin": _SHARED, "mrope_section": (2, 3, 3)},
-        {"norm": "rms_across_heads", **dict.fromkeys(("q_weight", "k_weight"), Operand(form="of all heads"))},
-        {"k": Operand(form="no heads"), "k_weight": None},
-        {"k": Operand(form="no heads"), "k_weight": None, "dk_out": Operand(form="no heads")},
-    ),
-    "add_": (
-        {"dropout_p": 0.5, "dropout_rng": "pair"},
-        {"dropout_p": 0.5, "weight": Operand(form="vector", grad=True)},
-    ),
+    word: tuple({name: _jump(each) for name, each in jump.items()} for jump in jumps)
+    for word, jumps in with_tuples(yaml.safe_load(Path(__file__).with_name("jumps.yaml").read_text())).items()
 }
 
 
