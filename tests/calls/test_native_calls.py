@@ -28,7 +28,7 @@ from normforge.selection import dispatch
 from normforge.upstream import dynamo_guards, triton_launcher
 from normforge.upstream.dynamo_guards import by_attributes, guard
 
-from ..calling import ORACLE, agree
+from ..calling import ORACLE, agree, table_at
 
 M, N = 3, 64
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
@@ -56,58 +56,13 @@ def with_x(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]
 
 
 Change = Callable[[Any], Any]
-# Calls that differ from a plain and known one, by what does: an operand, the options, or the shape.
-OPERANDS: dict[str, Change] = {
-    "no tensor": at(0, [1.0] * N),
-    "nothing": at(0, None),
-    "a weight that is none": at(1, [1.0] * N),
-    "a subclass": at(0, torch.zeros(M, N).as_subclass(type("Own", (torch.Tensor,), {}))),
-    "a sparse tensor": with_x(torch.Tensor.to_sparse),
-    "nested": at(0, torch.nested.nested_tensor([torch.zeros(N)] * M)),
-    "integers": at(0, torch.zeros(M, N, dtype=torch.int32)),
-    "fp8": at(0, torch.zeros(M, N, dtype=torch.float8_e4m3fn)),
-    "another dtype": with_x(torch.Tensor.double),
-    "a weight of float64": at(1, torch.zeros(N, dtype=torch.float64)),
-    "another device": at(2, torch.zeros(N, device="meta")),
-    "a scalar": at(0, torch.zeros(())),
-    "no columns": at(0, torch.zeros(M, 0)),
-    "a shorter weight": at(1, torch.randn(8, requires_grad=True)),
-    "a longer weight": at(1, torch.zeros(N + 1)),
-    "a weight of rows": at(1, torch.zeros(M, N)),
-    "a residual of other rows": at(3, torch.zeros(M + 1, N)),
-}
-# What `is_plain` need not tell, since operators take it.
-SERVED_IN_GRAPHS: dict[str, Change] = {
-    "negated": with_x(torch._neg_view),
-    "no rows": lambda given: [given[0][:0], *given[1:3], given[3][:0], given[4]],
-    "misaligned": with_x(lambda x: torch.randn(M * N + 1)[1:].view(M, N)),
-}
-OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "an eps of True": ("layer", True, *OPTIONS[2:]),
-    "an eps below 0": ("layer", -1e-5, *OPTIONS[2:]),
-    "an eps of nan": ("layer", float("nan"), *OPTIONS[2:]),
-    "an eps beyond fp32": ("layer", 1e300, *OPTIONS[2:]),
-    "no eps": ("layer", None, *OPTIONS[2:]),
-    "an offset that LayerNorm lacks": ("layer", 1e-5, 1.0, *OPTIONS[3:]),
-    "an offset of 0": ("layer", 1e-5, 0, *OPTIONS[3:]),
-    "an offset of nan": ("rms", 1e-5, float("nan"), *OPTIONS[3:]),
-    "options that cannot be hashed": (*OPTIONS[:4], []),
-    "no such cast": (*OPTIONS[:4], "sideways"),
-    "a cast of another class": (*OPTIONS[:4], Cast.BEFORE_WEIGHT),
-}
-SHAPES: dict[str, Any] = {
-    "a shape of floats": (float(N),),
-    "a shape that is true": (True,),
-    "a shape of two": (M, N),
-    "another shape": (N + 1,),
-    "no shape": (),
-    "a number": N,
-    "a dictionary": {N: N},
-}
+TABLES: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("native_calls.yaml"), {"Cast": Cast, **globals()})
+SERVED_IN_GRAPHS = TABLES["served in graphs"]
+# By what differs from a plain and known call: an operand, the options, or the shape.
 OTHER: dict[str, tuple[Change, tuple[Any, ...], Any]] = {
-    **{name: (change, OPTIONS, (N,)) for name, change in {**OPERANDS, **SERVED_IN_GRAPHS}.items()},
-    **{name: (list, options, (N,)) for name, options in OTHER_OPTIONS.items()},
-    **{name: (list, OPTIONS, shape) for name, shape in SHAPES.items()},
+    **{name: (change, OPTIONS, (N,)) for name, change in {**TABLES["operands"], **SERVED_IN_GRAPHS}.items()},
+    **{name: (list, options, (N,)) for name, options in TABLES["options"].items()},
+    **{name: (list, OPTIONS, shape) for name, shape in TABLES["shapes"].items()},
 }
 
 
