@@ -560,8 +560,8 @@ class Mode:
 
     @property
     def stores_statistics(self) -> bool:
-        """Return True if forward kernels store mean and rstd, for the caller or for the kernel of columns."""
-        return self.save_mv or self.columnwise.writes
+        """Return True if forward kernels store mean and rstd: for the caller, for columns, or for gradients."""
+        return self.save_mv or self.columnwise.writes or (self.save_unquant and not self.reduce.exchanges)
 
     @property
     def keeps_row(self) -> bool:

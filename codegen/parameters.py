@@ -618,9 +618,9 @@ QUANTISED = Family(
     name="quantised",
     functions=_functions("quantised_{function}", "serves"),
     parameters=(
-        replace(FORWARD["x"], gradient=""),
-        replace(FORWARD["weight"], gradient=""),
-        replace(FORWARD["bias"], gradient=""),
+        FORWARD["x"],
+        FORWARD["weight"],
+        FORWARD["bias"],
         replace(FORWARD["eps"], torchs={}),
         FORWARD["weight_offset"],
         Parameter(
@@ -630,9 +630,10 @@ QUANTISED = Family(
             meaning=_first("x's shape, fp16, bf16 or fp32: added to x; the sum is returned as residual_out."),
             axis="fadd",
             wanted="fadd.stores",
+            gradient="dx",
             functional=True,
         ),
-        replace(FORWARD["x_bias"], gradient=""),
+        FORWARD["x_bias"],
         replace(FORWARD["smooth_scale"], functional=True),
         Parameter(
             "static_scale",
@@ -752,6 +753,8 @@ QUANTISED = Family(
         Result("columnwise", Kind.COLUMNS, wanted="columnwise.writes", axis="dtype_out"),
         Result("columnwise_scale", Kind.COLUMNS, wanted="columnwise.writes", axis="scale_format"),
         Result("amax", Kind.VALUE, wanted="save_amax"),
+        Result("mean", Kind.PER_ROW, norms=tuple(_centred("")), wanted="stores_statistics"),
+        Result("rstd", Kind.PER_ROW, wanted="stores_statistics"),
     ),
 )
 
@@ -918,7 +921,7 @@ GATED_GRADIENTS = _gradients(
     GATED, (_unnamed("dy", Kind.ROWS, default=_each(REQUIRED)), GATED["gating"], GATED["activation"])
 )
 # The operators that compute a forward family's gradients, by the family's word.
-GRADIENTS = {"": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
+GRADIENTS = {"": BACKWARD, "quantised": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
 FAMILIES = (FORWARD, BACKWARD, STATISTICS, RENORMED, MODULATED, GATED, QUANTISED)
 # The families that only autograd calls: their rows are in parts, and their functions have no public names.

@@ -82,7 +82,7 @@ def _forward(mode: Mode) -> tuple[str, ...]:
         steps.append(f"columns quantised too{', transposed' if mode.columnwise.transposes else ''}")
     if mode.save_amax:
         steps.append("amax saved")
-    if mode.save_mv:
+    if mode.stores_statistics:
         saved = "mean and rstd saved" if mode.norm.centres else "rstd saved"
         steps.append(f"{saved} without y" if mode.statistics_only else saved)
     return tuple(steps)

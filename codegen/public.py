@@ -259,7 +259,10 @@ _QUANTISED = PublicFunctions(
             "True rounds y to x's 16 bits before smooth_scale, as a kernel that reads a stored y does; False quantises "
             "y in fp32.",
         ),
-        _as(QUANTISED["save_unquant"], "return y in x's dtype too, before smooth_scale."),
+        _as(
+            QUANTISED["save_unquant"],
+            "return y in x's dtype too, before smooth_scale, with a gradient where one is due.",
+        ),
         _as(
             QUANTISED["columnwise"],
             '"untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows of the '
@@ -300,7 +303,9 @@ _QUANTISED = PublicFunctions(
         "for int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent "
         "elements, the last of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in "
         "groups of 128), and 1 if max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or "
-        "Inf has a scale that is NaN or Inf. Not differentiable."
+        "Inf has a scale that is NaN or Inf. With save_unquant, unquantised and residual_out are differentiable in x, "
+        "residual, x_bias, weight and bias, straight through the quantisation; no other output is, and a call without "
+        "save_unquant refuses operands that require a gradient while gradients are enabled."
     ),
     returns=f"`QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, {_EVERY_OUTPUT}",
 )

@@ -90,7 +90,7 @@ _FORWARD = (
     _Row("y_scale_ptr", "tiles of 128 rows by 4 groups, {codes}", lambda m, p: m.scale_layout.swizzles),
     _Row("unquantised_ptr", "(M, N) {dtype_in}", lambda m, p: m.save_unquant),
     _Row("amax_ptr", "(1,) fp32, raised to the largest |y|", lambda m, p: m.save_amax),
-    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.save_mv and m.norm.centres and not m.fadd.renorms),
+    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.stores_statistics and m.norm.centres and not m.fadd.renorms),
     *_PIVOT,
     _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.stores_statistics and not m.fadd.renorms),
     _Row(

@@ -141,7 +141,7 @@ def validate_quantised(
     if isinstance(result, ColumnwiseOutput):
         amax = result.amax
         columns = None if result.columnwise is None else columns_of(result, problem.mode)
-    of_rows = QuantisedOutput(*result[:4])._replace(y_scale=None)
+    of_rows = {name: result._asdict().get(name) for name in ("y", "residual_out", "unquantised", "mean", "rstd")}
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
@@ -150,9 +150,9 @@ def validate_quantised(
         )
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
-        parts = {name: value[rows] for name, value in of_rows._asdict().items() if value is not None}
+        parts = {name: value[rows] for name, value in of_rows.items() if value is not None}
         expected = oracle(**sliced)
-        findings += compare_quantised(of_rows._replace(**parts), None if scale is None else scale[rows], expected)
+        findings += compare_quantised(result._replace(**parts), None if scale is None else scale[rows], expected)
         if columns is not None:
             findings += compare_columns(columns, expected, rows.start * problem.heads)
         if amax is not None:

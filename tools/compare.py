@@ -148,7 +148,7 @@ def numbers_of(
 
 
 def compare_quantised(
-    actual: QuantisedOutput, scale: torch.Tensor | None, expected: ReferenceQuantised
+    actual: QuantisedOutput | ColumnwiseOutput, scale: torch.Tensor | None, expected: ReferenceQuantised
 ) -> list[Finding]:
     """Hold every output of a call of `quantised_layer_norm` or `quantised_rms_norm` against the oracle's.
 
@@ -162,16 +162,21 @@ def compare_quantised(
     findings = [] if scale is None else [_scales(actual, scale, expected)]
     wide = expected.scale if scale is None else expected.spread(scale)
     findings.append(_within_a_step(actual.y, expected, wide))
-    for name, want in (("residual_out", expected.residual_out), ("unquantised", expected.unquantised)):
-        got = getattr(actual, name)
+    for name in ("residual_out", "unquantised", "mean", "rstd"):
+        got, want = getattr(actual, name, None), getattr(expected if name == "unquantised" else expected.rows, name)
         if got is None:
             continue
         if want is None or got.shape != want.shape or got.dtype != want.dtype:
             findings.append(Finding(name, math.inf, 0.0, ok=False))
         elif name == "residual_out":
             findings.append(Finding(name, unequal(got, want), 0.0, unequal(got, want) == 0))
-        else:
+        elif name == "unquantised":
             findings.append(_close("y", got, want, expected.unquantised_open)._replace(name=name))
+        else:
+            # A mean is known to a part of the deviation, from which the terms of a row may cancel.
+            rstd = expected.rows.rstd
+            either = 0.0 if name == "rstd" or rstd is None else STATISTICS.rtol / rstd.double()
+            findings.append(_close(name, got, want, either))
     return findings
 
 
@@ -214,7 +219,7 @@ def _largest_error(rows: ReferenceQuantised) -> torch.Tensor:
     return (rows.open + VALUE_ERROR * rows.terms).amax() + STATISTICS.rtol * rows.z.abs().amax()
 
 
-def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQuantised) -> Finding:
+def _scales(actual: QuantisedOutput | ColumnwiseOutput, scale: torch.Tensor, expected: ReferenceQuantised) -> Finding:
     amax, qmax = expected.amax, DTYPES[actual.y.dtype].qmax
     slack = _scale_tolerance(torch.float32).rtol * amax
     slack += expected.largest(expected.open + VALUE_ERROR * expected.terms)

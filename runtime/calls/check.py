@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, SupportsFloat, TypeGuard
@@ -303,8 +303,11 @@ def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
     return isinstance(value, Real)
 
 
-def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:
-    """Check that no tensor requires a gradient while gradients are enabled, and none carries a tangent."""
+def check_no_gradient(reason: str, recorded: Container[str] = (), /, **tensors: torch.Tensor | None) -> None:
+    """Check that no tensor requires a gradient while gradients are enabled, and none carries a tangent.
+
+    Autograd records the tensors that `recorded` names, which may require a gradient.
+    """
     for name, tensor in tensors.items():
         if tensor is not None and has_tangent([tensor]):
             raise GradientError(
@@ -314,7 +317,7 @@ def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is not None and tensor.requires_grad and name not in recorded:
             raise GradientError(
                 f"{name} requires a gradient and {reason}; call under torch.no_grad(), or pass {name}.detach()"
             )
@@ -471,16 +474,20 @@ def refuse_gradient(call: Call) -> None:
     Raises:
         GradientError: a tensor requires a gradient, and gradients are enabled.
     """
-    reason = _NOT_DIFFERENTIABLE
+    reason, recorded = _NOT_DIFFERENTIABLE, dict(call.function.gradients) if call.mode.save_unquant else {}
     if call.function.direction is Direction.BACKWARD:
         reason = "no kernel computes a gradient's gradient"
     elif call.mode.fquant.quantises:
         reason = "a quantised output has none"
+        if call.function.family_name == "quantised":
+            reason += (
+                "; save_unquant=True returns y unquantised too, with those of x, residual, x_bias, weight and bias"
+            )
     elif call.function.family_name:
         reason = f"the 2d functions compute none; call normforge.{call.function.family.functions[call.mode.norm]}"
     elif call.mode.dtype_in.is_fp8:
         reason = FP8_HAS_NO_GRADIENT
-    check_no_gradient(reason, **call.tensors_read())
+    check_no_gradient(reason, recorded, **call.tensors_read())
 
 
 def _output_dtype(args: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:

@@ -17,8 +17,8 @@ from ..selection import dispatch, invariance
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from .backend import sees_operators
 from .check import Call, check, refuse_gradient
-from .launch import of_no_rows, run, run_backward
-from .outputs import LayerNormOutput, NormGradients, unpacked
+from .launch import run, run_backward
+from .outputs import LayerNormOutput, NormGradients, results_of, unpacked
 from .plan import MISALIGNED, Key, Plan, PlannedCall, Tensors, remember
 from .randomness import settled
 from .traced import function_traced, is_dynamo_compiling
@@ -76,7 +76,8 @@ def launched(family: Family, norm: str, key: Key | None, args: Args, *, packed: 
         results = run(prepared(lies, key if lies is call else None, args), lies.out, lies.residual_out)
         return results if lies is call else _landed(call, results)
     if call.m == 0:
-        return of_no_rows(call)
+        # Sums of nothing.
+        return NormGradients(*results_of(call, call.x.new_zeros))
     x = call.x
     if call.dy is None:
         # One row of zeros, of stride 0, serves as all rows.

@@ -11,8 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..kernels.launcher import new_exchange
-from .check import Call
-from .outputs import LayerNormOutput, NormGradients, results_of
+from .outputs import LayerNormOutput, NormGradients
 from .plan import Layout, Plan, PlannedCall, Sized, Tensors, addresses_of, make_of
 
 # The values of launches that one launch is to make; None for a call that is launched by itself.
@@ -184,11 +183,6 @@ def run_sized(
         launch, grid = layout.finish
         launch(grid, layout.adds((layout.programs, absent, *written[rows:], *pieces)))
     return results
-
-
-def of_no_rows(call: Call) -> NormGradients:
-    """Return the results of a backward call without rows: sums of nothing."""
-    return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 
 
 def _as_tensors(

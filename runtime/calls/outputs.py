@@ -61,7 +61,7 @@ class QuantisedOutput(NamedTuple):
 
 
 class ColumnwiseOutput(NamedTuple):
-    """Outputs of a quantised norm that was asked for y along columns, or for an amax.
+    """Outputs of a quantised norm that was asked for y along columns, or for an amax; None where one was not asked for.
 
     Attributes:
         y, residual_out, y_scale, unquantised: as `QuantisedOutput` has them.
@@ -70,6 +70,8 @@ class ColumnwiseOutput(NamedTuple):
         columnwise_scale: (B, N), or with a transposed output (N, B); packed, four blocks in one; swizzled as y_scale of
             the transposed output.
         amax: the tensor that was passed as amax_out.
+        mean: x's shape without the last dimension, fp32; LayerNorm only, with columns or unquantised.
+        rstd: like mean, of both norms: what `layernorm2d_bwd` and `rmsnorm2d_bwd` take.
     """
 
     y: torch.Tensor
@@ -79,6 +81,8 @@ class ColumnwiseOutput(NamedTuple):
     columnwise: torch.Tensor | None
     columnwise_scale: torch.Tensor | None
     amax: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
 
 
 class NormGradients(NamedTuple):
@@ -146,7 +150,7 @@ def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
     """Return the means, if there are any, and rstd in one tensor, as `packing` lays them out."""
     *means, rstd = (statistic.flatten() for statistic in statistics)
     padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
-    return torch.cat([*padded, rstd])
+    return torch.cat([*padded, rstd]) if padded else rstd
 
 
 def unflattened(rows: Any, shape: tuple[int, ...]) -> Any:

@@ -72,8 +72,7 @@ def check_outs(call: Call, outs: Sequence[torch.Tensor | None], addressed: bool)
 
 
 def _launch(planned: PlannedCall, options: Options, outs: Outs) -> LayerNormOutput:
-    out, residual_out, *_ = outs
-    return run(planned, out=out, residual_out=residual_out)
+    return run(planned, *outs[:2])
 
 
 def _nothing(*_: Any) -> NoReturn:
@@ -305,7 +304,7 @@ def options_2d(operands: Operands, options: Options) -> Options:
 
 
 def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: Outs = (None, None)) -> Any:
-    """Run a call that has no gradient, as an operator if something sees operators, and return all its outputs.
+    """Run a call of a 2d function, as an operator if something sees operators, and return all its outputs.
 
     Args:
         calls: its family's row.
@@ -330,8 +329,11 @@ def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, outs: 
                 results[at] = out.copy_(results[at] if at < 2 else results[at].view(out.shape))
         return calls.output(*results)
     if planned is None:
-        return launched(calls, tuple(map(resolved, operands)), options, outs)
-    return calls.launch(planned, options, outs)
+        made = launched(calls, tuple(map(resolved, operands)), options, outs)
+    else:
+        made = calls.launch(planned, options, outs)
+    # Calls that autograd cannot record were refused.
+    return calls.record(calls, operands, options, made) if records(operands) else made
 
 
 def launch_recorded(call: tuple[FamilyCalls, Options, Recorded | None], operands: Operands) -> Launched:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -113,14 +112,9 @@ def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
 @constant_in_traces
 def _autocasts(norm: str) -> bool:
     """Return True if autocast runs torch's operator in fp32 on a GPU; on a CPU no operator does."""
-    return _registered_for_autocast(f"aten::{norm}_norm")
-
-
-@cache
-def _registered_for_autocast(name: str) -> bool:
     # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too. Not every
     # norm of ours is an operator of torch's.
-    has_kernel = torch._C._dispatch_has_kernel
+    name, has_kernel = f"aten::{norm}_norm", torch._C._dispatch_has_kernel
     return has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 

@@ -29,8 +29,7 @@ def _gradients(call: BackwardPass) -> Gradients:
     norm, weight_offset, cast, dtypes = call.args
     due = call.due
     # The residual is no operand of the norm.
-    of_norm = *due[:3], due[4]
-    wants = WANTS[of_norm]
+    wants = WANTS[due[:3] + due[4:]]
     options = (norm, weight_offset, cast, None, dtypes[2], wants)
     grads: Any = (None,) * 4
     if wants:

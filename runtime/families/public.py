@@ -896,7 +896,9 @@ def quantised_layer_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. Not differentiable.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight and bias,
+    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
+    a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
@@ -929,7 +931,7 @@ def quantised_layer_norm(
             floats. A NaN makes all scales NaN; 0 or less counts as 0, which makes all scales 1.
         quantise_rounded: True rounds y to x's 16 bits before smooth_scale, as a kernel that reads a stored y does;
             False quantises y in fp32.
-        save_unquant: return y in x's dtype too, before smooth_scale.
+        save_unquant: return y in x's dtype too, before smooth_scale, with a gradient where one is due.
         columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
             of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
             N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.
@@ -991,7 +993,9 @@ def quantised_rms_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. Not differentiable.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight and bias,
+    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
+    a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
@@ -1024,7 +1028,7 @@ def quantised_rms_norm(
             floats. A NaN makes all scales NaN; 0 or less counts as 0, which makes all scales 1.
         quantise_rounded: True rounds y to x's 16 bits before smooth_scale, as a kernel that reads a stored y does;
             False quantises y in fp32.
-        save_unquant: return y in x's dtype too, before smooth_scale.
+        save_unquant: return y in x's dtype too, before smooth_scale, with a gradient where one is due.
         columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
             of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
             N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..calls import road
-from ..calls.check import Call, check_device, check_dtype, check_operand, check_tensor, check_written
+from ..calls.check import Call, check_device, check_dtype, check_no_gradient, check_operand, check_tensor, check_written
 from ..calls.first import address_of
 from ..calls.launch import Held, run_sized
 from ..calls.outputs import (
@@ -17,11 +17,12 @@ from ..calls.outputs import (
     QuantisedOutput,
     columnwise_outputs,
     group_scales,
+    packed_of,
     scale_columns,
     tiled_shape,
 )
 from ..calls.plan import MISALIGNED, PlannedCall
-from ..calls.road import Options, Outs, calls_of
+from ..calls.road import FamilyCalls, Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
 from ..codegen.families import Kind
 from ..codegen.model import Mode
@@ -30,7 +31,9 @@ from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLay
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import ALIGNMENT
+from ..selection.invariance import is_on
 from ..upstream.dynamo_guards import Empty, contiguous_strides
+from . import plain
 
 # The functions that return y unquantised.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
@@ -41,17 +44,29 @@ def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | Co
 
     The last of these is what the amax is accumulated in, which is among the options too.
     """
-    result = road.launched_2d(CALLS, *arranged(operands, options, outs))
-    if isinstance(result, QuantisedOutput):
-        return result
-    # An operator returns all fields, and accumulates in a tensor of its own.
-    y, total, y_scale, unquantised, columnwise, columnwise_scale, amax = result
+    made: Any = road.launched_2d(CALLS, *arranged(operands, options, outs))
     amax_out = outs[-1]
-    if columnwise is None and amax_out is None:
-        return QuantisedOutput(y, total, y_scale, unquantised)
-    if amax_out is not None and amax is not amax_out:
-        amax = amax_out.copy_(torch.maximum(amax_out, amax.view(amax_out.shape)))
-    return ColumnwiseOutput(y, total, y_scale, unquantised, columnwise, columnwise_scale, amax)
+    if amax_out is not None and made.amax is not amax_out:
+        # An operator accumulates in a tensor of its own.
+        made = made._replace(amax=amax_out.copy_(torch.maximum(amax_out, made.amax.view(amax_out.shape))))
+    return returned(made)
+
+
+def returned(outputs: QuantisedOutput | ColumnwiseOutput) -> QuantisedOutput | ColumnwiseOutput:
+    """Return the outputs of a call in the class that the call asked for."""
+    is_narrow = isinstance(outputs, ColumnwiseOutput) and outputs.columnwise is None and outputs.amax is None
+    return QuantisedOutput._make(outputs[:4]) if is_narrow else outputs
+
+
+def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOutput) -> ColumnwiseOutput:
+    """Have autograd record y unquantised, and the sum, as the outputs of the norm alone."""
+    # The norm, eps, weight_offset and cast.
+    settled = plain.full_options(operands, (*options[:3], None, options[5]), saves=True)
+    statistics = packed_of(*[each for each in made[-2:] if each is not None])
+    # The operands of the norm alone come first.
+    y = plain.record(plain.CALLS, operands[:5], settled, (made.unquantised, made.residual_out, statistics, is_on()))
+    y, total = y if isinstance(y, tuple) else (y, None)
+    return made._replace(unquantised=y, residual_out=total)
 
 
 def arranged(operands: Any, options: Options, outs: Outs) -> tuple[Any, Options, Outs]:
@@ -97,17 +112,24 @@ def _check(call: Call, outs: Outs, addressed: bool) -> None:
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
+    if outs[1] is not None and addressed:
+        check_no_gradient("has none where residual_out is passed", **call.tensors_read())
     others = road.check_outs(call, outs[:2], addressed)
     if outs[2] is not None:
-        _check_scale_out(call, outs[2], others, addressed)
-        others["y_scale"] = outs[2]
+        _check_scale_out(call, outs[2], addressed)
     if outs[3] is not None:
         check_operand(Kind.VALUE, "amax_out", outs[3], call.x)
-        check_written("amax_out", outs[3], addressed)
-        _check_apart("amax_out", outs[3], others, addressed)
+    for name, out in zip(("y_scale", "amax_out"), outs[2:], strict=True):
+        if out is not None:
+            check_written(name, out, addressed)
+            for other, tensor in others.items() if addressed else ():
+                (start, end), (at, behind) = _span(out), _span(tensor)
+                if start < behind and at < end:
+                    raise LayoutError(f"{name} overlaps {other} in memory; pass memory of its own")
+            others[name] = out
 
 
-def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
+def _check_scale_out(call: Call, out: torch.Tensor, addressed: bool) -> None:
     dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
     # A static y_scale is an operand, and is not written to.
     assert dtype is not None
@@ -131,20 +153,9 @@ def _check_scale_out(call: Call, out: torch.Tensor, others: Mapping[str, torch.T
                 f"the elements of y_scale overlap (shape {tuple(out.shape)}, strides {out.stride()}); pass memory "
                 "for each, a contiguous tensor say, or leave y_scale out"
             )
-    check_written("y_scale", out, addressed)
-    _check_apart("y_scale", out, others, addressed)
     if addressed and not call.mode.serves and address_of("y_scale", out) & MISALIGNED:
         # The kernel is that of `layernorm2d_fwd`, which allocates them.
         raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
-
-
-def _check_apart(out: str, tensor: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
-    """Check that what is written to meets no other tensor, if it has an address."""
-    start, end = _span(tensor) if addressed else (0, 0)
-    for name, other in others.items() if addressed else ():
-        at, behind = _span(other)
-        if start < behind and at < end:
-            raise LayoutError(f"{out} overlaps {name} in memory; pass memory of its own")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -182,7 +193,7 @@ def launch(
         amax = make((1,), dtype=torch.float32).zero_()
     outs = out, residual_out, y_scale, None, columnwise, columnwise_scale, amax
     outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, held=held, exchange=exchange)
-    if mode.columnwise.writes or mode.save_amax:
+    if mode.stores_statistics or mode.save_amax:
         return ColumnwiseOutput._make(outputs)
     return QuantisedOutput._make(outputs[:4])
 
@@ -217,6 +228,6 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     return row * unit, scale.stride(-1) * unit
 
 
-CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch)
+CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch, record=_record)
 # The place of the layout among the options, behind the norm, and of the first static scale among the operands.
 _LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

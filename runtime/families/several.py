@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from ..calls import native, road
 from ..calls.launch import recorded_of, run
-from ..calls.outputs import LayerNormOutput
 from ..calls.plan import PlannedCall
 from ..calls.record import records
 from ..calls.road import FamilyCalls, Outs
@@ -139,13 +138,9 @@ def _find(x: Any, weight: Any = None, options: Mapping[str, Any] = _NO_OPTIONS) 
         return None
     if is_recorded:
         return planned, partial(recorded_of, planned), partial(plain.record_known, calls, operands, settled)
-    launch = partial(quantised.launch, planned, settled, outs) if quantises else partial(run, planned)
-    return planned, launch, _returned
-
-
-def _returned(outputs: Any) -> Any:
-    y, total, *_ = outputs
-    return outputs if not isinstance(outputs, LayerNormOutput) else y if total is None else (y, total)
+    if quantises:
+        return planned, partial(quantised.launch, planned, settled, outs), quantised.returned
+    return planned, partial(run, planned), lambda outputs: outputs[0] if outputs[1] is None else tuple(outputs[:2])
 
 
 def launcher_of(planned: Sequence[PlannedCall]) -> Launcher | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from ..calls.backend import backend
@@ -14,8 +13,6 @@ from ..codegen.values import Norm
 from ..dtypes import word
 from ..selection import dispatch
 from . import public
-
-_FORWARD: dict[Norm, Callable[..., Any]] = {norm: getattr(public, name) for norm, name in FORWARD.functions.items()}
 
 
 def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False, **keywords: Any) -> str:
@@ -35,7 +32,7 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
         NormforgeError: whatever the call itself would raise about its arguments.
     """
     kind = word(Norm, "norm", norm)
-    bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
+    bound = inspect.signature(getattr(public, FORWARD.functions[kind])).bind(*arguments, **keywords)
     bound.apply_defaults()
     args = bound.arguments
     if "dropout_p" in args:

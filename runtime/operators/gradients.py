@@ -21,7 +21,7 @@ from .kernels import register_autograd
 
 # The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")
-_UNSAVED = "mean and rstd were not saved; pass save_mv=True"
+_UNSAVED = "mean and rstd were not saved; pass save_mv=True, or of a quantised norm save_unquant=True"
 _SUMMED = ("x", "residual", "x_bias", "gate")
 
 
@@ -43,18 +43,18 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         args = dict(takes.defaults) | dict(zip(takes.passed, inputs, strict=True))
         if not takes.family_name:
             _refuse(args)
-        if args["x"].dtype is output[0].dtype is torch.float32:
+        fadd = "none" if args.get("residual") is None else args.get("fadd", "pre_add_store")
+        # The output that carries the gradient of y: behind the sum and the scales of a quantised y.
+        at = 1 + (fadd != "none") + (not args["fquant"].startswith("static")) if args.get("save_unquant") else 0
+        if args["x"].dtype is output[at].dtype is torch.float32:
             # With x and y in fp32 nothing is rounded before weight, whatever the dtype of the stored sum.
             args["cast"] = "after_weight"
-        adds = args.get("residual") is not None
-        stores = adds and args.get("fadd", "pre_add_store") == "pre_add_store"
-        is_after = adds and args.get("fadd") == "post_add"
-        refusal = None
-        if adds and not (stores or is_after):
+        stores, is_after, refusal = fadd == "pre_add_store", fadd == "post_add", None
+        if fadd == "pre_add":
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
-        elif not args["save_mv"]:
+        elif not args.get("save_unquant", args.get("save_mv", False)):
             refusal = _UNSAVED
-        ctx.refusal = refusal
+        ctx.refusal, ctx.at = refusal, at
         ctx.shared = {name: args[name] for name in shared}
         ctx.dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, torch.Tensor)}
         # The gradient of a residual that is added behind the norm is dy.
@@ -65,13 +65,14 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         summed = [args.get(name) for name in _SUMMED]
         sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
         # A quantised output has no gradient, although fp8 is a floating-point dtype of torch.
-        ctx.mark_non_differentiable(*output[1 + sum_is_due if output[0].dtype in FLOATS else 0 :])
+        carry = (at, 1)[: 1 + sum_is_due] if output[at].dtype in FLOATS else ()
+        ctx.mark_non_differentiable(*[each for place, each in enumerate(output) if place not in carry])
         if refusal is None:
             held = {**args, "gated": None if args.get("gate") is None else args["x"]}
             if stores:
                 # The sum includes x_bias already.
                 held |= {"x": output[1], "x_bias": None}
-            ctx.save_for_backward(*[held[name] for name in kept], *output[len(output) - len(statistics) :])
+            ctx.save_for_backward(*[held.get(name) for name in kept], *output[len(output) - len(statistics) :])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         _refuse_unsaved(ctx.refusal)
@@ -79,10 +80,10 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         args = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
         # Without a stored sum no gradient can be computed of a call that adds.
         stores = "residual" in ctx.dtypes
-        for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if stores else None), strict=True):
+        dy = arrived[ctx.at]
+        for name, gradient in zip(_ARRIVE, (dy, arrived[1] if stores else None), strict=True):
             args[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
         due: dict[str, torch.Tensor] = {}
-        dy = arrived[0]
         if ctx.added is not None and dy is not None and "residual" in needed:
             needed.remove("residual")
             due["residual"] = dy.to(ctx.added)
@@ -190,7 +191,7 @@ def _compute(
     if "residual" in dtypes and "x_bias" in needed:
         # The sum includes x_bias already. An x_bias of zeros makes the kernel sum dx before rounding.
         saved["x_bias"] = saved["x"].new_zeros(saved["x"].shape[-1:], dtype=dtypes["x_bias"])
-    due = {name: gradients[name] for name in needed}
+    due = {name: gradients[name] for name in needed if name in gradients}
     wants = [result.name for result in takes.results if result.name in due.values()]
     for result in takes.results:
         if result.set_by:

@@ -10,7 +10,7 @@ import torch
 
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup
 from ..dtypes import DTYPES, word
-from .norms import PLAIN, Oracle, quantise, stored_scale
+from .norms import PLAIN, Oracle, ReferenceOutput, quantise, stored_scale
 
 
 class ReferenceQuantised(NamedTuple):
@@ -18,7 +18,7 @@ class ReferenceQuantised(NamedTuple):
 
     Attributes:
         y: quantised by `scale`.
-        residual_out: the stored sum, if there is a residual.
+        rows: the norm alone: the stored sum, if there is a residual, and the statistics.
         scale: of each element, x's shape.
         unquantised: y before it was quantised, in x's dtype.
         z: what is divided by the scale.
@@ -32,7 +32,7 @@ class ReferenceQuantised(NamedTuple):
     """
 
     y: torch.Tensor
-    residual_out: torch.Tensor | None
+    rows: ReferenceOutput
     scale: torch.Tensor
     unquantised: torch.Tensor
     z: torch.Tensor
@@ -75,7 +75,7 @@ def _quantised(
     if asked.get("residual") is not None:
         passed |= {"residual": asked["residual"], "fadd": "pre_add_store"}
     # Rows that are rounded first are rounded to x's 16 bits: y has fewer.
-    rows = norm(x, weight, **passed, out_dtype=x.dtype)
+    rows = norm(x, weight, **passed, out_dtype=x.dtype, save_mv=True)
     assert rows.terms is not None
     z, terms = rows.z, rows.terms
     unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open
@@ -100,7 +100,7 @@ def _quantised(
     y, unquantised = quantise(z / scale, out), rows.z.to(x.dtype)
     return ReferenceQuantised(
         packed(y) if out.is_fp4 else y,
-        rows.residual_out,
+        rows,
         scale,
         unquantised,
         z,
@@ -132,7 +132,6 @@ def columnwise(rows: ReferenceQuantised) -> ReferenceQuantised:
         amax=amax,
         open=unsure,
         terms=terms,
-        residual_out=None,
         unquantised=z,
         unquantised_open=unsure,
     )

@@ -18,6 +18,7 @@ from normforge.dtypes import DTYPES
 from normforge.errors import (
     ArgumentError,
     ConflictError,
+    GradientError,
     IllegalCombinationError,
     LayoutError,
     NormforgeError,
@@ -752,18 +753,103 @@ def test_an_infinite_amax() -> None:
 @pytest.mark.parametrize("asked", [{**FP8, "columnwise": "transposed"}, {**SWIZZLED, "columnwise": "untransposed"}])
 def test_traced_calls(asked: dict[str, Any]) -> None:
     """One operator returns both directions, and the amax is accumulated in the tensor that was passed."""
-    x, weight, residual = rows(40, 96), rows(96), rows(40, 96)
+    x, weight, residual = rows(40, 96).requires_grad_(), rows(96), rows(40, 96)
+    given: dict[str, Any] = {"residual": residual, "save_unquant": True, **asked}
     torch.compiler.reset()
     compiled = torch.compile(FUNCTION["rms"], backend="aot_eager", fullgraph=True)
     eager, traced = torch.full((1,), 1e-3), torch.full((1,), 1e-3)
-    one = FUNCTION["rms"](x, weight, residual=residual, **asked, amax_out=eager)
-    other = compiled(x, weight, residual=residual, **asked, amax_out=traced)
+    one = FUNCTION["rms"](x, weight, **given, amax_out=eager)
+    other = compiled(x, weight, **given, amax_out=traced)
     assert all(same_bits(each, its) for each, its in zip(one, other, strict=True))
+    dx, its = (torch.autograd.grad(made.unquantised, x, residual) for made in (one, other))
+    assert same_bits(*dx, *its)
     assert other.amax is traced
     assert there(other.columnwise).stride() == there(one.columnwise).stride()
 
 
+# Forms whose y in 16 bits carries a gradient.
+STRAIGHT: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "static": {"fquant": "static", "y_scale": 0.1, "out_dtype": E4M3},
+    "columns": {**FP8, "columnwise": "transposed"},
+    "swizzled": {**SWIZZLED, "columnwise": "untransposed", "cast": "before_weight"},
+    "rounded": {**FP8, "quantise_rounded": True},
+}
+
+
+def of_doubles(norm: str, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and the sum of operands in fp64, of which the sum is rounded to 16 bits and differentiated unrounded."""
+    added = [operands[name] for name in ("x", "x_bias", "residual") if name in operands]
+    total = added[0] + sum(added[1:])
+    total = total + (total.bfloat16().double() - total).detach()
+    vectors = [operands[name] for name in ("weight", "bias") if name in operands]
+    return getattr(torch.nn.functional, f"{norm}_norm")(total, total.shape[-1:], *vectors, eps=1e-5), total
+
+
+@each_norm
+@pytest.mark.parametrize("added", [(), ("residual",), ("x_bias",)], ids=str)
+@pytest.mark.parametrize("form", STRAIGHT)
+def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added: tuple[str, ...]) -> None:
+    """By kernels, and of the gradients again, as fp64 differentiates the norm alone."""
+    asked = {name: torch.full((1,), each) if isinstance(each, float) else each for name, each in STRAIGHT[form].items()}
+    if "x_bias" in added and "columnwise" in asked:
+        return
+    vectors = ("weight", *(("bias",) if norm == "layer" else ()))
+    sizes = {"x": (2, 5, 96), "residual": (2, 5, 96)}
+    given = {name: rows(*sizes.get(name, (96,))).requires_grad_() for name in ("x", *vectors, *added)}
+    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    expected, arrived = of_doubles(norm, wide), (rows(2, 5, 96), rows(2, 5, 96))
+    kept = 2 if "residual" in added else 1
+
+    def made_of() -> Any:
+        return FUNCTION[norm](**given, eps=1e-5, save_unquant=True, **asked)
+
+    def gradients(made: Any, again: bool = False) -> tuple[torch.Tensor, ...]:
+        outputs = (made.unquantised, made.residual_out)[:kept]
+        return torch.autograd.grad(outputs, tuple(given.values()), arrived[:kept], create_graph=again)
+
+    made = made_of()
+    fields = made._asdict()
+    recorded = {name for name, each in fields.items() if each is not None and each.requires_grad}
+    assert recorded == {"unquantised", *(("residual_out",) if kept == 2 else ())}
+    wide_arrived = [each.double() for each in arrived[:kept]]
+    of_wide = torch.autograd.grad(expected[:kept], tuple(wide.values()), wide_arrived, create_graph=True)
+    again = torch.autograd.grad(gradients(made_of(), again=True)[0].float().square().sum(), given["x"])
+    of_again = torch.autograd.grad(of_wide[0].square().sum(), wide["x"])
+    for got, want in zip((*gradients(made), *again), (*of_wide, *of_again), strict=True):
+        step = 2.0**-7 * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=step)
+
+
+@each_norm
+def test_statistics_are_what_backward_functions_take(norm: str) -> None:
+    """Of a function of the caller's, which writes no y in 16 bits, for example."""
+    x, weight = rows(40, 96).requires_grad_(), rows(96)
+    made = FUNCTION[norm](x, weight, **FP8, save_unquant=True, columnwise="transposed", eps=1e-5)
+    with torch.no_grad():
+        alone = FUNCTION[norm](x, weight, **FP8, columnwise="transposed", eps=1e-5)
+    dy, statistics = rows(40, 96), {"mean": alone.mean} if norm == "layer" else {}
+    backward: Any = normforge.layernorm2d_bwd if norm == "layer" else normforge.rmsnorm2d_bwd
+    (expected,) = torch.autograd.grad(made.unquantised, x, dy)
+    assert same_bits(backward(dy, x.detach(), weight, rstd=alone.rstd, wants=("dx",), **statistics).dx, expected)
+
+
+def needed(*sizes: int) -> torch.Tensor:
+    return torch.ones(*sizes).bfloat16().requires_grad_()
+
+
 REFUSED: Refused = {
+    GradientError: {
+        "y": ({"weight": needed(64)}, "weight requires a gradient and a quantised output has none; save_unquant=True"),
+        "a scale": (
+            {"fquant": "smooth_dynamic", "smooth_scale": needed(64), "save_unquant": True},
+            "smooth_scale requires a gradient and a quantised output has none",
+        ),
+        "a place": (
+            {"residual": needed(4, 64), "save_unquant": True, "residual_out": torch.empty(4, 64).bfloat16()},
+            "residual requires a gradient and has none where residual_out is passed",
+        ),
+    },
     IllegalCombinationError: {
         "whole columns": (
             {"columnwise": "transposed", "out_dtype": E4M3},
