@@ -1,4 +1,7 @@
-"""Norms quantised along rows and along columns, beside a copy of as many bytes, and a norm with a cast behind it."""
+"""Norms quantised along rows and along columns, beside a copy of as many bytes, and a norm with a cast behind it.
+
+The block of `examples/fp8_block.py` is timed forward and backward: with one kernel, with a norm and a cast, in bf16.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,41 @@ def _cast(y: torch.Tensor, size: int, exponents: bool) -> list[torch.Tensor]:
     return results
 
 
+@dataclass(frozen=True)
+class Step:
+    """Microseconds of the block's step in fp8, with casts apart and in bf16, and the time with casts in that in fp8."""
+
+    m: int
+    n: int
+    normforge: float
+    casts: float
+    bf16: float
+    ratio: float
+
+
+def _time_step(m: int, n: int, device: torch.device) -> Step:
+    """Time the example's block, whose casts of gradients and of the projection are compiled for every way."""
+    block: Any = import_module("examples.fp8_block")
+    block.quantise = torch.compile(block.quantise, dynamic=False)
+    cast = torch.compile(lambda y: (*block.quantise(y), *block.quantise(y.t())), dynamic=False)
+
+    def apart(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, **_: Any) -> normforge.ColumnwiseOutput:
+        made = normforge.rmsnorm2d_fwd(x, weight, residual=residual, fadd="pre_add_store", save_mv=True)
+        y, scale, columns, scales = cast(made.y)
+        return normforge.ColumnwiseOutput(y, made.residual_out, scale, None, columns, scales, None, None, made.rstd)
+
+    x, residual, dout, dtotal = torch.randn(4, m, n, device=device).bfloat16()
+    projection = torch.randn(n, n, device=device).bfloat16()
+    operands = [each.requires_grad_() for each in (x, residual, torch.ones(n, device=device), projection)]
+
+    def time(way: Callable[..., Any], *others: Any) -> float:
+        step = partial(torch.autograd.grad, inputs=operands, grad_outputs=(dout, dtotal))
+        return summarise(measure(Method.COLD, [lambda: step(way(*operands, *others))], device, 50.0)).median
+
+    ours, casts = time(block.NormLinear.apply), time(block.NormLinear.apply, apart)
+    return Step(m, n, ours, casts, time(block.in_bf16), casts / ours)
+
+
 def _norm_and_cast(norm: Callable[[], Any], cast: Callable[[torch.Tensor], Any]) -> Any:
     return cast(norm().y)
 
@@ -65,8 +104,13 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
     """Time all cells, and write the table."""
     machine = find_machine()
     out: Path = options.out or RESULTS / f"{folder_name(machine)}-both-ways"
+    header, most = describe(machine, (), options.revision), options.rows or 1 << 14
+    sizes = [sorted({min(size, most) for size in each}) for each in ((4096, 16384), (2048, 4096, 8192))]
+    step = _time_step(sizes[0][-1], min(4096, most), machine.device)
+    print(*asdict(step).values(), flush=True)
+    save_rows(out, f"{SUITE}-step", header, Step, [step])
     rows = []
-    for form, norm, add, m, n in product(_FORMS, ("rms", "layer"), (False, True), (4096, 16384), (2048, 4096, 8192)):
+    for form, norm, add, m, n in product(_FORMS, ("rms", "layer"), (False, True), *sizes):
         x, residual = torch.randn(2, m, n, device=machine.device).bfloat16()
         weight = torch.rand(n, device=machine.device).bfloat16() + 0.5
         given: dict[str, Any] = {"residual": residual} if add else {}
@@ -88,5 +132,5 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         ]
         rows.append(Row(form, norm, add, m, n, ours, alone, copy, apart, copy / ours))
         print(*asdict(rows[-1]).values(), flush=True)
-        save_rows(out, SUITE, describe(machine, (), options.revision), Row, rows)
+        save_rows(out, SUITE, header, Row, rows)
     return 0

@@ -115,6 +115,7 @@ def _add_measuring(verbs: Verbs) -> None:
 
     both = verbs.add_parser("both-ways", help="time norms quantised along rows and columns, on a GPU")
     both.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-both-ways")
+    both.add_argument("--rows", type=int, help="no more rows and columns than this, to try the benchmark out")
     both.add_argument("--revision", help="what the header states; default: git's")
     both.set_defaults(verb="both_ways:both_ways")
 
