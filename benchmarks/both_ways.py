@@ -88,16 +88,15 @@ def _time_step(m: int, n: int, device: torch.device) -> Step:
     projection = torch.randn(n, n, device=device).bfloat16()
     operands = [each.requires_grad_() for each in (x, residual, torch.ones(n, device=device), projection)]
 
-    def time(way: Callable[..., Any], *others: Any) -> float:
-        step = partial(torch.autograd.grad, inputs=operands, grad_outputs=(dout, dtotal))
-        return summarise(measure(Method.COLD, [lambda: step(way(*operands, *others))], device, 50.0)).median
+    def step(way: Callable[..., Any], *others: Any) -> Any:
+        return torch.autograd.grad(way(*operands, *others), operands, (dout, dtotal))
 
-    ours, casts = time(block.NormLinear.apply), time(block.NormLinear.apply, apart)
-    return Step(m, n, ours, casts, time(block.in_bf16), casts / ours)
+    ours, casts = _us(device, step, block.NormLinear.apply), _us(device, step, block.NormLinear.apply, apart)
+    return Step(m, n, ours, casts, _us(device, step, block.in_bf16), casts / ours)
 
 
-def _norm_and_cast(norm: Callable[[], Any], cast: Callable[[torch.Tensor], Any]) -> Any:
-    return cast(norm().y)
+def _us(device: torch.device, call: Callable[..., Any], *args: Any, **named: Any) -> float:
+    return summarise(measure(Method.COLD, [partial(call, *args, **named)], device, 50.0)).median
 
 
 def both_ways(options: argparse.Namespace, _: list[str]) -> int:
@@ -116,20 +115,15 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         given: dict[str, Any] = {"residual": residual} if add else {}
         quantised: Callable[..., Any] = getattr(normforge, f"quantised_{norm}_norm")
         added = given | {"fadd": "pre_add_store" if add else "none"}
-        plain = partial(getattr(normforge, f"{norm}norm2d_fwd"), x, weight, **added)
+        plain: Callable[..., Any] = partial(getattr(normforge, f"{norm}norm2d_fwd"), x, weight, **added)
         # Otherwise the shapes before count, and the last ones are not compiled.
         torch.compiler.reset()
         cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"], exponents=form == "mxfp8"), dynamic=False)
         source, target = torch.empty(2, m * n * (4 if add else 2), dtype=torch.uint8, device=machine.device)
-        calls: list[Callable[[], Any]] = [
-            partial(quantised, x, weight, **given, **_FORMS[form]),
-            partial(quantised, x, weight, **given, **(_FORMS[form] | {"columnwise": "none"})),
-            partial(target.copy_, source),
-            partial(_norm_and_cast, plain, cast),
-        ]
-        ours, alone, copy, apart = [
-            summarise(measure(Method.COLD, [way], machine.device, 50.0)).median for way in calls
-        ]
+        ours = _us(machine.device, quantised, x, weight, **given, **_FORMS[form])
+        alone = _us(machine.device, quantised, x, weight, **given, **(_FORMS[form] | {"columnwise": "none"}))
+        copy = _us(machine.device, target.copy_, source)
+        apart = _us(machine.device, lambda cast, plain: cast(plain().y), cast, plain)
         rows.append(Row(form, norm, add, m, n, ours, alone, copy, apart, copy / ours))
         print(*asdict(rows[-1]).values(), flush=True)
         save_rows(out, SUITE, header, Row, rows)

@@ -78,7 +78,7 @@ def _add_measuring(verbs: Verbs) -> None:
     run = verbs.add_parser("run", help="measure; what a results file holds already is not measured again")
     _choose(run)
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
-    run.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    _write_to(run)
     run.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
     run.add_argument("--minutes", type=float, help="begin no cell after so long, and say what is left")
     run.add_argument("--budget-ms", type=float, default=50.0, help="device time of a provider on a cell (%(default)s)")
@@ -86,7 +86,6 @@ def _add_measuring(verbs: Verbs) -> None:
     run.add_argument("--rows", type=int, help="no more rows than this, to try the benchmark out")
     run.add_argument("--fresh", action="store_true", help="begin the results anew instead of going on with them")
     run.add_argument("--retry", action="store_true", help="measure recorded failures again")
-    run.add_argument("--revision", help="what the header states; default: git's")
     run.set_defaults(verb="run:run")
 
     show = verbs.add_parser("list", help="print cells and providers")
@@ -95,28 +94,24 @@ def _add_measuring(verbs: Verbs) -> None:
 
     startup = verbs.add_parser("startup", help="time processes from their start to the first result")
     startup.add_argument("--runs", type=int, default=3, help="processes a way; the median counts (%(default)s)")
-    startup.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
-    startup.add_argument("--revision", help="what the header states; default: git's")
+    _write_to(startup)
     startup.set_defaults(verb="startup:startup")
 
     parts = verbs.add_parser("parts", help="time eager calls of every family on the host")
     parts.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
-    parts.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
-    parts.add_argument("--revision", help="what the header states; default: git's")
+    _write_to(parts)
     parts.add_argument("--beside", type=Path, metavar="TREE", help="a checkout of another revision, timed in turn")
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb="parts:parts")
 
     reduced = verbs.add_parser("reduced", help="time norms behind an all-reduce, on all GPUs of this host")
-    reduced.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-reduced")
+    _write_to(reduced, "-reduced")
     reduced.add_argument("--soak", type=float, metavar="MINUTES", help="compare sums of random calls, and time nothing")
-    reduced.add_argument("--revision", help="what the header states; default: git's")
     reduced.set_defaults(verb="reduced:reduced")
 
     both = verbs.add_parser("both-ways", help="time norms quantised along rows and columns, on a GPU")
-    both.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-both-ways")
+    _write_to(both, "-both-ways")
     both.add_argument("--rows", type=int, help="no more rows and columns than this, to try the benchmark out")
-    both.add_argument("--revision", help="what the header states; default: git's")
     both.set_defaults(verb="both_ways:both_ways")
 
     _add_models(verbs)
@@ -135,8 +130,7 @@ def _add_measuring(verbs: Verbs) -> None:
         metavar="NAME",
         help="names or shell patterns; default: normforge",
     )
-    profile.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
-    profile.add_argument("--revision", help="what the header states; default: git's")
+    _write_to(profile)
     profile.set_defaults(verb="profile:profile")
 
 
@@ -159,10 +153,9 @@ def _add_models(verbs: Verbs) -> None:
     models.add_argument("--minutes", type=float, help="begin no variant after so long, and say what is left")
     models.add_argument("--rounds", type=int, default=5, help="turns that variants take (%(default)s)")
     models.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
-    models.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-models")
+    _write_to(models, "-models")
     models.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
     models.add_argument("--retry", action="store_true", help="run again what has no time")
-    models.add_argument("--revision", help="what the header states; default: git's")
     models.set_defaults(verb="models.command:models")
 
 
@@ -193,6 +186,12 @@ def _add_reading(verbs: Verbs) -> None:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb="reading:reach")
+
+
+def _write_to(parser: argparse.ArgumentParser, suffix: str = "") -> None:
+    folder = f"benchmarks/results/<device>{suffix}"
+    parser.add_argument("--out", type=Path, help=f"folder of the results; default: {folder}")
+    parser.add_argument("--revision", help="what the header states; default: git's")
 
 
 def _number(text: str, *, wrong: str) -> float:

@@ -114,7 +114,7 @@ def profile(options: argparse.Namespace, _: list[str]) -> int:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=machine.device).zero_
     rows: list[Row] = []
     for suite, cell, provider in progress_over(work, what=SUITE, unit="call"):
-        before = flush if SUITES[suite].method is Method.COLD else _nothing
+        before = flush if SUITES[suite].method is Method.COLD else lambda: None
         rows += profile_cell(suite, make_inputs(cell, machine.device), provider, before)
         save_rows(out, SUITE, header, Row, rows)
         _release(machine.device, cell, provider)
@@ -272,10 +272,6 @@ def _release(device: torch.device, cell: Cell, provider: Provider) -> None:
             f"the GPU was lost to {provider.name} on {cell.id} ({first_line(error)}); what came before is saved, "
             "and --only or --providers without them goes on elsewhere"
         ) from None
-
-
-def _nothing() -> None:
-    pass
 
 
 def _names(call: Sequence[Launch]) -> str:

@@ -97,7 +97,7 @@ def _of_suite(results: Results) -> Iterator[Grid]:
         names = {row.provider for row in own}
         shown = {name: provider.label for name, provider in every_provider().items() if name in names}
         lines = [
-            (_label(cell), *(_figure(unit, results.of(cell).get(name)) for name in shown))
+            (cell.rpartition("/")[2].replace("x", "×"), *(_figure(unit, results.of(cell).get(name)) for name in shown))
             for cell in dict.fromkeys(row.cell for row in own)
         ]
         heads: tuple[str, ...] = (unit, *shown.values())
@@ -107,10 +107,6 @@ def _of_suite(results: Results) -> Iterator[Grid]:
         failed = {(row.provider, _NUMBER.sub("", row.status)): row for row in reversed(own) if not row.ok}
         notes = [f"{shown.get(row.provider, row.provider)}: `{row.status}`." for row in failed.values()]
         yield Grid(f"{suite.title}: {task.replace('_', ' ')}, {kind}", heads, lines, notes)
-
-
-def _label(cell: str) -> str:
-    return cell.rpartition("/")[2].replace("x", "×")
 
 
 def _figure(unit: str, row: Row | None) -> str:

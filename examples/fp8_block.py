@@ -21,7 +21,7 @@ def quantise(rows: torch.Tensor) -> Any:
 
 def product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     """Return a @ b.t() in bf16: a product of fp8 where the GPU has one, the dequantised product elsewhere."""
-    if a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0):
+    if a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0) and str(torch.version.cuda) >= "12.9":
         return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16)
     a, b = a.float() * a_scale.repeat_interleave(GROUP, -1), b.float() * b_scale.repeat_interleave(GROUP, -1)
     return (a @ b.t()).bfloat16()
