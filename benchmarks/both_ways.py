@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 import normforge
-from normforge.tools.machine import find_machine
 
 from .cells import Method
 from .chosen import RESULTS
-from .environment import describe, folder_name
+from .environment import describe, folder_name, machine_here
 from .results import save_rows
 from .timing import measure, summarise
 
@@ -101,7 +100,7 @@ def _us(device: torch.device, call: Callable[..., Any], *args: Any, **named: Any
 
 def both_ways(options: argparse.Namespace, _: list[str]) -> int:
     """Time all cells, and write the table."""
-    machine = find_machine()
+    machine = machine_here()
     out: Path = options.out or RESULTS / f"{folder_name(machine)}-both-ways"
     header, most = describe(machine, (), options.revision), options.rows or 1 << 14
     sizes = [sorted({min(size, most) for size in each}) for each in ((4096, 16384), (2048, 4096, 8192))]
@@ -114,8 +113,8 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         weight = torch.rand(n, device=machine.device).bfloat16() + 0.5
         given: dict[str, Any] = {"residual": residual} if add else {}
         quantised: Callable[..., Any] = getattr(normforge, f"quantised_{norm}_norm")
-        added = given | {"fadd": "pre_add_store" if add else "none"}
-        plain: Callable[..., Any] = partial(getattr(normforge, f"{norm}norm2d_fwd"), x, weight, **added)
+        fadd, function = "pre_add_store" if add else "none", getattr(normforge, f"{norm}norm2d_fwd")
+        plain: Callable[..., Any] = partial(function, x, weight, **given, fadd=fadd)
         # Otherwise the shapes before count, and the last ones are not compiled.
         torch.compiler.reset()
         cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"], exponents=form == "mxfp8"), dynamic=False)

@@ -29,6 +29,20 @@ def machine_here() -> Machine:
         raise UsageError(str(error)) from None
 
 
+def find_gpu(verb: str) -> Machine:
+    """Return the GPU that kernels run on.
+
+    Raises:
+        UsageError: there is none, or they are interpreted.
+    """
+    machine = machine_here()
+    if machine.interpreted:
+        raise UsageError(
+            f"{verb} needs a GPU, and kernels are interpreted here; run it on one, without TRITON_INTERPRET"
+        )
+    return machine
+
+
 def describe(machine: Machine, providers: Iterable[Provider], revision: str | None) -> dict[str, str]:
     """Return the header: device, driver, versions, and the revision, from git unless one is given."""
     header = environment.describe(machine)

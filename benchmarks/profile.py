@@ -24,13 +24,12 @@ from torch import profiler
 
 from normforge.kernels.gpu import target_of
 from normforge.kernels.obtain import obtain, obtained
-from normforge.tools.machine import Machine
 from normforge.tools.timing import FLUSH_BYTES
 
 from .cells import Cell, Method, Suite
 from .chosen import RESULTS, matching, of_seed
 from .device_trace import Kernel, Launch, TraceError, calls_in
-from .environment import describe, folder_name, machine_here
+from .environment import describe, find_gpu, folder_name
 from .errors import UsageError
 from .inputs import Inputs, make_inputs
 from .progress import progress_over
@@ -245,23 +244,6 @@ def _choose(suites: Sequence[Suite], patterns: Sequence[str]) -> list[tuple[str,
         names = ", ".join(suite.name for suite in suites)
         raise UsageError(f"--only {' '.join(patterns)} matches no cell of {names}; see `python -m benchmarks list`")
     return chosen
-
-
-def find_gpu(verb: str) -> Machine:
-    """Return the GPU that kernels run on.
-
-    Raises:
-        UsageError: there is none, or they are interpreted.
-    """
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"{verb} shows what ran on a GPU, and torch finds none here; run it on a machine that has one, with a "
-            "build of torch for it"
-        )
-    machine = machine_here()
-    if machine.interpreted:
-        raise UsageError(f"{verb} shows what ran on a GPU, and TRITON_INTERPRET keeps kernels off it; unset it")
-    return machine
 
 
 def _release(device: torch.device, cell: Cell, provider: Provider) -> None:

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from normforge.kernels.gpu import architecture
 
 from .chosen import RESULTS
-from .environment import ROOT, describe, folder_name, machine_here
+from .environment import ROOT, describe, find_gpu, folder_name
 from .errors import UsageError
 from .first_result import N
 from .progress import progress_over
@@ -90,11 +90,7 @@ def startup(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there is no GPU, or a process failed.
     """
-    machine = machine_here()
-    if machine.interpreted:
-        raise UsageError(
-            "startup compares what is compiled when, and the interpreter compiles nothing; run it on a GPU"
-        )
+    machine = find_gpu("startup")
     header = describe(machine, (), options.revision)
     with tempfile.TemporaryDirectory(prefix="normforge-startup-") as base:
         arch = architecture(machine.device)

@@ -67,7 +67,7 @@ def _flash_cuda(inputs: Inputs, tensors: Tensors) -> Bound:
 _LIGER_LAYER, _LIGER_RMS, _LIGER_ADD = (
     f"liger_kernel.ops.{name}" for name in ("layer_norm", "rms_norm", "fused_add_rms_norm")
 )
-_LIGER_OPTIONS = (0.0, "llama")
+_LIGER_OPTIONS, _LIGER_ORDER = (0.0, "llama"), ("dy", "x", "weight", "bias", "mean", "rstd")
 
 
 def _liger_layer(inputs: Inputs, tensors: Tensors) -> Bound:
@@ -89,11 +89,6 @@ def _liger_add(inputs: Inputs, tensors: Tensors) -> Bound:
     return partial(run, tensors["x"], inputs.residual, tensors["weight"], inputs.eps, *_LIGER_OPTIONS)
 
 
-def _liger_layer_backward(inputs: Inputs) -> Prepared:
-    arguments = (inputs.dy, inputs.x, inputs.weight, inputs.bias, inputs.mean, inputs.rstd)
-    return Prepared(partial(load(_LIGER_LAYER).layer_norm_backward, *arguments), named("dx", "dweight", "dbias"))
-
-
 def _liger_rms_backward(inputs: Inputs) -> Prepared:
     module = load(_LIGER_RMS)
     block, warps = module.calculate_settings(inputs.cell.n)
@@ -108,7 +103,7 @@ def _liger_rms_backward(inputs: Inputs) -> Prepared:
 
 
 # QuACK's CuTe DSL kernels. Its LayerNorm takes fp32 weight and bias only, and gets them so.
-_QUACK = "quack.rmsnorm"
+_QUACK, _QUACK_ORDER = "quack.rmsnorm", ("x", "weight", "dy", "rstd")
 
 
 def _quack_layer(inputs: Inputs, tensors: Tensors) -> Bound:
@@ -118,21 +113,9 @@ def _quack_layer(inputs: Inputs, tensors: Tensors) -> Bound:
 
 def _quack_rms(inputs: Inputs, tensors: Tensors) -> Bound:
     recorded = inputs.cell.task in RECORDED
-    options: dict[str, Any] = {"eps": inputs.eps}
-    if inputs.cell.task.adds:
-        options["residual"] = inputs.residual
+    residual = {"residual": inputs.residual} if inputs.cell.task.adds else {}
     run = load(_QUACK).rmsnorm if recorded else load(_QUACK).rmsnorm_fwd
-    return partial(run, *tensors.values(), **options)
-
-
-def _quack_layer_backward(inputs: Inputs) -> Prepared:
-    arguments = (inputs.x, inputs.weight, inputs.dy, inputs.rstd, inputs.mean)
-    return Prepared(partial(load(_QUACK).layernorm_bwd, *arguments), named("dx", "dweight", "dbias"))
-
-
-def _quack_rms_backward(inputs: Inputs) -> Prepared:
-    arguments = (inputs.x, inputs.weight, inputs.dy, inputs.rstd)
-    return Prepared(partial(load(_QUACK).rmsnorm_bwd, *arguments), named("dx", "dweight"))
+    return partial(run, *tensors.values(), eps=inputs.eps, **residual)
 
 
 # Gated norms, Triton kernels: flash-linear-attention's with the gate behind the norm and whole rows, mamba_ssm's in
@@ -190,6 +173,15 @@ def _tutorial(inputs: Inputs, tensors: Tensors) -> Bound:
 
 
 _LAYER, _RMS = (Norm.LAYER,), (Norm.RMS,)
+
+
+def _backward(path: str, function: str, *names: str) -> Callable[[Inputs], Prepared]:
+    """Return how a function computes gradients, given the inputs that it takes."""
+    results = named("dx", *[f"d{name}" for name in ("weight", "bias") if name == "weight" or "mean" in names])
+    return lambda inputs: Prepared(
+        partial(getattr(load(path), function), *[getattr(inputs, name) for name in names]), results
+    )
+
 
 PROVIDERS = (
     Provider(
@@ -249,7 +241,7 @@ PROVIDERS = (
         | calls(_liger_rms, (Task.FORWARD, *RECORDED), _RMS)
         | calls(_liger_add, (Task.ADD,), _RMS)
         | {
-            (Task.BACKWARD, Norm.LAYER): _liger_layer_backward,
+            (Task.BACKWARD, Norm.LAYER): _backward(_LIGER_LAYER, "layer_norm_backward", *_LIGER_ORDER),
             (Task.BACKWARD, Norm.RMS): _liger_rms_backward,
         },
         distribution="liger-kernel",
@@ -262,8 +254,8 @@ PROVIDERS = (
         calls(_quack_layer, (Task.FORWARD,), _LAYER)
         | calls(_quack_rms, (Task.FORWARD, Task.ADD, *RECORDED), _RMS)
         | {
-            (Task.BACKWARD, Norm.LAYER): _quack_layer_backward,
-            (Task.BACKWARD, Norm.RMS): _quack_rms_backward,
+            (Task.BACKWARD, Norm.LAYER): _backward(_QUACK, "layernorm_bwd", *_QUACK_ORDER, "mean"),
+            (Task.BACKWARD, Norm.RMS): _backward(_QUACK, "rmsnorm_bwd", *_QUACK_ORDER),
         },
         distribution="quack-kernels",
     ),
