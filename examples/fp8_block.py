@@ -16,7 +16,8 @@ def quantise(rows: torch.Tensor) -> Any:
     """Quantise groups of a row, as the norm does, and return rows and scales as `torch._scaled_mm` takes them."""
     groups = rows.float().reshape(len(rows), -1, GROUP)
     scale = groups.abs().amax(-1).clamp(min=1e-30) / 448.0
-    return (groups / scale.unsqueeze(-1)).to(E4M3).flatten(-2), scale.t().contiguous().t()
+    # A product takes rows whose elements are adjacent, and those of a transposed matrix are not.
+    return (groups / scale.unsqueeze(-1)).to(E4M3).flatten(-2).contiguous(), scale.t().contiguous().t()
 
 
 def product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:

@@ -45,17 +45,17 @@ def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | Co
     The last of these is what the amax is accumulated in, which is among the options too.
     """
     made: Any = road.launched_2d(CALLS, *arranged(operands, options, outs))
-    amax_out = outs[-1]
-    if amax_out is not None and made.amax is not amax_out:
-        # An operator accumulates in a tensor of its own.
-        made = made._replace(amax=amax_out.copy_(torch.maximum(amax_out, made.amax.view(amax_out.shape))))
+    slot = outs[-1]
+    if slot is not None and made.amax is not slot:
+        # An operator accumulates in a tensor of its own. TorchDynamo of torch 2.11 follows no `_replace`.
+        made = ColumnwiseOutput(*made[:6], slot.copy_(torch.maximum(slot, made.amax.view(slot.shape))), *made[7:])
     return returned(made)
 
 
 def returned(outputs: QuantisedOutput | ColumnwiseOutput) -> QuantisedOutput | ColumnwiseOutput:
     """Return the outputs of a call in the class that the call asked for."""
     is_narrow = isinstance(outputs, ColumnwiseOutput) and outputs.columnwise is None and outputs.amax is None
-    return QuantisedOutput._make(outputs[:4]) if is_narrow else outputs
+    return QuantisedOutput(*outputs[:4]) if is_narrow else outputs
 
 
 def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOutput) -> ColumnwiseOutput:
