@@ -44,18 +44,19 @@ def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | Co
 
     The last of these is what the amax is accumulated in, which is among the options too.
     """
-    made: Any = road.launched_2d(CALLS, *arranged(operands, options, outs))
-    slot = outs[-1]
+    made, slot = road.launched_2d(CALLS, *arranged(operands, options, outs)), outs[-1]
     if slot is not None and made.amax is not slot:
         # An operator accumulates in a tensor of its own. TorchDynamo of torch 2.11 follows no `_replace`.
-        made = ColumnwiseOutput(*made[:6], slot.copy_(torch.maximum(slot, made.amax.view(slot.shape))), *made[7:])
+        *first, amax, mean, rstd = made
+        made = CALLS.output(*first, slot.copy_(torch.maximum(slot, amax.view(slot.shape))), mean, rstd)
     return returned(made)
 
 
 def returned(outputs: QuantisedOutput | ColumnwiseOutput) -> QuantisedOutput | ColumnwiseOutput:
     """Return the outputs of a call in the class that the call asked for."""
     is_narrow = isinstance(outputs, ColumnwiseOutput) and outputs.columnwise is None and outputs.amax is None
-    return QuantisedOutput(*outputs[:4]) if is_narrow else outputs
+    y, total, y_scale, unquantised, *_ = outputs
+    return QuantisedOutput(y, total, y_scale, unquantised) if is_narrow else outputs
 
 
 def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOutput) -> ColumnwiseOutput:
