@@ -361,9 +361,9 @@ def normalise_channels(
     x, weight, bias, _, x_bias = operands
     norm, eps, weight_offset, _, cast = options
     silu = applied(activation)
-    if dim.__class__ is int and dim == -1:
+    if type(dim) is int and dim == -1:
         raise ConflictError(f"activation is {activation!r}, and dim -1; use dim=1, or leave activation out")
-    if dim.__class__ is not int or dim != 1:
+    if type(dim) is not int or dim != 1:
         raise ConflictError(f"dim is {dim!r}; it takes -1, the last dimensions of x, or 1, the channels of (B, C, ...)")
     if x_bias is not None or weight_offset != 0.0 or cast not in (Cast.AFTER_WEIGHT, Cast.AFTER_WEIGHT.value):
         raise ConflictError("x_bias, weight_offset and cast go with dim=-1; leave them out with dim=1")
