@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,12 +133,16 @@ def for_each(
         # This library is no kernel: frozen processes take it from Triton's cache, and this puts it there.
         triton_launcher.library(build=True)
 
-    def compiled(key: CompileKey) -> T:
+    def compiled(key: CompileKey, tries: int = 3) -> T:
         try:
             return work(key)
         except (NormforgeError, OSError):
             raise
         except Exception as error:
+            if tries > 1:
+                # Python 3.11 has one count of the depth of syntax trees for all threads, and raises a SystemError where
+                # two parse at once (https://github.com/python/cpython/issues/106905): 1 of 25 builds under load.
+                return compiled(key, tries - 1)
             first = (str(error).strip().splitlines() or ["no message"])[0]
             raise CompileError(
                 f"Triton refuses {key}: {type(error).__name__}: {first}; leave that row length or mode out, or give "
@@ -149,8 +153,7 @@ def for_each(
     with tqdm(total=len(keys), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar:
         try:
             futures = [pool.submit(compiled, key) for key in keys]
-            for done in as_completed(futures):
-                done.result()
+            for _ in map(Future.result, as_completed(futures)):
                 bar.update()
         except BaseException as error:
             # A compilation takes seconds, and Ctrl-C waits for none.
