@@ -111,7 +111,7 @@ def reentering(compute: Callable[..., T]) -> Callable[..., T]:
 
 
 # By whether the call was batch invariant.
-_GRADIENTS = (gradients_of, reentering(gradients_of))
+_GRADIENTS = {False: gradients_of, True: reentering(gradients_of)}
 
 
 def records(operands: Sequence[Any]) -> bool:

@@ -283,7 +283,7 @@ def gradients_of(options: road.Options, *operands: Any) -> NormGradients:
 
 
 # Indexed by the batch invariance of the call.
-GRADIENTS = (gradients_of, reentering(gradients_of))
+GRADIENTS = {False: gradients_of, True: reentering(gradients_of)}
 
 
 def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
