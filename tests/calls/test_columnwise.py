@@ -1,0 +1,333 @@
+"""Norms quantised along columns too, their amax, and the gradient of y in 16 bits, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import ColumnwiseOutput, errors
+
+from ..calling import Refused, each_norm, each_of, same_bits, there
+from .test_quantised import E5M2, FUNCTION, SWIZZLED, blocked, check, rows
+from .test_wrong_tensors import E4M3, E8M0, MXFP8
+
+pytestmark = pytest.mark.usefixtures("on_each_device")
+
+FP8: dict[str, Any] = {"group_size": 128, "out_dtype": E4M3}
+PACKED: dict[str, Any] = {**FP8, "scale_format": "ue8m0_packed", "scale_layout": "column_major"}
+# By name: what quantises, and the size of a block.
+BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
+    "mxfp8": (MXFP8, 32),
+    "swizzled": (SWIZZLED, 32),
+    "fp8": (FP8, 128),
+    "e5m2": ({**FP8, "out_dtype": E5M2, "scale_format": "ue8m0_float", "group_size": 64}, 64),
+    "packed": (PACKED, 128),
+}
+each_format = pytest.mark.parametrize("name", BLOCKS)
+each_layout = pytest.mark.parametrize("layout", ["untransposed", "transposed"])
+
+
+@each_norm
+@each_format
+@each_layout
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 300), (127, 64), (128, 100), (129, 300), (32, 1), (33, 65), (257, 33), (5, 5000)]
+)
+def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> None:
+    """Rows and columns are the oracle's, and rows have the bits of a call without columns."""
+    asked, _ = BLOCKS[name]
+    x = (torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, 1)))).bfloat16()
+    given: dict[str, Any] = {"residual": rows(m, n)} if m % 2 else {"cast": "before_weight"}
+    given |= {"bias": rows(n) * 100} if norm == "layer" else {}
+    weight = rows(n)
+    made = check(norm, x, weight, **given, **asked, columnwise=layout)
+    alone = FUNCTION[norm](x, weight, **given, **asked)
+    assert all(same_bits(one, other) for one, other in zip(alone[:4], made[:4], strict=True))
+    assert (made.columnwise is None, made.columnwise_scale is None, made.amax) == (False, False, None)
+
+
+def columns(made: ColumnwiseOutput, layout: str) -> torch.Tensor:
+    """Return the bytes of columns, (N, M)."""
+    data = there(made.columnwise).view(torch.uint8)
+    return data if layout == "transposed" else data.flatten(0, -2).t()
+
+
+@each_norm
+@each_format
+@each_layout
+def test_columns_are_rows_of_the_transpose(norm: str, name: str, layout: str) -> None:
+    """To the bit, of a y that is stored: what a cast of its transpose makes, its scales in the same format."""
+    (asked, size), (m, n) = BLOCKS[name], (130, 96)
+    x = rows(2, m // 2, n) * 3.0
+    kept: dict[str, Any] = {"quantise_rounded": True, "save_unquant": True}
+    made = check(norm, x, rows(n), **asked, **kept, columnwise=layout)
+    y = there(made.unquantised).float().flatten(0, -2).t()
+    blocks = torch.nn.functional.pad(y, (0, -m % size)).view(n, -1, size)
+    # A tensor, since on a card torch multiplies by a number's reciprocal.
+    largest = torch.full((), torch.finfo(asked["out_dtype"]).max)
+    scale = blocks.abs().amax(-1) / largest
+    if "scale_format" in asked:
+        scale = torch.exp2(scale.log2().ceil())
+    q = (blocks * (1 / scale).unsqueeze(-1)).clamp(-largest, largest).to(asked["out_dtype"]).flatten(-2)[:, :m]
+    assert torch.equal(columns(made, layout), q.view(torch.uint8))
+    scales, codes = there(made.columnwise_scale), (scale.log2() + 127).to(torch.uint8)
+    if name == "swizzled":
+        assert scales.dtype == E8M0
+        assert torch.equal(scales.view(torch.uint8).flatten(), blocked(codes))
+        return
+    by_column = scales if layout == "transposed" else scales.t()
+    if name == "packed":
+        # Four blocks to an int32, zeros behind the last.
+        packed = by_column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        assert torch.equal(packed, torch.nn.functional.pad(codes, (0, 4 - codes.shape[1])))
+    else:
+        stored = by_column.contiguous()
+        assert torch.equal(stored.view(torch.uint8) if name == "mxfp8" else stored, codes if name == "mxfp8" else scale)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout", "m", "strides"),
+    [
+        (FP8, "untransposed", 130, ((96, 1), (96, 1))),
+        (FP8, "transposed", 130, ((144, 1), (2, 1))),
+        (FP8, "transposed", 160, ((160, 1), (2, 1))),
+        ({**FP8, "scale_layout": "column_major"}, "transposed", 130, ((144, 1), (1, 96))),
+        ({**FP8, "scale_layout": "column_major"}, "untransposed", 130, ((96, 1), (1, 4))),
+        (PACKED, "transposed", 1000, ((1008, 1), (1, 96))),
+        (MXFP8, "untransposed", 64, ((96, 1), (96, 1))),
+    ],
+)
+def test_memory(asked: dict[str, Any], layout: str, m: int, strides: tuple[Any, Any]) -> None:
+    """A transposed row starts at a multiple of 16 bytes, as products of matrices need."""
+    made = FUNCTION["rms"](rows(m, 96), **asked, columnwise=layout)
+    assert (there(made.columnwise).stride(), there(made.columnwise_scale).stride()) == strides
+    assert there(made.columnwise).shape == ((96, m) if layout == "transposed" else (m, 96))
+
+
+@each_norm
+@each_layout
+@pytest.mark.parametrize("name", ["mxfp8", "fp8"])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_blocks(norm: str, layout: str, name: str, spoilt: float) -> None:
+    """A NaN spoils its row, and so the block of rows that the row is in; zeros and subnormals have scales of their own.
+
+    A column of zeros has scale 1, as a group of zeros has.
+    """
+    (asked, size), (m, n) = BLOCKS[name], (2 * 128 + 5, 64)
+    x, weight = torch.randn(m, n), torch.rand(n) + 0.5
+    x[:size] = 0.0
+    x[size + 3, 7], weight[5], weight[6] = spoilt, 0.0, 1e-40
+    made = check(norm, x, weight, **asked, columnwise=layout)
+    scale = there(made.columnwise_scale)
+    scale = scale if layout == "transposed" else scale.t()
+    numbers = torch.exp2(scale.contiguous().view(torch.uint8).double() - 127) if name == "mxfp8" else scale
+    numbers = torch.where(numbers > 2.0**127, torch.inf, numbers.float())
+    finite = numbers.isfinite()
+    assert finite[:, 0].all()
+    # A column of an infinite row is 0 but for the infinity: times an rstd of 0 that is NaN.
+    assert not (finite[:, 1].any() if norm == "layer" or spoilt != spoilt else finite[7, 1])
+    assert finite[:, 2:].all()
+    assert (numbers[:, 0] == 1.0).all()
+    assert (numbers[5, 2:] == 1.0).all()
+    assert (numbers[6, 2:] == 1.0).all()
+
+
+def test_a_mean_far_from_zero_is_subtracted_exactly() -> None:
+    """Rows of 1e4 and a little noise: their mean in fp32 is off by a good part of the noise."""
+    check("layer", 1e4 + torch.randn(40, 512).mul(1e-2), **FP8, columnwise="transposed")
+    # Of a few rows the first values make a pivot that is a good part of the deviation off.
+    check("layer", rows(7, 1000), **FP8, columnwise="transposed")
+
+
+@each_layout
+def test_no_rows_have_no_columns(layout: str) -> None:
+    for asked in (FP8, SWIZZLED, PACKED):
+        made = FUNCTION["layer"](rows(0, 64), **asked, columnwise=layout, amax_out=torch.zeros(1))
+        assert there(made.columnwise).shape == ((64, 0) if layout == "transposed" else (0, 64))
+        assert there(made.columnwise_scale).numel() == 0
+        assert there(made.amax).item() == 0.0
+
+
+@each_norm
+@pytest.mark.parametrize("n", [40, 600, 20000])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"fquant": "static", "y_scale": 0.1, "out_dtype": E4M3},
+        {"out_dtype": torch.int8},
+        {**FP8, "columnwise": "transposed"},
+        {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2, "global_scale": 1.0},
+    ],
+    ids=["static", "rows", "columns", "nvfp4"],
+)
+def test_an_amax_is_that_of_all_rows(norm: str, n: int, asked: dict[str, Any]) -> None:
+    """Of a slot in a history, whose neighbours stay; a call raises what an earlier one left, and never lowers it."""
+    given = {name: torch.full((1,), each) if isinstance(each, float) else each for name, each in asked.items()}
+    history = torch.tensor([7.0, 0.0, 5.0])
+    x, weight = rows(5, n), rows(n)
+    made = check(norm, x, weight, **given, amax_out=history[1:2])
+    assert there(made.amax).data_ptr() == history[1:].data_ptr()
+    found = history[1].item()
+    for factor, expected in ((0.5, found), (2.0, 2.0 * found)):
+        FUNCTION[norm](x, weight * factor, **given, amax_out=history[1])
+        assert history.tolist() == [7.0, expected, 5.0]
+    x[3, 2] = float("nan")
+    FUNCTION[norm](x, weight, **given, amax_out=history[1])
+    FUNCTION[norm](x[:3], weight, **given, amax_out=history[1])
+    assert history.isnan().tolist() == [False, True, False]
+
+
+def test_an_infinite_amax() -> None:
+    amax = torch.full((), -0.0)
+    normforge.quantised_rms_norm(torch.ones(2, 64), torch.full((64,), torch.inf), out_dtype=E4M3, amax_out=amax)
+    assert amax.item() == float("inf")
+
+
+@pytest.mark.parametrize("asked", [{**FP8, "columnwise": "transposed"}, {**SWIZZLED, "columnwise": "untransposed"}])
+def test_traced_calls(asked: dict[str, Any]) -> None:
+    """One operator returns both directions, and the amax is accumulated in the tensor that was passed."""
+    x, weight, residual = rows(40, 96).requires_grad_(), rows(96), rows(40, 96)
+    given: dict[str, Any] = {"residual": residual, "save_unquant": True, **asked}
+    torch.compiler.reset()
+    compiled = torch.compile(FUNCTION["rms"], backend="aot_eager", fullgraph=True)
+    eager, traced = torch.full((1,), 1e-3), torch.full((1,), 1e-3)
+    one = FUNCTION["rms"](x, weight, **given, amax_out=eager)
+    other = compiled(x, weight, **given, amax_out=traced)
+    assert all(same_bits(each, its) for each, its in zip(one, other, strict=True))
+    dx, its = (torch.autograd.grad(made.unquantised, x, residual) for made in (one, other))
+    assert same_bits(*dx, *its)
+    assert other.amax is traced
+    assert there(other.columnwise).stride() == there(one.columnwise).stride()
+
+
+# Forms whose y in 16 bits carries a gradient.
+STRAIGHT: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "static": {"fquant": "static", "y_scale": 0.1, "out_dtype": E4M3},
+    "columns": {**FP8, "columnwise": "transposed"},
+    "swizzled": {**SWIZZLED, "columnwise": "untransposed", "cast": "before_weight"},
+    "rounded": {**FP8, "quantise_rounded": True},
+}
+
+
+def of_doubles(norm: str, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and the sum of operands in fp64, of which the sum is rounded to 16 bits and differentiated unrounded."""
+    added = [operands[name] for name in ("x", "x_bias", "residual") if name in operands]
+    total = added[0] + sum(added[1:])
+    total = total + (total.bfloat16().double() - total).detach()
+    vectors = [operands[name] for name in ("weight", "bias") if name in operands]
+    return getattr(torch.nn.functional, f"{norm}_norm")(total, total.shape[-1:], *vectors, eps=1e-5), total
+
+
+@each_norm
+@pytest.mark.parametrize("added", ["", "residual", "x_bias"])
+@pytest.mark.parametrize("form", STRAIGHT)
+def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added: str) -> None:
+    """By kernels, and of the gradients again, as fp64 differentiates the norm alone; columns have no x_bias."""
+    asked = {name: torch.full((1,), each) if isinstance(each, float) else each for name, each in STRAIGHT[form].items()}
+    if added == "x_bias":
+        asked["columnwise"] = "none"
+    names = ["x", "weight", *(["bias"] if norm == "layer" else []), *([added] if added else [])]
+    given = {name: rows(*((2, 5) if name in ("x", "residual") else ()), 96).requires_grad_() for name in names}
+    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    expected, arrived = of_doubles(norm, wide), (rows(2, 5, 96), rows(2, 5, 96))
+    kept = 2 if added == "residual" else 1
+
+    def made_of() -> Any:
+        return FUNCTION[norm](**given, eps=1e-5, save_unquant=True, **asked)
+
+    def gradients(made: Any, again: bool = False) -> tuple[torch.Tensor, ...]:
+        outputs = (made.unquantised, made.residual_out)[:kept]
+        return torch.autograd.grad(outputs, tuple(given.values()), arrived[:kept], create_graph=again)
+
+    made = made_of()
+    recorded = [name for name, each in made._asdict().items() if each is not None and each.requires_grad]
+    assert recorded == ["residual_out", "unquantised"][2 - kept :]
+    into = [each.double() for each in arrived[:kept]]
+    of_wide = torch.autograd.grad(expected[:kept], tuple(wide.values()), into, create_graph=True)
+    again = torch.autograd.grad(gradients(made_of(), again=True)[0].float().square().sum(), given["x"])
+    of_again = torch.autograd.grad(of_wide[0].square().sum(), wide["x"])
+    for got, want in zip((*gradients(made), *again), (*of_wide, *of_again), strict=True):
+        step = 2.0**-7 * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=step)
+
+
+@each_norm
+def test_statistics_are_what_backward_functions_take(norm: str) -> None:
+    """Of a function of the caller's, which writes no y in 16 bits, for example."""
+    x, weight = rows(40, 96).requires_grad_(), rows(96)
+    made = FUNCTION[norm](x, weight, **FP8, save_unquant=True, columnwise="transposed", eps=1e-5)
+    with torch.no_grad():
+        alone = FUNCTION[norm](x, weight, **FP8, columnwise="transposed", eps=1e-5)
+    dy, statistics = rows(40, 96), {"mean": alone.mean} if norm == "layer" else {}
+    backward: Any = normforge.layernorm2d_bwd if norm == "layer" else normforge.rmsnorm2d_bwd
+    (expected,) = torch.autograd.grad(made.unquantised, x, dy)
+    assert same_bits(backward(dy, x.detach(), weight, rstd=alone.rstd, wants=("dx",), **statistics).dx, expected)
+
+
+def needed(*sizes: int) -> torch.Tensor:
+    return torch.ones(*sizes).bfloat16().requires_grad_()
+
+
+REFUSED: Refused = {
+    errors.GradientError: {
+        "y": ({"weight": needed(64)}, "weight requires a gradient and a quantised output has none; save_unquant=True"),
+        "a scale": (
+            {"fquant": "smooth_dynamic", "smooth_scale": needed(64), "save_unquant": True},
+            "smooth_scale requires a gradient and a quantised output has none",
+        ),
+        "a place": (
+            {"residual": needed(4, 64), "save_unquant": True, "residual_out": torch.empty(4, 64).bfloat16()},
+            "residual requires a gradient and has none where residual_out is passed",
+        ),
+    },
+    errors.IllegalCombinationError: {
+        "whole columns": (
+            {"columnwise": "transposed", "out_dtype": E4M3},
+            "columnwise transposed quantises blocks of 32, 64 or 128 rows to fp8 by the amax of each, and has no "
+            "group_size none; use another group_size, or leave columnwise out",
+        ),
+        "int8": ({**FP8, "columnwise": 1, "out_dtype": torch.int8}, "columnwise untransposed quantises blocks"),
+        "bounded": ({**FP8, "columnwise": 2, "scale_ub": torch.ones(1)}, "columnwise transposed quantises blocks"),
+        "smooth": (
+            {"amax_out": torch.zeros(1), "fquant": "smooth_dynamic", "smooth_scale": torch.ones(64)},
+            "save_amax true saves the amax of y as it is quantised, and has no fquant smooth_dynamic; use another",
+        ),
+    },
+    errors.ConflictError: {"a flag": ({**FP8, "columnwise": True}, "columnwise=True is no mode; it takes 'none' (0)")},
+    errors.ArgumentError: {
+        "two values": ({"amax_out": torch.zeros(2)}, "amax_out has shape (2,); it takes one value, (1,)"),
+        "dtype": ({"amax_out": torch.zeros(1).half()}, "amax_out has dtype torch.float16; it takes torch.float32"),
+    },
+}
+
+
+@each_of(REFUSED)
+def test_refusals(given: dict[str, Any], error: type[errors.NormforgeError], message: str) -> None:
+    with pytest.raises(error) as raised:
+        normforge.quantised_rms_norm(rows(4, 64), **{name: _here(each) for name, each in given.items()})
+    assert message in str(raised.value)
+
+
+def _here(value: Any) -> Any:
+    return value.to(torch.empty(0).device) if isinstance(value, torch.Tensor) else value
+
+
+def test_an_amax_in_memory_that_is_read_is_refused() -> None:
+    weight = torch.ones(64)
+    with pytest.raises(errors.LayoutError, match="amax_out overlaps weight in memory; pass memory of its own"):
+        normforge.quantised_rms_norm(rows(4, 64), weight, amax_out=weight[3])
+
+
+def test_several_norms_in_one_launch_have_no_columns() -> None:
+    """Each takes launches of its own, with the same results."""
+    asked = {**FP8, "columnwise": "transposed"}
+    for _ in range(4):
+        # Of so many short rows a program has several, and columns have a launch of their own.
+        x, other = rows(300, 64), rows(300, 96)
+        expected = FUNCTION["rms"](other, **asked)
+        _, second = normforge.rms_norms([(x, None, FP8), (other, None, asked)])
+        assert same_bits(second.columnwise, expected.columnwise)
