@@ -248,8 +248,9 @@ def _gated_forward(last: int | None, itemsize: int) -> Tile:
 LONGEST_REDUCED = 32768
 # Elements that rows of an inbox are padded to a multiple of, so that each starts at a multiple of 16 bytes.
 INBOX_PADDING = 8
-# Values that a thread has of a row, and the longest chunk, for many rows and for few. Rows of 8192 that are quantised
-# take 99 us in chunks of 4096 on two H200s and 104 us in one of 8192, of 2048 rows; without, 98.1 and 97.8 us.
+# Values that a thread has of a row, and the longest chunk, for many rows and for few. 4096 rows of 8192 that are
+# quantised take 191 us on two H200s, and took 199 us in one chunk; others take 190 us either way (h200-reduced, at
+# 203f1dd1 and 67c28fb2).
 _REDUCED = ((16, 4096), (8, 8192))
 
 

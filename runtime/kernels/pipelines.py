@@ -110,9 +110,9 @@ FORWARD: dict[Pipeline, Row] = {
     Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
 }
 
-# Values of a tile of y that is quantised along columns, one block of rows: 64 a thread. On an H200, blocks of 128 rows
-# of 16384x4096 take 62 us in tiles of 32 columns on 2 warps, and 84 us in tiles of 64 columns on 8. The interpreter
-# takes as long for a narrow program as for a wide program.
+# Values of a tile of y that is quantised along columns, one block of rows: 64 a thread. In a trial on an H200,
+# blocks of 128 rows of 16384x4096 took 62 us in tiles of 32 columns on 2 warps, and 84 us in tiles of 64 columns on 8.
+# The interpreter takes as long for a narrow program as for a wide program.
 _COLUMN_VALUES, _COLUMN_WARPS = 4096, 2
 _INTERPRETED_COLUMN_VALUES = 131072
 
