@@ -6,7 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from normforge.selection import dispatch
 from normforge.tools.compare import compare, compare_gradients
 from proving.cases import Case, cases
 
+S = TypeVar("S")
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
 
@@ -217,6 +220,18 @@ while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and
     return [out for out, _ in outputs]
 
 
+def in_threads(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+    """Return what work makes of each, in as many threads, which begin together."""
+    start = threading.Barrier(len(given))
+
+    def run(each: S) -> T:
+        start.wait()
+        return work(each)
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(run, given))
+
+
 def table_at(path: Path, names: dict[str, Any]) -> Any:
     """Return the contents of a YAML file, where text that begins with `=` is an expression of names, torch and np."""
 
@@ -262,13 +277,13 @@ def each_of(refused: Refused) -> pytest.MarkDecorator:
 
 
 def counted(patch: pytest.MonkeyPatch, *places: tuple[Any, str, str]) -> list[str]:
-    """Return a list that functions, each a module's and its name there, add a word to whenever they have returned."""
+    """Return a list that functions, each a module's and its name there, add a word to whenever they made something."""
     words: list[str] = []
 
     def counting(function: Callable[..., Any], word: str) -> Callable[..., Any]:
         def count(*arguments: Any, **keywords: Any) -> Any:
             result = function(*arguments, **keywords)
-            words.append(word)
+            words.extend([word] * (result is not None))
             return result
 
         return count

@@ -211,9 +211,13 @@ def fresh_table(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatcher that knows no call of an earlier test."""
-    monkeypatch.setattr("normforge.selection.dispatch.plans", {})
+def nothing_known() -> Iterator[None]:
+    """No call of an earlier test is known, and none is left known for a later one."""
+    from normforge.selection import dispatch
+
+    dispatch.forget()
+    yield
+    dispatch.forget()
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from benchmarks.results import Results, load, read
 from benchmarks.runner import run_suite
 from benchmarks.timing import flushes_ahead, summarise
 from normforge.kernels import obtain as obtaining
-from normforge.selection import dispatch
 
 from ..calling import status_of, there
 from ..thorough import THOROUGH
@@ -255,9 +254,8 @@ def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("nothing_known", "nothing_compiled")
 def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(obtaining, "_compiled", {})
     cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
     monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0

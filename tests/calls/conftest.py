@@ -44,14 +44,6 @@ def looked(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
 
 
-@pytest.fixture
-def nothing_known() -> Iterator[None]:
-    """No call of an earlier test is known, and none is left known for a later one."""
-    dispatch.forget()
-    yield
-    dispatch.forget()
-
-
 @pytest.fixture(params=DEVICES)
 def on_each_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every tensor of a test is made on a device."""

@@ -1,6 +1,5 @@
 """Under batch invariance a row's results have the same bits in every batch, wherever it stands and lies."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import normforge
 from normforge.errors import ConflictError, InvarianceError, SettingError
 from normforge.selection import invariance
 
-from ..calling import there
+from ..calling import in_threads, there
 from ..thorough import THOROUGH
 from .batches import CALLS, Call, assert_same, group, hold_for, hold_wherever_it_lies, rows, vector
 
@@ -126,9 +125,7 @@ def test_a_backward_pass_is_as_its_forward_pass_was() -> None:
             y, total = normforge.layer_norm(x, (N,), weight), None
         loss = (y * y.detach().flip(-1)).sum() + (0.0 if total is None else total.sum())
         with normforge.batch_invariant(False):
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
+            in_threads(torch.Tensor.backward, [loss])
         return there(x.grad)
 
     x = rows(257, N)

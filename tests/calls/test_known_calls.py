@@ -7,9 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import Table, entries_of
 from proving.cases import cases, check, operands
 
-from ..calling import FORWARD, ORACLE, agree, each_device, each_norm, same_bits, there
+from ..calling import FORWARD, ORACLE, agree, each_device, each_norm, in_threads, same_bits, there
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -285,12 +283,9 @@ def test_threads_that_call_at_once() -> None:
         for thread in range(THREADS)
     ]
     expected = [step(*tensors) for tensors in given]
-    start = Barrier(THREADS)
 
     def run(thread: int) -> int:
-        start.wait()
         found = (step(*given[thread]) for _ in range(CALLS))
         return sum(all(map(same_bits, outputs, expected[thread])) for outputs in found)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        assert list(pool.map(run, range(THREADS))) == [CALLS] * THREADS
+    assert in_threads(run, range(THREADS)) == [CALLS] * THREADS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,23 +11,17 @@ import torch
 import normforge
 from normforge import errors
 from normforge.families.public import layernorm2d_bwd
-from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
-from ..calling import FORWARD, ORACLE, agree, all_plans, assert_squares_overflow_to_zeros, each_norm, same_bits, there
+from .. import calling
+from ..calling import FORWARD, ORACLE, agree, all_plans, each_norm, in_threads, same_bits, there
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_known", "nothing_compiled")]
 
 # Row lengths from here on are of one test each, so that nothing is compiled for them yet.
 OWN = 1880
-
-
-@pytest.fixture
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(obtaining, "_compiled", {})
 
 
 @pytest.fixture
@@ -63,7 +55,7 @@ def test_a_launch_goes_straight_to_the_compiled_kernel_and_gives_what_tritons_ow
     assert launchers()
     assert all(launcher.launch is not None for launcher in launchers())
     monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
-    monkeypatch.setattr(dispatch, "plans", {})
+    dispatch.forget()
     public = [FORWARD[norm](x, weight, **given) for given in ({}, modes) for _ in range(2)]
     assert all(launcher.launch is None for launcher in launchers())
     for ours, theirs in zip(inner, public, strict=True):
@@ -74,18 +66,15 @@ def test_a_launch_goes_straight_to_the_compiled_kernel_and_gives_what_tritons_ow
 
 def test_eight_threads_compile_once_and_agree(compilations: list[str]) -> None:
     x = torch.randn(600, OWN, device="cuda")
-    barrier = threading.Barrier(8)
 
     def run(_: int) -> torch.Tensor:
-        barrier.wait()
         with torch.cuda.stream(new_stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             y = normforge.layernorm2d_fwd(x).y
             torch.cuda.current_stream().synchronize()
         return y
 
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(run, range(8)))
+    results = in_threads(run, range(8))
     assert len(compilations) == 1
     agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
     assert all(same_bits(results[0], result) for result in results[1:])
@@ -177,7 +166,7 @@ def test_a_bf16_and_an_fp16_are_added_in_fp32(m: int, n: int) -> None:
 @pytest.mark.parametrize(("m", "n"), [(3, 70000), (900, 70000), (600, 140000)])
 def test_long_rows_whose_squares_overflow_are_zeros(m: int, n: int, value: float) -> None:
     """Rows of 140000 are spread over programs; so are those of 70000, where there are few."""
-    assert_squares_overflow_to_zeros(m, n, value, "cuda")
+    calling.assert_squares_overflow_to_zeros(m, n, value, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

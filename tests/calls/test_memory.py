@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import normforge
-from normforge.selection import dispatch
 from proving.cases import operands
 
 from ..calling import all_plans, backward, each_device, each_float, each_function, each_norm, plain, there
@@ -113,9 +112,9 @@ def test_nothing_is_kept_where_no_gradient_is_due(norm: str, grad: bool) -> None
     assert not any(output.requires_grad for output in outputs)
 
 
+@pytest.mark.usefixtures("nothing_known")
 @each_function
-def test_statistics_are_not_computed_where_no_gradient_is_due(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
+def test_statistics_are_not_computed_where_no_gradient_is_due(norm: str) -> None:
     case = plain(norm, shape=(M, N))
     given = operands(case)
     for grad in (True, False, True, False):

@@ -35,11 +35,10 @@ OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
+def started(nothing_known: None) -> None:
     """Calls that are found in C; none is known."""
     native.start()
     assert not isinstance(native.calls.recorded, Lookup)
-    monkeypatch.setattr(dispatch, "plans", {})
 
 
 def operands() -> Any:
@@ -183,10 +182,9 @@ def test_both_tell_apart_what_differs_wherever_they_are_first_asked(make: Callab
 
 
 @pytest.fixture(params=["inner", "missing", "wrong"])
-def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def guards(request: pytest.FixtureRequest, nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """TorchDynamo's as they are, missing, and of a release where they say yes to everything."""
     kind: str = request.param
-    monkeypatch.setattr(dispatch, "plans", {})
     if kind == "missing":
         monkeypatch.setattr(dynamo_guards, "_inner", lambda: None)
     elif kind == "wrong":

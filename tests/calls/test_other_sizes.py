@@ -203,11 +203,11 @@ def test_what_is_ragged_depends_on_how_many_lanes_are_idle(
 
 
 @each_device
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("call", OF_SHORT_ROWS)
 @pytest.mark.parametrize("n", [64, 40])
-def test_many_rows_are_taken_by_such_tiles(n: int, call: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_taken_by_such_tiles(n: int, call: str, device: str) -> None:
     """With 128 columns LayerNorm of 524288x64 took an H200 60 us, and 38 with 64."""
-    monkeypatch.setattr(dispatch, "plans", {})
     OF_SHORT_ROWS[call](torch.randn(300, n, device=device))
     constants = dict([*dispatch.plans.values()][-1][0].plan.prepared(300).launchers[0].key.arguments)
     assert (constants["ROWS"], constants["BLOCK"]) == (16, 64)

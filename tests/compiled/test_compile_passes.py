@@ -19,7 +19,7 @@ from normforge.compiled.graph_pass import FuseNeighbours
 from normforge.upstream import torch_inductor
 from normforge.upstream.torch_inductor import installed
 
-from ..calling import printed
+from ..calling import in_threads, printed
 from ..thorough import THOROUGH
 from .graphs import ADD, WIDTH, Stack, gradients
 
@@ -127,14 +127,9 @@ def test_a_process_that_may_make_no_kernels_is_known_by_those_it_has(monkeypatch
 
 def test_other_threads_run_it_too() -> None:
     """Autograd compiles the backward graph of CUDA tensors in a thread of its own."""
-    import threading
-
-    found: list[Any] = []
     with normforge.compile_passes():
-        thread = threading.Thread(target=lambda: found.append(installed()))
-        thread.start()
-        thread.join()
-    assert isinstance(found[0], FuseNeighbours)
+        (found,) = in_threads(lambda _: installed(), [0])
+    assert isinstance(found, FuseNeighbours)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.99.0+cu130"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,8 @@ from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.gpu import POINTERS, KernelKey, integer_type, named_target, pointer_type
 from normforge.kernels.obtain import obtain
+
+from ..calling import in_threads
 
 KEY = KernelKey(
     "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows",
@@ -66,16 +67,12 @@ def asked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> list[Kerne
 
 
 def test_eight_threads_compile_once_and_agree(asked: list[KernelKey]) -> None:
-    barrier = threading.Barrier(8)
-
     def ask(_: int) -> tuple[Kernel, str | None]:
-        barrier.wait()
         kernel = obtain(KEY, Function(), TARGET, 0)
         assert kernel.run
         return kernel, kernel.function
 
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(ask, range(8)))
+    found = in_threads(ask, range(8))
     assert asked == [KEY]
     assert len({id(kernel) for kernel, _ in found}) == 1
     assert {loaded for _, loaded in found} == {"a function"}
@@ -91,8 +88,7 @@ def test_two_kernels_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         return Kernel()
 
     monkeypatch.setattr(obtaining, "compile_for", compile_for)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda key: obtain(key, Function(), TARGET, 0), (KEY, OTHER)))
+    in_threads(lambda key: obtain(key, Function(), TARGET, 0), (KEY, OTHER))
     assert set(obtaining.obtained()) == {(KEY, 0), (OTHER, 0)}
 
 
@@ -162,7 +158,6 @@ def test_only_what_is_loaded_is_given_while_no_other_may_be(asked: list[KernelKe
         assert obtain(KEY, Function(), TARGET, 0) is found
         with pytest.raises(FrozenError, match=r"is not loaded on device 0, and a CUDA graph is being captured"):
             obtain(OTHER, Function(), TARGET, 0)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(obtain, OTHER, Function(), TARGET, 0).result()
+        in_threads(lambda key: obtain(key, Function(), TARGET, 0), [OTHER])
         obtain(OTHER, Function(), TARGET, 0)
     assert asked == [KEY, OTHER]

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 import normforge
 
+from ..calling import counted
+
 WIDTH = 32
 
 
@@ -301,19 +303,10 @@ class Counted:
     """How often functions made something: each a module or a class and its attribute, by a name of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **functions: tuple[Any, str]) -> None:
-        self._counts: Counter[str] = Counter()
-        for name, (module, function) in functions.items():
-            monkeypatch.setattr(module, function, self._counting(name, getattr(module, function)))
-
-    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            result = function(*args)
-            self._counts.update([name] if result is not None else [])
-            return result
-
-        return counted
+        self._words = counted(monkeypatch, *((*function, name) for name, function in functions.items()))
 
     def counts(self) -> dict[str, int]:
         """Return the counts since this was called last, of what was made at all."""
-        found, self._counts = dict(self._counts), Counter()
+        found = dict(Counter(self._words))
+        self._words.clear()
         return found

@@ -14,7 +14,6 @@ import torch
 
 import normforge
 from normforge.calls.row_gradients import Backward
-from normforge.selection import dispatch
 from proving.cases import (
     BACKWARD_TOLERANCES,
     EPS,
@@ -49,9 +48,8 @@ def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]
 
 
 @pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def by_kernels(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What is added to at each backward pass of rows in parts that is like none before: whether kernels computed it."""
-    monkeypatch.setattr(dispatch, "plans", {})
     found: list[bool] = []
     takes = Backward.takes
 

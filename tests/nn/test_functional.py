@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +17,6 @@ from torch.nn import functional
 import normforge
 from normforge.calls import road
 from normforge.errors import ArgumentError
-from normforge.selection import dispatch
 from proving.cases import EPS, Case, cases, check, close, doubled, formula, gradients, operands
 
 from ..calling import backward, each_add, each_device, each_float, each_norm, plain, printed, same_bits
@@ -222,16 +221,9 @@ def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch
     assert str(module).partition("(")[2] == str(theirs((3, 64), 0.25)).partition("(")[2]
 
 
-@pytest.fixture
-def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.mark.usefixtures("nothing_known")
+def test_a_cpu_without_the_interpreter_runs_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    dispatch.forget()
-    yield
-    dispatch.forget()
-
-
-@pytest.mark.usefixtures("no_interpreter")
-def test_a_cpu_without_the_interpreter_runs_torchs_operators() -> None:
     assert normforge.backend(torch.randn(1)) == normforge.backend(torch.empty(1, device="meta")) == "torch"
     for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS.items()):
         x = torch.randn(4, 3, 8).to(dtype)

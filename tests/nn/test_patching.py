@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import normforge
 
-from ..calling import FLOATS, backward, each_device, each_float
+from ..calling import FLOATS, backward, each_device, each_float, in_threads
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
 from .models import WIDTH, Counted, LlamaRMSNorm, Transformer, assert_near, norm, randomised, results, twins
@@ -143,14 +141,7 @@ def test_another_rounding_asked_for_later_is_refused() -> None:
 def test_threads_that_patch_one_model() -> None:
     """Each module is swapped once, and keeps what it was."""
     model = torch.nn.Sequential(*(models.LlamaRMSNorm() for _ in range(8)))
-    start = threading.Barrier(4)
-
-    def patched(_: int) -> int:
-        start.wait()
-        return len(normforge.patch(model).swapped)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(patched, range(4))) == 8
+    assert sum(in_threads(lambda each: len(normforge.patch(each).swapped), [model] * 4)) == 8
     normforge.unpatch(model)
     assert {type(module) for module in model} == {models.LlamaRMSNorm}
 

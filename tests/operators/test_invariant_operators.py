@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from normforge.calls.traced import INVARIANT
 from normforge.compiled import rules
 from normforge.errors import InvarianceError
 
-from ..calling import FORWARD, each_norm, same_bits
+from ..calling import FORWARD, each_norm, in_threads, same_bits
 from ..thorough import THOROUGH
 from . import registered
 from .registered import seen
@@ -52,9 +51,7 @@ def test_a_compiled_gradient_is_invariant_wherever_it_runs() -> None:
         with normforge.batch_invariant():
             y, total = function(leaf, x.flip(-1))
         loss = (y * x.flip(-1)).sum() + total.sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        in_threads(torch.Tensor.backward, [loss])
         assert leaf.grad is not None
         return leaf.grad
 
@@ -83,9 +80,7 @@ def test_a_graph_holds_twins_and_another_thread_runs_them(
     with normforge.compile_passes():
         with normforge.batch_invariant():
             program(x)
-            thread = threading.Thread(target=program, args=(x,))
-            thread.start()
-            thread.join()
+            in_threads(program, [x])
         program(x)
     inside, outside = map(operators, made.graphs)
     assert inside == [f"normforge.rmsnorm2d_fwd{INVARIANT}.default"]

@@ -8,9 +8,8 @@ import logging
 import os
 import py_compile
 import stat
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from normforge.selection import dispatch, on_demand, recording
 from normforge.tools.cli import main
 from normforge.tools.cli import main as normforge_command
 
-from ..calling import check, each_norm, each_pipeline, printed, printed_at_once, python
+from ..calling import check, each_norm, each_pipeline, in_threads, printed, printed_at_once, python
 from ..folders import PLAIN, RMS, instance, write
 from ..thorough import THOROUGH
 
@@ -160,14 +159,9 @@ def test_nested_recordings_each_hold_what_was_asked_within(tmp_path: Path) -> No
 
 
 def test_eight_threads_share_a_recording(tmp_path: Path) -> None:
-    path, barrier = tmp_path / "needed.yaml", threading.Barrier(8)
-
-    def ask(n: int) -> None:
-        barrier.wait()
-        dispatch.find(PLAIN, n)
-
-    with normforge.record(path), ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask, LENGTHS))
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        in_threads(partial(dispatch.find, PLAIN), LENGTHS)
     buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
     assert names(path) == [f"ln_fwd_fp32_n{last}" for last in buckets]
 
@@ -467,7 +461,7 @@ def filled(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a cache that an earlier process filled: this one has imported nothing from there."""
     miss()
     monkeypatch.setattr(dispatch, "_generated", dispatch._NOTHING)
-    monkeypatch.setattr(dispatch, "plans", {})
+    dispatch.forget()
     on_demand._package.cache_clear()
     return folder_of(empty_cache)
 
@@ -726,16 +720,13 @@ def test_threads_that_miss_at_once(empty_cache: Path, caplog: pytest.LogCaptureF
     """Without rows nothing is launched, because Triton's interpreter runs one kernel at a time."""
     caplog.set_level(logging.INFO, logger="normforge")
     before = len(normforge.instances())
-    start = threading.Barrier(8)
 
     def call(n: int) -> None:
-        start.wait()
         for step in range(20):
             normforge.layernorm2d_fwd(torch.empty(0, n), **ASK, save_mv=step % 2 == 0)
             normforge.instances()
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(call, (64, 64, 64, 200, 200, 300, 300, 1500)))
+    in_threads(call, (64, 64, 64, 200, 200, 300, 300, 1500))
     made = [entry.name for entry in normforge.instances()][before:]
     buckets = ("n128", "n256", "n512", "n1536")
     assert sorted(made) == sorted(f"{MODE}{mv}_{bucket}" for mv in ("", "_mv") for bucket in buckets)

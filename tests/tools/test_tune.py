@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +29,7 @@ from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Tried, 
 from normforge.tools.tune_options import parse
 from normforge.tools.tune_record import Record
 
-from ..calling import there
+from ..calling import in_threads, there
 from ..thorough import THOROUGH
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
@@ -517,16 +515,13 @@ def test_several_write_one_table_at_once(out: Path) -> None:
     rows = [Row(kind, bucket) for kind in CLASSES[:2] for bucket in standard_ladder()[:8]]
     outcomes = {row: [outcome_of(case) for case in row.cases] for row in rows}
     environment = HERE | {"revision": "abc1234"}
-    start = threading.Barrier(4)
 
     def write(some: list[Row]) -> None:
         record = Record(out, None, environment)
-        start.wait()
         for row in some:
             record.add(row, outcomes[row])
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, [rows[at::4] for at in range(4)]))
+    in_threads(write, [rows[at::4] for at in range(4)])
     table = tile_tables.read_table(out)
     assert [len(table.rows[kind]) for kind in CLASSES[:2]] == [8, 8]
     assert set(Record(out, None, environment).resume(rows).kept) == set(rows)

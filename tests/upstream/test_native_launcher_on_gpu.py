@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 from normforge.upstream.triton_launcher import Arguments, Launch
 
-from ..calling import same_bits
+from ..calling import in_threads, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +23,7 @@ Step = Callable[[], tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture(autouse=True)
-def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
+def bound(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
     """What is made ready to be launched, of nothing that was before: kernels, their arguments, and launches."""
     found: list[Bound] = []
     bind = triton_launcher.bind
@@ -35,7 +34,6 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
         return launch
 
     monkeypatch.setattr(triton_launcher, "bind", spy)
-    monkeypatch.setattr(dispatch, "plans", {})
     monkeypatch.delenv("NORMFORGE_NATIVE_LAUNCHER", raising=False)
     if triton_launcher.library(build=True) is None:
         pytest.skip("takes a C compiler")
@@ -49,7 +47,7 @@ def are_native(bound: list[Bound]) -> set[bool]:
 def by_triton(bound: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all that was known made ready again, for Triton's launcher."""
     monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", "0")
-    monkeypatch.setattr(dispatch, "plans", {})
+    dispatch.forget()
     bound.clear()
 
 
@@ -114,8 +112,7 @@ def test_a_stream_is_the_current_one_in_each_of_two_threads(bound: list[Bound]) 
             torch.cuda.current_stream().synchronize()
         return y
 
-    with ThreadPoolExecutor(2) as pool:
-        assert all(same_bits(y, expected) for y in pool.map(run, range(2)))
+    assert all(same_bits(y, expected) for y in in_threads(run, range(2)))
     assert are_native(bound) == {True}
 
 
