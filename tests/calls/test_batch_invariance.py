@@ -107,12 +107,6 @@ def test_modulated_rows_have_the_same_bits_in_every_batch() -> None:
         both(x[:, :3], 2)
 
 
-def test_no_rows() -> None:
-    """They have no bits."""
-    for call in CALLS.values():
-        assert all(tensor.shape[0] == 0 for tensor in call(rows(0, N)).values())
-
-
 def test_a_backward_pass_is_as_its_forward_pass_was() -> None:
     """Wherever it runs: outside of the `with`, and in threads of autograd's own."""
     weight = vector(1, rows(1, N)).requires_grad_()

@@ -191,7 +191,6 @@ def test_gradients_are_each_in_their_own_type(norm: str) -> None:
 def test_no_rows_are_dropped_from_none() -> None:
     x = torch.empty(0, 64)
     given: dict[str, Any] = {"dropout_p": P, "dropout_rng": RNG}
-    assert normforge.rmsnorm2d_fwd(x, residual=x, fadd="pre_add_store", **given).y.shape == (0, 64)
     found = rmsnorm2d_bwd(x, x, rstd=torch.empty(0), **given, wants=("dx", "ddropped"))
     assert there(found.ddropped).shape == (0, 64)
     assert dropout_mask((0, 64), P, torch.tensor(RNG)).shape == (0, 64)

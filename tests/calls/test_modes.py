@@ -20,7 +20,7 @@ from normforge.families import eager
 from normforge.tools import cli
 from proving.cases import Case, Tensors, cases, operands
 
-from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits, there
+from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits
 from ..kernels.problems import Problem
 from ..thorough import THOROUGH, first_of_each
 
@@ -235,12 +235,6 @@ def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
             assert total._version > version
             assert same_bits(out, wanted.y)
             assert same_bits(total, wanted.residual_out)
-
-
-@each_family
-def test_no_rows(case: Case) -> None:
-    found = run(case, given_to(case.but(shape=(0, 3, LENGTH))), fquant="dynamic")
-    assert (found.y.shape, there(found.y_scale).shape) == ((0, 3, LENGTH), (0, 3, 3) if case["group_size"] else (0, 3))
 
 
 # A length of each pipeline, ragged or not.

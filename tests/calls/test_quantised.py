@@ -362,15 +362,6 @@ def test_rows_on_two_strides() -> None:
     check("rms", rows(3, 4, 128)[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
 
 
-def test_no_rows() -> None:
-    in_columns: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major"}
-    nvfp4 = {**NVFP4, "global_scale": scale_of(1.0)}
-    for norm, asked, n, groups in (("layer", in_columns, 64, 2), ("rms", SWIZZLED, 64, 4), ("rms", nvfp4, 32, 4)):
-        made = FUNCTION[norm](rows(0, 64), **asked)
-        assert tuple(made.y.shape) == (0, n)
-        assert tuple(there(made.y_scale).shape) == (0, groups)
-
-
 @each_norm
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])
