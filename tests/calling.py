@@ -183,11 +183,13 @@ def module_at(path: Path, name: str) -> Any:
     return module
 
 
-def command(*argv: str | Path, cwd: Path | str | None = None, **environment: str | None) -> Done:
+def command(
+    *argv: str | Path, cwd: Path | str | None = None, out: int = subprocess.PIPE, **environment: str | None
+) -> Done:
     """Run a command under this process's environment with these changes; None unsets a variable."""
     changed: dict[str, str | None] = {**os.environ, **environment}
     merged = {name: value for name, value in changed.items() if value is not None}
-    return subprocess.run(argv, cwd=cwd, env=merged, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, cwd=cwd, env=merged, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
 
 
 def python(code: str, **environment: str | None) -> Done:

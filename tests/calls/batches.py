@@ -55,6 +55,10 @@ def root_mean_square(x: torch.Tensor) -> Results:
     return named(normforge.rmsnorm2d_fwd(x, vector(1, x), save_mv=True))
 
 
+def statistics(x: torch.Tensor) -> Results:
+    return dict(zip(("mean", "rstd"), normforge.layer_statistics(x), strict=True))
+
+
 def added(x: torch.Tensor) -> Results:
     return named(normforge.layernorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store"))
 
@@ -120,12 +124,12 @@ def renormed_backward(x: torch.Tensor) -> Results:
     return {"y": y.detach(), "residual_out": total.detach(), "dx": dx, "dresidual": dresidual}
 
 
+FORWARD = (plain, root_mean_square, statistics, added, quantised, as_fp8)
 # What engines ask for; mostly with y in x's dtype too: few bits may hide that a row was added up otherwise.
 SERVING = (in_groups, by_given_scale, stored_twice, as_nvfp4)
 TWICE = (renormed, renormed_backward)
 CALLS: Mapping[str, Call] = {
-    call.__name__: call
-    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated, *TWICE)
+    call.__name__: call for call in (*FORWARD, *SERVING, backward, added_backward, gated, *TWICE)
 }
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 from normforge.tools import cli
 
-from ..calling import there
+from ..calling import command, there
 
 # Files that the generator reads and writes in a checkout, and files that make a folder one.
 _COPIED = ("codegen", "templates", "generated", "manifests", "instances.yaml", "generate.py", "Makefile")
@@ -65,10 +65,10 @@ class Shell:
     bin: Path
     calls: Path
 
-    def run(self, command: str) -> str:
+    def run(self, text: str) -> str:
         """Run a piece of shell, check each call that was only written down, and return what was printed."""
         done = subprocess.run(
-            ["bash", "-eu", "-c", command],
+            ["bash", "-eu", "-c", text],
             cwd=self.folder,
             env=os.environ | {"PATH": f"{self.bin}:/usr/bin:/bin", "NORMFORGE_CACHE": str(self.folder / ".cache")},
             stdout=subprocess.PIPE,
@@ -76,7 +76,7 @@ class Shell:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        assert done.returncode == 0, f"{text}\n{done.stdout}"
         for name in sorted(self.calls.iterdir()):
             check(json.loads(name.read_text()))
             name.unlink()
@@ -157,8 +157,8 @@ def _check_python(arguments: Sequence[str]) -> None:
 
 def _check_make(arguments: Sequence[str]) -> None:
     # -n prints what would be done. The environment is taken to be there, or it would be made.
-    command = [there(shutil.which("make")), "-n", "-o", ".venv/.ready", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    make = [there(shutil.which("make")), "-n", "-o", ".venv/.ready", *arguments]
+    done = command(*make, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     text = (ROOT / "Makefile").read_text()
     for name in (argument.partition("=")[0] for argument in arguments if "=" in argument):

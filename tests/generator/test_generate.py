@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -23,7 +23,7 @@ from normforge.codegen.folder import plan
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.select import select
 
-from ..calling import status_of
+from ..calling import command, status_of
 from ..thorough import THOROUGH
 from .conftest import TWO_GROUPS, contents
 
@@ -186,9 +186,7 @@ def test_a_request_that_cannot_be_met_is_one_message(generate: Generate, argumen
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 
 
-def run(*command: str, cwd: Path, out: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
-    pipes: dict[str, Any] = {"stdout": out, "stderr": subprocess.PIPE, "env": os.environ | environment}
-    return subprocess.run([sys.executable, *command], cwd=cwd, text=True, check=False, **pipes)
+run = partial(command, sys.executable)
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
@@ -285,13 +283,13 @@ def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, 
     )
 
 
-@pytest.mark.parametrize("command", ["generate.py --list", "generate.py --count", "-m normforge list"])
-def test_a_reader_that_leaves_early_is_no_error(repository: Path, command: str) -> None:
+@pytest.mark.parametrize("arguments", ["generate.py --list", "generate.py --count", "-m normforge list"])
+def test_a_reader_that_leaves_early_is_no_error(repository: Path, arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         # Buffered, so that something is left to flush at exit.
-        ran = run(*command.split(), cwd=repository, out=writer, PYTHONUNBUFFERED="")
+        ran = run(*arguments.split(), cwd=repository, out=writer, PYTHONUNBUFFERED="")
     finally:
         os.close(writer)
     assert (ran.returncode, ran.stderr) == (0, "")

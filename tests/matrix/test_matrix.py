@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 from proving.matrix.command import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted, summary, table
+
+from ..calling import command
 
 
 def test_each_release_is_in_some_cell() -> None:
@@ -32,13 +33,8 @@ def test_every_third_test_of_each_file(tmp_path: Path, repository: Path) -> None
         )
     report = tmp_path / "report.xml"
     options = ["-p", "proving.matrix.every", "--every=3", f"--junitxml={report}", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", *options, *(str(tmp_path / name) for name in FILES)],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    files = (tmp_path / name for name in FILES)
+    ended = command(sys.executable, "-m", "pytest", "-v", *options, *files, cwd=repository)
     ran = [f"{name}::test_it[{number}]" for name, count in FILES.items() for number in range(0, count, 3)]
     lines = [line.split(" ")[0] for line in ended.stdout.splitlines() if "%]" in line]
     assert [line.rpartition("/")[2] for line in lines] == ran

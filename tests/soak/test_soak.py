@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +17,9 @@ from proving.soak.report import summary
 from proving.soak.soak import soak
 from proving.soak.work import SIZES
 
+from ..calling import printed
 from ..properties.problems import MadeCall
 from ..thorough import THOROUGH
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @THOROUGH
@@ -82,12 +79,9 @@ print(full[0] - empty[0], half[0] - empty[0], sum(half) - sum(full))
 
 
 @THOROUGH
-def test_what_malloc_holds_free_is_no_leak_and_what_is_allocated_is() -> None:
+def test_what_malloc_holds_free_is_no_leak_and_what_is_allocated_is(repository: Path) -> None:
     # In a process of its own: in one that has run for long, arenas have pages that are free and not resident.
-    done = subprocess.run(
-        [sys.executable, "-c", _KEEPS_EVERY_SECOND_BLOCK], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    full, half, resident = (float(word) for word in done.stdout.split())
+    full, half, resident = map(float, printed(_KEEPS_EVERY_SECOND_BLOCK, PYTHONPATH=str(repository)).split())
     assert full == pytest.approx(100, abs=10)
     assert half == pytest.approx(50, abs=10)
     assert resident > -10

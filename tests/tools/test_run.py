@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from normforge.tools.problem import Problem, Strides
 from normforge.tools.run import PREPARE
 from normforge.tools.run_options import parse
 
-from ..calling import command, printed, python, there
+from ..calling import Done, command, printed, python, there
 from ..thorough import THOROUGH
 from .command_line import TABLE, status
 
@@ -218,7 +217,7 @@ def test_demo_fails_with_its_kernels(replace_forward: Callable[..., None], capsy
 COMMAND = ["run", "-m", "3", "-n", "48"]
 
 
-def normforge_command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def normforge_command(*argv: str, **environment: str) -> Done:
     """A command line in a process of its own, where no GPU is to be seen and only `environment` speaks of Triton."""
     hidden: dict[str, str | None] = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     code = f"import runpy, sys; sys.argv[1:] = {argv!r}; runpy.run_module('normforge', run_name='__main__')"
@@ -248,9 +247,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
 def test_a_list_onto_a_full_disk_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "normforge", "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = command(sys.executable, "-m", "normforge", "list", out=full.fileno())
     assert done.returncode == 2
     assert done.stderr == "normforge list: error: [Errno 28] No space left on device; mend that and run again\n"
 
