@@ -1,5 +1,7 @@
 """Run a long list of cases in parts: `--minutes N` limits a part, and `--resume FILE` keeps results for later parts.
 
+`--only GLOBS` chooses cases by name, `--list` prints the names, and `--jobs N` says how many cases run at once.
+
 FILE begins with the header that its results hold for. A part with another header is refused, so that one file is the
 evidence for one revision and one machine. Imports nothing beyond Python, as `proving.evidence` does.
 """
@@ -17,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -42,12 +45,49 @@ class Found(Generic[R]):
     seconds: float
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --minutes and --resume to a command."""
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def add_options(parser: argparse.ArgumentParser, jobs: int) -> None:
+    """Add --only, --list, --jobs, with a default, --minutes and --resume to a command."""
+    parser.add_argument(
+        "--only", default="*", metavar="GLOBS", help="cases whose name matches one of them, 'rows-*,amax-*' say"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    parser.add_argument(
+        "--jobs", type=_positive, default=jobs, metavar="N", help="how many run at once (default: %(default)s)"
+    )
     parser.add_argument("--minutes", type=float, metavar="N", help="begin no case after this time")
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="leave out cases with a result in FILE, and add results to FILE"
     )
+
+
+def chosen(
+    cases: Mapping[str, C],
+    parser: argparse.ArgumentParser,
+    asked: argparse.Namespace,
+    about: Callable[[C], str] = lambda case: "",
+) -> dict[str, C]:
+    """Return the cases that --only names; print their names, and what they are about, and exit if --list asks for it.
+
+    Args:
+        cases: all cases, by name.
+        parser: the command's.
+        asked: options that `add_options` added.
+        about: says what a case is about.
+    """
+    globs = [glob.strip() for glob in asked.only.split(",")]
+    found = {name: case for name, case in cases.items() if any(fnmatchcase(name, glob) for glob in globs)}
+    if not found:
+        parser.error(f"--only {asked.only!r} matches no case; --list prints their names")
+    if asked.list:
+        print("\n".join(f"{name:45} {about(case)}".rstrip() for name, case in found.items()))
+        parser.exit()
+    return found
 
 
 def run(

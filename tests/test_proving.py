@@ -19,7 +19,7 @@ CASES = {name: index for index, name in enumerate("abcd")}
 
 def run(file: Path, begun: list[int], *options: str, header: dict[str, str] = HEADER) -> parts.Found[int]:
     parser = argparse.ArgumentParser()
-    parts.add_options(parser)
+    parts.add_options(parser, jobs=1)
 
     def squares(due: Sequence[int]) -> Generator[tuple[str, int], None, None]:
         for case in due:
@@ -27,6 +27,16 @@ def run(file: Path, begun: list[int], *options: str, header: dict[str, str] = HE
             yield "abcd"[case], case * case
 
     return parts.run(CASES, squares, parser.parse_args(["--resume", str(file), *options]), header)
+
+
+def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parts.add_options(parser, jobs=1)
+    assert parts.chosen(CASES, parser, parser.parse_args(["--only", "b*, [cd]"])) == {"b": 1, "c": 2, "d": 3}
+    for wrong, said in (("--only=e", "--only 'e' matches no case"), ("--jobs=0", "'0' is not a number of at least 1")):
+        with pytest.raises(SystemExit):
+            parts.chosen(CASES, parser, parser.parse_args([wrong]))
+        assert said in capsys.readouterr().err
 
 
 def test_parts_leave_out_what_earlier_ones_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

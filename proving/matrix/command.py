@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,24 +141,19 @@ def main(argv: list[str]) -> int:
     parser = parser_of("matrix", about)
     parser.add_argument("--full", action="store_true", help=f"all tests in all {len(ALL)} cells")
     parser.add_argument("--every", type=int, metavar="K", help=f"every K-th test of each file (default: {_EVERY})")
-    parser.add_argument("--only", metavar="GLOB", help="cells of all that match, '3.13x*' say")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: %(default)s)")
-    parts.add_options(parser)
+    # Processes that run the tests of a cell.
+    parts.add_options(parser, jobs=2)
     arguments = parser.parse_args(argv)
     every = arguments.every or (1 if arguments.full else _EVERY)
-    if every < 1 or arguments.jobs < 1:
-        parser.error("--every and --jobs take whole numbers from 1")
-    usual = ALL if arguments.full or arguments.only else FEW
-    cells = [cell for cell in usual if fnmatchcase(str(cell), arguments.only or "*")]
-    if not cells:
-        parser.error(f"--only {arguments.only!r} matches no cell; they are {', '.join(map(str, ALL))}")
+    if every < 1:
+        parser.error("--every takes a whole number from 1")
+    usual = ALL if arguments.full or arguments.only != "*" else FEW
+    cells = parts.chosen({str(cell): cell for cell in usual}, parser, arguments)
     header = {
         "tests": "all" if every == 1 else f"every {every}th of each file",
         "revision": arguments.revision or _revision(),
     }
-    found = parts.run(
-        {str(cell): cell for cell in cells}, lambda due: _seen(due, every, arguments.jobs), arguments, header
-    )
+    found = parts.run(cells, lambda due: _seen(due, every, arguments.jobs), arguments, header)
     whole = table(found.results.values(), header)
     conclude(arguments, "versions", whole, summary, page=_PAGE, left=found.left)
     failed = any(isinstance(result, str) or any(each.failed for each in result) for result in found.results.values())

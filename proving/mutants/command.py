@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from .. import parts
 from ..evidence import conclude, parser_of
@@ -20,29 +19,17 @@ def main(argv: list[str]) -> int:
     """Try mutants, and return 1 if one is not caught."""
     about = "Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice."
     parser = parser_of("mutants", about)
-    parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
-    parts.add_options(parser)
-    parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
+    parts.add_options(parser, jobs=2)
     arguments = parser.parse_args(argv)
-    if arguments.jobs < 1:
-        parser.error(f"--jobs is {arguments.jobs}; it takes a whole number from 1")
-    if arguments.record and arguments.only:
+    if arguments.record and arguments.only != "*":
         parser.error("--record writes all mutants and --only tries a part; leave one of them out")
-    globs = [glob.strip() for glob in (arguments.only or "*").split(",")]
-    chosen = [mutant for mutant in MUTANTS if any(fnmatchcase(mutant.name, glob) for glob in globs)]
-    if not chosen:
-        parser.error(f"--only {arguments.only!r} matches no mutant; --list prints their names")
-    if arguments.list:
-        for mutant in chosen:
-            print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
-        return 0
+    every = {mutant.name: mutant for mutant in MUTANTS}
+    cases = parts.chosen(every, parser, arguments, lambda mutant: f"{mutant.file}: {mutant.breaks}")
     stated = header(arguments.revision)
     files = present_files()
     # Copies are of the tree as it is now, whatever is done to the tree meanwhile.
     with copied(ROOT, files) as snapshot, ThreadPoolExecutor(arguments.jobs) as threads:
         runner = Runner(snapshot, files)
-        cases = {mutant.name: mutant for mutant in chosen}
         found = parts.run(cases, lambda due: _tried(due, threads, runner), arguments, stated)
         outcomes = [*found.results.values()]
         if not found.left:

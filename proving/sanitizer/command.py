@@ -79,10 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if all are clean, 1 if not, 2 if there is no compute-sanitizer or no GPU.
     """
-    options = _parser().parse_args(arguments)
-    if options.list:
-        print("\n".join(cell.name for cell in every()))
-        return 0
+    parser = parser_of("sanitizer", "Run compute-sanitizer over calls that touch every kernel; a case is a tool.")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
+    # The processes share the GPU.
+    parts.add_options(parser, jobs=8)
+    options = parser.parse_args(arguments)
+    tools = parts.chosen({tool: tool for tool in TOOLS}, parser, options, TOOLS.__getitem__)
     sanitizer = _find()
     if sanitizer is None:
         print(
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logs = _all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"), options)
             yield tool, Outcome(tool, logs, time.monotonic() - began)
 
-    found = parts.run({tool: tool for tool in options.tool or TOOLS}, watched, options, header)
+    found = parts.run(tools, watched, options, header)
     outcomes = [*found.results.values()]
     conclude(options, "sanitizer", table(outcomes, header), summary, left=found.left)
     for outcome in outcomes:
@@ -201,13 +203,3 @@ def summary(table: Table) -> str:
         if row[tool] != "0"
     ]
     return "\n\n".join(parts)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("sanitizer", "Run compute-sanitizer over calls that touch every kernel.")
-    parser.add_argument("--list", action="store_true", help="print the calls and make none")
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be given again")
-    parser.add_argument("--jobs", type=int, default=8, help="processes, which share the GPU (default 8)")
-    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
-    parts.add_options(parser)
-    return parser
