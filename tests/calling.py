@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -172,6 +174,21 @@ def status_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return main(argv)
     except SystemExit as stop:
         return int(str(stop.code))
+
+
+class Outcome(NamedTuple):
+    """What a command line came to."""
+
+    status: int
+    out: str
+    err: str
+
+
+def outcome_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Outcome:
+    """Run a command line in this process, and return what it came to; see `status_of`."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = status_of(main, argv)
+    return Outcome(status, out.getvalue(), err.getvalue())
 
 
 def module_at(path: Path, name: str) -> Any:

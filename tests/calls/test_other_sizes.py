@@ -16,7 +16,7 @@ from normforge.codegen.values import Pipeline
 from normforge.selection import dispatch
 from proving.cases import LAYOUTS, Case, cases, gradients, operands
 
-from ..calling import each_device, pieces, same_bits
+from ..calling import all_plans, each_device, pieces, same_bits
 from .test_wrong_tensors import CALLS as FUNCTIONS
 
 N = 48
@@ -214,5 +214,5 @@ def test_what_is_ragged_depends_on_how_many_lanes_are_idle(
 def test_many_rows_are_taken_by_such_tiles(n: int, call: str, device: str) -> None:
     """With 128 columns LayerNorm of 524288x64 took an H200 60 us, and 38 with 64."""
     OF_SHORT_ROWS[call](torch.randn(300, n, device=device))
-    constants = dict([*dispatch.plans.values()][-1][0].plan.prepared(300).launchers[0].key.arguments)
+    constants = dict(all_plans()[-1].prepared(300).launchers[0].key.arguments)
     assert (constants["ROWS"], constants["BLOCK"]) == (16, 64)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from normforge.codegen.values import Norm
 from normforge.selection.table import Table, load_folder
 from normforge.tools import cli
 
-from ..calling import status_of
+from ..calling import Outcome, outcome_of
 from ..folders import distinct_tiles
 from ..properties.seed import FIRE
 
@@ -37,21 +35,8 @@ PASSING = ("__pycache__", ".normforge-lock")
 _KERNEL = re.compile(r"^def (\w+)\(", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a command line came to."""
-
-    status: int
-    out: str
-    err: str
-
-
-def command(argv: Sequence[str]) -> Outcome:
-    """Run `normforge` with arguments; argparse's own refusals count as any other."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        status = status_of(cli.main, argv)
-    return Outcome(status, out.getvalue(), err.getvalue())
+# Runs `normforge` with arguments; argparse's own refusals count as any other.
+command = partial(outcome_of, cli.main)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -23,36 +22,21 @@ from normforge.codegen.folder import plan
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.select import select
 
-from ..calling import command, status_of
+from ..calling import Outcome, command, outcome_of
 from ..thorough import THOROUGH
 from .conftest import TWO_GROUPS, contents
-
-
-class Outcome(NamedTuple):
-    """What a run returned and printed."""
-
-    status: int
-    out: str
-    err: str
-
 
 Generate = Callable[..., Outcome]
 
 
 @pytest.fixture
-def generate(
-    tmp_path: Path,
-    file: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Generate:
+def generate(tmp_path: Path, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Generate:
     """Run the generator on the two-group manifest, from its folder."""
     file(TWO_GROUPS)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, manifest: str = "mine.yaml") -> Outcome:
-        status = status_of(cli.main, ["--manifest", manifest, *arguments])
-        return Outcome(status, *capsys.readouterr())
+        return outcome_of(cli.main, ["--manifest", manifest, *arguments])
 
     return run
 
