@@ -201,7 +201,7 @@ def module_at(path: Path, name: str) -> Any:
 
 
 def command(
-    *argv: str | Path, cwd: Path | str | None = None, out: int = subprocess.PIPE, **environment: str | None
+    *argv: str | Path, cwd: Path | str | None = None, out: Any = subprocess.PIPE, **environment: str | None
 ) -> Done:
     """Run a command under this process's environment with these changes; None unsets a variable."""
     changed: dict[str, str | None] = {**os.environ, **environment}

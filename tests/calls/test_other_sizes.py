@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ def of_rows(given: dict[str, Any], m: int) -> dict[str, Any]:
         name: cut(each) if isinstance(each, torch.Tensor) and each.shape[:1] == (count,) else each
         for name, each in given.items()
     }
+
+
+def sized(function: Callable[..., Any], given: dict[str, Any], m: int) -> Any:
+    return function(**of_rows(given, m))
 
 
 def rows(m: int) -> torch.Tensor:
@@ -75,11 +80,7 @@ MODULATED = MODULATED.but(shape=(2, 16, N), without=BARE)
 CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
     # One row has one scale, as all rows of fp8 may have. Places for other outputs than a plain norm's are looked at.
     **{
-        name: (
-            lambda m, function=function, given=given: function(**of_rows(given, m)),
-            (len(given["x"]),),
-            (7, 300) if name == "fp8" else (1, 7, 300),
-        )
+        name: (partial(sized, function, given), (len(given["x"]),), (7, 300) if name == "fp8" else (1, 7, 300))
         for name, (function, given) in FUNCTIONS.items()
         if name not in ("quantised into", "modulated")
     },
@@ -125,9 +126,9 @@ def test_a_call_of_another_size_is_not_looked_at(
 @pytest.mark.parametrize(("function", "given"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_no_rows(function: Callable[..., Any], given: dict[str, Any], invariant: bool) -> None:
     """Every output has none either, and gradients of vectors are zeros; neither has bits that depend on a batch."""
-    usual = pieces(function(**of_rows(given, len(given["x"]))))
+    usual = pieces(sized(function, given, len(given["x"])))
     with normforge.batch_invariant(invariant):
-        for made, like in zip(pieces(function(**of_rows(given, 0))), usual, strict=True):
+        for made, like in zip(pieces(sized(function, given, 0)), usual, strict=True):
             assert (made is None) == (like is None)
             if made is not None and like is not None:
                 assert (made.dtype, made.shape[1:]) == (like.dtype, like.shape[1:])

@@ -303,23 +303,17 @@ def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
 
 
 @CASES.case
-def scales_in_tiles_are_of_rows_that_are_whole() -> None:
-    """A tile has 128 rows, and is of no rank's rows alone."""
-    options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0"}
-    call: Callable[..., Any] = partial(normforge.quantised_rms_norm, scale_layout="swizzled_128x4", **options)
+def scales_in_tiles_and_columns_are_of_rows_that_are_whole() -> None:
+    """A tile has 128 rows and a block of a column 32, and neither is of one rank's rows alone."""
+    forms: dict[str, dict[str, Any]] = {
+        "to_local()": {"scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
+        "columnwise was asked for with rows": {"columnwise": "transposed"},
+    }
     x = torch.randn(SHAPE)
-    alike(call, {"x": x}, Replicate())
-    refused("to_local()", lambda: call(placed(x, Shard(1))), errors.LayoutError)
-
-
-@CASES.case
-def columns_are_of_rows_that_are_whole() -> None:
-    """A block of rows is of no rank's rows alone."""
-    options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "columnwise": "transposed"}
-    call: Callable[..., Any] = partial(normforge.quantised_rms_norm, **options)
-    x = torch.randn(SHAPE)
-    alike(call, {"x": x}, Replicate())
-    refused("columnwise was asked for with rows", lambda: call(placed(x, Shard(1))), errors.LayoutError)
+    for said, options in forms.items():
+        call = partial(normforge.quantised_rms_norm, out_dtype=torch.float8_e4m3fn, group_size=32, **options)
+        alike(call, {"x": x}, Replicate())
+        refused(said, partial(call, placed(x, Shard(1))), errors.LayoutError)
 
 
 @CASES.case
