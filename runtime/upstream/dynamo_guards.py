@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -167,12 +169,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         # Most models bring three dimensions, which this serves in a third of the time.
         _, rows, n = shape
         return (rows or 1) * (n or 1), n or 1, 1
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size or 1
-    return tuple(strides[::-1])
+    steps = tuple(accumulate([size or 1 for size in shape[:0:-1]], mul, initial=1))
+    return steps[::-1] if shape else ()
 
 
 def _public(device: torch.device) -> Empty:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any
 
 from ..errors import JaxError
@@ -92,10 +92,5 @@ def _unknown(why: str) -> JaxError:
 
 
 def _installed() -> str:
-    installed = []
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"):
-        try:
-            installed.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(installed)
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    return ", ".join(f"{each.name} {each.version}" for name in names for each in distributions(name=name))
