@@ -1,4 +1,4 @@
-"""vLLM: providers of its IR's RMSNorms, a class for its LayerNorm, norms that quantise, and norms behind an all-reduce.
+"""vLLM: providers of its IR's RMSNorms, classes of other norms, norms that quantise, and norms behind an all-reduce.
 
 Through the entry point `vllm.general_plugins` every process of vLLM calls `register`. vLLM reads annotations when it
 registers providers, so that this module has no annotations as strings.
@@ -7,7 +7,7 @@ registers providers, so that this module has no annotations as strings.
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +33,22 @@ _LAYERS = "vllm.model_executor.layers.layernorm"
 
 
 def register() -> None:
-    """Register providers, which serve once a priority names them, and LayerNorm, if VLLM_PLUGINS names normforge.
+    """Register providers, which serve once a priority names them, and classes, if VLLM_PLUGINS names normforge.
 
-    A second call registers nothing twice. Under VLLM_BATCH_INVARIANT all kernels of the process are batch invariant
-    from here on.
+    Norms of vLLM's IR have providers; the others are classes, all of them in a release without the IR. A second call
+    registers nothing twice. Under VLLM_BATCH_INVARIANT all kernels of the process are batch invariant from here on.
     """
     if follow_switch(SWITCH):
         logger.info("normforge's kernels are batch invariant: %s is on", SWITCH)
-    offered = _offer()
-    if offered:
+    if offered := _offer():
         logger.info("normforge offers providers of vLLM IR's %s; a priority chooses them", " and ".join(offered))
     else:
         logger.info("normforge offers no providers: this vLLM has no IR of RMSNorm")
+    names = ["LayerNorm"] if offered else list(_CLASSES)
     if lists_us(VARIABLE):
-        when_imported(_LAYERS, _swap_layer_norm)
+        when_imported(_LAYERS, partial(_swap, names))
     else:
-        logger.info("normforge leaves vLLM's LayerNorm alone: %s does not name it", VARIABLE)
+        logger.info("normforge leaves vLLM's %s alone: %s does not name it", ", ".join(names), VARIABLE)
 
 
 # Providers
@@ -64,8 +64,7 @@ def _offer() -> list[str]:
     offered = []
     supported = current_platform.is_cuda_alike() or backend(torch.empty(0)) == "kernel"
     for provide, supports in ((rms_norm, _supports), (fused_add_rms_norm, _supports_add)):
-        op = getattr(ops, provide.__name__, None)
-        if op is None:
+        if (op := getattr(ops, provide.__name__, None)) is None:
             continue
         if PROVIDER not in op.impls:
             try:
@@ -108,37 +107,49 @@ def _native(name: str) -> Any:
     return getattr(ops, name).impls["native"].impl_fn
 
 
-# LayerNorm
+# Classes
 
 
-def _swap_layer_norm() -> None:
-    """Register our class in place of vLLM's LayerNorm, which is no operator of vLLM's IR."""
+def _swap(names: list[str]) -> None:
+    """Register classes of ours in place of vLLM's norms of these names."""
     from vllm.model_executor import custom_op
 
-    theirs: Any = getattr(sys.modules[_LAYERS], "LayerNorm", None)
-    if not (isinstance(theirs, type) and issubclass(theirs, custom_op.CustomOp)):
-        logger.info("normforge serves no LayerNorm: this vLLM's is none of its custom operators")
-        return
-    name = theirs.__name__
-    if name in custom_op.op_registry_oot:
-        other = custom_op.op_registry_oot[name]
-        if other.__module__ != __name__:
-            logger.warning("normforge serves no LayerNorm: %s.%s does", other.__module__, other.__name__)
-        return
+    for name in names:
+        theirs: Any = getattr(sys.modules[_LAYERS], name, None)
+        is_operator = isinstance(theirs, type) and issubclass(theirs, custom_op.CustomOp)
+        if not is_operator:
+            logger.info("normforge serves no %s: this vLLM's is none of its custom operators", name)
+        elif (other := custom_op.op_registry_oot.get(name)) is None:
+            forward = partialmethod(_forward, _CLASSES[name], theirs.forward_cuda)
+            ours: Any = type(f"Normforge{name}", (theirs,), {"__module__": __name__, "forward_cuda": forward})
+            custom_op.CustomOp.register_oot(name=name)(ours)
+            # The word that switches it in --compilation-config; registering made it the class's.
+            ours.name = getattr(theirs, "name", name)
+            logger.info("normforge serves vLLM's %s", name)
+        elif other.__module__ != __name__:
+            logger.warning("normforge serves no %s: %s.%s does", name, other.__module__, other.__name__)
 
-    @custom_op.CustomOp.register_oot(name=name)
-    class NormforgeLayerNorm(theirs):  # type: ignore[misc]  # vLLM is not there where types are checked
-        """Its LayerNorm on a generated kernel."""
 
-        def forward_cuda(self, x: Tensor) -> Tensor:
-            """Return the LayerNorm of x: (..., hidden_size); fall back to vLLM's own forward."""
-            normalised = layer("vLLM", x, self.weight, self.bias, eps=self.eps)
-            y: Tensor = super().forward_cuda(x) if normalised is None else normalised
-            return y
+def _forward(norm: Any, compute: Any, original: Any, x: Tensor, *residual: Tensor | None) -> Any:
+    """Compute a norm on a kernel, or by vLLM's own forward."""
+    out = compute(norm, x, *residual)
+    return original(norm, x, *residual) if out is None else out
 
-    # The word that switches it in --compilation-config; registering made it the class's.
-    NormforgeLayerNorm.name = getattr(theirs, "name", name)
-    logger.info("normforge serves vLLM's LayerNorm")
+
+def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    if norm.variance_size_override is not None:
+        return None
+    weight = norm.weight.data if norm.has_weight else None
+    return rms("vLLM", x, weight, residual, eps=norm.variance_epsilon, cast=cast_of(weight))
+
+
+_CLASSES: Mapping[str, Callable[..., Any]] = {
+    "LayerNorm": lambda norm, x: layer("vLLM", x, norm.weight, norm.bias, eps=norm.eps),
+    "RMSNorm": _rms_norm,
+    "GemmaRMSNorm": lambda norm, x, residual=None: rms(
+        "vLLM", x, norm.weight.data, residual, eps=norm.variance_epsilon, weight_offset=1.0
+    ),
+}
 
 
 # Norms that quantise for the linear layer behind them, with the results of vLLM's separate operators. Between norm and
@@ -244,12 +255,12 @@ def _reduced(norm: Any, x: Tensor, residual: Tensor | None, reduce: Any) -> Any:
 
 def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None, run: Any = served) -> Any:
     """Return a norm's rows as a layer takes them quantised, by a call that `run` makes; None if no kernel serves it."""
-    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
-
-    key = get_input_quant_key(linear)
+    key = _key_of(linear)
     form = _form(key)
     if form is None:
         return None
+    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+
     # A model may call this function although VLLM_PLUGINS excludes the plug.
     follow_switch(SWITCH)
     normalise = _normalises(norm, x, residual, sums=run is not served)
@@ -310,6 +321,16 @@ class _Form(NamedTuple):
     scale: Callable[[Any, Any], Any]
 
 
+def _key_of(linear: Any) -> Any:
+    """Return the key of the quantised rows that a layer takes, or None."""
+    try:
+        from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+    except ImportError:
+        # Releases before 0.33 keep it as an attribute, and those before 0.24 have no such layer.
+        return getattr(linear, "input_quant_key", None)
+    return get_input_quant_key(linear)
+
+
 def _form(key: Any) -> _Form | None:
     """Return the form of a key; None for a key that is not served."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -365,8 +386,11 @@ _GROUP = 128
 
 def _quantiser(linear: Any) -> Any:
     """Return the `QuantFP8` of a layer's kernel, which quantises rows of 16 bits, or None if the kernel has none."""
-    kernels = (getattr(getattr(linear, name, None), "fp8_linear", None) for name in ("scheme", "quant_method"))
-    return next((quant for kernel in kernels if (quant := getattr(kernel, "quant_fp8", None)) is not None), None)
+    for name in ("scheme", "quant_method"):
+        kernel = getattr(getattr(linear, name, None), "fp8_linear", None)
+        if (quantiser := getattr(kernel, "quant_fp8", None)) is not None:
+            return quantiser
+    return None
 
 
 def _packs(quantiser: Any) -> bool:

@@ -32,8 +32,8 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """The module of vLLM's norms, imported when the plug is registered; vLLM's own in a configuration of vLLM's."""
     monkeypatch.setenv("VLLM_PLUGINS", "normforge")
     within: Any = nullcontext()
-    if request.param == "stand-in":
-        of_vllm.stand_in(monkeypatch)
+    if request.param != "own":
+        of_vllm.stand_in(monkeypatch, bare=request.param == "bare")
     else:
         config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
         within = config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu")))

@@ -143,6 +143,25 @@ def test_layer_norms_are_made_of_our_class(layers: Any, ran: list[str], options:
     assert ran == ["layernorm2d_fwd"]
 
 
+@pytest.mark.parametrize("layers", ["bare"], indirect=True)
+@pytest.mark.parametrize("name", ["RMSNorm", "GemmaRMSNorm"])
+def test_rms_norms_are_made_of_our_classes_without_an_ir(layers: Any, ran: list[str], name: str) -> None:
+    theirs = getattr(layers, name)
+    norm = theirs(N, dtype=torch.bfloat16)
+    assert norm.name == theirs.name
+    norm.weight.data = torch.randn_like(norm.weight)
+    with torch.inference_mode():
+        x, residual = rows(), rows()
+        alike(norm(x), theirs.forward_cuda(norm, x))
+        # Ours is the norm of the sum that is stored, vLLM's that of the sum before it is rounded.
+        _, total = theirs.forward_cuda(norm, x, residual)
+        alike(norm(x, residual), (theirs.forward_cuda(norm, total), total))
+        assert ran == ["rmsnorm2d_fwd"] * 2
+        norm.weight.data = norm.weight.half()
+        alike(norm(x), theirs.forward_cuda(norm, x), bits=1.0)
+    assert ran == ["rmsnorm2d_fwd"] * 2
+
+
 def test_layer_norms_are_left_alone_unless_vllms_list_names_us(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,13 +191,16 @@ def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
     ir = importlib.import_module("vllm.ir")
     x, residual = rows(), rows()
     norm, layer = layers.RMSNorm(N, dtype=x.dtype), layers.LayerNorm(N)
-    due = norm(x), norm(x, residual), layer.forward_native(x)
+    # Before 0.33 its LayerNorm is torch's, and no class can take its place.
+    swapped = hasattr(layer, "forward_native")
+    due = norm(x), norm(x + residual), x + residual, layer.forward_native(x) if swapped else layer(x)
     assert ran == []
-    assert layer.name == "layer_norm"
+    assert not swapped or layer.name == "layer_norm"
     with (
         torch.inference_mode(),
         ir.ops.rms_norm.set_priority(["normforge", "native"]),
         ir.ops.fused_add_rms_norm.set_priority(["normforge", "native"]),
     ):
-        alike((norm(x), *norm(x, residual), layer.forward_cuda(x)), (due[0], *due[1], due[2]))
-    assert ran == ["rmsnorm2d_fwd", "rmsnorm2d_fwd", "layernorm2d_fwd"]
+        last = layer.forward_cuda(x) if swapped else layer(x)
+        alike((norm(x), *norm(x, residual), last), due)
+    assert ran == ["rmsnorm2d_fwd"] * 2 + ["layernorm2d_fwd"] * swapped

@@ -272,6 +272,13 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             override = self.variance_size_override
             return rms_norm(x, *options, override) if residual is None else fused_add_rms_norm(x, residual, *options)
 
+    class GemmaRMSNorm(RMSNorm):
+        name = "gemma_rms_norm"
+
+        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            options = (1.0 + self.weight.data.float(), self.variance_epsilon)
+            return rms_norm(x, *options) if residual is None else fused_add_rms_norm(x, residual, *options)
+
     class LayerNorm(CustomOp):
         name = "layer_norm"
 
@@ -293,7 +300,7 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             wide = x.dtype if self.weight is None else torch.promote_types(x.dtype, self.weight.dtype)
             return functional.layer_norm(x.to(wide), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
 
-    return {"CustomOp": CustomOp, "RMSNorm": RMSNorm, "LayerNorm": LayerNorm}, swapped
+    return {each.__name__: each for each in (CustomOp, RMSNorm, GemmaRMSNorm, LayerNorm)}, swapped
 
 
 class Group:
@@ -319,10 +326,11 @@ class Platform:
         return False
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have these be vLLM."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, bare: bool = False) -> None:
+    """Have these be vLLM; a bare one has no operator in its IR, and keys of linear layers are attributes."""
     norms, swapped = _norms()
-    ops = {"rms_norm": Op(rms_norm, False), "fused_add_rms_norm": Op(fused_add_rms_norm, True)}
+    ops = {} if bare else {"rms_norm": Op(rms_norm, False), "fused_add_rms_norm": Op(fused_add_rms_norm, True)}
+    fusion = {} if bare else {"get_input_quant_key": _input_quant_key}
     install(
         monkeypatch,
         {
@@ -331,7 +339,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             "vllm.distributed": {"get_tp_group": Group, "tensor_model_parallel_all_reduce": all_reduced},
             CUSTOM: {"CustomOp": norms["CustomOp"], "op_registry_oot": swapped},
             LAYERS: norms,
-            FUSION: {"QuantizedActivation": QuantizedActivation, "get_input_quant_key": _input_quant_key},
+            FUSION: {"QuantizedActivation": QuantizedActivation} | fusion,
             QUANT: KEYS | {"GroupShape": GroupShape},
             QUANTISER: {"QuantFP8": QuantFP8},
             MXFP8: {"_mxfp8_e4m3_quantize_torch": mxfp8},
