@@ -16,6 +16,7 @@ WHAT = {
     "accuracy": "errors of every kernel against fp64, beside torch's",
     "cold_warm": "calls with the caches that other calls left, against calls without caches",
     "conformance": "the cases of other libraries' test suites, against an fp64 oracle",
+    "engines": "vLLM with its norms and with the plug: kernels, tokens, throughput",
     "matrix": "both test suites on several releases of Python and Triton",
     "models": "the norm classes of Hugging Face's transformers that patch takes",
     "mutants": "edits that break the product, and the tests that must notice",

@@ -272,11 +272,16 @@ def test_a_patched_model(transform: Callable[[torch.nn.Module, torch.Tensor], An
 def test_what_make_fx_records_is_written(norm: str, checkpointed: bool, recorded: bool) -> None:
     """Of a call that is known, in the mode that runs what it records: an operator, and no memory that it only made."""
     ours, _ = pair(norm, "cpu")
-    call = (lambda x: checkpoint(ours, x, use_reentrant=False)) if checkpointed else of_one(ours)
     x = torch.randn(M, N, requires_grad=recorded)
-    operators = [str(node.target) for node in make_fx(call)(x).graph.nodes if node.op == "call_function"]
-    assert any("normforge" in operator for operator in operators)
-    assert not any("empty" in operator for operator in operators)
+
+    def operators(call: Call) -> list[str]:
+        call = partial(checkpoint, call, use_reentrant=False) if checkpointed else of_one(call)
+        return [str(node.target) for node in make_fx(call)(x).graph.nodes if node.op == "call_function"]
+
+    # Releases of torch before 2.13 record what a checkpoint itself makes.
+    own = [operator for operator in operators(torch.neg) if "empty" in operator]
+    assert any("normforge" in operator for operator in operators(ours))
+    assert [operator for operator in operators(ours) if "empty" in operator] == own
 
 
 ONE, RSTD = torch.ones(M, N), torch.ones(M)
