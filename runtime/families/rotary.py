@@ -24,7 +24,6 @@ from ..calls.plan import MISALIGNED, UNREADABLE, Key, Make, addresses_of, make_o
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
-from ..codegen.tiling import columns_across
 from ..codegen.values import ACROSS_HEADS, Cast, HeadNorm, Norm
 from ..dtypes import FLOATS, word
 from ..errors import ConflictError, DeviceError, LayoutError, ShapeError
@@ -37,10 +36,11 @@ from ..kernels.rotary import (
     CACHE_STRIDES,
     FORWARD,
     HEADS,
-    MOST_ACROSS,
     RESULTS,
     TOTALS,
     assemble,
+    check_across,
+    check_columns,
     kernel_named,
     summed,
     weight_lengths,
@@ -135,33 +135,14 @@ def _settled(q: Any, asked: Sequence[Any]) -> tuple[Options, Operands]:
     """Check options, and return them with the tensors that results go to."""
     norm, eps, interleaved, rotary_dim, weight_offset, cast, section, alternates, out = asked
     n = checks.check_tensor("q", q).shape[-1] if q.dim() else 0
-    columns = n if rotary_dim is None else rotary_dim
-    if not isinstance(columns, (int, torch.SymInt)) or columns % 2 or not 2 <= columns <= n:
-        raise ShapeError(f"rotary_dim is {columns!r}; it takes an even number from 2 to {n}, the last dimension of q")
     if out is not None and not (isinstance(out, tuple) and len(out) == 2):
         raise ConflictError(f"out is a {type(out).__name__}; it takes a tuple of two tensors")
     number = checks.check_number("eps", eps, least=0.0)
     offset = checks.check_number("weight_offset", weight_offset, least=-checks.LARGEST_FP32)
     norm_word, cast_word = _words(norm, cast)
     flags = checks.check_flag("interleaved", interleaved), checks.check_flag("mrope_interleaved", alternates)
-    if section is None and alternates:
-        raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
-    axes = _axes(section, columns // 2)
+    columns, *axes = check_columns(n, rotary_dim, section, flags[1], (int, torch.SymInt))
     return (norm_word, number, flags[0], columns, offset, cast_word, *axes, flags[1]), out or ()
-
-
-def _axes(section: Any, half: int) -> tuple[int, int]:
-    """Return how many pairs of columns turn by height, and by width; 0 of each without sections."""
-    if section is None:
-        return 0, 0
-    sizes = [*section] if isinstance(section, Sequence) else []
-    are_sizes = all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in sizes)
-    if len(sizes) != 3 or not are_sizes or sum(sizes) != half or sizes[0] == half:
-        raise ConflictError(
-            f"mrope_section is {section!r}; it takes three numbers, of time, height and width, that add up to "
-            f"rotary_dim / 2 = {half}, the second or the third above 0"
-        )
-    return sizes[1], sizes[2]
 
 
 @constant_in_traces
@@ -191,10 +172,12 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
     if positions is not None and 0 in named["cos"].shape[:1] and prod(leading):
         raise ShapeError(f"cos has shape {tuple(named['cos'].shape)}; with positions it takes a row or more")
     of_k, heads = (*leading, *k.shape[-2:-1], n), {"q": q.shape[-2], "k": k.shape[-2]}
-    lengths = _lengths(heads, n, options) if options[0].endswith(ACROSS_HEADS) else dict.fromkeys(heads, n)
+    is_across = options[0].endswith(ACROSS_HEADS)
+    if is_across:
+        check_across(options[0], max(heads.values()), n, options[3])
     shapes = {
         **{name: [of_k] for name in ("k", "dk_out")},
-        **{f"{own}_weight": [(length,)] for own, length in lengths.items()},
+        **{f"{own}_weight": [(n * each if is_across else n,)] for own, each in heads.items()},
         "cos": [(*each, width) for each in rows for width in (options[3] // 2, options[3])[: 1 if axes else 2]],
         "sin": [tuple(named["cos"].shape)],
         "positions": [(3, *each) for each in of_tokens] if axes else of_tokens,
@@ -223,17 +206,6 @@ def _check(named: Mapping[str, Any], options: Options, outs: Operands = ()) -> N
         raise ConflictError("k_scale was passed, and key_cache is none of torch.float8_e4m3fn; leave k_scale out")
     if outs:
         _check_outs(there, outs)
-
-
-def _lengths(heads: Mapping[str, int], n: int, options: Options) -> dict[str, int]:
-    """Return the lengths of rows that are all heads of a token."""
-    norm, rotated, most = options[0], options[3], max(heads.values())
-    if columns_across(most, n, rotated) > MOST_ACROSS:
-        raise ShapeError(
-            f"norm={norm!r} was asked of {most} heads of {n} columns; it takes rows of up to {MOST_ACROSS}, heads and "
-            "rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"
-        )
-    return {name: n * count for name, count in heads.items()}
 
 
 def _shared(leading: Sequence[int]) -> list[tuple[int, ...]]:

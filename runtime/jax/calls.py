@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
-from ..codegen.tiling import columns_across
 from ..codegen.values import FusedAdd, FusedQuant, HeadNorm, Norm
 from ..errors import ConflictError, DTypeError, ShapeError
-from ..kernels.rotary import MOST_ACROSS
+from ..kernels.rotary import check_across, check_columns
 from ..upstream.jax_internals import varying
 from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of
 from .primitive import apply
@@ -92,9 +91,8 @@ def rotated(args: Mapping[str, Any], *options: Any) -> tuple[jax.Array, jax.Arra
     if k.dtype != q.dtype:
         raise DTypeError(f"k has dtype {k.dtype} and q {q.dtype}; pass both in one dtype")
     n = q.shape[-1]
-    columns = n if rotary_dim is None else rotary_dim
-    if not isinstance(columns, int) or columns % 2 or not 2 <= columns <= n:
-        raise ShapeError(f"rotary_dim is {columns!r}; it takes an even number from 2 to {n}, the last dimension of q")
+    flags = _flag("interleaved", interleaved), _flag("mrope_interleaved", alternates)
+    columns, height, width = check_columns(n, rotary_dim, section, flags[1])
     widths = [columns // 2] if section is not None else [columns // 2, columns]
     if cos.shape[-1:] not in [(width,) for width in widths]:
         takes = " or ".join(map(str, widths))
@@ -105,39 +103,22 @@ def rotated(args: Mapping[str, Any], *options: Any) -> tuple[jax.Array, jax.Arra
         kind = HeadNorm(norm)
     except ValueError as error:
         raise ConflictError(f"norm={norm!r} is none of {', '.join(each.value for each in HeadNorm)}") from error
-    most = max(q.shape[-2], k.shape[-2])
-    if kind.is_across and columns_across(most, n, columns) > MOST_ACROSS:
-        raise ShapeError(
-            f"norm={norm!r} was asked of {most} heads of {n} columns; it takes rows of up to {MOST_ACROSS}, heads and "
-            "rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"
-        )
-    axes = _axes(section, columns // 2, operands.get("positions"))
-    if axes[0] + axes[1]:
-        operands["positions"] = jnp.moveaxis(operands["positions"], 0, -1)
-    flags = _flag("interleaved", interleaved), _flag("mrope_interleaved", alternates)
-    if flags[1] and section is None:
-        raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
-    mode = Heads(kind.norm, kind.is_across, flags[0], columns, *axes, flags[1])
+    if kind.is_across:
+        check_across(norm, max(q.shape[-2], k.shape[-2]), n, columns)
+    if height + width:
+        operands["positions"] = _by_token(operands.get("positions"))
+    mode = Heads(kind.norm, kind.is_across, flags[0], columns, height, width, flags[1])
     op = forward_of_heads(mode, operands, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
     q_out, k_out = _differentiable(op, *_fitting(op, operands))
     return q_out, k_out
 
 
-def _axes(section: Any, half: int, positions: jax.Array | None) -> tuple[int, int]:
-    """Return how many pairs of columns turn by height, and by width; 0 of each without sections."""
-    if section is None:
-        return 0, 0
-    sizes = [*section] if isinstance(section, Sequence) else []
-    are_sizes = all(isinstance(size, int) and size >= 0 for size in sizes)
-    if len(sizes) != 3 or not are_sizes or sum(sizes) != half or sizes[0] == half:
-        raise ConflictError(
-            f"mrope_section is {section!r}; it takes three numbers, of time, height and width, that add up to "
-            f"rotary_dim / 2 = {half}, the second or the third above 0"
-        )
+def _by_token(positions: jax.Array | None) -> jax.Array:
+    """Return the three positions of each token along the last dimension."""
     if positions is None or positions.shape[:1] != (3,):
         passed = "without positions" if positions is None else f"with positions of shape {positions.shape}"
         raise ShapeError(f"mrope_section was passed {passed}; it takes three rows of them, (3, ...)")
-    return sizes[1], sizes[2]
+    return jnp.moveaxis(positions, 0, -1)
 
 
 def _named(name: str, dtype: Any, known: Sequence[str]) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from pkgutil import resolve_name
 from typing import Any
 
 from ..call_kinds import COUNTS, FLAGS, ROTARY
-from ..codegen.tiling import power_of_two
+from ..codegen.tiling import columns_across, power_of_two
 from ..codegen.values import DType
+from ..errors import ConflictError, ShapeError
 from .assembly import SUMS, Recipe, finisher, in_software
 from .gpu import Target, pointer_type, row_count_type
 from .strides import RowStride, row_alignment
@@ -50,9 +51,49 @@ _WARPS = 4
 # A row of all heads has as many values for each thread, up to this many warps.
 _MOST_WARPS = 16
 # The longest such row, heads and both columns of pairs rounded up to powers of two: 64 values for each of the threads.
-MOST_ACROSS = 2**15
+_MOST_ACROSS = 2**15
 # Programs of a backward kernel that share the heads of one tensor, for each multiprocessor.
 _RESIDENT = 4
+
+
+def check_columns(n: int, rotary_dim: Any, section: Any, alternates: bool, whole: Any = int) -> tuple[int, int, int]:
+    """Return how many columns of a head are rotated, and how many pairs turn by height, and by width.
+
+    Args:
+        n: columns of a head.
+        rotary_dim: the argument of `qk_norm_rope`, as are `section` (mrope_section) and `alternates`.
+        section: see `rotary_dim`; None gives 0 pairs to height and to width.
+        alternates: mrope_interleaved.
+        whole: the types of whole numbers.
+
+    Raises:
+        ShapeError: rotary_dim is no even number of columns.
+        ConflictError: the section does not give each pair one axis, or alternates without any.
+    """
+    columns = n if rotary_dim is None else rotary_dim
+    if not isinstance(columns, whole) or columns % 2 or not 2 <= columns <= n:
+        raise ShapeError(f"rotary_dim is {columns!r}; it takes an even number from 2 to {n}, the last dimension of q")
+    if section is None:
+        if alternates:
+            raise ConflictError("mrope_interleaved=True goes with mrope_section alone; pass mrope_section too")
+        return columns, 0, 0
+    sizes = [*section] if isinstance(section, Sequence) else []
+    are_sizes = all(isinstance(size, whole) and size >= 0 for size in sizes)
+    if len(sizes) != 3 or not are_sizes or sum(sizes) != columns // 2 or sizes[0] == columns // 2:
+        raise ConflictError(
+            f"mrope_section is {section!r}; it takes three numbers, of time, height and width, that add up to "
+            f"rotary_dim / 2 = {columns // 2}, the second or the third above 0"
+        )
+    return columns, sizes[1], sizes[2]
+
+
+def check_across(norm: str, heads: int, n: int, columns: int) -> None:
+    """Raise ShapeError if no program holds a row of all heads, of n columns each, of which `columns` are rotated."""
+    if columns_across(heads, n, columns) > _MOST_ACROSS:
+        raise ShapeError(
+            f"norm={norm!r} was asked of {heads} heads of {n} columns; it takes rows of up to {_MOST_ACROSS}, heads "
+            "and rotated columns rounded up to powers of two; call rms_norm first, and rotate its result"
+        )
 
 
 def assemble(
