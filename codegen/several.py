@@ -1,6 +1,7 @@
 """Forward kernels of several modes in one launch: the kernel that calls them, by its name and parameters.
 
 The first dimension of the grid is the programs of the problem that has most, and the second dimension is the problems.
+What is written comes last: JAX passes operands before results.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .model import Mode
+from .parameters import family_of
 from .signature import Param, params
 from .values import SEVERAL, Pipeline
 
@@ -44,14 +46,16 @@ class Problem:
     Attributes:
         at: the index, which is the program's in the second dimension of the grid.
         kernel: the name of the kernel that serves the problem.
-        params: the parameters that the problem adds to the kernel that calls others.
+        reads: the parameters that the problem adds to the kernel that calls others, but for those of `writes`.
+        writes: the tensors that the problem writes.
         arguments: the names that the problem's kernel is called with, in order.
         programs: the name of the parameter that holds how many programs the problem has.
     """
 
     at: int
     kernel: str
-    params: list[Param]
+    reads: list[Param]
+    writes: list[Param]
     arguments: list[str]
     programs: str
 
@@ -62,13 +66,16 @@ def problems_of(kernels: Kernels) -> list[Problem]:
 
 
 def _problem(at: int, mode: Mode, part: Pipeline) -> Problem:
-    own, arguments, end = [], [], suffix(at)
+    reads: list[Param] = []
+    writes: list[Param] = []
+    arguments, end, written = [], suffix(at), {row.slot for row in family_of(mode).results}
     for param in params(mode, part):
         name, _, annotation = param.declaration.partition(":")
         ending = "" if name == _SHARED else end
         arguments.append(name + ending)
         if end == ending:
-            own.append(replace(param, declaration=f"{name}{end}{':' if annotation else ''}{annotation}"))
+            own = replace(param, declaration=f"{name}{end}{':' if annotation else ''}{annotation}")
+            (writes if name in written else reads).append(own)
     programs = f"programs{end}"
-    counted = Param(programs, "how many programs walk these rows")
-    return Problem(at, mode.kernel(part), [*own, counted], arguments, programs)
+    reads.append(Param(programs, "how many programs walk these rows"))
+    return Problem(at, mode.kernel(part), reads, writes, arguments, programs)

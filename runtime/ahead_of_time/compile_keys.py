@@ -269,24 +269,22 @@ def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]
 
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, Launcher]]:
     mode = None if kind.mode in ROTARY else mode_named(kind.mode)
-    if target.plainly and (kind.beside or isinstance(mode, GroupMode) or (mode and mode.is_backward and mode.shares)):
-        what = "rms_norms" if kind.beside else kind.mode
-        raise ConflictError(f"{what} was recorded and is none of normforge.jax's; leave out --for jax")
+    if target.plainly and (isinstance(mode, GroupMode) or (mode and mode.is_backward and mode.shares)):
+        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
     if mode is None:
         yield from _of_heads(kind, target)
         return
     assembled = [_assembled(each, target, kind.invariant) for each in (kind, *kind.beside)]
-    if kind.beside:
-        # On this GPU the problems may share no launch.
-        recipes = [assembly.walkers[0] for _, assembly in assembled]
-        shared = join([entry.mode for entry, _ in assembled], recipes, invariant=kind.invariant)
+    recipes = [assembly.walkers[0] for _, assembly in assembled]
+    modes = [each.mode for each in (kind, *kind.beside)]
+    shared = join(modes, recipes, invariant=kind.invariant) if kind.beside else None
+    for entry, assembly in assembled:
         if shared is not None:
-            kernels, recipe = shared
-            yield from [(entry, Launcher(dispatch.several(kernels), recipe, target, None)) for entry, _ in assembled]
-        return
-    ((entry, assembly),) = assembled
-    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
-        yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
+            yield entry, Launcher(dispatch.several(shared[0]).load(), shared[1], target, None)
+            continue
+        # On this GPU the problems may share no launch.
+        for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+            yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
 
 
 def _assembled(kind: CallKind, target: Target, invariant: bool) -> tuple[Entry, Assembly]:

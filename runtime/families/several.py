@@ -15,8 +15,7 @@ from ..calls.plan import PlannedCall
 from ..calls.record import records
 from ..calls.road import FamilyCalls, Outs
 from ..calls.traced import is_dynamo_compiling
-from ..errors import ConflictError
-from ..kernels.assembly import join
+from ..kernels.assembly import check_problems, join
 from ..kernels.gpu import target_of
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
@@ -24,7 +23,6 @@ from . import plain, quantised
 from .plain_functions import add_rms_norm, rms_norm
 from .public import quantised_rms_norm
 
-_MOST = 4
 _NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -59,7 +57,7 @@ def rms_norms(problems: Sequence[Sequence[Any]]) -> list[Any]:
         TypeError: an option is none that the function takes.
         NormforgeError: one of the errors that `rms_norm`, `add_rms_norm` or `quantised_rms_norm` lists.
     """
-    _check(problems)
+    check_problems(problems)
     if is_dynamo_compiling() or len(problems) == 1:
         return [_alone(*each) for each in problems]
     alone, known = None, found(problems)
@@ -71,18 +69,6 @@ def rms_norms(problems: Sequence[Sequence[Any]]) -> list[Any]:
     if known is None or launcher is None:
         return alone or [_alone(*each) for each in problems]
     return _launched(known, launcher)
-
-
-def _check(problems: Sequence[Sequence[Any]]) -> None:
-    is_list = isinstance(problems, (list, tuple))
-    if not is_list or not 1 <= len(problems) <= _MOST:
-        passed = f"has {len(problems)} items" if is_list else f"is a {type(problems).__name__}"
-        raise ConflictError(f"problems {passed}; it takes a list of 1 to {_MOST} tuples (x, weight, options)")
-    for at, each in enumerate(problems):
-        is_sized = isinstance(each, (list, tuple)) and 1 <= len(each) <= 3
-        if not is_sized or (len(each) == 3 and not isinstance(each[2], dict)):
-            wanted = "(x, weight, options), with a dict of options, or without the last ones"
-            raise ConflictError(f"problems[{at}] is a {type(each).__name__} of other items; it takes {wanted}")
 
 
 def _defaults(function: Callable[..., Any], calls: FamilyCalls, **own: None) -> dict[str, Any]:
@@ -166,7 +152,7 @@ def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
     kind, *beside = [plan.kind(m) for plan, m in pairs]
     dispatch.tell(lambda: replace(kind, beside=tuple(beside)))
     kernels, recipe = shared
-    return Launcher(dispatch.several(kernels), recipe, target_of(device), device)
+    return Launcher(dispatch.several(kernels).load(), recipe, target_of(device), device)
 
 
 def _launched(known: Sequence[_Known], launcher: Launcher) -> list[Any]:

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
 from ..codegen.values import FusedAdd, FusedQuant, HeadNorm, Norm
-from ..errors import ConflictError, DTypeError, ShapeError
+from ..errors import ConflictError, DTypeError, GradientError, ShapeError
 from ..kernels.rotary import check_across, check_columns
 from ..upstream.jax_internals import varying
-from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of
+from .operation import DTYPES, Heads, Operation, forward_of, forward_of_heads, gradient_of, joined, saving_of
 from .primitive import apply
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _INTEGERS = ("int32", "int64")
 
-# (name, array or None), in the order of the family's inputs.
-Operands = Mapping[str, jax.Array]
+# Arguments by name.
+Operands = Mapping[str, Any]
 
 
 class Quantised(NamedTuple):
@@ -42,46 +42,62 @@ class Quantised(NamedTuple):
     residual_out: jax.Array | None
 
 
-def _normalised(fadd: FusedAdd, norm: Norm, args: Mapping[str, Any], eps: float, weight_offset: float = 0.0) -> Any:
-    """Return y, and the sum too if it is stored; differentiable."""
-    operands = _checked(args, weight_offset, ("x", "residual"))
+# An operation, and its operands in order.
+Prepared = tuple[Operation, list[jax.Array]]
+
+
+def normalising(fadd: FusedAdd, norm: Norm, args: Operands, eps: float, offset: float = 0.0) -> Prepared:
+    """Return the operation of a norm, of a sum or not."""
+    operands = _checked(args, offset, ("x", "residual") if fadd.adds else ("x",))
     own, out = (DTYPES[operands[name].dtype.name] for name in ("x", "residual" if fadd.is_after else "x"))
-    op, arrays = _operation(Mode(norm, own, out, fadd), operands, eps, weight_offset)
-    outputs = (_renormed if fadd.renorms else _differentiable)(op, *arrays)
-    return outputs if fadd.stores else outputs[0]
+    return _operation(Mode(norm, own, out, fadd), operands, eps, offset)
 
 
-normalised: Callable[..., jax.Array] = partial(_normalised, FusedAdd.NONE)
-summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_normalised, FusedAdd.PRE_ADD_STORE)
+def quantising(norm: Norm, args: Operands, eps: float, out: Any, scale: Any, offset: float = 0.0) -> Prepared:
+    """Return the operation of a quantised norm; `out` and `scale` are the dtypes of y and of y_scale."""
+    operands, known = _checked(args, offset), [name for name, dtype in DTYPES.items() if dtype.is_quantised]
+    own, out = DTYPES[operands["x"].dtype.name], DTYPES[_named("out_dtype", out, known)]
+    fadd = FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE
+    fquant = FusedQuant.SMOOTH_DYNAMIC if "smooth_scale" in operands else FusedQuant.DYNAMIC
+    mode = Mode(norm, own, out, fadd, fquant, scale_dtype=DTYPES[_named("scale_dtype", scale, _FLOATS)])
+    op, arrays = _operation(mode, operands, eps, offset)
+    return op, [*map(_undifferentiated, arrays)]
 
 
-def added(norm: Norm, args: Mapping[str, Any], eps: float, next_norm: bool, *options: float) -> Any:
+def results_of(*prepared: Prepared) -> list[Any]:
+    """Return the results of public functions, of one or of several in one launch; differentiable.
+
+    Inside `jax.shard_map` each operand varies over the axes of all.
+    """
+    op = joined([each for each, _ in prepared])
+    outputs = _differentiable(op, *varying(*[array for _, arrays in prepared for array in arrays]))
+    return [_returned(part.named(own)) for part, own in op.shares(outputs, "results")]
+
+
+def _returned(made: Mapping[str, jax.Array]) -> Any:
+    if "y_scale" in made:
+        return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
+    return tuple(made.values()) if len(made) > 1 else made["y"]
+
+
+def _alone(prepare: Callable[..., Prepared], *args: Any) -> Any:
+    return results_of(prepare(*args))[0]
+
+
+normalised: Callable[..., jax.Array] = partial(_alone, normalising, FusedAdd.NONE)
+summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_alone, normalising, FusedAdd.PRE_ADD_STORE)
+quantised: Callable[..., Quantised] = partial(_alone, quantising)
+
+
+def added(norm: Norm, args: Operands, eps: float, next_norm: bool, *options: float) -> Any:
     """Return the sum behind a norm, or y of a second norm and the sum; differentiable."""
     renorms = _flag("next_norm", next_norm) or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
     fadd = FusedAdd.POST_ADD_NORM if renorms else FusedAdd.POST_ADD
-    return _normalised(fadd, norm, args, eps, *options)
+    return _alone(normalising, fadd, norm, args, eps, *options)
 
 
-def quantised(
-    norm: Norm, args: Mapping[str, Any], eps: float, out_dtype: Any, scale_dtype: Any, weight_offset: float = 0.0
-) -> Quantised:
-    """Return the results of a quantised norm."""
-    operands = _checked(args, weight_offset)
-    mode = Mode(
-        norm,
-        DTYPES[operands["x"].dtype.name],
-        DTYPES[_named("out_dtype", out_dtype, tuple(name for name, dtype in DTYPES.items() if dtype.is_quantised))],
-        FusedAdd.PRE_ADD_STORE if "residual" in operands else FusedAdd.NONE,
-        FusedQuant.SMOOTH_DYNAMIC if "smooth_scale" in operands else FusedQuant.DYNAMIC,
-        scale_dtype=DTYPES[_named("scale_dtype", scale_dtype, _FLOATS)],
-    )
-    op, arrays = _operation(mode, operands, eps, weight_offset)
-    outputs = op.named(apply(*arrays, op=op))
-    return Quantised(outputs["y"], outputs["y_scale"], outputs.get("residual_out"))
-
-
-def rotated(args: Mapping[str, Any], *options: Any) -> tuple[jax.Array, jax.Array]:
-    """Return queries and keys, normalised and rotated; differentiable."""
+def rotating(args: Operands, *options: Any) -> Prepared:
+    """Return the operation of queries and keys, normalised and rotated."""
     norm, eps, interleaved, rotary_dim, weight_offset, section, alternates = options
     operands = _arrays(args, ("q", "k", "cos", "sin"))
     q, k, cos = [operands[name] for name in ("q", "k", "cos")]
@@ -106,19 +122,17 @@ def rotated(args: Mapping[str, Any], *options: Any) -> tuple[jax.Array, jax.Arra
     if kind.is_across:
         check_across(norm, max(q.shape[-2], k.shape[-2]), n, columns)
     if height + width:
-        operands["positions"] = _by_token(operands.get("positions"))
+        positions = operands.get("positions")
+        if positions is None or positions.shape[:1] != (3,):
+            passed = "without positions" if positions is None else f"with positions of shape {positions.shape}"
+            raise ShapeError(f"mrope_section was passed {passed}; it takes three rows of them, (3, ...)")
+        operands["positions"] = jnp.moveaxis(positions, 0, -1)
     mode = Heads(kind.norm, kind.is_across, flags[0], columns, height, width, flags[1])
     op = forward_of_heads(mode, operands, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
-    q_out, k_out = _differentiable(op, *_fitting(op, operands))
-    return q_out, k_out
+    return op, _fitting(op, operands)
 
 
-def _by_token(positions: jax.Array | None) -> jax.Array:
-    """Return the three positions of each token along the last dimension."""
-    if positions is None or positions.shape[:1] != (3,):
-        passed = "without positions" if positions is None else f"with positions of shape {positions.shape}"
-        raise ShapeError(f"mrope_section was passed {passed}; it takes three rows of them, (3, ...)")
-    return jnp.moveaxis(positions, 0, -1)
+rotated: Callable[..., tuple[jax.Array, jax.Array]] = partial(_alone, rotating)
 
 
 def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
@@ -131,7 +145,7 @@ def _named(name: str, dtype: Any, known: Sequence[str]) -> str:
     return word
 
 
-def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
+def _checked(args: Operands, weight_offset: float, required: Sequence[str] = ("x",)) -> Operands:
     """Return the arrays of a norm, after checking what other arrays say nothing of."""
     arrays = _arrays(args, required)
     rows = arrays["x"].shape
@@ -142,10 +156,9 @@ def _checked(args: Mapping[str, Any], weight_offset: float, required: Sequence[s
     return arrays
 
 
-def _arrays(args: Mapping[str, Any], required: Sequence[str]) -> dict[str, jax.Array]:
-    """Return the arrays that were passed; inside `jax.shard_map` each varies over the axes of all."""
-    arrays = {name: _array(name, each) for name, each in args.items() if each is not None or name in required}
-    return dict(zip(arrays, varying(*arrays.values()), strict=True))
+def _arrays(args: Operands, required: Sequence[str]) -> dict[str, jax.Array]:
+    """Return the arrays that were passed."""
+    return {name: _array(name, each) for name, each in args.items() if each is not None or name in required}
 
 
 def _fitting(op: Operation, arrays: Operands) -> list[jax.Array]:
@@ -189,50 +202,63 @@ def _number(name: str, value: Any, least: float = -math.inf) -> float:
     return number
 
 
-def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> tuple[Operation, list[jax.Array]]:
+def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> Prepared:
     """Return the operation of a mode, and its operands in order."""
     dtypes = {name: operand.dtype.name for name, operand in operands.items()}
     op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
     return op, _fitting(op, operands)
 
 
+def _refused(*about: Any) -> Any:
+    raise GradientError(
+        "a quantised norm has no gradient; differentiate normforge.jax.layer_norm or rms_norm, or put "
+        "jax.lax.stop_gradient around its operands"
+    )
+
+
+# The operands of quantised norms pass through this function.
+_undifferentiated: Any = jax.custom_jvp(lambda array: array)
+_undifferentiated.defjvp(_refused)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the results of a forward operation, which has a gradient."""
+    """Return the results of a forward operation, which has a gradient unless it quantises."""
     return tuple(apply(*operands, op=op))
 
 
 def _saving(op: Operation, *operands: jax.Array) -> Any:
-    """Return the results, and the tensors that the gradient reads."""
-    saving = op
-    if not isinstance(op.mode, Heads):
-        saving = forward_of(replace(op.mode, save_mv=True), op.dtypes, op.eps, op.weight_offset)
-    outputs = saving.named(apply(*operands, op=saving))
-    tensors = {**dict(zip(op.dtypes, operands, strict=True)), **outputs}
-    # A sum is normalised as it is stored.
-    tensors["x"] = outputs.get("residual_out", tensors.get("x"))
-    kept = {each.name: tensors[each.name] for each in gradient_of(op).operands if each.name in tensors}
-    return tuple(outputs[each.name] for each in op.results), kept
+    """Return the results, and what each norm's gradient reads, or a function of the gradients of two norms."""
+    if isinstance(op.mode, Mode) and op.mode.fadd.renorms:
+        return jax.vjp(partial(_apart, op), *operands)
+    saving = joined([saving_of(part) for part in op.parts])
+    outputs = saving.shares(apply(*operands, op=saving), "results")
+    results, kept = [], []
+    for (part, own), (saved, made) in zip(op.shares(operands), outputs, strict=True):
+        tensors = {**dict(zip(part.dtypes, own, strict=True)), **saved.named(made)}
+        results += [tensors[each.name] for each in part.results]
+        # A sum is normalised as it is stored.
+        tensors["x"] = tensors.get("residual_out", tensors.get("x"))
+        reads = gradient_of(part).operands if part.operands[0].gradient else ()
+        kept.append({each.name: tensors[each.name] for each in reads if each.name in tensors})
+    return tuple(results), kept
 
 
-def _gradients(op: Operation, kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[Any, ...]:
-    gradient = gradient_of(op)
-    tensors = {**kept, **{f"d{name}": each for name, each in op.named(cotangents).items()}}
-    tensors |= gradient.named(apply(*[tensors[each.name] for each in gradient.operands], op=gradient))
-    return tuple(tensors[each.gradient].astype(each.dtype) if each.gradient else None for each in op.operands)
-
-
-_differentiable.defvjp(_saving, _gradients)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _renormed(op: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the results of two norms around an add, by one operation unless they are differentiated."""
-    return tuple(apply(*operands, op=op))
+def _gradients(op: Operation, kept: Any, cotangents: Sequence[jax.Array]) -> tuple[Any, ...]:
+    if callable(kept):
+        return tuple(kept(tuple(cotangents)))
+    grads = []
+    for own, (part, arrived) in zip(kept, op.shares(cotangents, "results"), strict=True):
+        gradient = gradient_of(part)
+        tensors = {**own, **{f"d{name}": each for name, each in part.named(arrived).items()}}
+        if own:
+            tensors |= gradient.named(apply(*[tensors[each.name] for each in gradient.operands], op=gradient))
+        grads += [tensors[each.gradient].astype(each.dtype) if each.gradient else None for each in part.operands]
+    return tuple(grads)
 
 
 def _apart(op: Operation, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the same results by an operation for each norm."""
+    """Return the results of two norms around an add by an operation for each norm."""
     given = dict(zip(op.dtypes, operands, strict=True))
     second = {name: given.pop(f"next_{name}") for name in ("weight", "bias") if f"next_{name}" in given}
     own, about = DTYPES[given["residual"].dtype.name], (op.eps, op.weight_offset)
@@ -242,6 +268,4 @@ def _apart(op: Operation, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _differentiable(again, *arrays)[0], total
 
 
-_renormed.defvjp(
-    lambda op, *operands: jax.vjp(partial(_apart, op), *operands), lambda op, pull, arriving: pull(tuple(arriving))
-)
+_differentiable.defvjp(_saving, _gradients)

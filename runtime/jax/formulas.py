@@ -5,7 +5,7 @@ Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from .operation import NAMES, Heads, Operation
 
 def computed(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     """Return the results of an operation."""
+    if len(op.parts) > 1:
+        return [each for part, own in op.shares(operands) for each in computed(*own, op=part)]
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         args = {own.name: _widened(operand) for own, operand in zip(op.operands, operands, strict=True)}
-        rules = (_turned, _turned_back) if isinstance(op.mode, Heads) else (_outputs, _gradients)
-        outputs = rules[op.mode.is_backward](op, args)
+        outputs = (_gradients if op.mode.is_backward else _forward(op))(op, args)
         return [outputs[each.name].astype(each.dtype) for each in op.results]
 
 
@@ -36,16 +37,20 @@ def _as_stored(total: jax.Array, dtype: str) -> jax.Array:
     return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
 
 
+def _forward(op: Operation) -> Callable[[Operation, Mapping[str, jax.Array]], dict[str, jax.Array]]:
+    return _turned if isinstance(op.mode, Heads) else _outputs
+
+
 def _along(op: Operation) -> Any:
     return jnp.mean if op.mode.norm.row.averages else jnp.sum
 
 
 def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    total = args["x"]
-    if op.mode.fadd.is_before and not op.mode.fadd.renorms:
+    total, is_behind = args["x"], op.mode.fadd.is_after or op.mode.fadd.renorms
+    if "residual" in args and not is_behind:
         total = _as_stored(total + args["residual"], op.dtypes["residual"])
     outputs = _normalised(op, total, args)
-    if op.mode.fadd.is_after or op.mode.fadd.renorms:
+    if is_behind:
         outputs["y"] += args["residual"]
     if op.mode.fadd.renorms:
         total = _as_stored(outputs["y"], op.dtypes["residual"])
@@ -74,18 +79,21 @@ def _normalised(op: Operation, total: jax.Array, args: Mapping[str, jax.Array]) 
 
 
 def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    dy, rstd = args["dy"], args["rstd"][..., None]
-    h = args["x"] - args["mean"][..., None] if op.mode.norm.centres else args["x"]
-    h = h * jnp.abs(rstd)
-    g = dy * (args["weight"] + op.weight_offset) if "weight" in args else dy
-    dx = g - jnp.where(rstd < 0, 0, h * _along(op)(g * h, axis=-1, keepdims=True))
-    if op.mode.norm.centres:
-        dx = dx - jnp.mean(g, axis=-1, keepdims=True)
-    dx = dx * jnp.abs(rstd)
-    if "dresidual_out" in args:
-        dx = dx + args["dresidual_out"]
-    rows = tuple(range(dy.ndim - 1))
-    return {"dx": dx, "dweight": jnp.sum(dy * h, axis=rows), "dbias": jnp.sum(dy, axis=rows)}
+    """Return the gradients of the forward formula, which computes statistics again."""
+    arrived = {name.removeprefix("d"): each for name, each in args.items() if name.startswith("d")}
+
+    def results(own: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        outputs = _forward(op)(op, {**args, **own})
+        return {name: outputs[name] for name in arrived}
+
+    first, *_ = args.values()
+    # No operand of the gradients is the bias, whose values they do not depend on.
+    bias, names = (
+        jax.lax.full_like(first, 0, shape=first.shape[-1:]),
+        [each.name.removeprefix("d") for each in op.results],
+    )
+    (grads,) = jax.vjp(results, {name: args.get(name, bias) for name in names})[1](arrived)
+    return {f"d{name}": each for name, each in grads.items()}
 
 
 def _quantised(op: Operation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,11 +140,3 @@ def _by_token(mode: Heads, table: jax.Array, positions: jax.Array | None) -> jax
     elif positions is not None:
         table = table[positions]
     return table[..., None, :]
-
-
-def _turned_back(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the gradients of queries, keys and weights."""
-    own = {name: args[name] for name in ("q", "k", "q_weight", "k_weight") if name in args}
-    _, pull = jax.vjp(lambda given: _turned(op, {**args, **given}), own)
-    (grads,) = pull({name: args[f"d{name}"] for name in ("q_out", "k_out")})
-    return {f"d{name}": each for name, each in grads.items()}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import settings
-from ..call_kinds import FEW, MANY, MOST, ROTARY, ROTARY_SIZES, ROWS
+from ..call_kinds import FEW, MANY, MOST, ROTARY, ROTARY_SIZES, ROWS, CallKind
 from ..codegen.parameters import family_of
+from ..codegen.several import suffix
 from ..errors import AotError, CompileError, DeviceError, FrozenError
 from ..kernels import rotary
-from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
+from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software, join
 from ..kernels.binaries import Folder, digest_of, read
 from ..kernels.gpu import KernelKey, Target, named_target
 from ..kernels.strides import kind_of
@@ -37,6 +38,9 @@ from .operation import Heads, Operation
 
 # The package of kernels that no table lists.
 _GENERATED = "normforge.generated"
+
+# Features in Triton's metadata that jaxlib's launches lack.
+_NONE = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
 
 _named: ContextVar[Target | None] = ContextVar("normforge_jax_target", default=None)
 
@@ -167,13 +171,7 @@ def _compiled(key: KernelKey, source: Source, target: Target) -> tuple[str, Mapp
 
 def _checked(key: KernelKey, ptx: str, metadata: Mapping[str, Any]) -> Code:
     """Return the kernel, or raise CompileError if jaxlib cannot launch the kernel."""
-    for name, plain in (
-        ("num_ctas", 1),
-        ("global_scratch_size", 0),
-        ("profile_scratch_size", 0),
-        ("launch_cooperative_grid", False),
-        ("launch_pdl", False),
-    ):
+    for name, plain in {"num_ctas": 1, **dict.fromkeys(_NONE, 0)}.items():
         if (metadata.get(name) or plain) != plain:
             raise CompileError(
                 f"{key} was compiled with {name}={metadata[name]}, which jaxlib cannot launch; compile it again with "
@@ -190,37 +188,58 @@ class Plan(NamedTuple):
             a name has the array of its own name.
         numbers: what kernels take besides arrays and strides, by slots.
         writes: the shapes and types of arrays that kernels write, where these are not the results'.
+        kind: makes the kind of call, which recordings keep.
     """
 
     steps: Sequence[tuple[Recipe, Source, Sequence[int], Mapping[str, str]]]
     numbers: Mapping[str, float]
     writes: Mapping[str, tuple[Sequence[int], str]]
+    kind: Callable[[], CallKind]
 
 
-def _of_rows(op: Operation, known: Mapping[str, jax.Array], dtypes: Mapping[str, Any], target: Target) -> Plan:
+def _dtypes(op: Operation) -> dict[str, Any]:
+    return {each.name: jnp.dtype(each.dtype) for each in (*op.operands, *op.results)}
+
+
+def _of_rows(op: Operation, known: Mapping[str, jax.Array], target: Target) -> Plan:
     *leading, n = shape = next(iter(known.values())).shape
     m, entry, family = prod(leading), dispatch.find(op.mode, n), family_of(op.mode)
-    size, dtypes = entry.size(m), {**dict.fromkeys([row.name for row in family.tensors]), **dtypes}
+    size, dtypes = entry.size(m), {**dict.fromkeys([row.name for row in family.tensors]), **_dtypes(op)}
     strided = [row for row in family.tensors if row.row_stride_slot is not None]
     strides = {str(row.row_stride_slot): n if dtypes[row.name] else 0 for row in strided}
-    dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, dtypes, strides, ()))
     facts = Facts(family, op.mode, n, target, dtypes, strides, {}, (), invariant=entry.is_invariant)
     assembly = assemble(facts, entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
     programs, partials = assembly.programs(m, 1), {f"{name}_ptr": f"{name}_partials" for name in SUMS}
-    recipes = [(recipe, partials) for recipe in assembly.walkers]
-    recipes += [(assembly.finisher, {})] if assembly.finisher else []
-    steps = [
-        (recipe, source_of(entry.package, *entry.module_and_symbol(recipe.part)), recipe.grid(m, programs), arrays)
-        for recipe, arrays in recipes
-    ]
+    steps: list[Any] = []
+    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+        source = source_of(entry.package, *entry.module_and_symbol(recipe.part))
+        steps.append((recipe, source, recipe.grid(m, programs), partials if recipe.part else {}))
     writes: dict[str, tuple[Sequence[int], str]] = dict.fromkeys(partials.values(), ((programs, n), "float32"))
     writes |= {slot.removesuffix("_ptr"): ((m,), "float32") for slot in assembly.row_terms}
     # Kernels encode y as bytes, where the GPU does not convert to fp8.
     writes |= {"y": (shape, "uint8")} if in_software(op.mode.dtype_out, target) else {}
-    return Plan(steps, {"M": m, "programs": programs}, writes)
+    numbers = {"M": m, "programs": programs, "eps": op.eps, "weight_offset": op.weight_offset}
+    return Plan(steps, numbers, writes, partial(kind_of, op.mode.name, {"n": n}, size, dtypes, strides, ()))
 
 
-def _of_heads(op: Operation, known: dict[str, jax.Array], dtypes: Mapping[str, Any], target: Target) -> Plan:
+def _of_several(op: Operation, known: Mapping[str, jax.Array], target: Target) -> Plan | None:
+    """Return the launch of several norms, or None if each is launched alone."""
+    plans = [_of_rows(part, {"x": x}, target) for part, (x, *_) in op.shares(known.values())]
+    shared = join([part.mode.name for part in op.parts], [plan.steps[0][0] for plan in plans], invariant=is_on())
+    if shared is None:
+        return None
+    numbers: dict[str, float] = {}
+    writes: dict[str, tuple[Sequence[int], str]] = {}
+    for at, plan in enumerate(plans):
+        own = {**plan.numbers, "programs": plan.steps[0][2][0]}
+        numbers |= {f"{name}{suffix(at)}": each for name, each in own.items()}
+        writes |= {f"{name}{suffix(at)}": each for name, each in plan.writes.items()}
+    grid, kinds = (max(plan.steps[0][2][0] for plan in plans), len(plans), 1), [plan.kind for plan in plans]
+    steps = [(shared[1], dispatch.several(shared[0]), grid, dict[str, str]())]
+    return Plan(steps, numbers, writes, lambda: replace(kinds[0](), beside=tuple(each() for each in kinds[1:])))
+
+
+def _of_heads(op: Operation, known: dict[str, jax.Array], target: Target) -> Plan:
     mode, kernel, (*tokens, _, n), width = op.mode, op.mode.name, known["q"].shape, known["cos"].shape[-1]
     heads, m, has_axes = {own: known[own].shape[-2] for own in "qk"}, prod(tokens), mode.height + mode.width > 0
     if has_axes:
@@ -234,16 +253,16 @@ def _of_heads(op: Operation, known: dict[str, jax.Array], dtypes: Mapping[str, A
         own = name.removeprefix("d")[0]
         strides |= {f"{name}_token_stride": heads[own] * n, f"{name}_head_stride": n}
     partials = {name: f"{name}_partials" for name in rotary.TOTALS}
-    dtypes = {**dtypes, **{partials[name]: jnp.dtype("float32") for name in op.sums}}
+    dtypes = {**_dtypes(op), **{partials[name]: jnp.dtype("float32") for name in op.sums}}
     recipes = rotary.assemble(kernel, sizes, dtypes, strides, (), m, target, invariant=is_on())
     size = ROWS.index(MANY if recipes[0][1].types["M"] == "i32" else MOST)
-    dispatch.tell(lambda: kind_of(kernel, sizes, size, dtypes, strides, ()))
     arrays = dict(zip([f"{name}_ptr" for name in SUMS], partials, strict=False))
     arrays |= dict(zip([f"{name}_partials_ptr" for name in SUMS], partials.values(), strict=False))
     steps = [(recipe, source_of(_GENERATED, *name.split(":")), recipe.grid(m, 1), arrays) for name, recipe in recipes]
     programs, lengths = steps[0][2][0], rotary.weight_lengths(kernel, sizes)
-    numbers = {"M": m, "period": period, "programs": programs}
-    return Plan(steps, numbers, {partials[name]: ((programs, lengths[name]), "float32") for name in op.sums})
+    numbers = {"M": m, "period": period, "programs": programs, "eps": op.eps, "weight_offset": op.weight_offset}
+    writes = {partials[name]: ((programs, lengths[name]), "float32") for name in op.sums}
+    return Plan(steps, numbers, writes, partial(kind_of, kernel, sizes, size, dtypes, strides, ()))
 
 
 def launched(*operands: jax.Array, op: Operation) -> list[jax.Array]:
@@ -257,25 +276,27 @@ def launched(*operands: jax.Array, op: Operation) -> list[jax.Array]:
     # XLA allocates aligned arrays without gaps.
     target, known = lowered_for(), dict(zip([each.name for each in op.operands], operands, strict=True))
     sizes = op.sizes([operand.shape for operand in operands])
-    dtypes = {each.name: jnp.dtype(each.dtype) for each in (*op.operands, *op.results)}
-    plan = (_of_heads if isinstance(op.mode, Heads) else _of_rows)(op, known, dtypes, target)
+    planned = _of_several if len(op.parts) > 1 else _of_heads if isinstance(op.mode, Heads) else _of_rows
+    plan = planned(op, known, target)
+    if plan is None:
+        return [each for part, own in op.shares(operands) for each in launched(*own, op=part)]
+    dispatch.tell(plan.kind)
     makes = {each.name: (each.shape(sizes), each.dtype) for each in op.results} | dict(plan.writes)
-    numbers = {"eps": op.eps, "weight_offset": op.weight_offset, **plan.numbers}
     for recipe, source, grid, arrays in plan.steps:
         key = recipe.key(source.name, source.parameters, target)
         code = code_of(key, source, target)
         brought = [(slot, word) for slot, word in key.arguments if slot not in recipe.constants and word is not None]
         pointers = [slot for slot, word in brought if str(word).startswith("*")]
-        names = [arrays.get(slot, slot.removesuffix("_ptr")) for slot in pointers]
+        names = [arrays.get(slot, slot.replace("_ptr", "")) for slot in pointers]
         reads = [name for name in names if name in known]
         writes = names[len(reads) :]
         # Arrays of a custom call are its operands, and then its results.
         assert names[: len(reads)] == reads, f"{key} reads what lies behind what it writes"
-        values: dict[str, Any] = {**numbers, **recipe.strides}
+        values: dict[str, Any] = {**plan.numbers, **recipe.strides}
         parameters = [None if slot in pointers else (values[slot], str(word)) for slot, word in brought]
         capability = int(target.arch.removeprefix("sm_"))
         message = jaxlib_triton.message(*code, capability, grid, parameters)
         call = jax.ffi.ffi_call(jaxlib_triton.TARGET, [jax.ShapeDtypeStruct(*makes[name]) for name in writes])
         known.update(zip(writes, call(*[known[name] for name in reads], name=code.name, opaque=message), strict=True))
-    made = [(known[each.name], dtypes[each.name]) for each in op.results]
+    made = [(known[each.name], jnp.dtype(each.dtype)) for each in op.results]
     return [jax.lax.bitcast_convert_type(array, own) if array.dtype != own else array for array, own in made]

@@ -5,28 +5,22 @@ Whatever JAX asks of an operation follows from the names of its arrays' dimensio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..codegen.families import Kind, Result
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
+from ..codegen.several import suffix
 from ..codegen.values import Direction, DType, FusedAdd, Norm
 from ..kernels import rotary
 
-# numpy's names of types, by the manifest's words.
-NAMES = {
-    DType.FP16: "float16",
-    DType.BF16: "bfloat16",
-    DType.FP32: "float32",
-    DType.INT8: "int8",
-    DType.FP8_E4M3FN: "float8_e4m3fn",
-    DType.FP8_E4M3FNUZ: "float8_e4m3fnuz",
-    DType.FP8_E5M2: "float8_e5m2",
-}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+# The manifest's types that JAX has, by numpy's names.
+DTYPES = {each.value.replace("bf", "bfloat").replace("fp", "float"): each for each in DType if each.packs == 1}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # The dimensions of a family's tensors.
 _DIMS = {Kind.ROWS: "... N", Kind.VECTOR: "N", Kind.PER_ROW: "..."}
@@ -40,8 +34,8 @@ class Tensor(NamedTuple):
     Attributes:
         name: the kernels' name for it.
         dtype: numpy's name of its type.
-        dims: the names of its dimensions; "..." in front is any number of them. Devices may share out a dimension, but
-            each has all of one in capital letters.
+        dims: the names of its dimensions; "..." in front, with a digit or without, is any number of them. Devices may
+            share out a dimension, but each has all of one in capital letters.
         gradient: for an operand, the result of the gradient's operation that is its gradient; "" if it has none.
         summed: for a result, the dimensions of operands that it is a sum over.
     """
@@ -55,8 +49,8 @@ class Tensor(NamedTuple):
     def sizes(self, shape: Sequence[Any]) -> Sizes:
         """Return the sizes of dimensions by their names, given a shape."""
         names = self.dims.split()
-        ahead = len(shape) - len(names) + 1 if "..." in names else 0
-        sizes = ([tuple(shape[:ahead])] if "..." in names else []) + [(size,) for size in shape[ahead:]]
+        ahead = len(shape) - len(names) + 1 if "..." in self.dims else 0
+        sizes = ([tuple(shape[:ahead])] if "..." in self.dims else []) + [(size,) for size in shape[ahead:]]
         return dict(zip(names, sizes, strict=False))
 
     def shape(self, sizes: Sizes) -> tuple[Any, ...]:
@@ -100,10 +94,10 @@ class Operation:
     """A call of kernels, its operands and its results.
 
     Attributes:
-        mode: which kernels: a `Mode`, or `Heads`.
+        mode: which kernels: a `Mode`, `Heads`, or the operations of norms that share a launch.
         operands: the tensors that there are, in the order of the kernels' parameters.
         results: what is returned.
-        eps: added to the variance; nothing in the backward pass of a `Mode`.
+        eps: added to the variance.
         weight_offset: added to weights.
     """
 
@@ -122,6 +116,16 @@ class Operation:
     def whole(self) -> tuple[str, ...]:
         """Return the dimensions of which every device has all, in the order of their first operands, as Shardy asks."""
         return tuple(dict.fromkeys(name for each in self.operands for name in each.dims.split() if name.isupper()))
+
+    @property
+    def parts(self) -> tuple[Operation, ...]:
+        """The operations of norms that share the launch, or this one."""
+        return self.mode if isinstance(self.mode, tuple) else (self,)
+
+    def shares(self, arrays: Iterable[Any], side: str = "operands") -> list[tuple[Operation, list[Any]]]:
+        """Return each of `parts` with its own of all operands, or results."""
+        left = iter(arrays)
+        return [(part, [*islice(left, len(getattr(part, side)))]) for part in self.parts]
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -155,14 +159,30 @@ def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset:
     def dtype_of(row: Result) -> str:
         return NAMES[getattr(mode, row.axis)] if row.axis else next((dtypes[name] for name in row.like), "float32")
 
-    family, gradients = family_of(mode), {"residual": "dy"} if mode.fadd.is_after else {}
-    operands = [
-        Tensor(row.name, dtypes[row.name], _DIMS[row.kind], gradients.get(row.name, row.gradient))
-        for row in family.inputs
-        if row.name in dtypes
-    ]
-    results = [Tensor(row.name, dtype_of(row), _DIMS[row.kind]) for row in family.results if row.is_wanted(mode)]
-    return Operation(mode, tuple(operands), tuple(results), eps, weight_offset)
+    family, behind = family_of(mode), {"residual": "dy"} if mode.fadd.is_after else {}
+    gradients = {} if mode.fquant.quantises else {row.name: row.gradient for row in family.inputs} | behind
+    results = {row.name: dtype_of(row) for row in family.results if row.is_wanted(mode)}
+    tensors = _tensors(family.inputs, dtypes, gradients), _tensors(family.results, results)
+    return Operation(mode, *tensors, eps, weight_offset)
+
+
+def _tensors(rows: Iterable[Any], dtypes: Mapping[str, str], gradients: Mapping[str, str] = {}) -> tuple[Tensor, ...]:
+    """Return the tensors of a family that have a dtype."""
+    found = [row for row in rows if row.name in dtypes]
+    return tuple(Tensor(row.name, dtypes[row.name], _DIMS[row.kind], gradients.get(row.name, "")) for row in found)
+
+
+def joined(parts: Sequence[Operation]) -> Operation:
+    """Return the operation of norms that share a launch; names of tensors end as those of the kernel's parameters."""
+
+    def numbered(side: str) -> tuple[Tensor, ...]:
+        return tuple(
+            each._replace(name=each.name + suffix(at), dims=" ".join(f"{dim}{at}" for dim in each.dims.split()))
+            for at, part in enumerate(parts)
+            for each in getattr(part, side)
+        )
+
+    return parts[0] if len(parts) == 1 else Operation(tuple(parts), numbered("operands"), numbered("results"))
 
 
 def forward_of_heads(mode: Heads, arrays: Mapping[str, Any], eps: float, weight_offset: float) -> Operation:
@@ -188,6 +208,13 @@ def forward_of_heads(mode: Heads, arrays: Mapping[str, Any], eps: float, weight_
     return Operation(mode, tuple(operands), tuple(results), eps, weight_offset)
 
 
+def saving_of(forward: Operation) -> Operation:
+    """Return a forward operation that also returns what the gradient reads of it."""
+    if isinstance(forward.mode, Heads) or forward.mode.fquant.quantises:
+        return forward
+    return forward_of(replace(forward.mode, save_mv=True), forward.dtypes, forward.eps, forward.weight_offset)
+
+
 def gradient_of(forward: Operation) -> Operation:
     """Return the operation that computes the gradients of a forward operation."""
     return (_gradient_of_heads if isinstance(forward.mode, Heads) else _gradient_of_rows)(forward)
@@ -197,11 +224,8 @@ def _gradient_of_heads(forward: Operation) -> Operation:
     q, k, *others = forward.operands
     summed = {f"{each.name}_weight": each.dims.removesuffix(" D") for each in (q, k)}
     arrived = [each._replace(name=f"d{each.name}") for each in forward.results]
-    results = [
-        each._replace(name=each.gradient, gradient="", summed=summed.get(each.name, ""))
-        for each in forward.operands
-        if each.gradient
-    ]
+    given = [each for each in forward.operands if each.gradient]
+    results = [each._replace(name=each.gradient, gradient="", summed=summed.get(each.name, "")) for each in given]
     mode, operands = replace(forward.mode, is_backward=True), (*arrived, q, k, *others)
     return replace(forward, mode=mode, operands=operands, results=tuple(results))
 
@@ -219,14 +243,7 @@ def _gradient_of_rows(forward: Operation) -> Operation:
     grads = {each.gradient: each.dtype for each in forward.operands}
     # The gradient of two addends, in the least type that holds both: types that differ have fp32 in common alone.
     grads["dx"] = rows if rows == args["x"] else "float32"
-    operands = [row for row in family.inputs if row.is_wanted(mode) and row.name in dtypes]
-    return Operation(
-        mode,
-        tuple(Tensor(row.name, dtypes[row.name], _DIMS[row.kind]) for row in operands),
-        tuple(
-            Tensor(row.name, grads[row.name], _DIMS[row.kind], summed="..." * row.is_sum)
-            for row in family.results
-            if row.name in grads
-        ),
-        weight_offset=forward.weight_offset,
-    )
+    operands = _tensors([row for row in family.inputs if row.is_wanted(mode)], dtypes)
+    # A vector's gradient is a sum over rows.
+    results = [each._replace(summed="..." * (each.dims == "N")) for each in _tensors(family.results, grads)]
+    return replace(forward, mode=mode, operands=operands, results=tuple(results))

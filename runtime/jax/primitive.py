@@ -18,12 +18,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import GradientError
 from ..selection.invariance import refuse_others
 from ..upstream.jax_internals import needs_devices
 from .formulas import computed
 from .launches import launched
-from .operation import DTYPES, Operation, Sizes, Tensor
+from .operation import Operation, Sizes, Tensor
 
 _norm = Primitive("normforge_norm")
 _kernels = Primitive("normforge_kernels")
@@ -100,35 +99,25 @@ def _of_shard(sums: Mapping[str, tuple[str, ...]], *operands: jax.Array, op: Ope
     """Compute the results of one device; partial sums are rounded once, after the sum over axes of the mesh."""
     if not any(sums.values()):
         return _on_kernels(*operands, op=op)
-    parts = _on_kernels(*operands, op=op.with_sums_in("float32"))
-    return [
-        jax.lax.psum(part, sums[own.name]).astype(own.dtype) if own.summed else part
-        for part, own in zip(parts, op.results, strict=True)
-    ]
+    parts = zip(_on_kernels(*operands, op=op.with_sums_in("float32")), op.results, strict=True)
+    return [jax.lax.psum(part, sums[own.name]).astype(own.dtype) if own.summed else part for part, own in parts]
 
 
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: Operation) -> tuple[Any, Any]:
     """Rows of all members of a batch are those of one call."""
-    size = next(operand.shape[axis] for operand, axis in zip(operands, axes, strict=True) if axis is not None)
-    shared = [
-        operand if axis is None else jnp.moveaxis(operand, axis, 0)
-        for operand, axis in zip(operands, axes, strict=True)
-    ]
+    shared = [each if at is None else jnp.moveaxis(each, at, 0) for each, at in zip(operands, axes, strict=True)]
+    size = next(each.shape[0] for each, at in zip(shared, axes, strict=True) if at is not None)
     by_member, by_row = [axis is not None for axis in axes], ["..." in each.dims for each in op.operands]
     if any(there and not joins for there, joins in zip(by_member, by_row, strict=True)):
         # A launch has one weight: one for each member.
         def of_member(at: jax.Array) -> list[jax.Array]:
             return apply(*[each[at] if there else each for each, there in zip(shared, by_member, strict=True)], op=op)
 
-        results = jax.lax.map(of_member, jnp.arange(size))
-        return results, [0] * len(results)
-    joined = [
-        jnp.broadcast_to(operand[None], (size, *operand.shape)) if joins and not there else operand
-        for operand, there, joins in zip(shared, by_member, by_row, strict=True)
-    ]
+        return jax.lax.map(of_member, jnp.arange(size)), [0] * len(op.results)
+    every = zip(shared, by_member, by_row, strict=True)
+    joined = [jnp.broadcast_to(x, (size, *x.shape)) if joins and not there else x for x, there, joins in every]
     if not op.sums:
-        results = apply(*joined, op=op)
-        return results, [0] * len(results)
+        return apply(*joined, op=op), [0] * len(op.results)
     others = op.without(op.sums)
     outputs = others.named(apply(*joined, op=others))
     alone = op.without(tuple(outputs))
@@ -137,20 +126,12 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     return [outputs[each.name] for each in op.results], [0] * len(op.results)
 
 
-def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> tuple[Any, Any]:
-    if any(DTYPES[each.dtype].is_quantised for each in op.results):
-        raise GradientError(
-            "a quantised norm has no gradient; differentiate normforge.jax.layer_norm or rms_norm, or put "
-            "jax.lax.stop_gradient around its operands"
-        )
-    results: tuple[Any, Any] = jax.jvp(
-        partial(computed, op=op), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
-    )
-    return results
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> Any:
+    return jax.jvp(partial(computed, op=op), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _off_gpus(*operands: jax.Array, op: Operation) -> list[jax.Array]:
-    refuse_others(op.mode.name, "XLA", "lower it for a GPU")
+    refuse_others(op.parts[0].mode.name, "XLA", "lower it for a GPU")
     return computed(*operands, op=op)
 
 

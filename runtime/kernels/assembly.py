@@ -19,6 +19,7 @@ from ..codegen.parameters import BACKWARD
 from ..codegen.several import Kernels, suffix
 from ..codegen.tiling import WARP, power_of_two, with_room
 from ..codegen.values import DType, Part, Pipeline
+from ..errors import ConflictError
 from . import pipelines
 from .gpu import KernelKey, Target, Word, integer_type, pointer_type, row_count_type, scale_warps
 from .pipelines import choose, programs_a_part, refuse_variant, staged, takes_window, window_tile
@@ -67,6 +68,8 @@ _EXCHANGE = pointer_type("int64", aligned=True)
 
 # The limit of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
+# The most norms of a launch.
+_MOST_PROBLEMS = 4
 
 
 class Facts:
@@ -441,6 +444,19 @@ def finisher(n: int, target: Target, sums: Mapping[str, str | None], *, of_parts
         options={},
         grid=lambda m, programs: (-(-n // summing["BLOCK"]), len(SUMS), 1),
     )
+
+
+def check_problems(problems: Any) -> None:
+    """Raise ConflictError if the problems of `rms_norms` are no list of 1 to 4 tuples (x, weight, options)."""
+    is_list = isinstance(problems, (list, tuple))
+    if not is_list or not 1 <= len(problems) <= _MOST_PROBLEMS:
+        passed = f"has {len(problems)} items" if is_list else f"is a {type(problems).__name__}"
+        raise ConflictError(f"problems {passed}; it takes a list of 1 to {_MOST_PROBLEMS} tuples (x, weight, options)")
+    for at, each in enumerate(problems):
+        is_sized = isinstance(each, (list, tuple)) and 1 <= len(each) <= 3
+        if not is_sized or (len(each) == 3 and not isinstance(each[2], dict)):
+            wanted = "(x, weight, options), with a dict of options, or without the last ones"
+            raise ConflictError(f"problems[{at}] is a {type(each).__name__} of other items; it takes {wanted}")
 
 
 def join(modes: Sequence[str], recipes: Sequence[Recipe], *, invariant: bool) -> tuple[Kernels, Recipe] | None:

@@ -16,7 +16,7 @@ from ..codegen.instance import Bucket
 from ..errors import TableError
 from ..locks import fork_safe
 from . import invariance
-from .table import Entry, Table, load_folder, table_of
+from .table import Entry, Source, Table, load_folder, table_of
 
 _lock = fork_safe(threading.RLock())
 _loaded: Table | None = None
@@ -206,7 +206,7 @@ def name_of(mode: AnyMode, n: int) -> str:
     return entry.name
 
 
-def several(kernels: Any) -> Any:
+def several(kernels: Any) -> Source:
     """Return the kernel that calls some forward kernels, `codegen.several.Kernels`, generated on demand."""
     from . import on_demand
 

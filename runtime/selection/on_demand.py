@@ -11,7 +11,6 @@ import importlib
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from .. import settings
 from .._version import __version__
@@ -21,7 +20,7 @@ from ..codegen.locking import replace_file
 from ..codegen.several import Kernels, name_of
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
-from .table import Entry, import_folder
+from .table import Entry, Source, import_folder, source_of
 
 logger = logging.getLogger("normforge")
 
@@ -61,7 +60,7 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
     return entry
 
 
-def several(kernels: Kernels) -> Any:
+def several(kernels: Kernels) -> Source:
     """Return the kernel that calls some forward kernels, from a module that is written as `generate` writes one.
 
     Raises:
@@ -69,7 +68,7 @@ def several(kernels: Kernels) -> Any:
     """
     name = name_of(kernels)
     package, _ = _add(name, emit.render_several(kernels), "set NORMFORGE_ON_MISS=error for a launch each")
-    return getattr(importlib.import_module(f".{name}", package), name)
+    return source_of(package, name, name)
 
 
 def _add(name: str, module: str, otherwise: str) -> tuple[str, bool]:

@@ -24,12 +24,8 @@ jnp = jax.numpy
 FLOATS = ("float32", "bfloat16", "float16")
 # Of a rounding to the type, and of fp32 sums.
 _L2 = [("l2", ""), ("l2_clamped", "")]
-_FIRST = [
-    ("layer", "before", "bfloat16"),
-    ("rms", "behind", "bfloat16"),
-    ("layer", "between", "bfloat16"),
-    *((*alone, "float32") for alone in [("rms", ""), *_L2]),
-]
+_SUMS = [("layer", "before"), ("rms", "behind"), ("layer", "between")]
+_FIRST = [*product(_SUMS, ["bfloat16"]), *product([("rms", ""), *_L2], ["float32"])]
 # About as long as rows are, so that some are clamped.
 CLAMPED = 6.0
 ATOL = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
@@ -63,7 +59,7 @@ def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 CASES = [
-    pytest.param(norm, adds, dtype, marks=[] if (norm, adds, dtype) in _FIRST else [THOROUGH])
+    pytest.param(norm, adds, dtype, marks=[] if ((norm, adds), dtype) in _FIRST else [THOROUGH])
     for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], FLOATS)
 ]
 
@@ -181,6 +177,29 @@ def test_heads(case: heads.Case) -> None:
     check_heads(case)
 
 
+def check_several(rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Hold norms of one launch, and gradients, to the functions of each, which other tests hold to fp64."""
+    (x, residual), (wide,) = arrays(1, (5, 96), "bfloat16", 2), arrays(2, (3, 2, 160), "bfloat16")
+    given = [(x, *arrays(3, (96,)), {"residual": residual}), (wide, *arrays(4, (160,)), {})]
+    quantised: Any = x, x[0], {"residual": residual, "smooth_scale": x[1], "eps": 1e-3, "weight_offset": 1.0}
+    functions: list[Any] = [norms.add_rms_norm, norms.rms_norm, norms.quantised_rms_norm]
+
+    def apart(problems: Any) -> Any:
+        return [norm(x, weight=weight, **own) for norm, (x, weight, own) in zip(functions, problems, strict=True)]
+
+    def program(made: Any) -> Any:
+        gradient = jax.grad(lambda own: sum(jnp.sum(y**3) for y in jax.tree.leaves(made([*own, quantised])[:2])))
+        return jax.jit(lambda own: (made([*own, quantised]), gradient(own)))(given)
+
+    for found, wanted in zip(*map(jax.tree.leaves, map(program, (norms.rms_norms, apart))), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol, atol)
+
+
+def test_several_norms_at_once() -> None:
+    check_several()
+
+
 def check_quantised(norm: str, out_dtype: str, shape: tuple[int, int]) -> None:
     """Hold a quantised sum against the oracle."""
     x, residual = arrays(1, shape, "bfloat16", 2)
@@ -190,16 +209,9 @@ def check_quantised(norm: str, out_dtype: str, shape: tuple[int, int]) -> None:
     call: Callable[..., Any] = getattr(norms, f"quantised_{norm}_norm")
     made = call(x, weight, eps=1e-5, residual=residual, smooth_scale=smooth, out_dtype=out_dtype)
     oracle: Callable[..., Any] = {"layer": reference.layernorm2d_fwd, "rms": reference.rmsnorm2d_fwd}[norm]
-    expected = oracle(
-        double(x).bfloat16(),
-        double(weight).float(),
-        eps=1e-5,
-        residual=double(residual).bfloat16(),
-        fadd="pre_add_store",
-        smooth_scale=double(smooth).float(),
-        fquant="smooth_dynamic",
-        out_dtype=getattr(torch, out_dtype),
-    )
+    rows, vectors = [double(each).bfloat16() for each in (x, residual)], [*map(double, (weight, smooth))]
+    words = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "out_dtype": getattr(torch, out_dtype)}
+    expected = oracle(rows[0], vectors[0].float(), eps=1e-5, residual=rows[1], smooth_scale=vectors[1].float(), **words)
     assert (made.y.dtype.name, made.y_scale.dtype.name, made.y_scale.shape) == (out_dtype, "float32", shape[:1])
     assert made.y_scale[2] == 1
     close(made.residual_out, expected.residual_out, 0, 0)
@@ -255,6 +267,10 @@ def rope(**others: Any) -> Any:
     )
 
 
+def beside(x: Any) -> Any:
+    return norms.rms_norms([(X,), (x, None, {"out_dtype": "int8"})])[0].sum()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -266,11 +282,7 @@ def rope(**others: Any) -> Any:
         (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), to fit x of"),
         (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
         (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
-        (
-            lambda: norms.rms_norm_add(X, X, next_norm=NO_FLAG),
-            ConflictError,
-            "next_norm='no' is no flag; it takes True or",
-        ),
+        (lambda: norms.rms_norm_add(X, X, next_norm=NO_FLAG), ConflictError, "next_norm='no' is no flag; it takes T"),
         (lambda: norms.rms_norm_add(X, X, next_weight=X[0], weight_offset=1.0), ConflictError, "is added to weight"),
         (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
         (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),
@@ -280,26 +292,15 @@ def rope(**others: Any) -> Any:
         (lambda: rope(sin=ANGLES[:1]), ShapeError, r"sin has shape \(1, 4\); it takes \(2, 4\), to fit q of shape"),
         (lambda: rope(cos=X[:, :3]), ShapeError, r"cos has shape \(2, 3\); it takes a last dimension of 4 or 8"),
         (lambda: rope(positions=ANGLES), DTypeError, "positions has dtype float32; it takes int32, int64"),
-        (lambda: rope(rotary_dim=3), ShapeError, "rotary_dim is 3; it takes an even number from 2 to 8"),
-        (
-            lambda: rope(norm="l2_clamped"),
-            ConflictError,
-            "norm='l2_clamped' is none of rms, layer, l2, rms_across_heads",
-        ),
+        (lambda: rope(norm="l2_clamped"), ConflictError, "norm='l2_clamped' is none of rms, layer, l2, rms_across"),
         (lambda: rope(q_weight=X[0], weight_offset=1.0), ConflictError, "is added to both weights; pass q_weight and"),
-        (lambda: rope(mrope_interleaved=True), ConflictError, "goes with mrope_section alone; pass mrope_section too"),
         (lambda: rope(mrope_section=(2, 2)), ConflictError, r"mrope_section is \(2, 2\); it takes three numbers, of"),
         (lambda: rope(mrope_section=(2, 1, 1)), ShapeError, r"passed without positions; it takes three rows of them"),
-        (
-            lambda: rope(q=np.ones((1, 5000, 8), np.float32), norm="l2_across_heads"),
-            ShapeError,
-            "was asked of 5000 heads of 8 columns; it takes rows of up to 32768",
-        ),
-        (
-            lambda: jax.grad(lambda x: norms.quantised_rms_norm(x).y_scale.sum())(X),
-            GradientError,
-            "a quantised norm has no gradient",
-        ),
+        (lambda: rope(q=np.ones((1, 5000, 8)), norm="l2_across_heads"), ShapeError, "was asked of 5000 heads of 8 co"),
+        (lambda: jax.grad(lambda x: norms.quantised_rms_norm(x).y_scale.sum())(X), GradientError, "norm has no grad"),
+        (lambda: jax.grad(beside)(X), GradientError, "a quantised norm has no gradient"),
+        (lambda: norms.rms_norms([]), ConflictError, "problems has 0 items; it takes a list of 1 to 4 tuples"),
+        (lambda: norms.rms_norms([(X, None, {"epsilon": 1})]), TypeError, "unexpected keyword argument 'epsilon'"),
     ],
 )
 def test_what_is_wrong_is_said(call: Any, error: type[Exception], message: str) -> None:

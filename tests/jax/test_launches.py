@@ -17,12 +17,13 @@ from normforge.jax.launches import Code
 from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import interpret
+from normforge.selection import dispatch
 from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
 
 from ..thorough import THOROUGH
 from .settled import arrays, jax
-from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised
+from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised, check_several
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -93,14 +94,11 @@ def shapes(*some: tuple[int, ...]) -> list[Any]:
     return [pytest.param(shape, id=str(shape), marks=[THOROUGH] if shape != some[0] else []) for shape in some]
 
 
+OTHERS = [pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("layer", "behind"), ("rms", "between"))]
+
+
 @pytest.mark.parametrize("shape", shapes((7, 64), (2, 3, 700), (2, 2, 1500), (3, 9000)))
-@pytest.mark.parametrize(
-    ("norm", "adds"),
-    [
-        *(("rms", "before"), ("layer", "between")),
-        *(pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("layer", "behind"), ("rms", "between"))),
-    ],
-)
+@pytest.mark.parametrize(("norm", "adds"), [("rms", "before"), ("layer", "between"), *OTHERS])
 def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
     check_gradients(norm, adds, "float32", shape, 2e-5, 1e-5, scale=5)
     assert "sum_partials" in interpreter.ran
@@ -123,6 +121,16 @@ def test_gradients_of_16_bits_and_of_some_vectors(interpreter: Interpreter) -> N
 def test_quantised(out_dtype: str, interpreter: Interpreter) -> None:
     check_quantised("layer", out_dtype, (3, 200))
     assert interpreter.ran
+
+
+@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=THOROUGH)])
+def test_several_norms(generates: bool, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch, and in a launch each where nothing is generated."""
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "generate" if generates else "error")
+    with dispatch.using(dispatch.loaded()):
+        check_several()
+    together = [name for name in interpreter.ran if name.startswith("several_")]
+    assert len(together) == 2 * generates
 
 
 @pytest.mark.parametrize("case", HEADS)

@@ -260,9 +260,14 @@ def turned(q: Any, weight: Any, table: Any) -> Any:
     return sum(jnp.sum(each**2) for each in norms.qk_norm_rope(q, q[..., :2, :], weight, weight, table, table))
 
 
+def latents(x: Any, weight: Any) -> Any:
+    return sum(jnp.sum(each**2) for each in norms.rms_norms([(x, weight), (x[..., :512],)]))
+
+
 Q, HEAD = jax.ShapeDtypeStruct((4, 64, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
 PROGRAMS = {
     "rows": (jax.grad(loss, (0, 1, 2)), (X, WEIGHT, WEIGHT)),
+    "latents": (jax.grad(latents, 1), (X, WEIGHT)),
     "heads": (jax.grad(turned, (0, 1)), (Q, HEAD, jax.ShapeDtypeStruct((64, 64), jnp.float32))),
 }
 
