@@ -7,7 +7,7 @@ from itertools import product
 from ..cells import Cell, Method, Norm, Suite, Task
 
 # 3584 and 5376 are widths of Gemma 2 and Gemma 3.
-_LENGTHS, _FEW, _MANY = (2048, 3584, 5376), 16, 16384
+_LENGTHS, _ROWS = (2048, 3584, 5376), (16, 4096, 16384)
 
 SUITE = Suite(
     "renormed",
@@ -16,7 +16,7 @@ SUITE = Suite(
     tuple(
         Cell(task, norm, m, n, group=f"{part}, M = {m}")
         for (task, part), norm, m, n in product(
-            ((Task.RENORMED, "forward"), (Task.RENORMED_BACKWARD, "backward")), Norm, (_FEW, _MANY), _LENGTHS
+            ((Task.RENORMED, "forward"), (Task.RENORMED_BACKWARD, "backward")), Norm, _ROWS, _LENGTHS
         )
     ),
     sweeps=False,

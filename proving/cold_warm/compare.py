@@ -66,7 +66,7 @@ def subjects(family: str) -> list[Subject]:
 
 FAMILIES = (
     *("functional", "forward", "backward", "added", "l2", "modulated", "gated", "quantised", "group", "operators"),
-    *("heads", "several", "parallel"),
+    *("statistics", "heads", "several", "parallel"),
     "modules",
 )
 

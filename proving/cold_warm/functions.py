@@ -365,7 +365,7 @@ def families() -> dict[str, list[Function]]:
     from normforge import parallel
 
     found = {family: [_public(name) for name in names] for family, names in _PUBLIC.items()}
-    over_channels = [_public(name) for name in ("layer_norm", "rms_norm", "normalize")]
+    over_channels = [_public(name) for name in ("layer_norm", "rms_norm", "l2_norm", "normalize")]
     found["group"] = [
         _public("group_norm"),
         *[replace(each, channels=True, defaults={**each.defaults, "dim": 1}) for each in over_channels],
