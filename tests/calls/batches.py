@@ -52,7 +52,8 @@ def plain(x: torch.Tensor) -> Results:
 
 
 def root_mean_square(x: torch.Tensor) -> Results:
-    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), save_mv=True))
+    others = {"of length 1": normforge.l2_norm(x, vector(1, x)), "rstd alone": normforge.rms_statistics(x)}
+    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), save_mv=True)) | others
 
 
 def statistics(x: torch.Tensor) -> Results:
@@ -60,7 +61,8 @@ def statistics(x: torch.Tensor) -> Results:
 
 
 def added(x: torch.Tensor) -> Results:
-    return named(normforge.layernorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store"))
+    found = named(normforge.layernorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store"))
+    return found | {"behind": normforge.layer_norm_add(x, x.flip(-1), vector(1, x))}
 
 
 def quantised(x: torch.Tensor) -> Results:
