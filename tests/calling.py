@@ -239,6 +239,14 @@ while len(list(pathlib.Path({str(folder)!r}).glob("ready*"))) < {len(codes)} and
     return [out for out, _ in outputs]
 
 
+def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Capture a call in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
 def in_threads(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
     """Return what work makes of each, in as many threads, which begin together."""
     start = threading.Barrier(len(given))

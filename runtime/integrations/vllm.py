@@ -116,8 +116,7 @@ def _swap(names: list[str]) -> None:
 
     for name in names:
         theirs: Any = getattr(sys.modules[_LAYERS], name, None)
-        is_operator = isinstance(theirs, type) and issubclass(theirs, custom_op.CustomOp)
-        if not is_operator:
+        if custom_op.CustomOp not in getattr(theirs, "__mro__", ()):
             logger.info("normforge serves no %s: this vLLM's is none of its custom operators", name)
         elif (other := custom_op.op_registry_oot.get(name)) is None:
             forward = partialmethod(_forward, _CLASSES[name], theirs.forward_cuda)

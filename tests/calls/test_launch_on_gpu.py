@@ -16,7 +16,7 @@ from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
 from .. import calling
-from ..calling import FORWARD, ORACLE, agree, all_plans, each_norm, in_threads, same_bits, there
+from ..calling import FORWARD, ORACLE, agree, all_plans, captured, each_norm, in_threads, same_bits, there
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_known", "nothing_compiled")]
 
@@ -120,16 +120,14 @@ def test_a_graph_replays_forward_and_backward(norm: str, m: int, n: int) -> None
         for _ in range(3):
             step()
     side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for _ in range(2):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
             dy.copy_(torch.randn_like(dy))
         graph.replay()
         torch.cuda.synchronize()
-        assert all(same_bits(replayed, again) for replayed, again in zip(captured, step(), strict=True))
+        assert all(same_bits(replayed, again) for replayed, again in zip(results, step(), strict=True))
 
 
 @pytest.mark.parametrize("n", [40000, 70000, 131072])

@@ -18,6 +18,7 @@ from normforge.integrations import serving
 from normforge.integrations import sglang as plug
 from normforge.selection import invariance
 
+from ..calling import captured
 from .engines import Leaves, N, alike, rows
 from .stand_ins import of_sglang
 
@@ -122,12 +123,9 @@ def test_a_captured_graph_holds_kernels_that_were_loaded_before(layers: Any, ran
     x, residual = rows().cuda(), rows().cuda()
     with torch.inference_mode():
         hooked(x, residual)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            both = hooked(x, residual)
+        graph, both = captured(lambda: hooked(x, residual))
         # Of this one no kernel was loaded: SGLang's own is captured.
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            hooked(x)
+        captured(lambda: hooked(x))
         assert ran == ["rmsnorm2d_fwd"] * 2
         x.copy_(rows())
         graph.replay()

@@ -19,6 +19,7 @@ from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 from normforge.reference.quantised import unpacked, unswizzled
 
+from ..calling import captured
 from .engines import Leaves
 from .stand_ins import of_vllm
 
@@ -275,9 +276,7 @@ def test_on_a_card_and_in_a_captured_graph(layers: Any, case: Case) -> None:
     layer = linear(case.key, own, **{name: value.cuda() for name, value in case.layer.items()})
     with torch.inference_mode():
         plug.maybe_fused_norm_quant(norm, x, layer, residual)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found, summed = plug.maybe_fused_norm_quant(norm, x, layer, residual)
+        graph, (found, summed) = captured(lambda: plug.maybe_fused_norm_quant(norm, x, layer, residual))
         x.copy_(rows(m=(300,)))
         graph.replay()
         y, due = normalised(norm, x, residual)

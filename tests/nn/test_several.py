@@ -22,7 +22,7 @@ from normforge.tools import cli
 from proving import cases
 from proving.cases import LAYOUTS, Case
 
-from ..calling import Refused, counted, each_device, each_of, pieces, same_bits
+from ..calling import Refused, captured, counted, each_device, each_of, pieces, same_bits
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transforms import Call, M, N, alike
@@ -115,9 +115,7 @@ def test_results_are_those_of_each_function(mix: str, device: str, launches: lis
     given = problems(MIXES[mix], device)
     found = [normforge.rms_norms(given) for _ in range(2)]
     if device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found[1] = normforge.rms_norms(given)
+        graph, found[1] = captured(lambda: normforge.rms_norms(given))
         graph.replay()
     assert_same(*found)
     assert set(launches) == {"together"}

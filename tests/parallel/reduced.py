@@ -24,7 +24,7 @@ from normforge import errors
 from normforge.integrations import sglang, vllm
 from normforge.parallel import AllReduceNorm, all_reduce
 
-from ..calling import counted
+from ..calling import captured, counted
 from ..integrations.stand_ins import of_sglang, of_vllm
 from .ranks import DEVICE, Cases
 from .sharded import refused
@@ -428,18 +428,16 @@ def graphs_are_replayed_in_step() -> None:
     run()
     torch.cuda.synchronize()
     dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, results = captured(run)
     for replay in range(1000):
         x.copy_(torch.randn(8, N, generator=torch.Generator(x.device).manual_seed(replay * 9 + dist.get_rank())))
         graph.replay()
         if replay % 100 == 0:
             expected = summed(x, residual)
             y = normforge.rms_norm(expected, (N,), weight, eps=1e-6)
-            for found, (_, rows) in zip(captured, calls, strict=True):
+            for found, (_, rows) in zip(results, calls, strict=True):
                 close(found, y[:rows])
-            for one, other in zip(run(), captured, strict=True):
+            for one, other in zip(run(), results, strict=True):
                 assert torch.equal(one, other)
     for kernel in kernels:
         kernel.check()
