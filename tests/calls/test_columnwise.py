@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import normforge
 from normforge import ColumnwiseOutput, errors
 
-from ..calling import Refused, each_norm, each_of, same_bits, there
+from ..calling import each_norm, each_of, refusals, same_bits, there
 from .test_quantised import E5M2, FUNCTION, SWIZZLED, blocked, check, rows
 from .test_wrong_tensors import E4M3, E8M0, MXFP8
 
@@ -272,37 +273,7 @@ def needed(*sizes: int) -> torch.Tensor:
     return torch.ones(*sizes).bfloat16().requires_grad_()
 
 
-REFUSED: Refused = {
-    errors.GradientError: {
-        "y": ({"weight": needed(64)}, "weight requires a gradient and a quantised output has none; save_unquant=True"),
-        "a scale": (
-            {"fquant": "smooth_dynamic", "smooth_scale": needed(64), "save_unquant": True},
-            "smooth_scale requires a gradient and a quantised output has none",
-        ),
-        "a place": (
-            {"residual": needed(4, 64), "save_unquant": True, "residual_out": torch.empty(4, 64).bfloat16()},
-            "residual requires a gradient and has none where residual_out is passed",
-        ),
-    },
-    errors.IllegalCombinationError: {
-        "whole columns": (
-            {"columnwise": "transposed", "out_dtype": E4M3},
-            "columnwise transposed quantises blocks of 32, 64 or 128 rows to fp8 by the amax of each, and has no "
-            "group_size none; use another group_size, or leave columnwise out",
-        ),
-        "int8": ({**FP8, "columnwise": 1, "out_dtype": torch.int8}, "columnwise untransposed quantises blocks"),
-        "bounded": ({**FP8, "columnwise": 2, "scale_ub": torch.ones(1)}, "columnwise transposed quantises blocks"),
-        "smooth": (
-            {"amax_out": torch.zeros(1), "fquant": "smooth_dynamic", "smooth_scale": torch.ones(64)},
-            "save_amax true saves the amax of y as it is quantised, and has no fquant smooth_dynamic; use another",
-        ),
-    },
-    errors.ConflictError: {"a flag": ({**FP8, "columnwise": True}, "columnwise=True is no mode; it takes 'none' (0)")},
-    errors.ArgumentError: {
-        "two values": ({"amax_out": torch.zeros(2)}, "amax_out has shape (2,); it takes one value, (1,)"),
-        "dtype": ({"amax_out": torch.zeros(1).half()}, "amax_out has dtype torch.float16; it takes torch.float32"),
-    },
-}
+REFUSED = refusals(Path(__file__).with_name("columnwise.yaml"), globals())
 
 
 @each_of(REFUSED)

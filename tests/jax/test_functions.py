@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 import normforge.jax as norms
-from normforge import reference
-from normforge.errors import ConflictError, DTypeError, GradientError, ShapeError
+from normforge import errors, reference
 from proving.cases import Case, cases, formula, gradients
 
+from ..calling import table_at
 from ..nn import test_rotary as heads
 from ..thorough import THOROUGH
 from .settled import arrays, jax
@@ -268,42 +269,14 @@ def rope(**others: Any) -> Any:
 
 
 INT8 = {"out_dtype": "int8"}
+REFUSED: dict[str, list[tuple[Any, str]]] = table_at(Path(__file__).with_name("refused.yaml"), globals())
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: norms.layer_norm(X.astype(np.int32)), DTypeError, "x has dtype int32; it takes float16"),
-        (lambda: norms.layer_norm("x"), DTypeError, "x is of str; it takes an array"),
-        (lambda: norms.add_rms_norm(X, None), DTypeError, "residual is of NoneType; it takes an array"),
-        (lambda: norms.layer_norm(X[:, :0]), ShapeError, r"x has shape \(2, 0\); it takes \(..., N\)"),
-        (lambda: norms.layer_norm(X, X[0, :4]), ShapeError, r"weight has shape \(4,\); it takes \(8,\)"),
-        (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), to fit x of"),
-        (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
-        (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
-        (lambda: norms.rms_norm_add(X, X, next_norm=NO_FLAG), ConflictError, "next_norm='no' is no flag; it takes T"),
-        (lambda: norms.rms_norm_add(X, X, next_weight=X[0], weight_offset=1.0), ConflictError, "is added to weight"),
-        (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
-        (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),
-        (lambda: rope(q=X), ShapeError, r"q has shape \(2, 8\); it takes \(..., heads, D\), tokens before the heads"),
-        (lambda: rope(k=np.ones((3, 4, 1, 8))), ShapeError, r"k has shape \(3, 4, 1, 8\); it takes \(3, 2, 1, 8\)"),
-        (lambda: rope(k=jnp.ones((3, 2, 1, 8), "float16")), DTypeError, "k has dtype float16 and q float32; pass both"),
-        (lambda: rope(sin=ANGLES[:1]), ShapeError, r"sin has shape \(1, 4\); it takes \(2, 4\), to fit q of shape"),
-        (lambda: rope(cos=X[:, :3]), ShapeError, r"cos has shape \(2, 3\); it takes a last dimension of 4 or 8"),
-        (lambda: rope(positions=ANGLES), DTypeError, "positions has dtype float32; it takes int32, int64"),
-        (lambda: rope(norm="l2_clamped"), ConflictError, "norm='l2_clamped' is none of rms, layer, l2, rms_across"),
-        (lambda: rope(q_weight=X[0], weight_offset=1.0), ConflictError, "is added to both weights; pass q_weight and"),
-        (lambda: rope(mrope_section=(2, 2)), ConflictError, r"mrope_section is \(2, 2\); it takes three numbers, of"),
-        (lambda: rope(mrope_section=(2, 1, 1)), ShapeError, r"passed without positions; it takes three rows of them"),
-        (lambda: rope(q=np.ones((1, 5000, 8)), norm="l2_across_heads"), ShapeError, "was asked of 5000 heads of 8 co"),
-        (lambda: jax.grad(lambda x: norms.quantised_rms_norm(x).y_scale.sum())(X), GradientError, "norm has no grad"),
-        (lambda: jax.grad(lambda x: norms.rms_norms([(X,), (x, None, INT8)])[0].sum())(X), GradientError, "no grad"),
-        (lambda: norms.rms_norms([]), ConflictError, "problems has 0 items; it takes a list of 1 to 4 tuples"),
-        (lambda: norms.rms_norms([(X, None, {"epsilon": 1})]), TypeError, "unexpected keyword argument 'epsilon'"),
-    ],
+    ("error", "call", "message"), [(error, *row) for error, rows in REFUSED.items() for row in rows]
 )
-def test_what_is_wrong_is_said(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_is_wrong_is_said(error: str, call: Any, message: str) -> None:
+    with pytest.raises(getattr(errors, error, TypeError), match=message):
         call()
 
 
