@@ -17,6 +17,7 @@ from .values import (
     Columnwise,
     Direction,
     DType,
+    DyFormat,
     FusedAdd,
     FusedQuant,
     GateActivation,
@@ -101,6 +102,7 @@ AXES = (
     Axis("dropout", BOOLEANS, default="false"),
     Axis("statistics_only", BOOLEANS, default="false"),
     Axis("reduce", _words(Reduce), default="none"),
+    Axis("dy_format", _words(DyFormat), default="float"),
 )
 
 

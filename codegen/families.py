@@ -30,6 +30,7 @@ class Kind(Enum):
     COLUMNS = "columns"
     IMAGES = "images"
     SCALE = "scale"
+    SCALES = "scales"
     VALUE = "value"
     RANDOM = "random"
     NUMBER = "number"
@@ -53,6 +54,11 @@ class Kind(Enum):
         return self in _OF_ROWS
 
     @property
+    def is_scale(self) -> bool:
+        """Return True if rows are multiplied by the values, one of which may serve all rows."""
+        return self in (Kind.SCALE, Kind.SCALES)
+
+    @property
     def is_shared(self) -> bool:
         """Return True if all rows, or all rows of a group, share the values."""
         return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE, Kind.RANDOM)
@@ -67,6 +73,7 @@ _NOT_OF_ROWS = (
     Kind.COLUMNS,
     Kind.IMAGES,
     Kind.SCALE,
+    Kind.SCALES,
     Kind.VALUE,
     Kind.RANDOM,
 )
@@ -109,6 +116,8 @@ KINDS: Mapping[Kind, KindRow] = {
     # One fp32 value per row, of x's shape without the last dimension or with a last dimension of 1; or one value for
     # all rows, of any shape.
     Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
+    # Like SCALE, or one value per group of adjacent elements of a row: (..., G) if a row has G groups.
+    Kind.SCALES: KindRow("torch.Tensor", "Tensor"),
     # One fp32 value, of any shape, which the host does not read.
     Kind.VALUE: KindRow("torch.Tensor", "Tensor"),
     # (2,), int64: the seed and offset of random numbers; or an object that provides them.
@@ -159,6 +168,7 @@ class Parameter:
         argument: the name in errors, if callers pass the parameter as another argument; else "".
         functional: whether calls of the functional API, which autograd records, have the parameter.
         torchs: the value by norm that None means in the functional API, as in torch's function of the same signature.
+        is_new: whether saved programs may lack the parameter, which operators' schemas then give its default.
     """
 
     name: str
@@ -180,6 +190,7 @@ class Parameter:
     argument: str = ""
     functional: bool = False
     torchs: Mapping[Norm, str] = field(default_factory=dict, hash=False)
+    is_new: bool = False
 
     @property
     def is_optional(self) -> bool:
@@ -205,6 +216,11 @@ class Parameter:
         return KINDS[self.kind].schema + ("?" if self.is_optional else "")
 
     @property
+    def declaration(self) -> str:
+        """Return the parameter as an operator's schema declares it, None being the default of a new one."""
+        return f"{self.schema} {self.operator_argument}{'=None' if self.is_new else ''}"
+
+    @property
     def operator_argument(self) -> str:
         """Return the operators' name for the parameter; statistics that are passed as one tensor share a name."""
         return self.argument if self.argument and self.kind is Kind.PER_ROW else self.name
@@ -222,12 +238,12 @@ class Parameter:
     @property
     def is_read_in_vectors(self) -> bool:
         """Return True if kernels are specialised for the tensor's alignment; others may be slices, read singly."""
-        return self.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+        return not self.kind.is_scale and self.kind not in (Kind.VALUE, Kind.RANDOM)
 
     @property
     def scale_stride_slot(self) -> str | None:
         """Return the kernels' name for the stride between rows' values, which is 0 for one value for all rows."""
-        return f"{self.name}_stride" if self.kind is Kind.SCALE else None
+        return f"{self.name}_stride" if self.kind.is_scale else None
 
     def is_asked_for(self, axes: Any) -> bool:
         """Return True if a mode's axes ask for the parameter, whatever the mode's norm is."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from .errors import IllegalCombinationError
 from .lazy import cached_property
 from .model import Mode
-from .values import INPUT_DTYPES, Columnwise, Direction, DType, Norm, Part, Pipeline, Reduce, ScaleFormat
+from .values import INPUT_DTYPES, Columnwise, Direction, DType, DyFormat, Norm, Part, Pipeline, Reduce, ScaleFormat
 
 # The manifest's word on the axis `norm`.
 GROUP = "group"
@@ -119,6 +119,7 @@ class GroupMode:
     columnwise: ClassVar[Columnwise] = Columnwise.NONE
     has_scale_strides: ClassVar[bool] = False
     scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT
+    dy_format: ClassVar[DyFormat] = DyFormat.FLOAT
 
     def __post_init__(self) -> None:
         if self.dtype_in not in INPUT_DTYPES:

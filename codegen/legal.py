@@ -17,6 +17,7 @@ from .values import (
     Columnwise,
     Direction,
     DType,
+    DyFormat,
     FusedAdd,
     FusedQuant,
     GateActivation,
@@ -44,6 +45,9 @@ def legal_modes() -> Iterator[Mode]:
                 yield replace(mode, dropout=True)
             with suppress(IllegalCombinationError):
                 yield replace(mode, statistics_only=True)
+            with suppress(IllegalCombinationError):
+                for dy in tuple(DyFormat)[1:]:
+                    yield replace(mode, dy_format=dy)
             yield from _gated(mode)
             yield from _reduced(mode)
             for served in _served(mode):

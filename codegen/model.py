@@ -24,6 +24,7 @@ from .values import (
     Columnwise,
     Direction,
     DType,
+    DyFormat,
     FusedAdd,
     FusedQuant,
     GateActivation,
@@ -87,6 +88,7 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
     "statistics_only": {False: "", True: "_only"},
+    "dy_format": {dy: f"_dy_{dy.value}" if dy.is_fp8 else "" for dy in DyFormat},
 }
 # For each field, the value without a suffix, and the suffixes.
 _NAMED = tuple((name, next(iter(suffixes)), suffixes) for name, suffixes in _SUFFIXES.items())
@@ -153,6 +155,7 @@ class Mode:
     save_amax: bool = False
     statistics_only: bool = False
     reduce: Reduce = Reduce.NONE
+    dy_format: DyFormat = DyFormat.FLOAT
 
     def __post_init__(self) -> None:
         if self.dtype_in not in INPUT_DTYPES:
@@ -198,6 +201,8 @@ class Mode:
             self._check_statistics()
         if self.reduce.exchanges:
             self._check_reduced()
+        if self.dy_format.is_fp8:
+            self._check_dy()
         if self.fadd.is_after and self.fquant.quantises:
             raise IllegalCombinationError(
                 f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
@@ -405,6 +410,20 @@ class Mode:
                     f"{self._word(name)}; use another {name}, or leave reduce out"
                 )
 
+    def _check_dy(self) -> None:
+        for name, fits in (
+            ("direction", self.is_backward),
+            ("cast", self.dtype_in.itemsize == 2 or not self.cast.comes_first),
+            ("modulated", not self.modulated),
+            ("gating", not self.gating.gates),
+            ("dropout", not self.dropout),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"dy_format {self.dy_format.value} has scales of its own, and no {name} {self._word(name)} beside "
+                    f"dtype_in {self.dtype_in.value}; use another {name}, or dy_format float"
+                )
+
     def _word(self, name: str) -> str:
         """Return the manifest's word for the mode's value on an axis."""
         value = getattr(self, name)
@@ -509,7 +528,8 @@ class Mode:
         """Return the pipelines that have kernels."""
         if self.reduce.exchanges:
             return (Pipeline.ONE_PASS,)
-        spreads = not (self.shares or self.dropout) if self.is_backward else self.streams or self.spreads_sums
+        gradients = not (self.shares or self.dropout or self.dy_format.is_fp8)
+        spreads = gradients if self.is_backward else self.streams or self.spreads_sums
         spreads = spreads and not self.statistics_only
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
 
@@ -653,6 +673,7 @@ class Mode:
             Stage.UNQUANTISED: self.save_unquant,
             Stage.SMOOTH: self.fquant.smooths,
             Stage.LARGEST: self.save_amax,
+            Stage.DEQUANTISED: self.dy_format.is_fp8,
         }
         return tuple(stage for stage in Stage if has.get(stage))
 

@@ -48,6 +48,11 @@ def _first(meaning: str) -> dict[Norm, str]:
     return {Norm.LAYER: meaning}
 
 
+def _lacking(attribute: str, meaning: str) -> dict[Norm, str]:
+    """Return a meaning for the norms that lack an attribute of a mode."""
+    return {norm: meaning for norm in Norm if attribute in norm.row.lacks}
+
+
 def _functions(name: str, unless: str = "") -> dict[Norm, str]:
     """Return the names of a family's functions by norm; `name` holds fields of a `NormRow` in braces."""
     return {norm: name.format(**vars(norm.row)) for norm in Norm if unless not in norm.row.lacks}
@@ -291,7 +296,11 @@ BACKWARD = Family(
             "dy",
             Kind.ROWS,
             default=_each(REQUIRED),
-            meaning=_first("(..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero."),
+            meaning=_first(
+                "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y; None "
+                "counts as zero."
+            )
+            | _lacking("dy_format.is_fp8", "(..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero."),
             positional=True,
             optional=True,
             functional=True,
@@ -399,6 +408,24 @@ BACKWARD = Family(
             ),
             functional=True,
         ),
+        Parameter(
+            "dy_scale",
+            Kind.SCALES,
+            default=_each("None", "dy_format.is_fp8"),
+            meaning=_first(
+                "what an fp8 dy is multiplied by, in fp32: fp32, or powers of two (float8_e8m0fnu), contiguous; one a "
+                "row (dy's shape without the last dimension, or with one of 1 there), one for each 32 or 128 adjacent "
+                "elements of a row (..., ceil(N / 32)), or one for all (one element)."
+            ),
+            axis="dy_format",
+            wanted="dy_format.is_fp8",
+            absent=(
+                "dy is fp8, whose values are dy * dy_scale, and no dy_scale was passed; pass it, one a row, a group or "
+                "for all, or torch.ones(1, device=dy.device)"
+            ),
+            unused="dy_scale was passed and goes with an fp8 dy alone; multiply dy by it, or leave dy_scale out",
+            is_new=True,
+        ),
     ),
     results=(
         Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",)),
@@ -411,9 +438,13 @@ BACKWARD = Family(
 
 
 def _with(family: Family, name: str, *also: Parameter) -> Family:
-    """Return a family of functional calls that have the rows `also` too, behind the others."""
+    """Return a family of functional calls that have the rows `also` too, behind the others but for new ones.
+
+    Launches of the family's functions pass tensors in the same order.
+    """
     others = [row for row in family.parameters if row.name not in [each.name for each in also]]
-    return replace(family, name=name, parameters=(*others, *(replace(row, functional=True) for row in also)))
+    first, last = ([row for row in others if row.is_new == is_new] for is_new in (False, True))
+    return replace(family, name=name, parameters=(*first, *(replace(row, functional=True) for row in also), *last))
 
 
 # Calls with a dropout of x.

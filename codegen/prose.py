@@ -90,6 +90,9 @@ def _forward(mode: Mode) -> tuple[str, ...]:
 
 def _backward(mode: Mode) -> tuple[str, ...]:
     steps = []
+    if mode.dy_format.is_fp8:
+        of = "row" if mode.dy_format.group == "N" else f"group of {mode.dy_format.group}"
+        steps.append(f"dy of {mode.dy_format.dtype.value} multiplied by a scale per {of}")
     if mode.x_bias:
         steps.append("x bias added and its gradient summed")
     if mode.dropout:

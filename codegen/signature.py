@@ -169,7 +169,9 @@ _COLUMNS = (
 
 
 _BACKWARD = (
-    _Row("dy_ptr", "(M, N)"),
+    _Row("dy_ptr", "(M, N)", lambda m, p: not m.dy_format.is_fp8),
+    _Row("dy_ptr", "(M, N) {dtype_dy}", lambda m, p: m.dy_format.is_fp8),
+    _Row("dy_scale_ptr", "of rows or their groups, fp32 or exponents, or one value", lambda m, p: m.dy_format.is_fp8),
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("weight_ptr", "(N,) or None", lambda m, p: not m.grouped),
@@ -199,6 +201,7 @@ _BACKWARD = (
     _Row("dgate_ptr", "(programs, N) fp32 or None", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dx_bias_ptr", "(programs, N) fp32 or None", lambda m, p: m.x_bias and p is not Part.ROW_TERMS),
     _Row("dy_row_stride", "elements"),
+    _Row("dy_scale_stride", "scales per row, or 0 where one value serves all rows", lambda m, p: m.dy_format.is_fp8),
     _Row("x_row_stride", "elements"),
     _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
     _Row("gate_row_stride", "elements", lambda m, p: m.gating.gates or (m.x_gate and p is not Part.ROW_TERMS)),
@@ -373,6 +376,7 @@ def _words(mode: Mode) -> dict[str, str]:
         "rows_kept": "M // RANKS" if mode.reduce.gathers else "M",
         "dtype_in": mode.dtype_in.value,
         "dtype_out": mode.dtype_out.value,
+        "dtype_dy": mode.dy_format.dtype.value,
         "scale_dtype": mode.scale_dtype.value,
         "codes": "e4m3" if mode.scale_format.takes_global else "exponents",
         "scale_elements": "bytes" if mode.scale_format.stores_bytes else "elements",

@@ -33,3 +33,4 @@ class Stage(Enum):
     UNQUANTISED = "unquantised"  # stored in x's dtype as well
     SMOOTH = "smooth"  # times a smooth scale
     LARGEST = "largest"  # counted in the largest magnitude of all rows
+    DEQUANTISED = "dequantised"  # backward alone: an fp8 dy times the scales of its groups

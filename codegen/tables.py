@@ -16,6 +16,9 @@ from .values import Direction, Norm
 # two have a row for each row of x, whose stride follows from the sizes only if the rows have no gaps.
 LOOKS = (Kind.ROWS, Kind.PER_ROW, Kind.SCALE, Kind.SAMPLES, Kind.GROUPS)
 
+# The kinds whose sizes are compared as those of another: the number of groups is in the guard.
+_LOOKS_LIKE = {Kind.OUT: Kind.ROWS, Kind.SCALES: Kind.SCALE}
+
 # The index in `LOOKS` of all other operands.
 FREE = len(LOOKS)
 
@@ -152,7 +155,8 @@ def _look(row: Parameter, *, packed: bool) -> int:
     # In calls that autograd records, one tensor holds both statistics.
     if packed and row.kind is Kind.PER_ROW:
         return FREE
-    return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.OUT else row.kind) in LOOKS else FREE
+    kind = _LOOKS_LIKE.get(row.kind, row.kind)
+    return LOOKS.index(kind) if kind in LOOKS else FREE
 
 
 def _number(row: Parameter, names: Sequence[str], *, is_functional: bool) -> Number:

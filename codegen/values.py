@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -100,6 +101,7 @@ _L2 = NormRow(
         "gating.gates",
         "serves",
         "statistics_only",
+        "dy_format.is_fp8",
     ),
     template="rms.j2",
 )
@@ -451,6 +453,57 @@ class Columnwise(Enum):
     def transposes(self) -> bool:
         """Return True if the output has a row for each column of y."""
         return self is Columnwise.TRANSPOSED
+
+
+class DyFormat(Enum):
+    """The format of the gradient that arrives: any float, or fp8 with a scale per row or per group of a row."""
+
+    FLOAT = "float"
+    E4M3FN = "fp8_e4m3fn"
+    E4M3FN_G32 = "fp8_e4m3fn_g32"
+    E4M3FN_G128 = "fp8_e4m3fn_g128"
+    E5M2 = "fp8_e5m2"
+    E5M2_G32 = "fp8_e5m2_g32"
+    E5M2_G128 = "fp8_e5m2_g128"
+
+    @classmethod
+    def of(cls, dtype: DType, scales: Sequence[int], rows: Sequence[int]) -> DyFormat:
+        """Return the format of rows of a shape whose scales have another; no two sizes of groups make one number."""
+        if not dtype.is_fp8:
+            return cls.FLOAT
+        columns = scales[-1] if len(scales) == len(rows) else 1
+        sizes = [f"_g{size}" for size in DY_GROUPS if 1 < columns == -(-rows[-1] // size)]
+        # TorchDynamo of torch 2.11 makes no member of a word.
+        return _DY_FORMATS["".join((dtype.value, *sizes))]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Return True if there are scales."""
+        return self is not DyFormat.FLOAT
+
+    @property
+    def dtype(self) -> DType:
+        """Return the dtype of dy; fp32 for any float."""
+        return DType(self.value.partition("_g")[0]) if self.is_fp8 else DType.FP32
+
+    @property
+    def decoder(self) -> str:
+        """Return the device function that converts dy to fp32."""
+        return f"from_{self.dtype.value}"
+
+    @property
+    def group(self) -> str:
+        """Return the number of adjacent elements that share a scale, as kernels write it; N for a whole row."""
+        return self.value.partition("_g")[2] or "N"
+
+    def columns(self, n: int) -> int:
+        """Return the number of scales that a row of n elements has."""
+        return -(-n // int(self.value.partition("_g")[2] or n))
+
+
+# The sizes of groups that `DyFormat` has.
+DY_GROUPS = (32, 128)
+_DY_FORMATS = {each.value: each for each in DyFormat}
 
 
 class Rounding(Enum):

@@ -20,6 +20,7 @@ UNSPECIALISED = (
     "y_row_stride",
     "residual_out_row_stride",
     "dy_row_stride",
+    "dy_scale_stride",
     "dresidual_out_row_stride",
     "dx_row_stride",
     "gated_row_stride",
@@ -958,6 +959,41 @@ def from_fp8_e5m2(codes):
 
 
 @triton.jit
+def as_codes(values, ptr):
+    """fp8 values that were read as fp32: bytes where `ptr` is to such."""
+    return values.to(tl.uint8) if ptr.dtype.element_ty == tl.uint8 else values
+
+
+@triton.jit
+def load_scales(ptr, row_mask, start, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Read the scales of a chunk whose SIZE neighbours share one: one for each eight, which a thread holds.
+
+    `ptr` is where a row's scales start, or a column of such for a tile, whose rows `row_mask` says there are.
+    """
+    each: tl.constexpr = BLOCK if BLOCK < GROUP else GROUP
+    first = start + tl.arange(0, BLOCK // each) * each
+    mask = first < N
+    if row_mask is not None:
+        first = first[None, :]
+        mask = mask[None, :] & row_mask
+    scales = tl.load(ptr + first // SIZE, mask=mask, other=0.0)
+    if scales.dtype == tl.uint8:
+        # An exponent of 0 is a power of two too, the largest subnormal one.
+        bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)
+        scales = tl.where(scales == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return scales
+
+
+@triton.jit
+def load_scales_of_row(ptr, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of a whole row, in chunks."""
+    chunks = ()
+    for start in tl.static_range(0, N, BLOCK):
+        chunks += (load_scales(ptr, None, start, N, SIZE, BLOCK),)
+    return chunks
+
+
+@triton.jit
 def load_column(ptr, rows, stride, row_mask):
     """Read a value for each row of a tile: as a column at once, a thread loads it anew for each value of the row."""
     ROWS: tl.constexpr = rows.shape[0]
@@ -969,6 +1005,12 @@ def load_column(ptr, rows, stride, row_mask):
 def scaled(values, scale):
     """Multiply, rounded by itself: a compiler makes one rounding of a product and the sum that it is a term of."""
     return tl.fma(values, scale, 0.0)
+
+
+@triton.jit
+def scaled_by_groups(values, scales):
+    """The same with the scales of `load_scales`."""
+    return scaled(values, spread(scales, GROUP, values.shape))
 
 
 @triton.jit

@@ -101,9 +101,7 @@ def lines_of(kinds: Iterable[CallKind]) -> list[str]:
 def _document(alike: list[CallKind]) -> dict[str, Any]:
     first, classes = alike[0], {kind.rows for kind in alike}
     document: dict[str, Any] = {"mode": first.mode, **first.size, "rows": [word for word in ROWS if word in classes]}
-    for name in ("dtypes", "strides"):
-        if getattr(first, name):
-            document[name] = dict(getattr(first, name))
+    document |= {name: dict(getattr(first, name)) for name in ("dtypes", "strides") if getattr(first, name)}
     if first.misaligned:
         document["misaligned"] = list(first.misaligned)
     if first.beside:

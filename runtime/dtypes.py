@@ -12,7 +12,7 @@ from .codegen import groups, values
 from .codegen.families import Kind, Parameter
 from .codegen.model import Mode
 from .codegen.parameters import family_of
-from .codegen.values import FP8_INPUT_DTYPES, Cast, DType, ScaleFormat
+from .codegen.values import DY_GROUPS, FP8_INPUT_DTYPES, Cast, DType, ScaleFormat
 from .errors import ConflictError
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
@@ -26,8 +26,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP4_E2M1FN: torch.float4_e2m1fn_x2,
 }
 
-# Dtypes of the scales of groups.
-SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
+# Dtypes of the scales of groups, too.
+STORED_DTYPES: dict[Any, torch.dtype] = {
+    **TORCH_DTYPES,
     ScaleFormat.FLOAT: torch.float32,
     ScaleFormat.UE8M0_FLOAT: torch.float32,
     ScaleFormat.UE8M0: torch.float8_e8m0fnu,
@@ -43,16 +44,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)
 
 
-def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
-    """Return the dtype in which tensors of a type or a scale format are stored."""
-    return SCALE_DTYPES[kind] if isinstance(kind, ScaleFormat) else TORCH_DTYPES[kind]
-
-
 E = TypeVar("E", bound=Enum)
 
 # Members by accepted argument: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
 _ENUMS: list[Any] = [each for each in (*vars(values).values(), groups.Activation) if isinstance(each, type(Enum))]
-_MEMBERS: dict[type[Enum], dict[Any, Enum]] = {
+_MEMBERS: dict[type[Enum], dict[Any, Any]] = {
     kind: {key: member for member in kind for key in (member.value, getattr(member, "code", member.value))}
     for kind in _ENUMS
 }
@@ -68,16 +64,12 @@ def word(kind: type[E], argument: str, value: object) -> E:
         return value
     members = _MEMBERS[kind]
     # No bool, although True == 1.
-    member = members.get(value) if isinstance(value, str) or type(value) is int else None
+    member: E | None = members.get(value) if isinstance(value, str) or type(value) is int else None
     if member is None:
-        known = ", ".join(map(_shown, dict.fromkeys(members.values())))
+        codes = {each.value: f" ({each.code})" if hasattr(each, "code") else "" for each in members.values()}
+        known = ", ".join(f"{each!r}{code}" for each, code in codes.items())
         raise ConflictError(f"{argument}={value!r} is no mode; it takes {known}")
-    assert isinstance(member, kind)
     return member
-
-
-def _shown(member: Any) -> str:
-    return repr(member.value) + (f" ({member.code})" if hasattr(member, "code") else "")
 
 
 # An example of a number other than 0: the probability of a dropout.
@@ -98,15 +90,23 @@ def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -
         if parameter.kind is Kind.OUT or not parameter.is_wanted(mode):
             continue
         if parameter.kind.is_tensor:
-            tensor = make(parameter)
-            if tensor is not None:
-                arguments[parameter.name] = tensor
+            arguments[parameter.name] = make(parameter)
         elif parameter.kind is Kind.NUMBER and parameter.wanted:
             arguments[parameter.name] = _NUMBER
         elif parameter.axis:
             value = getattr(mode, parameter.axis)
             arguments[parameter.name] = TORCH_DTYPES[value] if parameter.kind is Kind.DTYPE else value
     return arguments
+
+
+def dequantised(rows: Any, scale: torch.Tensor | None) -> Any:
+    """Return rows of fp8 times their scales, one per row, per group or for all, in fp32; other rows without a scale."""
+    if scale is None:
+        return rows
+    *leading, n = rows.shape
+    shape = (1,) if scale.numel() == 1 else (*leading, scale.shape[-1] if scale.dim() == rows.dim() else 1)
+    size = next(size for size in (n, *DY_GROUPS) if shape[-1] == -(-n // size))
+    return rows.float() * scale.float().reshape(shape).repeat_interleave(size, -1)[..., :n]
 
 
 def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:

@@ -40,7 +40,7 @@ DOORS = ("normforge", "normforge.__main__")
 MOST_CODE_LINES = {
     "all by hand": 15_132,
     "C": 779,
-    "emitted": 1_339,
+    "emitted": 1_341,
     "ahead_of_time": 684,
     "calls": 2_341,
     "families": 2_529,
@@ -53,12 +53,12 @@ MOST_CODE_LINES = {
     "override": 193,
     "parallel": 506,
     "patching": 1_891,
-    "reference": 662,
+    "reference": 660,
     "selection": 733,
     "upstream": 674,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 32_851, ("benchmarks",): 5_922}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 32_850, ("benchmarks",): 5_922}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an

@@ -60,6 +60,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         is_smooth = name == "smooth_scale"
         bound = 1.0 if is_smooth else 0.5
         dtype = problem.mode.dtype_in if name == "x" else problem.mode.operand_dtype
+        if name == "dy" and problem.mode.dy_format.is_fp8:
+            dtype = problem.mode.dy_format.dtype
         if is_smooth:
             dtype = problem.prec_sm
         if parameter.kind is Kind.RANDOM:
@@ -71,10 +73,11 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
             # None that divides by nothing; a little of y is cut off.
             values = torch.empty(n, device=device).uniform_(bound, 2 * bound, generator=generator)
             return (values / problem.mode.dtype_out.qmax).to(TORCH_DTYPES[dtype])
-        if parameter.kind is Kind.SCALE:
-            # One a row, and none so small that rows vanish beside eps.
+        if parameter.kind.is_scale:
+            # One a row or a group, and none so small that rows vanish beside eps.
             leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)
-            return torch.empty(leading, device=device).uniform_(bound, 2 * bound, generator=generator)
+            shape = (*leading, problem.mode.dy_format.columns(n)) if parameter.kind is Kind.SCALES else leading
+            return torch.empty(shape, device=device).uniform_(bound, 2 * bound, generator=generator)
         is_rows = parameter.kind is Kind.ROWS
         if parameter.kind is Kind.SAMPLES:
             values = torch.empty((problem.samples, n), device=device).uniform_(-bound, bound, generator=generator)

@@ -116,6 +116,7 @@ _FORMS: Mapping[Kind, tuple[str, ...]] = {
     Kind.VECTOR: ("vector",) * 12 + ("longer", "matrix"),
     Kind.PER_ROW: ("lead", "lead", "column"),
     Kind.SCALE: ("one", "lead", "column"),
+    Kind.SCALES: ("one", "lead", "column", "by 32", "by 128"),
     Kind.VALUE: ("one", "none"),
 }
 
@@ -132,6 +133,8 @@ def shape_of(form: str, n: int, lead: tuple[int, ...], *, channels: bool = False
         "groups": (lead[-1] if lead else 1, n),
         "lead": lead,
         "column": (*lead, 1),
+        "by 32": (*lead, -(-n // 32)),
+        "by 128": (*lead, -(-n // 128)),
         "heads": (*lead, 2, n),
         "head": (*lead, 1, n),
         "no heads": (*lead, 0, n),
@@ -194,14 +197,15 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
     forms, optional = _NAMED_FORMS.get(row.name, _FORMS.get(row.kind, ("one",))), row.is_optional
     match row.kind:
         case Kind.ROWS:
-            eight = EIGHT_BITS[1:] if row.axis == "dtype_in" else ()
+            eight = EIGHT_BITS[1:] if row.axis == "dtype_in" or row.name == "dy" else ()
             return operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
         case Kind.VECTOR | Kind.GROUPS | Kind.SAMPLES:
             return operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
         case Kind.OUT:
             return operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
-        case Kind.PER_ROW | Kind.SCALE | Kind.VALUE:
-            return operand(forms, (*[torch.float32] * 8, torch.float16), optional, 0.03)
+        case Kind.PER_ROW | Kind.SCALE | Kind.SCALES | Kind.VALUE:
+            other = torch.float8_e8m0fnu if row.kind is Kind.SCALES else torch.float16
+            return operand(forms, (*[torch.float32] * 8, other), optional, 0.03)
         case Kind.RANDOM:
             return one_of(None, "tensor", "tensor", *(() if operator else ("pair", "generator", "other pair")))
         case Kind.NUMBER:

@@ -14,7 +14,6 @@ import torch
 
 from ..call_kinds import FEW, MOST, MOST_ROWS_IN_I32, ROTARY, ROWS, USUAL_ROWS, CallKind
 from ..codegen.axes import SAME
-from ..codegen.families import Kind as Shape
 from ..codegen.groups import AnyMode, GroupMode, mode_named
 from ..codegen.parameters import family_of
 from ..codegen.values import Direction
@@ -296,9 +295,8 @@ def _assembled(kind: CallKind, target: Target, invariant: bool) -> tuple[Entry, 
     family, n = family_of(mode), kind.n
     dtypes = _dtypes(kind, [row.name for row in family.tensors])
     strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
-    scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
-    # A scale for all rows and a scale per row need the same compilations.
-    further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
+    # A scale for all rows, one per row and one per group need the same compilations.
+    further = {str(row.scale_stride_slot): 1 for row in family.inputs if row.kind.is_scale and dtypes[row.name]}
     described = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
     facts = Facts(*described, invariant=invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)

@@ -223,7 +223,8 @@ def _sharing_backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> 
 
 def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
     """Return the dtypes of dy that calls may bring; rows that are rounded first need a dtype of 16 bits."""
-    types = {kind: _dtype(kind, mode) for kind in deployment.dy_dtypes}
+    asked = [TORCH_DTYPES[mode.dy_format.dtype]] if mode.dy_format.is_fp8 else deployment.dy_dtypes
+    types = {kind: _dtype(kind, mode) for kind in asked}
     fitting = [kind for kind, dtype in types.items() if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)]
     if not fitting:
         raise ConflictError(
@@ -240,7 +241,7 @@ def _operand(mode: Mode, rows: RowPlaces, kinds: _Kinds, parameter: Parameter) -
         return rows.empty(name, TORCH_DTYPES[mode.dtype_in])
     if kind is Shape.RANDOM:
         return torch.empty(2, dtype=torch.int64, device="cpu")
-    is_fp32 = kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
+    is_fp32 = kind.is_scale or kind in (Shape.PER_ROW, Shape.VALUE)
     # The vectors of a second norm are like those of the first.
     asked = kinds.get(name.removeprefix("next_"), torch.float32 if is_fp32 else SAME)
     if asked is None:
@@ -257,6 +258,7 @@ def _operand(mode: Mode, rows: RowPlaces, kinds: _Kinds, parameter: Parameter) -
         Shape.VALUE: (1,),
         Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
         Shape.SAMPLES: (outer[0], n),
+        Shape.SCALES: (*outer, mode.dy_format.columns(n)),
     }
     # On the CPU whatever the caller's default device is: planning takes no tensor without memory.
     return torch.empty(shapes.get(kind, outer), dtype=dtype, device="cpu")

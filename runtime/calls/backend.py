@@ -25,13 +25,8 @@ def backend(x: torch.Tensor) -> str:
         torch's own operator, anywhere else, and for float64. See `layer_norm` for where a call is left to torch
         whatever x is.
     """
-    if x.dtype is torch.float64:
-        return "torch"
-    if x.is_cuda:
-        return "kernel"
-    if x.device.type != "cpu":
-        return "torch"
-    return "kernel" if _interpreting() else "torch"
+    runs = x.is_cuda or (x.device.type == "cpu" and _interpreting())
+    return "kernel" if runs and x.dtype is not torch.float64 else "torch"
 
 
 @constant_in_traces

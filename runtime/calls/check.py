@@ -18,8 +18,8 @@ import torch
 
 from ..codegen.families import Kind
 from ..codegen.model import Mode
-from ..codegen.values import Direction, DType
-from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, stored_dtype, word
+from ..codegen.values import DY_GROUPS, Direction, DType, DyFormat
+from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, STORED_DTYPES, word
 from ..errors import (
     ConflictError,
     DeviceError,
@@ -80,7 +80,9 @@ def _is_fp8(dtype: torch.dtype) -> bool:
 
 
 # The operands that are fp32; all others may have any type of `FLOATS`.
-_IN_FP32 = (Kind.SCALE, Kind.VALUE, Kind.PER_ROW)
+_IN_FP32 = (Kind.SCALE, Kind.SCALES, Kind.VALUE, Kind.PER_ROW)
+# The further types of some, by name: a mode without them refuses them.
+_ALSO = {"dy": FP8_INPUTS, "dy_scale": (torch.float8_e8m0fnu,)}
 
 # How an error about a shape ends, to be formatted with the shapes that `_shapes` returns.
 _TAKES: Mapping[Kind, str] = {
@@ -88,6 +90,7 @@ _TAKES: Mapping[Kind, str] = {
     Kind.VECTOR: "; it takes {0}, the last dimension of x",
     Kind.PER_ROW: "; it takes one value a row, {0}",
     Kind.SCALE: "; it takes one value a row, {0} or {1}, or one for all, (1,)",
+    Kind.SCALES: "; it takes one value a row, {0} or {1}, one a group of 32 or 128, {2} or {3}, or one for all, (1,)",
     Kind.VALUE: "; it takes one value, (1,)",
     Kind.SAMPLES: " and x {x}; it takes {shapes}: one for each sample (x's first dimension), for each row, or for all",
     Kind.GROUPS: " and x {x}; it takes {shapes}: one for all rows, or for each group",
@@ -104,7 +107,8 @@ def check_operand(
         raise DTypeError(f"{name} is {got}; it takes the torch.float32 tensor that the forward call saved")
     check_tensor(name, tensor)
     check_shape(kind, name, tensor, x)
-    check_dtype(name, tensor, dtypes or ((torch.float32,) if kind in _IN_FP32 else FLOATS))
+    own = (torch.float32,) if kind in _IN_FP32 else FLOATS
+    check_dtype(name, tensor, dtypes or (*own, *_ALSO.get(name, ())))
     check_device(name, tensor, x)
     if kind in (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS):
         row_stride(name, tensor)
@@ -126,7 +130,7 @@ def check_shape(kind: Kind, name: str, tensor: torch.Tensor, x: torch.Tensor) ->
     # Compares ranks first: tuples compare sizes first, and a traced call would guard on a dynamic one. Compares shapes
     # before the number of elements, which may depend on data.
     fits = any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
-    if fits or (kind in (Kind.SCALE, Kind.VALUE) and tensor.numel() == 1):
+    if fits or (kind in (Kind.SCALE, Kind.SCALES, Kind.VALUE) and tensor.numel() == 1):
         return
     takes = _TAKES[kind].format(*shapes, x=tuple(x.shape), shapes=" or ".join(map(str, shapes)))
     raise ShapeError(f"{name} has shape {tuple(tensor.shape)}{takes}")
@@ -144,8 +148,9 @@ def _shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
         return [whole]
     if kind is Kind.PER_ROW:
         return [leading]
-    if kind is Kind.SCALE:
-        return [leading, (*leading, 1)]
+    if kind in (Kind.SCALE, Kind.SCALES):
+        sizes = DY_GROUPS if kind is Kind.SCALES else ()
+        return [leading, (*leading, 1), *[(*leading, -(-x.shape[-1] // size)) for size in sizes]]
     return [vector] if kind is Kind.VECTOR else []
 
 
@@ -387,7 +392,7 @@ class Call:
         for result in self.function.results:
             if result.name == name and name in self.wants:
                 if result.axis:
-                    return stored_dtype(getattr(self.mode, result.axis))
+                    return STORED_DTYPES[getattr(self.mode, result.axis)]
                 dtype: torch.dtype | None = self.args[result.set_by] if result.set_by else None
                 like = [self.args[operand].dtype for operand in result.like if self.args[operand] is not None]
                 return dtype or (like[0] if like else torch.float32)
@@ -439,12 +444,14 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
         axes[axis] = without if args[name] is None else there
     for name, axis in takes.by_groups:
         axes[axis] = axes.get(axis, False) or (args[name] is not None and args[name].dim() > 1)
+    dy, dy_scale = args.get("dy"), args.get("dy_scale")
+    scales = getattr(dy_scale, "shape", ())
+    axes["dy_format"] = DyFormat.of(DTYPES[getattr(dy, "dtype", torch.float32)], scales, x.shape)
     if "dtype_out" not in axes:
         axes["dtype_out"] = _output_dtype(args, axes)
     if "scale_layout" in axes:
         axes["scale_layout"] = axes["scale_layout"].of_kernels
     # Without 16 bits to round to, y's or dy's, rows are rounded once.
-    dy = args.get("dy")
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
     mode = _mode(axes)

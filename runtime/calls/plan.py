@@ -491,9 +491,9 @@ def _row_strides(call: Call) -> dict[str, RowStride]:
 
 
 def _scale_strides(family: Family, call: Call) -> dict[str, int]:
-    """How far a row's value is from the next one's, by slots, of what has one a row or one for all."""
-    scales = [(row.scale_stride_slot, getattr(call, row.name)) for row in family.inputs if row.kind is Kind.SCALE]
-    return {slot: int(scale.numel() != 1) for slot, scale in scales if slot is not None and scale is not None}
+    """Return how many scales a row has, by slots, of rows or groups of their own; 0 where one value serves all rows."""
+    scales = [(str(row.scale_stride_slot), getattr(call, row.name)) for row in family.inputs if row.kind.is_scale]
+    return {slot: scale.numel() // max(1, call.m) * (scale.numel() != 1) for slot, scale in scales if scale is not None}
 
 
 def _extents(

@@ -36,9 +36,8 @@ def settled(dropout_p: Any, dropout_rng: Any, x: Any, *, draws: bool = True) -> 
     """
     dropout_p = check_number("dropout_p", dropout_p, least=_P.least, most=_P.most)
     if dropout_rng is None:
-        if dropout_p and draws and isinstance(x, torch.Tensor):
-            return dropout_p, drawn(x)
-        return dropout_p, None
+        draws = draws and dropout_p > 0.0 and isinstance(x, torch.Tensor)
+        return dropout_p, drawn(x) if draws else None
     state = _state(dropout_rng, x, draws=draws and dropout_p > 0.0)
     return (dropout_p, state) if dropout_p else (0.0, None)
 

@@ -77,7 +77,7 @@ class Frame:
         if kind.is_shared:
             return self.of_vectors, self.of_sums
         # One scale may serve all rows.
-        is_one = kind is Kind.SCALE and tensor.numel() == 1
+        is_one = kind.is_scale and tensor.numel() == 1
         return self.of_vectors if is_one else self.of_rows, self.of_rows
 
     def _of_samples(self, is_one: bool) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:

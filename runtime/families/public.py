@@ -379,6 +379,7 @@ def layernorm2d_bwd(
     bias_dtype: torch.dtype | None = None,
     dropped_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
+    dy_scale: torch.Tensor | None = None,
 ) -> NormGradients:
     """Compute the gradients of `layernorm2d_fwd`; calls with the same arguments return the same bits.
 
@@ -387,7 +388,8 @@ def layernorm2d_bwd(
     layer-norm tutorial derives the formulas).
 
     Args:
-        dy: (..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero.
+        dy: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y; None counts
+            as zero.
         x: dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out.
         weight: (N,), or None where the forward call had none.
         mean: x's shape without the last dimension, fp32, as the forward call saved it.
@@ -401,6 +403,9 @@ def layernorm2d_bwd(
         bias_dtype: dbias's dtype; None is weight's, or x's without a weight.
         dropped_dtype: ddropped's dtype; None is x's.
         wants: which of "dx", "dweight", "dbias", "dx_bias" and, with dropout_p, "ddropped" to compute; nothing else is.
+        dy_scale: what an fp8 dy is multiplied by, in fp32: fp32, or powers of two (float8_e8m0fnu), contiguous; one a
+            row (dy's shape without the last dimension, or with one of 1 there), one for each 32 or 128 adjacent
+            elements of a row (..., ceil(N / 32)), or one for all (one element).
 
     Returns:
         `NormGradients`. dy is never written to.
@@ -413,11 +418,11 @@ def layernorm2d_bwd(
         return first.traced_backward(
             "layer", dy=dy, x=x, weight=weight, mean=mean, rstd=rstd, x_bias=x_bias, dresidual_out=dresidual_out,
             dropout_p=dropout_p, dropout_rng=dropout_rng, cast=cast, dx_dtype=dx_dtype, bias_dtype=bias_dtype,
-            dropped_dtype=dropped_dtype, wants=wants,
+            dropped_dtype=dropped_dtype, wants=wants, dy_scale=dy_scale,
         )  # fmt: skip
     output: NormGradients = native.calls.layernorm2d_bwd(
         dy, x, weight, mean, rstd, x_bias, dresidual_out, dropout_p, dropout_rng, cast, dx_dtype, bias_dtype,
-        dropped_dtype, wants,
+        dropped_dtype, wants, dy_scale,
     )  # fmt: skip
     return output
 
@@ -438,6 +443,7 @@ def rmsnorm2d_bwd(
     dx_dtype: torch.dtype | None = None,
     dropped_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
+    dy_scale: torch.Tensor | None = None,
 ) -> NormGradients:
     """Compute the gradients of `rmsnorm2d_fwd`; calls with the same arguments return the same bits.
 
@@ -446,7 +452,8 @@ def rmsnorm2d_bwd(
     layer-norm tutorial derives the formulas).
 
     Args:
-        dy: (..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero.
+        dy: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y; None counts
+            as zero.
         x: dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out.
         weight: (N,), or None where the forward call had none.
         rstd: x's shape without the last dimension, fp32, as the forward call saved it.
@@ -459,6 +466,9 @@ def rmsnorm2d_bwd(
         dx_dtype: dx's dtype; None is x's.
         dropped_dtype: ddropped's dtype; None is x's.
         wants: which of "dx", "dweight", "dbias", "dx_bias" and, with dropout_p, "ddropped" to compute; nothing else is.
+        dy_scale: what an fp8 dy is multiplied by, in fp32: fp32, or powers of two (float8_e8m0fnu), contiguous; one a
+            row (dy's shape without the last dimension, or with one of 1 there), one for each 32 or 128 adjacent
+            elements of a row (..., ceil(N / 32)), or one for all (one element).
 
     Returns:
         `NormGradients`. dy is never written to.
@@ -471,11 +481,11 @@ def rmsnorm2d_bwd(
         return first.traced_backward(
             "rms", dy=dy, x=x, weight=weight, rstd=rstd, weight_offset=weight_offset, x_bias=x_bias,
             dresidual_out=dresidual_out, dropout_p=dropout_p, dropout_rng=dropout_rng, cast=cast, dx_dtype=dx_dtype,
-            dropped_dtype=dropped_dtype, wants=wants,
+            dropped_dtype=dropped_dtype, wants=wants, dy_scale=dy_scale,
         )  # fmt: skip
     output: NormGradients = native.calls.rmsnorm2d_bwd(
         dy, x, weight, rstd, weight_offset, x_bias, dresidual_out, dropout_p, dropout_rng, cast, dx_dtype,
-        dropped_dtype, wants,
+        dropped_dtype, wants, dy_scale,
     )  # fmt: skip
     return output
 

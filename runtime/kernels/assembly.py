@@ -36,9 +36,8 @@ _DROPPED = "ddropped_ptr"
 
 # Slots of the quantised family. Scales that are powers of two are stored as exponents, whatever the type; e4m3 is
 # encoded in software.
-_Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
-_BYTES_OF_SCALES = (_Y_SCALE, "columnwise_scale_ptr")
+_BYTES_OF_SCALES = ("y_scale_ptr", "columnwise_scale_ptr")
 _COLUMN_STRIDES = ("columnwise_scale_column_stride", "columnwise_scale_block_stride")
 
 
@@ -128,9 +127,9 @@ class Facts:
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
             # These may be written to a slice of the caller's tensor.
-            anywhere |= {_Y_SCALE, "amax_ptr"}
+            anywhere |= {"y_scale_ptr", "amax_ptr"}
         self.misaligned = {*misaligned} - anywhere
-        own = {"x": mode.dtype_in, "y": mode.dtype_out, "columnwise": mode.dtype_out}
+        own = {"x": mode.dtype_in, "y": mode.dtype_out, "columnwise": mode.dtype_out, "dy": mode.dy_format.dtype}
 
         def handed(row: Parameter | Result) -> str | None:
             dtype = dtypes[row.name]
@@ -160,7 +159,8 @@ class Facts:
         self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
         self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
         rows_read = [dtypes[row.name] for row in family.inputs if row.kind is Kind.ROWS]
-        self.itemsizes = [dtype.itemsize for dtype in rows_read if dtype]
+        # Eight neighbours of an fp8 dy read one scale.
+        self.itemsizes = [*[dtype.itemsize for dtype in rows_read if dtype], *[1] * mode.dy_format.is_fp8]
         sums = [dtypes[row.name] for row in family.results if row.is_sum]
         words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in sums]
         self.sums = {**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))}
@@ -253,8 +253,8 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     alignment = row_alignment(*([n] if facts.invariant else strides.values()))
     tile = choose(mode, choices, n, target)
     if mode.is_backward:
-        is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
-        tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)
+        together = pipelines.read_together(n, alignment, facts.misaligned)
+        tile = staged(tile, choices[-1], n, facts.itemsizes, together, target)
     elif tile.pipeline is Pipeline.SPREAD and target.compiles:
         tile = with_room(tile, facts.itemsizes, target.arch)
     row = pipelines.row_of(mode, tile.pipeline, target)

@@ -187,6 +187,8 @@ POINTERS = {
     "int64": "*i64",
     "float8_e4m3fn": "*fp8e4nv",
     "float8_e5m2": "*fp8e5",
+    # Exponents, which kernels decode.
+    "float8_e8m0fnu": "*u8",
 }
 
 # Bytes. Triton compiles wide loads for a pointer that is a multiple of 16, and such loads fault on any other pointer.

@@ -14,7 +14,7 @@ from ..codegen.tiling import WARP, most_stages
 from ..codegen.values import Part, Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target
-from .strides import RowStride
+from .strides import RowStride, row_alignment
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -200,31 +200,31 @@ def compiler_options(tile: Tile, target: Target, *, waits: bool) -> dict[str, An
     return {**options, "maxnreg": most} if capped else options
 
 
-def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str], target: Target) -> dict[str, int]:
+def constants(tile: Tile, n: int, alignment: int, misaligned: Collection[str], target: Target) -> dict[str, int]:
     """Return the compile-time constants that kernels may name: a tile's fields in capitals, and more from `signature`.
 
     Args:
         tile: the tile that the kernel runs with.
         n: the row length.
-        row_alignment: the result of the function `row_alignment`.
+        alignment: the result of the function `row_alignment`.
         misaligned: pointers that are not multiples of 16 bytes.
         target: the GPU that the kernel is for.
     """
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(Tile) if f.name not in ("pipeline", "warps")}
     return {
         "N": n,
-        "ROW_ALIGNMENT": row_alignment,
+        "ROW_ALIGNMENT": alignment,
         "VECTOR": VECTOR,
-        "PAIRED": is_paired(n, row_alignment, misaligned),
+        "PAIRED": read_together(n, alignment, misaligned) > 1,
         "PTX": target.compiles and target.is_nvidia,
         "PDL": target.launches_early,
         **numbers,
     }
 
 
-def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
-    """Return True if 16-bit values may be read in pairs; the arguments are those of `constants`."""
-    return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
+def read_together(n: int, alignment: int, misaligned: Collection[str]) -> int:
+    """Return how many neighbours may be read at once, whatever the row; the arguments are those of `constants`."""
+    return 1 if misaligned else row_alignment(n, alignment)
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
@@ -274,7 +274,7 @@ def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
 _WORD = 4
 
 
-def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> Tile:
+def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], together: int, target: Target) -> Tile:
     """Return a tile with as many stages as a GPU has room for in a backward launch, or a tile with rows in registers.
 
     Args:
@@ -283,12 +283,12 @@ def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_pa
             a row.
         n: the row length.
         itemsizes: bytes per element of each tensor whose rows are read.
-        is_paired: whether 16-bit values may be read in pairs.
+        together: how many neighbours may be read at once.
         target: the GPU.
     """
     if tile.stages == 1:
         return tile
-    in_words = is_paired or min(itemsizes) >= _WORD
+    in_words = together * min(itemsizes) >= _WORD
     columns = column_blocks(tile, n) * tile.block
     most = most_stages(target.arch, tile.resident, columns * sum(itemsizes)) if in_words and target.compiles else 1
     return replace(tile, stages=min(tile.stages, most)) if most > 1 else unstaged

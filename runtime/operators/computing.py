@@ -20,7 +20,7 @@ from ..calls.traced import intercepted, operator
 from ..codegen.families import Kind, Result
 from ..codegen.groups import GROUP, Span
 from ..codegen.values import Direction, ScaleLayout
-from ..dtypes import FLOATS
+from ..dtypes import FLOATS, dequantised
 from ..errors import DTypeError, LayoutError
 from ..families import eager, public
 from ..families import statistics as statistics
@@ -79,6 +79,7 @@ def by_formula(function: str, args: Mapping[str, Any]) -> Results:
         return _gradients(function, args, by_formula=True)
     args = {**dict(takes.defaults), **args}
     args["statistics"] = args["mean"], args["rstd"]
+    args["dy"] = dequantised(args["dy"], args["dy_scale"])
     operands: tuple[str, ...] = ("dy", "x", "weight", "statistics", "x_bias", "dresidual_out")
     options: tuple[str, ...] = ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants")
     if args["dropout_rng"] is not None:
@@ -203,7 +204,7 @@ def _sharded(takes: Function, outs: Mapping[str, str], function: Callable[..., A
     """
 
     def run(cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Sequence[torch.Tensor]:
-        operands = dict(zip((*takes.passed, *outs), args, strict=True))
+        operands = {**dict(takes.defaults), **dict(zip((*takes.passed, *outs), args, strict=False))}
         frame = _frame(operator, operands, takes)
         written = {out: _written(frame, out, operands[out]) for out in outs if operands[out] is not None}
         results = function(**_parts(frame, takes, operands), **written)

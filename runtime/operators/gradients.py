@@ -167,10 +167,11 @@ def register_second(library: torch.library.Library, name: str) -> None:
             grads = by_formula(name, ctx.args | dict(zip(tensors, operands, strict=True)))
             return [each for each in grads if each is not None]
 
-        due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
-        grads = eager.differentiated(computed, ctx.saved_tensors, [due[each] for each in tensors], arrived)
+        # Fewer where the dispatcher left defaults out.
+        due = dict(zip(takes.passed, ctx.needs_input_grad, strict=False))
+        grads = eager.differentiated(computed, ctx.saved_tensors, [due.get(each, False) for each in tensors], arrived)
         by_name = dict(zip(tensors, grads, strict=True))
-        return tuple([by_name.get(each) for each in takes.passed])
+        return tuple([by_name.get(each) for each in due])
 
     register_autograd(library, name, differentiate, keep)
 

@@ -52,13 +52,15 @@ _recording: Any = Recording(_library, _kernels)
 _at_once: dict[Any, Callable[..., Any]] = {}
 
 
-def _in_order(name: str, outs: int) -> Callable[..., Tensors]:
-    """Return the kernel of a function's operator by the look-up: arguments in order, without outs, to results."""
-    absent = (None,) * outs
+def _in_order(name: str, count: int) -> Callable[..., Tensors]:
+    """Return the kernel of a function's operator by the look-up: arguments in order to results.
+
+    Outs are missing among its `count` arguments, and so are those that programs of an earlier version lack.
+    """
 
     @eager_only
     def run(*arguments: Any) -> Tensors:
-        results = getattr(native.calls, name)(*arguments, *absent)
+        results = getattr(native.calls, name)(*arguments, *(None,) * (count - len(arguments)))
         return [result for result in results if result is not None]
 
     return run
@@ -66,8 +68,8 @@ def _in_order(name: str, outs: int) -> Callable[..., Tensors]:
 
 def _schema(takes: Function, into: bool) -> str:
     """Return the schema of a function's operator, or of its operator that writes to outs, without its name."""
-    types = {row.operator_argument: row.schema for row in takes.family.parameters}
-    declared = [f"{types[name]} {name}" for name in takes.passed]
+    rows = {row.operator_argument: row.declaration for row in takes.family.parameters}
+    declared = [rows[name] for name in takes.passed]
     if not into:
         return f"({', '.join(declared)}) -> Tensor[]"
     # A tensor for y is always passed; those for other results if they are asked for.
@@ -121,7 +123,7 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
     kernel: Callable[..., Any] = partial(_returned, name, into)
     in_order = kernel
     if not (into or takes.family_name):
-        in_order = _in_order(name, len(takes.outs))
+        in_order = _in_order(name, len(takes.passed) + len(takes.outs))
         kernel = of_plain_tensors(in_order, kernel)
     _define(own, _schema(takes, into), kernel, partial(_fake, name, into), in_order)
     if into:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import Cast
-from ..dtypes import rounded_to, word
+from ..dtypes import dequantised, rounded_to, word
 from ..random_mask import dropout_mask, kept_factor
 
 # How far a row that was normalised in fp32 may be off, beside 1 and beside its values.
@@ -94,11 +94,13 @@ def backward(
     dropout_p: float = 0.0,
     dropout_rng: torch.Tensor | None = None,
     cast: str | Cast = "after_weight",
+    dy_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
     """Compute every gradient of a norm that centres rows, where there is a mean, or of one that does not."""
     # A negative rstd is that of a row whose norm was clamped, and is no function of the row.
-    d, clamped, rstd = dy.to(dtype), rstd.unsqueeze(-1) < 0, rstd.to(dtype).unsqueeze(-1).abs()
+    d, clamped = dequantised(dy, dy_scale).to(dtype), rstd.unsqueeze(-1) < 0
+    rstd = rstd.to(dtype).unsqueeze(-1).abs()
     s = _sum(x, x_bias, dtype)
     h = (s if mean is None else s - mean.to(dtype).unsqueeze(-1)) * rstd
     g = d if weight is None else d * (weight.to(dtype) + weight_offset)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
-from ..dtypes import DTYPES, TORCH_DTYPES, word
+from ..dtypes import DTYPES, TORCH_DTYPES, dequantised, word
 from ..random_mask import dropout_mask, kept_factor
 from .gradients import rounded_first
 
@@ -112,7 +112,7 @@ def _forward(
     if dropout_rng is not None:
         keep = dropout_mask(x.shape, dropout_p, dropout_rng, first_row=first_row)
         dropout = keep, kept_factor(dropout_p, x.device)
-    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, fused, dtype)
+    s, terms, residual_out = _sum(dequantised(x, x_scale), x_bias, dropout, residual, fused, dtype)
     mean = s.mean(-1, keepdim=True) if centres else None
     if mean is not None:
         s, terms = s - mean, terms + mean.abs()
@@ -149,13 +149,6 @@ def _scaled(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rows by a factor of each column, and what bounds their errors by its magnitude."""
     return z * factor, terms * factor.abs(), None if either is None else either * factor.abs()
-
-
-def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the value of x: fp8 times its scale is an fp32 number, whatever the arithmetic behind it."""
-    if x_scale is None:
-        return x
-    return x.float() * (x_scale.reshape(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
 
 
 def _sum(

@@ -1,4 +1,4 @@
-"""x of fp8, times a scale of each row or of all: what calls compute, what they refuse, and which of them are known."""
+"""x and dy of fp8, times their scales: what calls compute, what they refuse, and which of them are known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import normforge
 from normforge import errors
 from normforge.calls.functions import completed
+from normforge.dtypes import dequantised
 
-from ..calling import FORWARD, FUNCTIONS, LENGTHS, ORACLE, agree, check, each_device, each_norm, same_bits, there
+from ..calling import (
+    BACKWARD,
+    FORWARD,
+    FUNCTIONS,
+    LENGTHS,
+    ORACLE,
+    agree,
+    backward_operands,
+    check,
+    check_backward,
+    each_device,
+    each_norm,
+    same_bits,
+    there,
+)
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,6 +49,8 @@ def scale_of(x: torch.Tensor, form: str) -> torch.Tensor:
         "column": (*x.shape[:-1], 1),
         "one": (1,),
         "number": (),
+        "groups of 32": (*x.shape[:-1], -(-x.shape[-1] // 32)),
+        "groups of 128": (*x.shape[:-1], -(-x.shape[-1] // 128)),
     }
     return torch.rand(shapes[form], device=x.device) + 0.1
 
@@ -167,3 +185,88 @@ def test_an_operator_has_no_gradient() -> None:
     given = {name: given[name] for name in names}
     with pytest.raises(errors.GradientError, match="a tensor requires a gradient and no kernel computes one of a norm"):
         operator(**given)
+
+
+def of_gradients(norm: str, dtype: torch.dtype, form: str, m: int, n: int, device: str = "cpu") -> dict[str, Any]:
+    """Return the operands of a backward call whose dy is fp8, any byte that is a number."""
+    given = {name: each.to(device) for name, each in backward_operands(norm, m, n).items()}
+    codes = torch.arange(256, device=device).to(torch.uint8).view(dtype)
+    dy = codes[codes.float().isfinite()].repeat(-(-m * n // 200))[: m * n].view(m, n)
+    bf16 = {name: given[name].bfloat16() for name in ("x", "weight")}
+    return {**given, **bf16, "dy": dy, "dy_scale": scale_of(dy, form)}
+
+
+FORMS = ("row", "one", "groups of 32", "groups of 128")
+
+
+@each_device
+@each_norm
+@pytest.mark.parametrize("n", [*LENGTHS.values(), 1, 33, 128, 300])
+def test_gradients_of_fp8(norm: str, n: int, device: str) -> None:
+    """Those of the oracle, and to the bit those of the dequantised dy in fp32, by whichever scales."""
+    asked = ("dx", "dweight", "dx_bias", *(("dbias",) if norm == "layer" else ()))
+    for at, form in enumerate(FORMS):
+        given = of_gradients(norm, FORMATS[at % 2], form, M, n, device)
+        if at > 2:
+            given |= {"dy_scale": given["dy_scale"].to(torch.float8_e8m0fnu), "dresidual_out": None}
+        found = check_backward(norm, **given, wants=asked)
+        values = {**given, "dy": dequantised(given["dy"], given["dy_scale"]), "dy_scale": None}
+        assert all(map(same_bits, found, BACKWARD[norm](**values, wants=asked)))
+
+
+def test_the_smallest_and_the_largest_exponent_are_read() -> None:
+    """2**-127, which is subnormal, and NaN, which stays in its row."""
+    given: dict[str, Any] = of_gradients("rms", FORMATS[0], "groups of 32", 2, 64)
+    given |= {"dresidual_out": None, "x_bias": None}
+    given["dy_scale"] = torch.tensor([[0, 0], [254, 255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    values: dict[str, Any] = {"dy": dequantised(given["dy"], given["dy_scale"]), "dy_scale": None}
+    found, expected = (there(BACKWARD["rms"](**given | other).dx) for other in ({}, values))
+    assert same_bits(found, expected)
+    assert found.isnan().any(-1).tolist() == [False, True]
+    assert found[0].abs().max() > 0.0
+
+
+@each_norm
+def test_gradients_cast_before_the_weight_are_rounded_to_xs_bits(norm: str) -> None:
+    check_backward(norm, **of_gradients(norm, FORMATS[0], "row", M, 300), cast="before_weight", wants=("dweight",))
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_gradients_that_differ_in_the_scale_alone_are_told_apart() -> None:
+    for _ in range(2):
+        for form in (*SCALES, *FORMS[2:]):
+            for dtype in FORMATS:
+                given = of_gradients("rms", dtype, form, 2 * M, 256)
+                check_backward("rms", **given)
+                shared = {name: given.pop(name) for name in ("weight", "x_bias")}
+                scale = {"dy_scale": given.pop("dy_scale")} if form in ("one", "number") else {}
+                check_backward(
+                    "rms", **shared, **scale, **{name: each.unflatten(0, (2, M)) for name, each in given.items()}
+                )
+            # One row has one scale, and as many as it has groups.
+            check_backward("rms", **of_gradients("rms", dtype, form, 1, 256))
+        given = of_gradients("rms", FORMATS[0], "row", M, 256)
+        check_backward("rms", **given | {"dy": given["dy"].bfloat16(), "dy_scale": None})
+        with normforge.batch_invariant():
+            check_backward("rms", **given)
+    assert there(normforge.rmsnorm2d_bwd(**of_gradients("rms", FORMATS[0], "row", 0, 64)).dx).shape == (0, 64)
+
+
+def test_operators_of_gradients_of_fp8_are_traced_and_differentiated() -> None:
+    """And a program that was saved before there was a dy_scale calls them without."""
+    given = of_gradients("rms", FORMATS[0], "groups of 32", M, 64) | {"x_bias": None}
+    names = ("dy", "x", "weight", "dresidual_out", "rstd", "dy_scale")
+
+    def run(*tensors: Any) -> Any:
+        return normforge.rmsnorm2d_bwd(**dict(zip(names, tensors, strict=True)), wants=("dx", "dweight"))[:2]
+
+    operands = [given[name] for name in names]
+    expected = run(*operands)
+    for traced in (torch.compile(run, backend="eager", fullgraph=True), make_fx(run)(*operands)):
+        assert all(map(same_bits, traced(*operands), expected))
+    x, others = given["x"].float().requires_grad_(), (None, None, 0.0, None, "after_weight", None, None, ["dx"])
+    found = []
+    for dy, scale in ((given["dy"], (given["dy_scale"],)), (dequantised(given["dy"], given["dy_scale"]), ())):
+        (dx,) = torch.ops.normforge.rmsnorm2d_bwd(dy, x, given["weight"], given["rstd"], 0.0, *others, *scale)
+        found.append((dx, *torch.autograd.grad(dx.square().sum(), x)))
+    assert all(map(same_bits, *found))

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import normforge
 from normforge import errors
 from normforge.codegen.values import FusedAdd, FusedQuant
 
-from ..calling import FORWARD, FUNCTIONS, backward_operands, same_bits
+from ..calling import FORWARD, FUNCTIONS, backward_operands, same_bits, table_at
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -54,6 +55,7 @@ MODULATIONS = ("scale", "shift", "gate")
 NVFP4: dict[str, Any] = {"out_dtype": FP4, "group_size": 16, "scale_format": "e4m3", "global_scale": torch.ones(1)}
 MXFP8: dict[str, Any] = {"out_dtype": E4M3, "group_size": 32, "scale_format": "ue8m0"}
 FP8 = {"x": torch.ones(M, N).to(E4M3), "x_scale": torch.ones(M), "out_dtype": torch.bfloat16}
+FP8_GRADIENT = {"dy": torch.ones(M, N).to(E4M3), "dy_scale": torch.ones(M, N // 32)}
 DROPOUT = {"fadd": "pre_add", "dropout_p": 0.5, "dropout_rng": torch.tensor([1, 2])}
 PLAIN, BOTH = {**rows("x"), **vectors("weight")}, rows("x", "residual")
 MODULATED = {**rows("x"), **vectors("scale", "shift")}
@@ -100,6 +102,8 @@ CALLS: dict[str, Call] = {
     "dropout": (normforge.layernorm2d_fwd, {**rows("x", "residual"), **vectors("weight", "bias", "x_bias"), **DROPOUT}),
     "backward": (normforge.layernorm2d_bwd, {**backward_operands("layer", M, N), "wants": ("dx", "dweight", "dbias")}),
     "backward, rms": (normforge.rmsnorm2d_bwd, backward_operands("rms", M, N)),
+    "backward, l2": (normforge.l2norm2d_bwd, {**rows("dy", "x"), "rstd": torch.ones(M)}),
+    "backward, fp8": (normforge.rmsnorm2d_bwd, {**backward_operands("rms", M, N), **FP8_GRADIENT}),
     "quantised": (
         normforge.quantised_layer_norm,
         {**rows("x", "residual"), **vectors("weight", "bias", "smooth_scale"), "fquant": "smooth_dynamic"},
@@ -189,31 +193,8 @@ def is_refused(call: str, name: str, tensor: Any, wrong: str) -> bool:
 
 NAN, TENSOR = math.nan, torch.ones(2)
 NUMBER, MODE, DTYPE = "={} will not do; it takes a number", "={} is no mode; it takes", " is {}; it takes"
-# By argument, what no function takes for it, and what the message says behind the argument's name.
-VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "eps": (
-        (-1e-5, NAN, math.inf, 1e39, 10**400, "1e-5", TENSOR, None, True),
-        f"{NUMBER} of at least 0 that is finite in fp32",
-    ),
-    "weight_offset": ((NAN, math.inf, 1e39, "1", TENSOR, True, None), f"{NUMBER} that is finite in fp32"),
-    "dropout_p": ((1.0, 1.5, -0.1, NAN, 1 - 1e-9, "half", True, False), f"{NUMBER} from 0 to at most 0.9999999"),
-    "fadd": (
-        ("add", 5, True, False, None, 0.0, 1.0, TENSOR, "NONE", ["none"], FusedQuant.NONE),
-        f"{MODE} 'none' (0), 'pre_add_store' (1), 'pre_add' (2), 'post_add' (3), 'post_add_norm' (4)",
-    ),
-    "fquant": (
-        ("statical", True, -1, 2.0, FusedAdd.NONE),
-        f"{MODE} 'none' (0), 'smooth_dynamic' (1), 'dynamic' (2), 'static' (3), 'static_column' (4)",
-    ),
-    "rounding": (("up", 0), f"{MODE} 'nearest', 'truncate'"),
-    "cast": (("first", True), f"{MODE} 'after_weight', 'before_weight'"),
-    "activation": (("gelu",), f"{MODE} 'silu', 'sigmoid'"),
-    "save_mv": (("yes", None, 2, 1.0, 0.0), "={} is no flag; it takes True or False"),
-    "out_dtype": ((torch.float64, "int8", False), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
-    "scale_dtype": ((None,), f"{DTYPE} one of torch.float16, torch.bfloat16, torch.float32, "),
-    "dx_dtype": ((torch.int8,), f"{DTYPE} torch.float16 or torch.bfloat16 or torch.float32"),
-    "bias_dtype": ((torch.float64,), f"{DTYPE} torch.float16 or torch.bfloat16 or torch.float32"),
-}
+_NAMES = {"FusedAdd": FusedAdd, "FusedQuant": FusedQuant, **globals()}
+VALUES: dict[str, tuple[tuple[Any, ...], str]] = table_at(Path(__file__).with_name("values.yaml"), _NAMES)
 
 
 def refusal(function: Callable[..., Any], given: dict[str, Any]) -> tuple[type[Exception], str]:

@@ -13,7 +13,8 @@ from normforge.codegen.manifest import Manifest, load
 AXES_OF_MODES = (
     "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
     "scale_ub, quantise_rounded, save_unquant, columnwise, save_amax, scale_dtype, rounding, cast, modulated, "
-    "x_gate, gating, gate_activation, grouped, activation, channels_last, span, dropout, statistics_only, reduce, n"
+    "x_gate, gating, gate_activation, grouped, activation, channels_last, span, dropout, statistics_only, reduce, "
+    "dy_format, n"
 )
 
 TWO_GROUPS = """\

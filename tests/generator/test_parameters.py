@@ -58,8 +58,9 @@ def test_the_results_are_what_is_returned() -> None:
 
 
 def test_every_axis_is_decided_by_a_parameter() -> None:
-    """Of the forward functions; norm and direction name the function, some axes the family, and reduce an object."""
+    """Of the public functions; norm and direction name the function, some axes the family, and reduce an object."""
     axes = {field.name for field in fields(Mode)}
-    decided = {row.axis for family in (FORWARD, MODULATED, GATED, QUANTISED) for row in family.parameters} - {""}
+    decided = {row.axis for family in (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED) for row in family.parameters} - {
+        ""
+    }
     assert decided | {axis for family in FAMILIES for axis in family.axes} == axes - {"norm", "direction", "reduce"}
-    assert {row.axis for row in BACKWARD.parameters} - {""} <= axes

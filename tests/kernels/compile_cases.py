@@ -34,7 +34,7 @@ from ..folders import instance
 
 # For each kernel a row length that takes it by rule, and leaves a ragged chunk to mask.
 LENGTHS: dict[Pipeline | Part, int] = {
-    Pipeline.ROWS: 100,
+    Pipeline.ROWS: 200,
     # Every row starts at a multiple of 16 bytes.
     Pipeline.ONE_PASS: 1904,
     Part.WINDOW: 1901,

@@ -98,7 +98,8 @@ class Problem:
             if row.name in self.absent or (row.name == "dresidual_out" and not self.mode.fadd.stores):
                 return None
             tensor, dtype = draw(row), self.dtypes.get(row.name)
-            if tensor is None or dtype is None:
+            # fp8 stays so.
+            if tensor is None or dtype is None or tensor.itemsize == 1:
                 return tensor
             # As strided as it was.
             other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=TORCH_DTYPES[dtype], device=device)
@@ -114,7 +115,7 @@ class Problem:
         before = {name: each.clone() for name, each in given.items() if isinstance(each, torch.Tensor)}
         wants = {
             "dx": True,
-            "dweight": "weight" in given,
+            "dweight": given.get("weight") is not None,
             "dbias": mode.norm.centres,
             "dx_bias": mode.x_bias,
             "ddropped": mode.dropout,
@@ -147,6 +148,6 @@ def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     names = [
         row.name
         for row in family_of(mode).inputs
-        if row.name != "x" and row.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM, Kind.PER_ROW)
+        if row.name != "x" and row.kind not in (Kind.SCALE, Kind.SCALES, Kind.VALUE, Kind.RANDOM, Kind.PER_ROW)
     ]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}

@@ -102,33 +102,33 @@ UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
 
 
 @pytest.mark.parametrize(
-    ("n", "itemsizes", "is_paired", "target", "expected"),
+    ("n", "itemsizes", "together", "target", "expected"),
     [
         # 26 KiB a program: rows of 4, 6, 8 and 12 KiB.
-        (1024, (2, 2), True, SM_90, 6),
-        (1024, (4, 2), True, SM_90, 5),
-        (1024, (4, 4), True, SM_90, 4),
-        (1024, (4, 4, 4), True, SM_90, 3),
+        (1024, (2, 2), 2, SM_90, 6),
+        (1024, (4, 2), 2, SM_90, 5),
+        (1024, (4, 4), 2, SM_90, 4),
+        (1024, (4, 4, 4), 2, SM_90, 3),
         # A ragged row takes whole chunks.
-        (1025, (4, 4), True, SM_90, 2),
+        (1025, (4, 4), 2, SM_90, 2),
         # Elements of 2 bytes one by one are too short to be copied, those of 4 are not.
-        (1024, (2, 2), False, SM_90, 1),
-        (1024, (4, 2), False, SM_90, 1),
-        (1023, (4, 4), False, SM_90, 4),
+        (1024, (2, 2), 1, SM_90, 1),
+        (1024, (4, 2), 1, SM_90, 1),
+        (1023, (4, 4), 1, SM_90, 4),
         # Another byte a column leaves no room for the third of 13 KiB.
-        (1024, (4, 4, 4, 1), True, SM_90, 3),
-        (1024, (4, 4, 4, 2), True, SM_90, 2),
-        (1024, (2, 2), True, named_target("sm_80"), 5),
-        (1024, (2, 2), True, named_target("sm_89"), 3),
-        (1024, (2, 2), True, named_target("sm_100"), 6),
-        (1024, (2, 2), True, named_target("gfx942"), 1),
-        (1024, (2, 2), True, Target("cpu", 32, 1, compiles=False), 1),
+        (1024, (4, 4, 4, 1), 4, SM_90, 3),
+        (1024, (4, 4, 4, 2), 2, SM_90, 2),
+        (1024, (2, 2), 2, named_target("sm_80"), 5),
+        (1024, (2, 2), 2, named_target("sm_89"), 3),
+        (1024, (2, 2), 2, named_target("sm_100"), 6),
+        (1024, (2, 2), 2, named_target("gfx942"), 1),
+        (1024, (2, 2), 2, Target("cpu", 32, 1, compiles=False), 1),
     ],
 )
 def test_as_many_stages_as_a_launch_has_room_for(
-    n: int, itemsizes: Sequence[int], is_paired: bool, target: Target, expected: int
+    n: int, itemsizes: Sequence[int], together: int, target: Target, expected: int
 ) -> None:
-    tile = staged(TILE, UNSTAGED, n, itemsizes, is_paired, target)
+    tile = staged(TILE, UNSTAGED, n, itemsizes, together, target)
     assert tile == (UNSTAGED if expected == 1 else replace(TILE, stages=expected))
 
 
