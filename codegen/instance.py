@@ -31,7 +31,8 @@ class Bucket:
 class Tile:
     """The part of x that one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads.
 
-    In GroupNorm's two_pass, `rows` are consecutive runs of `held` tiles of `block` elements.
+    In GroupNorm's two_pass, `rows` are consecutive runs of `held` tiles of `block` elements. A one_pass with `held` is
+    read so if registers do not hold the group.
     """
 
     pipeline: Pipeline = field(metadata={"means": "pipeline"})

@@ -239,8 +239,12 @@ def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part not in (Part.MOMENTS, Part.TERMS)
 
 
-def _sums(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return mode.is_backward
+def _holds(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part is Pipeline.ONE_PASS
+
+
+def _sums_in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.is_backward and not _holds(mode, part)
 
 
 def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
@@ -252,7 +256,7 @@ def _activates(mode: GroupMode, part: Pipeline | Part) -> bool:
 
 
 _GROUP_SHAPE = (
-    _Row("units", "positions of a channel / ALIGNMENT"),
+    _Row("units", "positions of a channel / ALIGNMENT", lambda m, p: not _holds(m, p)),
     _Row("first_item", "of this launch", lambda m, p: p is not Pipeline.SPREAD),
     _Row("part_tiles", "tiles a part, a multiple of HELD", _in_parts),
     _Row("items", "runs of WIDTH channels, in all samples", _spreads),
@@ -263,13 +267,14 @@ _GROUP_CONSTANTS = (
     _Row("WIDTH: tl.constexpr", "channels of a program, whole groups"),
     _Row("BLOCK_C: tl.constexpr", "channels a tile"),
     _Row("BLOCK_S: tl.constexpr", "positions per tile"),
+    _Row("POSITIONS: tl.constexpr", "of a channel", _holds),
     _Row("HELD: tl.constexpr", "tiles in registers"),
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
     _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
-    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums),
+    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums_in_parts),
     _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
     _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
-    _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),
+    _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: _holds(m, p) or _activates(m, p)),
     _PDL,
 )
 

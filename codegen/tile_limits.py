@@ -58,17 +58,18 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
 
 def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
     """Return why no GroupNorm kernel can take a tile; whether a group fits in registers depends on its shape too."""
-    if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and tile.pipeline is not Pipeline.TWO_PASS):
+    is_whole = tile.pipeline is Pipeline.ONE_PASS
+    in_runs = tile.pipeline is Pipeline.TWO_PASS or (is_whole and tile.held)
+    if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and not in_runs):
         return (
             f"GroupNorm has no pipeline {tile.pipeline.value} with rows {tile.rows}; take one_pass with rows: 1, "
             "or two_pass, whose rows are runs of held tiles per program"
         )
-    is_whole = tile.pipeline is Pipeline.ONE_PASS
-    if is_whole == bool(tile.held):
-        return f"held is {tile.held}: one_pass holds whole groups and takes 0, and others 1 tile or more per program"
+    if not is_whole and not tile.held:
+        return f"held is {tile.held}: a program of {tile.pipeline.value} holds 1 tile or more"
     if tile.held & (tile.held - 1):
         return f"held is {tile.held}; it takes a power of two"
-    if tile.pipeline is Pipeline.TWO_PASS and tile.held < _LEAST_PIVOT_TILES:
+    if in_runs and tile.held < _LEAST_PIVOT_TILES:
         return (
             f"held is {tile.held}: a part is summed around the mean of its first held tiles, and a single tile "
             f"may be almost empty; write held: {_LEAST_PIVOT_TILES} or more"

@@ -316,9 +316,9 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
     alignment = 1 if mode.channels_last else row_alignment(positions)
     units, teams = positions // alignment, max(1, target.multiprocessors * tile.resident // cut.parts)
-    # Partial sums per part, or, for programs with several tiles of channels, per set of tiles held at once.
-    tiles = -(-positions // cut.block_s)
-    summed = tiles // cut.held if cut.is_alike(positions) else tiles
+    # Partial sums per part, or, in parts of several tiles of channels, per set of tiles held at once.
+    sets = -(-positions // cut.block_s) // (cut.held if cut.is_alike(positions) else 1)
+    summed = cut.parts if cut.width <= cut.block_c or tile.pipeline is Pipeline.ONE_PASS else sets
 
     def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
         items = m // groups * channels // cut.width
@@ -328,9 +328,6 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
             ((min(_MOST_ITEMS, items - first), cut.parts, 1), (units, first, cut.part_tiles, 0))
             for first in range(0, items, _MOST_ITEMS)
         ]
-
-    def programs(m: int, parts: int) -> int:
-        return m // groups * (summed if cut.width > cut.block_c else cut.parts)
 
     # The sums and counts of a group in each part.
     kinds = 2 if mode.is_backward else 4
@@ -348,19 +345,15 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
             },
             strides={},
             constants={
+                **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
+                **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
                 "C": channels,
                 "CHANNELS": shape.group_channels,
-                "WIDTH": cut.width,
-                "BLOCK_C": cut.block_c,
-                "BLOCK_S": cut.block_s,
-                "HELD": cut.held,
+                "POSITIONS": positions,
                 "ALIGNMENT": alignment,
                 "FULL": cut.is_full(positions),
                 "ALIKE": cut.is_alike(positions),
-                "PTX": target.is_nvidia and target.compiles,
                 "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
-                "STAGES": tile.stages,
-                "PDL": target.launches_early,
             },
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=spreads),
@@ -372,7 +365,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     return Assembly(
         walkers=walkers,
         finisher=finisher(channels, target, facts.sums),
-        programs=programs,
+        programs=lambda m, parts: m // groups * summed,
         row_terms=("partials_ptr",),
         exchange=(lambda m: m * cut.parts) if spreads else None,
         terms=lambda m: m * kinds * cut.parts if len(parts) > 1 else 0,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..codegen.groups import GroupMode
@@ -11,12 +11,16 @@ from ..codegen.instance import Tile
 from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, WARP, power_of_two
 from ..codegen.values import Pipeline
 from .gpu import Target
+from .pipelines import REGISTERS
 
 # The contiguous bytes that a program reads where channels are innermost, unless groups are longer: two sectors, which
 # memory delivers together.
 _LEAST_RUN = 64
-# Values of x that a thread holds as fp32; the backward pass holds as many of dy.
-_MOST_VALUES = 64
+# Registers of a thread that hold values of x; the backward pass holds as many of dy.
+_HELD_REGISTERS = 64
+# Registers of a thread for other values, by whether the kernel computes gradients. With fewer, threads of an H200
+# spilled.
+_OTHER_REGISTERS = {False: 40, True: 68}
 # Channels of a backward tile, each of which is summed separately: more channels leave fewer warps, or one, to each.
 _MOST_BESIDE = 8
 # The most values that a program reads to merge parts.
@@ -89,9 +93,7 @@ def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
         beside = gcd(shape.group_channels, _MOST_BESIDE) if mode.is_backward else 1
         width, block_c, block_s = _positions_innermost(shape, tile.block, min(beside, tile.block))
     tiles = -(-width // block_c) * -(-shape.positions // block_s)
-    if tile.pipeline is Pipeline.ONE_PASS:
-        return Cut(width, block_c, block_s, tiles, tiles, 1, tiles)
-    held = min(tile.held, power_of_two(tiles))
+    held = tiles if tile.pipeline is Pipeline.ONE_PASS else min(tile.held, power_of_two(tiles))
     runs, most = -(-tiles // held), max(1, _MOST_PARTS // power_of_two(width // shape.group_channels))
     each = 1 if tile.pipeline is Pipeline.SPREAD else min(max(tile.rows, -(-runs // most)), runs)
     return Cut(width, block_c, block_s, tiles, held, -(-runs // each), held * each)
@@ -161,20 +163,30 @@ def channel_tile(mode: GroupMode, channels: int) -> Tile:
 def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target) -> tuple[Tile, Cut]:
     """Return the first tile that fits a launch, with the tile's cut.
 
-    A tile fits if the groups fit into registers, or if the programs that wait for one another all fit on the GPU. If no
-    tile fits, several programs that do not wait share each group.
+    A tile fits if the groups fit into registers, if need be with fewer programs at once, or if the programs that wait
+    for one another all fit on the GPU. Groups that a tile of whole groups does not fit are read twice, if the tile says
+    in what runs. If no tile fits, several programs that do not wait share each group.
     """
-    for tile in tiles:
-        pieces = cut(mode, shape, tile)
-        if _fits(tile, pieces, target):
-            return tile, pieces
-    tile = GROUP_PARTS_BACKWARD if mode.is_backward else GROUP_PARTS
-    return tile, cut(mode, shape, tile)
+    parts = GROUP_PARTS_BACKWARD if mode.is_backward else GROUP_PARTS
+    cuts = ((each, cut(mode, shape, each)) for tile in (*tiles, parts) for each in _tried(tile))
+    return next(each for each in cuts if _fits(mode, shape, *each, target))
 
 
-def _fits(tile: Tile, pieces: Cut, target: Target) -> bool:
-    if tile.pipeline is Pipeline.ONE_PASS:
-        return pieces.tiles * pieces.block_c * pieces.block_s <= _MOST_VALUES * WARP * tile.warps
-    if tile.pipeline is not Pipeline.SPREAD:
+def _tried(tile: Tile) -> Iterator[Tile]:
+    yield from (replace(tile, resident=each) for each in range(tile.resident, 0, -1))
+    if tile.pipeline is Pipeline.ONE_PASS and tile.held:
+        yield replace(tile, pipeline=Pipeline.TWO_PASS, resident=1)
+
+
+def _fits(mode: GroupMode, shape: Shape, tile: Tile, pieces: Cut, target: Target) -> bool:
+    if tile.pipeline is Pipeline.SPREAD:
+        return pieces.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)
+    if tile.pipeline is Pipeline.TWO_PASS:
         return True
-    return pieces.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)
+    # Only PTX keeps 16-bit values as they are until they are used.
+    size, threads = shape.itemsize if target.is_nvidia else 4, tile.warps * WARP
+    held = pieces.tiles * pieces.block_c * pieces.block_s * size / (4 * threads)
+    needed = held * (2 if mode.is_backward else 1) + _OTHER_REGISTERS[mode.is_backward]
+    # Registers are allocated by eights.
+    fits = held <= _HELD_REGISTERS and (tile.resident == 1 or needed <= REGISTERS // (threads * tile.resident) // 8 * 8)
+    return fits and (not tile.held or pieces.is_full(shape.positions))

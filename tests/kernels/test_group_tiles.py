@@ -19,13 +19,7 @@ SHAPES = st.builds(
     st.integers(1, 10**6),
 )
 TILES = st.builds(
-    lambda pipeline, runs, block, held: Tile(
-        pipeline,
-        runs if pipeline is Pipeline.TWO_PASS else 1,
-        block,
-        8,
-        held=0 if pipeline is Pipeline.ONE_PASS else held,
-    ),
+    lambda pipeline, runs, block, held: Tile(pipeline, runs, block, 8, held=held),
     st.sampled_from((Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)),
     st.sampled_from((1, 4, 16)),
     st.sampled_from((4, 16, 1024, 4096)),
@@ -56,13 +50,19 @@ def test_tiles_have_every_element_and_programs_every_tile(
 def test_groups_that_do_not_fit_go_by_parts() -> None:
     tile, mode, target = Tile(Pipeline.ONE_PASS, 1, 1024, 2), GroupMode(DType.BF16), named_target("sm_90")
     assert choose(mode, Shape(64, 32, 1024, 2), (tile,), target)[0] == tile
-    # 4100 positions are three tiles of channels of 2048 or so, the third next to empty.
-    assert choose(mode, Shape(64, 32, 4100, 2), (tile,), target)[0] == GROUP_PARTS
+    # Two channels of 16400 positions are 512 values a thread.
+    assert choose(mode, Shape(64, 32, 16400, 2), (tile,), target)[0] == GROUP_PARTS
+
+
+def test_longer_groups_leave_room_for_fewer_programs_and_then_are_read_twice() -> None:
+    tile, mode, target = Tile(Pipeline.ONE_PASS, 4, 2048, 8, 3, 4), GroupMode(DType.BF16), named_target("sm_90")
+    shapes = [Shape(32 * channels, 32, positions, 2) for channels, positions in ((20, 1024), (30, 1024), (20, 1023))]
+    found = [(each.pipeline.value, each.resident) for each, _ in (choose(mode, s, (tile,), target) for s in shapes)]
+    assert found == [("one_pass", 3), ("one_pass", 2), ("two_pass", 1)]
 
 
 def test_programs_that_wait_fit_the_gpu() -> None:
     tile, mode = Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4), GroupMode(DType.BF16)
-    long = Shape(128, 32, 20 * 256 * 256, 2)
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("sm_90"))[0] == tile
-    assert choose(mode, long, (tile,), named_target("sm_90"))[0] == GROUP_PARTS
+    assert choose(mode, Shape(128, 32, 20 * 256 * 256, 2), (tile,), named_target("sm_90"))[0] == GROUP_PARTS
     assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("gfx942"))[0] == GROUP_PARTS

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.gpu
 
 SHAPES = {
     "unet 64": (2, 320, 64, 64),
+    "unet 32, trained": (16, 640, 32, 32),
     "unet 16": (2, 1280, 16, 16),
+    "unet 16, trained": (16, 1920, 16, 16),
     "unet 8": (2, 1280, 8, 8),
     "unet 8, trained": (32, 1280, 8, 8),
     # 190 channels a group, which fill no tile of several.
