@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from benchmarks.environment import describe, find_gpu
-from benchmarks.errors import UsageError
 
 from ..evidence import Table, conclude, markdown, parser_of
 from . import serve
@@ -30,7 +29,7 @@ ANSWERED = (8, 64, 64)
 ROUNDS = 5
 _OF_TIMED = ("", "_norms", "_graphs", "_ours", "_theirs")
 COLUMNS = [
-    *["model", "equal", "margin", "native", "compiled", "frozen"],
+    *["model", "equal", "margin", "native", "frozen"],
     *(f"{name}{of}" for name in TIMED for of in _OF_TIMED),
 ]
 
@@ -39,12 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare the engine's norms and the plug's; the exit status is 1 if a model could not be served."""
     about = "Serve models by vLLM with its norms and with normforge's, and compare kernels, tokens and throughput."
     parser = parser_of("engines", about)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (default: all)")
     asked = parser.parse_args(argv)
-    if unknown := set(asked.models) - set(MODELS):
-        raise UsageError(f"no model is called {', '.join(sorted(unknown))}; the models are {', '.join(MODELS)}")
     machine, rows, version = find_gpu("engines"), [], ""
-    names = asked.models or list(MODELS)
+    names = asked.model or list(MODELS)
     with TemporaryDirectory() as folder:
         recording = str(Path(folder, "needed.yaml"))
         with engine(None) as theirs, engine("normforge", NORMFORGE_RECORD=recording) as ours:
@@ -68,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def engine(provider: str | None, **variables: str) -> Executor:
     """Return a process that serves with a plug, or with none."""
-    given = variables | {"VLLM_PLUGINS": provider or ""}
-    return ProcessPoolExecutor(1, get_context("spawn"), serve.begin, (given,))
+    return ProcessPoolExecutor(1, get_context("spawn"), serve.begin, (variables | {"VLLM_PLUGINS": provider or ""},))
 
 
 def compare(theirs: Executor, ours: Executor, model: Any) -> dict[str, str]:
@@ -83,9 +79,6 @@ def compare(theirs: Executor, ours: Executor, model: Any) -> dict[str, str]:
         for each in both if turn % 2 else both[::-1]:
             for name, sizes in TIMED.items():
                 times[name][each].append(each.submit(serve.seconds, *sizes).result())
-            if not turn:
-                each.submit(serve.compiled).result()
-    row["compiled"] = str(len(ours.submit(serve.compiled).result()))
     for name, sizes in TIMED.items():
         (before, _), (after, graphs) = [each.submit(serve.kernels, *sizes).result() for each in both]
         row |= {f"{name}_ours": _counts(after), f"{name}_theirs": _counts(before), f"{name}_graphs": str(graphs)}

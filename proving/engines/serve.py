@@ -28,9 +28,8 @@ class Answer(NamedTuple):
     likeliest: list[dict[int, float]]
 
 
-# The model that is served, and the kernels that Triton compiled since `compiled` was last called.
+# The model that is served.
 _model: Any = None
-_compiled: list[str] = []
 
 
 def begin(variables: dict[str, str]) -> None:
@@ -47,10 +46,8 @@ def start(model: dict[str, Any], first: str | None) -> str:
     """
     global _model
     import torch
-    import triton
     import vllm
 
-    triton.knobs.compilation.listener = _note
     if first == "normforge" and model.get("override"):
         import normforge
 
@@ -113,18 +110,6 @@ def kernels(rows: int, prompt: int, tokens: int) -> tuple[dict[str, tuple[int, f
             taken[named[0]] += event.device_time_total
     graphs = sum(event.name == "cudaGraphLaunch" for event in found.events())
     return {name: (count[name], taken[name]) for name in sorted(count)}, graphs
-
-
-def compiled() -> list[str]:
-    """Return the names of the kernels that Triton compiled since this was last called."""
-    names = _compiled.copy()
-    _compiled.clear()
-    return names
-
-
-def _note(*, src: Any, cache_hit: bool, **_: Any) -> None:
-    if not cache_hit:
-        _compiled.append(src.name)
 
 
 def _generate(rows: int, prompt: int, tokens: int, **options: Any) -> Any:

@@ -80,7 +80,7 @@ def test_eight_threads_compile_once_and_agree(compilations: list[str]) -> None:
     assert all(same_bits(results[0], result) for result in results[1:])
 
 
-def test_the_current_stream_is_the_one_that_is_used() -> None:
+def test_the_current_stream_of_each_thread_is_the_one_that_is_used() -> None:
     x = torch.zeros(64, 4096, device="cuda")
     new = torch.randn_like(x)
     weight = torch.ones(4096, device="cuda", requires_grad=True)
@@ -90,16 +90,22 @@ def test_the_current_stream_is_the_one_that_is_used() -> None:
     # Known, so that what follows is fast.
     torch.autograd.grad(normforge.layer_norm(x, (4096,), weight), weight, dy)
     torch.cuda.synchronize()
-    stream = new_stream()
-    with torch.cuda.stream(stream):
-        # On any other stream the norm would be done, of zeros, long before this is over.
-        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call] # as torch ships it
-        x.copy_(new)
-        y = normforge.layer_norm(x, (4096,), weight)
-        (gradient,) = torch.autograd.grad(y, weight, dy)
-    stream.synchronize()
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-3)
+
+    def run(_: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = x.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(new_stream()):
+            # On any other stream the norm would be done, of zeros, long before this is over.
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call] # as torch ships it
+            mine.copy_(new)
+            y = normforge.layer_norm(mine, (4096,), weight)
+            (gradient,) = torch.autograd.grad(y, weight, dy)
+            torch.cuda.current_stream().synchronize()
+        return y, gradient
+
+    for y, gradient in in_threads(run, range(2)):
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-3)
 
 
 @each_norm

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -221,13 +222,9 @@ def blocks(page: Path) -> list[Block]:
     """Return a page's code blocks, in order."""
     text = page.read_text()
     return [
-        Block(page, text.count("\n", 0, found.start()) + 2, found["language"], _dedented(found))
+        Block(page, text.count("\n", 0, found.start()) + 2, found["language"], textwrap.dedent(found["text"]))
         for found in _FENCED.finditer(text)
     ]
-
-
-def _dedented(found: re.Match[str]) -> str:
-    return re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
 
 
 def prose(page: Path) -> str:

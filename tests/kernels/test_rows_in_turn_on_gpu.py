@@ -18,6 +18,7 @@ from normforge.families.public import layernorm2d_bwd
 from normforge.tools.compare import compare
 from proving.cases import FULL
 
+from ..calling import captured
 from .problems import Problem
 
 pytestmark = pytest.mark.gpu
@@ -164,12 +165,10 @@ def test_each_call_sees_all_that_the_one_before_wrote(m: int, n: int, graph: boo
     expected, actual = ((x.clone(), residual.clone()) for _ in range(2))
     chain(*expected, weight, waits=True)
     if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            chain(*actual, weight, waits=False)
+        recorded, _ = captured(lambda: chain(*actual, weight, waits=False))
         for got, start in zip(actual, (x, residual), strict=True):
             got.copy_(start)
-        captured.replay()
+        recorded.replay()
     else:
         chain(*actual, weight, waits=False)
     torch.cuda.synchronize()

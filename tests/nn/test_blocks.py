@@ -153,10 +153,6 @@ def seeded(model: Any, given: torch.Tensor) -> torch.Tensor:
     return loss_of(model, given)
 
 
-def in_evaluation(model: Any, given: torch.Tensor) -> torch.Tensor:
-    return loss_of(model.eval(), given)
-
-
 def hooked(model: Any, given: torch.Tensor) -> torch.Tensor:
     """Change the gradients of hidden states: of their norms, and of the residual path behind them."""
     hidden: list[torch.Tensor] = []
@@ -180,7 +176,7 @@ def with_autocast(model: Any, given: torch.Tensor) -> torch.Tensor:
 CLOSE = (1.3e-6, 1e-4)
 RUNS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Tensor], tuple[float, float]]] = {
     "dropout, which draws what it drew": (with_dropout, seeded, CLOSE),
-    "dropout in evaluation": (with_dropout, in_evaluation, CLOSE),
+    "dropout in evaluation": (with_dropout, lambda model, given: loss_of(model.eval(), given), CLOSE),
     "hooks on hidden states": (partial(made, "Llama"), hooked, CLOSE),
     "saved tensors offloaded": (partial(made, "Llama"), offloaded, CLOSE),
     "autocast": (partial(made, "Llama"), with_autocast, (1e-2, 5e-2)),

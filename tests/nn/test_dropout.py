@@ -17,7 +17,7 @@ from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from proving.cases import RNG, SIGNED_RNG, Tensors, gradients, operands
 
-from ..calling import counted, each_device, plain, same_bits
+from ..calling import captured, counted, each_device, plain, same_bits
 from ..thorough import THOROUGH
 
 N = 96
@@ -172,11 +172,8 @@ def test_each_replay_of_a_graph_draws_anew(norm: str) -> None:
         run()
         by_numbers()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        total, dx = run()
-        # Numbers are filled in on the device.
-        told = by_numbers()
+    # Numbers are filled in on the device.
+    graph, ((total, dx), told) = captured(lambda: (run(), by_numbers()))
     seen = []
     for _ in range(3):
         graph.replay()

@@ -252,14 +252,10 @@ def test_weights_of_other_types_have_gradients_of_theirs(device: str) -> None:
     check(case, operands | {"q_weight": operands["q_weight"].half(), "sin": operands["sin"].bfloat16()})
 
 
-def _stretched(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of x, every other element of memory."""
-    return torch.stack((x, torch.full_like(x, 7)), -1).flatten(-2)[..., ::2]
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "stretched": _stretched,
+    # Every other element of memory.
+    "stretched": lambda x: torch.stack((x, torch.full_like(x, 7)), -1).flatten(-2)[..., ::2],
     "negated": lambda x: torch._neg_view(-x),
     # A stride that no vector of 16 bytes divides.
     "apart": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],

@@ -1,4 +1,4 @@
-"""The launcher in C on a card: bits as by Triton's, on streams and in threads, and errors raised."""
+"""The launcher in C on a card: bits as by Triton's, and errors raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 from normforge.upstream.triton_launcher import Arguments, Launch
 
-from ..calling import in_threads, same_bits
+from ..calling import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -76,27 +76,6 @@ def test_bits_are_those_of_launches_by_triton(
     assert are_native(bound) == {False}
     for found, expected in zip(ours, theirs, strict=True):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_stream_is_the_current_one_in_each_of_two_threads(bound: list[Bound]) -> None:
-    x, new = torch.zeros(64, 4096, device="cuda"), torch.randn(64, 4096, device="cuda")
-    expected = normforge.layernorm2d_fwd(new).y
-    torch.cuda.synchronize()
-
-    def run(_: int) -> torch.Tensor:
-        mine = x.clone()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call] # as torch ships it
-            # On any other stream the norm would be done, of zeros, long before this is over.
-            torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call] # as torch ships it
-            mine.copy_(new)
-            for _ in range(100):
-                y = normforge.layernorm2d_fwd(mine).y
-            torch.cuda.current_stream().synchronize()
-        return y
-
-    assert all(same_bits(y, expected) for y in in_threads(run, range(2)))
-    assert are_native(bound) == {True}
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_runs(bound: list[Bound]) -> None:
