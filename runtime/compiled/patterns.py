@@ -310,7 +310,8 @@ def change(old: Operator, args: Mapping[str, Any], call: Call, before: Node, vie
     names = [row.name for row in call.function.family.results]
     returned = {name: fake for name, fake in zip(names, fakes, strict=True) if fake is not None}
     node.target = traced.operator(call.function.family.functions[call.function.norm])
-    node.args, node.kwargs = tuple([args[name] for name in call.function.passed]), {}
+    # Graphs leave out trailing arguments that are None.
+    node.args, node.kwargs = tuple([args.get(name) for name in call.function.passed]), {}
     # Inductor keeps the strides of the fake arguments.
     eager = torch.fx.map_arg(node.args, lambda each: each.meta["val"])
     node.meta |= {"val": list(returned.values()), "eager_input_vals": (eager, {})}
