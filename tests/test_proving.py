@@ -13,7 +13,6 @@ from benchmarks.errors import UsageError
 from proving import parts
 from proving.__main__ import WHAT, main
 from proving.engines.command import difference
-from proving.engines.serve import Answer
 
 HEADER = {"device": "a GPU", "revision": "abc"}
 CASES = {name: index for index, name in enumerate("abcd")}
@@ -92,9 +91,9 @@ def test_a_proof_lists_its_options(what: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_tokens_of_engines_differ_where_two_words_are_near() -> None:
-    one = Answer([5, 6, 7], [{5: -1.0, 4: -2.0}, {6: -1.0, 9: -1.25}, {7: -0.5, 8: -3.0}])
-    other = Answer([5, 9, 8], [{5: -1.0, 4: -2.0}, {9: -1.0, 6: -1.125}, {8: -0.5, 7: -3.0}])
+    one = ([5, 6, 7], [{5: -1.0, 4: -2.0}, {6: -1.0, 9: -1.25}, {7: -0.5, 8: -3.0}])
+    other = ([5, 9, 8], [{5: -1.0, 4: -2.0}, {9: -1.0, 6: -1.125}, {8: -0.5, 7: -3.0}])
     assert difference([one, one], [one, one]) == {"equal": "2 of 2", "margin": "0.0000"}
     assert difference([one, one], [one, other]) == {"equal": "1 of 2", "margin": "0.2500"}
     # A word that is not among the likeliest two of the other engine is no near one.
-    assert difference([one], [Answer([5, 3, 7], other.likeliest)]) == {"equal": "0 of 1", "margin": "inf"}
+    assert difference([one], [([5, 3, 7], other[1])]) == {"equal": "0 of 1", "margin": "inf"}

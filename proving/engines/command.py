@@ -98,12 +98,10 @@ def difference(expected: Sequence[Any], actual: Sequence[Any]) -> dict[str, str]
     answer, at the first difference of a prompt; inf if the latter is not the second likeliest.
     """
     margins = []
-    for one, other in zip(expected, actual, strict=True):
-        pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
-        place = next((place for place, (a, b) in pairs if a != b), None)
+    for (tokens, likeliest), (others, _) in zip(expected, actual, strict=True):
+        place = next((place for place, pair in enumerate(zip(tokens, others, strict=True)) if len({*pair}) > 1), None)
         if place is not None:
-            likeliest = one.likeliest[place]
-            margins.append(likeliest[one.tokens[place]] - likeliest.get(other.tokens[place], -inf))
+            margins.append(likeliest[place][tokens[place]] - likeliest[place].get(others[place], -inf))
     return {"equal": f"{len(expected) - len(margins)} of {len(expected)}", "margin": f"{max(margins, default=0):.4f}"}
 
 

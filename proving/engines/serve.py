@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 WORDS = 32_000
@@ -19,13 +19,6 @@ BATCHES = (1, 8, 64)
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Ours, torch's and vLLM's, and Inductor's, which are named by the operators in them.
 _NORMS = re.compile(r"\b((rms|ln)_fwd_\w*|\w*norm\w*_kernel|triton_\w*rsqrt\w*)")
-
-
-class Answer(NamedTuple):
-    """Tokens of a prompt, and for each token the likeliest two with their log-probabilities."""
-
-    tokens: list[int]
-    likeliest: list[dict[int, float]]
 
 
 # The model that is served.
@@ -83,11 +76,15 @@ def start(model: dict[str, Any], first: str | None) -> str:
     return str(vllm.__version__)
 
 
-def answer(rows: int, prompt: int, tokens: int) -> list[Answer]:
-    """Continue random prompts with the likeliest tokens."""
+def answer(rows: int, prompt: int, tokens: int) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Continue random prompts with the likeliest tokens.
+
+    Returns:
+        The tokens of each prompt, and for each token the likeliest two with their log-probabilities.
+    """
     outputs = [output.outputs[0] for output in _generate(rows, prompt, tokens, logprobs=2)]
     likeliest = [[{word: one.logprob for word, one in place.items()} for place in each.logprobs] for each in outputs]
-    return [Answer(list(each.token_ids), words) for each, words in zip(outputs, likeliest, strict=True)]
+    return [(list(each.token_ids), words) for each, words in zip(outputs, likeliest, strict=True)]
 
 
 def seconds(rows: int, prompt: int, tokens: int) -> float:

@@ -64,6 +64,11 @@ def rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_
     return x * cos.unsqueeze(unsqueeze_dim) + halves(x) * sin.unsqueeze(unsqueeze_dim)
 
 
+def rotate_back(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """Rotate the other way round."""
+    return rotate(q, k, cos, -sin)
+
+
 def rotate_once(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """Rotate, and leave other tables behind."""
     rotated = rotate(q, k, cos, sin)
@@ -268,7 +273,7 @@ def test_what_changes_while_a_norm_waits_is_an_error(change: str) -> None:
 
 # Rotations that no kernel does.
 OTHERS: dict[str, Any] = {
-    "the other way round": lambda q, k, cos, sin: rotate(q, k, cos, -sin),
+    "the other way round": rotate_back,
     "keys without a gradient": lambda q, k, cos, sin: rotate(q, k.detach(), cos, sin),
     "several tokens alone": lambda q, k, cos, sin: (q, k) if q.shape[2] == 1 else rotate(q, k, cos, sin),
     "tables of each sample alone": lambda q, k, cos, sin: rotate(q, k, cos, sin) if len(cos) == len(q) else (q, k),

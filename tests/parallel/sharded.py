@@ -166,6 +166,8 @@ BACKWARD_MODES: tuple[dict[str, Any], ...] = (
     {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "dresidual_out": 1, "wants": ("dx", "dweight")},
     {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "x_bias": 1, "wants": ("dx", "dx_bias")},
     {"rstd": 1, "mean": 1, "dresidual_out": 1, "wants": ("dx",)},
+    {"dy": 1, "dy_scale": 1, "rstd": 1, "mean": 1, "wants": ("dx",)},
+    {"dy": 1, "dy_scale": 0, "rstd": 1, "mean": 1, "wants": ("dx",)},
 )
 
 
@@ -173,21 +175,25 @@ BACKWARD_MODES: tuple[dict[str, Any], ...] = (
 _OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.family_name}
 
 
+_SHAPES = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,)}
+
+
 def operator_calls(name: str) -> Iterator[dict[str, Any]]:
     """The arguments of some calls of a function."""
     takes = FUNCTIONS[name]
-    kinds = {parameter: kind for parameter, kind, _ in takes.tensors}
-    shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1], Kind.SCALE: SHAPE[:-1]}
+    shapes = {each: _SHAPES.get(kind, SHAPE[:-1]) for each, kind, _ in takes.tensors}
     for mode in FORWARD_MODES if takes.outs else BACKWARD_MODES:
-        if any(each in mode and each not in takes.passed for each in ("residual", "x_bias", "dresidual_out")):
-            # A norm that lacks these has no such call.
+        # A norm that lacks these has no such call.
+        if {"residual", "x_bias", "dresidual_out", "dy_scale"} & mode.keys() - {*takes.passed}:
             continue
         given = {"x": torch.randn(SHAPE).to(torch.float8_e4m3fn if "x_scale" in mode else torch.float32)}
         # Of scales 0 says that there is one for all rows, which each rank has.
         given |= {
-            each: torch.rand(shapes[kinds[each]] if value else 1) + 0.5 for each, value in mode.items() if each in kinds
+            each: torch.rand(shapes[each] if value else 1) + 0.5 for each, value in mode.items() if each in shapes
         }
-        options = {each: value for each, value in mode.items() if each in takes.passed and each not in kinds}
+        if "dy_scale" in mode:
+            given["dy"] = given["dy"].to(torch.float8_e4m3fn)
+        options = {each: value for each, value in mode.items() if each in takes.passed and each not in shapes}
         if not takes.outs:
             known = {result.name for result in takes.results}
             options |= {"wants": tuple(each for each in mode["wants"] if each in known), "dy": given.pop("dy", None)}
