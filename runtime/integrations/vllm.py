@@ -7,7 +7,7 @@ registers providers, so that this module has no annotations as strings.
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,7 @@ def _swap(names: list[str]) -> None:
         if custom_op.CustomOp not in getattr(theirs, "__mro__", ()):
             logger.info("normforge serves no %s: this vLLM's is none of its custom operators", name)
         elif (other := custom_op.op_registry_oot.get(name)) is None:
-            forward = partialmethod(_forward, _CLASSES[name], theirs.forward_cuda)
-            ours: Any = type(f"Normforge{name}", (theirs,), {"__module__": __name__, "forward_cuda": forward})
+            ours: Any = type(f"Normforge{name}", (theirs,), _members(theirs, _CLASSES[name]))
             custom_op.CustomOp.register_oot(name=name)(ours)
             # The word that switches it in --compilation-config; registering made it the class's.
             ours.name = getattr(theirs, "name", name)
@@ -129,10 +128,17 @@ def _swap(names: list[str]) -> None:
             logger.warning("normforge serves no %s: %s.%s does", name, other.__module__, other.__name__)
 
 
-def _forward(norm: Any, compute: Any, original: Any, x: Tensor, *residual: Tensor | None) -> Any:
-    """Compute a norm on a kernel, or by vLLM's own forward."""
-    out = compute(norm, x, *residual)
-    return original(norm, x, *residual) if out is None else out
+def _members(theirs: Any, compute: Callable[..., Any]) -> dict[str, Any]:
+    """Return the members of a class whose norms run on kernels, or else by vLLM's own forward.
+
+    TorchDynamo follows a function here, and no `functools.partialmethod`.
+    """
+
+    def forward_cuda(norm: Any, x: Tensor, *residual: Tensor | None) -> Any:
+        out = compute(norm, x, *residual)
+        return theirs.forward_cuda(norm, x, *residual) if out is None else out
+
+    return {"__module__": __name__, "forward_cuda": forward_cuda}
 
 
 def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -394,10 +400,9 @@ def _quantiser(linear: Any) -> Any:
 
 def _packs(quantiser: Any) -> bool:
     """Return True if a quantiser returns powers of two as their exponents, four per int32."""
-    from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
+    from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT as Format
 
-    oracle: Any = DeepGemmQuantScaleFMT
-    return bool(quantiser.use_deep_gemm_supported) and oracle.from_oracle() == oracle.UE8M0
+    return bool(quantiser.use_deep_gemm_supported) and Format.from_oracle() == Format.UE8M0
 
 
 # Kernels that read MXFP8's scales in tiles; the key does not state the layout.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -73,16 +72,12 @@ def test_what_providers_do_not_take_is_native(ops: Any, ran: list[str]) -> None:
     assert ran == []
 
 
-def _with_eps(implementation: Any, *operands: torch.Tensor) -> Any:
-    return implementation(*operands, EPS)
-
-
 def test_a_provider_is_one_operator_where_vllm_lowers_a_graph(ops: Any) -> None:
     """Where it lowers a graph, vLLM puts what an implementation does with fake tensors in the place of its own node."""
     w = torch.randn(N).bfloat16()
     for name, operands in (("rms_norm", (rows(), w)), ("fused_add_rms_norm", (rows(), rows(), w))):
         implementation = getattr(ops, name).impls["normforge"].impl_fn
-        graph = make_fx(partial(_with_eps, implementation), tracing_mode="fake")(*operands).graph
+        graph = make_fx(lambda *each, run=implementation: run(*each, EPS), tracing_mode="fake")(*operands).graph
         targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         assert "normforge.rmsnorm2d_fwd.default" in targets
         assert not [target for target in targets if "rsqrt" in target]
@@ -156,10 +151,11 @@ def test_rms_norms_are_made_of_our_classes_without_an_ir(layers: Any, ran: list[
         # Ours is the norm of the sum that is stored, vLLM's that of the sum before it is rounded.
         _, total = theirs.forward_cuda(norm, x, residual)
         alike(norm(x, residual), (theirs.forward_cuda(norm, total), total))
-        assert ran == ["rmsnorm2d_fwd"] * 2
+        compiled: Any = torch.compile(norm, backend="eager", fullgraph=True)
+        alike(compiled(x), norm(x), bits=1.0)
         norm.weight.data = norm.weight.half()
         alike(norm(x), theirs.forward_cuda(norm, x), bits=1.0)
-    assert ran == ["rmsnorm2d_fwd"] * 2
+    assert ran == ["rmsnorm2d_fwd"] * 4
 
 
 def test_layer_norms_are_left_alone_unless_vllms_list_names_us(
