@@ -107,7 +107,7 @@ class Lookup:
         if p != 0.0 or rng is not None or type(p) is not float:
             arguments = (*arguments[:at], *self.settled(p, rng, arguments[self._x]), *arguments[at + 2 :])
         if table.wants >= 0 and arguments[table.wants].__class__ is list:
-            arguments = (*arguments[: table.wants], tuple(arguments[table.wants]))
+            arguments = (*arguments[: table.wants], tuple(arguments[table.wants]), *arguments[table.wants + 1 :])
         key, _, planned = self._look_up(table.norm, arguments, ())
         if planned is not None:
             if table.rstd >= 0:

@@ -72,11 +72,12 @@ def at_once(operator: Operator, kernel: Kernel) -> Kernel:
     """Return the function for Inductor's code to call in place of an operator: Inductor has plain tensors alone."""
 
     @eager_only
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **last: Any) -> Any:
         # Inductor's code runs without gradients. Recorded calls, modes and transforms use the operator.
         if is_grad_enabled() or dispatch_modes() or transforming():
-            return operator(*arguments)
-        return kernel(*arguments)
+            return operator(*arguments, **last)
+        # Inductor names the last arguments, those with a default.
+        return kernel(*arguments, *last.values())
 
     return run
 

@@ -169,8 +169,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         # Most models bring three dimensions, which this serves in a third of the time.
         _, rows, n = shape
         return (rows or 1) * (n or 1), n or 1, 1
-    steps = tuple(accumulate([size or 1 for size in shape[:0:-1]], mul, initial=1))
-    return steps[::-1] if shape else ()
+    return tuple(accumulate([size or 1 for size in shape[:0:-1]], mul, initial=1))[::-1] if shape else ()
 
 
 def _public(device: torch.device) -> Empty:

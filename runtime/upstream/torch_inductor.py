@@ -108,7 +108,7 @@ _log = logging.getLogger(__name__)
 
 
 def called_at_once(functions: Mapping[Operator, Callable[..., Any]]) -> None:
-    """Have Inductor's code call functions in place of operators, with the same arguments, by position.
+    """Have Inductor's code call functions in place of operators, with the same arguments: the last by name.
 
     This does not import Inductor. Code that Inductor writes in C++, or as a graph, calls the operators.
     """
@@ -143,7 +143,8 @@ def _renaming(operator: Operator, lower: Callable[..., Any]) -> Callable[..., An
         graph: Any = V.graph
         before = len(graph.operations)
         lowered = lower(*args, **kwargs)
-        if not (kwargs or graph.cpp_wrapper or getattr(graph, "fx_wrapper", False)):
+        last = [each.name for each in operator._schema.arguments][len(args) :]
+        if [*kwargs] == last and not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False)):
             for each in graph.operations[before:]:
                 if isinstance(each, ir.FallbackKernel) and each.op_overload is operator:
                     each.set_python_kernel_name(f"{each.python_kernel_name}.{AT_ONCE}")
