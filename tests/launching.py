@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 from normforge.calls import backend, first, plan, road
-from normforge.codegen.instance import Tiles
 from normforge.families import rotary, several
 from normforge.families.group import row as group
 from normforge.kernels import launcher
@@ -54,14 +53,12 @@ def launching_nothing(target: Target) -> Iterator[set[KernelKey]]:
         yield met
 
 
-def with_some(tiles: Tiles) -> Tiles:
-    """The same, with twice the warps for some rows that there are for many."""
-    return replace(tiles, some=replace(tiles.large, warps=2 * tiles.large.warps))
-
-
 class SomeTable(Table):
-    """Another table, with such tiles."""
+    """The same table, with twice the warps for some rows that there are for many."""
 
     def __init__(self, table: Table) -> None:
-        tiles = (tuple((arch, with_some(tiles)) for arch, tiles in entry.tiles) for entry in table)
+        tiles = (
+            tuple((arch, replace(of, some=replace(of.large, warps=2 * of.large.warps))) for arch, of in entry.tiles)
+            for entry in table
+        )
         super().__init__(table.where, map(lambda entry, tiles: replace(entry, tiles=tiles), table, tiles))

@@ -244,9 +244,8 @@ def shrunk(
             calls[place] = (name, call)
         before, last = calls[:-1], calls[-1]
     final = differences(session, among, before, last)
-    told = [(name, _told(among[name], call)) for name, call in (*before, last)]
+    told = [
+        (name, {each: value for each, value in call.items() if repr(value) != repr(among[name].defaults[each])})
+        for name, call in (*before, last)
+    ]
     return Difference(last[0], session.by_address, told[:-1], told[-1][1], final or parts)
-
-
-def _told(subject: Subject, call: Call) -> Call:
-    return {name: value for name, value in call.items() if repr(value) != repr(subject.defaults[name])}

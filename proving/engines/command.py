@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from math import inf
 from multiprocessing import get_context
@@ -27,7 +29,9 @@ PAGE = Path("docs/how-to/integrations.md")
 TIMED = {"decode_1": (1, 16, 128), "decode_64": (64, 16, 128), "prefill": (8, 1024, 1)}
 ANSWERED = (8, 64, 64)
 ROUNDS = 5
-_OF_TIMED = ("", "_norms", "_graphs", "_ours", "_theirs")
+_OF_TIMED = ("", "_gpu", "_norms", "_graphs", "_ours", "_theirs")
+# Ours, torch's and vLLM's, and Inductor's, which are named by the operators in them.
+_NORMS = re.compile(r"\b((rms|ln)_fwd_\w*|\w*norm\w*_kernel|triton_\w*rsqrt\w*)")
 COLUMNS = [
     *["model", "equal", "margin", "native", "frozen"],
     *(f"{name}{of}" for name in TIMED for of in _OF_TIMED),
@@ -40,25 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("engines", about)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (default: all)")
     asked = parser.parse_args(argv)
-    machine, rows, version = find_gpu("engines"), [], ""
-    names = asked.model or list(MODELS)
+    header, rows, names = describe(find_gpu("engines"), (), asked.revision), [], asked.model or MODELS
     with TemporaryDirectory() as folder:
         recording = str(Path(folder, "needed.yaml"))
         with engine(None) as theirs, engine("normforge", NORMFORGE_RECORD=recording) as ours:
             for name in names:
                 try:
                     started = theirs.submit(serve.start, MODELS[name], None)
-                    version = ours.submit(serve.start, MODELS[name], "normforge").result()
+                    header["vllm"] = ours.submit(serve.start, MODELS[name], "normforge").result()
                     started.result()
                     rows.append(dict.fromkeys(COLUMNS, "") | {"model": name} | compare(theirs, ours, MODELS[name]))
+                    print(rows[-1], flush=True)
                 except Exception:
                     # Whatever a model makes an engine raise, the others are served.
                     print_exc()
-                    continue
-                print(rows[-1], flush=True)
         if rows:
             serve_frozen(rows, recording)
-    header = describe(machine, (), asked.revision) | {"vllm": version}
     conclude(asked, "engines", Table(header, COLUMNS, rows), summary, page=PAGE)
     return int(len(rows) != len(names))
 
@@ -82,8 +83,11 @@ def compare(theirs: Executor, ours: Executor, model: Any) -> dict[str, str]:
     for name, sizes in TIMED.items():
         (before, _), (after, graphs) = [each.submit(serve.kernels, *sizes).result() for each in both]
         row |= {f"{name}_ours": _counts(after), f"{name}_theirs": _counts(before), f"{name}_graphs": str(graphs)}
-        spent = [sum(us for _, us in kernels.values()) for kernels in (before, after)]
-        row[f"{name}_norms"] = f"{spent[0] / spent[1]:.2f}" if spent[1] else ""
+        row[f"{name}_gpu"], row[f"{name}_norms"] = _ratio(before, after), _ratio(_norms(before), _norms(after))
+        for kernel in sorted({*before, *after}):
+            counts = len(before.get(kernel, ())), len(after.get(kernel, ()))
+            if counts[0] != counts[1]:
+                print(f"{name}: {kernel} ran {counts[0]} times with the engine's norms, {counts[1]} with the plug's")
         row[name] = f"{median(times[name][theirs][1:]) / median(times[name][ours][1:]):.3f}"
     if not model.get("override"):
         theirs.submit(serve.start, model, "native").result()
@@ -105,8 +109,20 @@ def difference(expected: Sequence[Any], actual: Sequence[Any]) -> dict[str, str]
     return {"equal": f"{len(expected) - len(margins)} of {len(expected)}", "margin": f"{max(margins, default=0):.4f}"}
 
 
-def _counts(kernels: Mapping[str, tuple[int, float]]) -> str:
-    return "; ".join(f"{name} {count}" for name, (count, _) in kernels.items())
+def _norms(kernels: serve.Kernels) -> serve.Kernels:
+    found: serve.Kernels = defaultdict(list)
+    for name, taken in kernels.items():
+        if named := _NORMS.search(name):
+            found[named[0]] += taken
+    return found
+
+
+def _ratio(before: serve.Kernels, after: serve.Kernels) -> str:
+    return f"{sum(map(sum, before.values())) / sum(map(sum, after.values())):.2f}" if after else ""
+
+
+def _counts(kernels: serve.Kernels) -> str:
+    return "; ".join(f"{name} {len(taken)}" for name, taken in sorted(_norms(kernels).items()))
 
 
 def serve_frozen(rows: Sequence[dict[str, str]], recording: str) -> None:

@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts.add_options(parser, jobs=8)
     options = parser.parse_args(arguments)
     tools = parts.chosen({tool: tool for tool in TOOLS}, parser, options, TOOLS.__getitem__)
-    sanitizer = _find()
+    places = (shutil.which("compute-sanitizer", path=path) for path in (None, *_PLACES))
+    sanitizer = next(filter(None, places), None)
     if sanitizer is None:
         print(
             "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin; it comes with CUDA's toolkit "
@@ -149,11 +150,6 @@ def _one(name: str, command: tuple[str, ...], options: argparse.Namespace, part:
         options.log.mkdir(parents=True, exist_ok=True)
         (options.log / f"{name}_{part}.log").write_text(text)
     return read(text)
-
-
-def _find() -> str | None:
-    found = (shutil.which("compute-sanitizer", path=path) for path in (None, *_PLACES))
-    return next((path for path in found if path), None)
 
 
 def _header(sanitizer: str, revision: str | None) -> dict[str, str]:

@@ -51,10 +51,6 @@ def _run_session(block: Block, page: Page) -> None:
     assert not failed, "".join(said)
 
 
-def _run_shell(block: Block, page: Page) -> None:
-    page.shell.run(block.text)
-
-
 def _run_console(block: Block, page: Page) -> None:
     assert block.text.startswith("$ "), f"{block}: a command starts with '$ '"
     for part in block.text.split("$ ")[1:]:
@@ -90,10 +86,10 @@ def _run_yaml(block: Block, page: Page) -> None:
     (manifest.load if "\ngroups:" in block.text else read_table)(path)
 
 
-RUN: dict[str, Callable[[Block, Page], None]] = {
+RUN: dict[str, Callable[[Block, Page], object]] = {
     "python": _run_python,
     "pycon": _run_session,
-    "sh": _run_shell,
+    "sh": lambda block, page: page.shell.run(block.text),
     "console": _run_console,
     "yaml": _run_yaml,
 }

@@ -226,9 +226,6 @@ def test_a_recording(data: bytes) -> None:
         assert any(instance.mode == MODES[0] and 200 in instance.bucket for instance in made)
         if data:
             path.write_bytes(data)
-            held = {(instance.mode, n) for instance in manifest.load(path).instances for n in _ends(instance.bucket)}
+            made_alone = manifest.load(path).instances
+            held = {(each.mode, n) for each in made_alone for n in (each.bucket.first, each.bucket.last or 10**17)}
             assert all(any(mode == instance.mode and n in instance.bucket for instance in made) for mode, n in held)
-
-
-def _ends(bucket: Bucket) -> tuple[int, int]:
-    return bucket.first, 10**17 if bucket.last is None else bucket.last

@@ -486,16 +486,13 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
     ]
     for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
         tried = outcome_of(made).tried
-        assert [tile_of(each["tile"]) for each in case["candidates"]] == [each.tile for each in tried]
+        tiles = [each["tile"] | {"pipeline": Pipeline(each["tile"]["pipeline"])} for each in case["candidates"]]
+        assert [Tile(**tile) for tile in tiles] == [each.tile for each in tried]
         best = case["candidates"][-1]
         assert (best["tile"], best["us"], best["final_us"]) == (case["best"], 1000.0, 1250.0)
         assert case["gb_per_s"] == 3000.0
     assert line["tiles"]["small"] == line["cases"][1]["best"]
     assert bench.measured("--report", path, *THREE, "--resume") == SHORT[1:]
-
-
-def tile_of(words: dict[str, Any]) -> Tile:
-    return Tile(**(words | {"pipeline": Pipeline(words["pipeline"])}))
 
 
 @pytest.mark.parametrize("text", ["not JSON\n", "[1]\n", '{"format": 2}\n', "{}\n", "\n"])

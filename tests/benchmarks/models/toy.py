@@ -28,16 +28,10 @@ TOY = Spec(
     "torch",
     Shape(1, 16, 1, 16, batch=4),
     lambda shape: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1)),
-    lambda shape, device, dtype: lambda model: _squares(model(_inputs(dtype))),
+    lambda shape, device, dtype: (
+        lambda model: model(torch.linspace(-1, 1, 64).view(4, 16).to(dtype)).float().square().mean()
+    ),
 )
-
-
-def _inputs(dtype: torch.dtype) -> torch.Tensor:
-    return torch.linspace(-1, 1, 64).view(4, 16).to(dtype)
-
-
-def _squares(y: torch.Tensor) -> torch.Tensor:
-    return y.float().square().mean()
 
 
 def job_of(out: Path, model: str = TOY.name, **given: Any) -> Job:
