@@ -40,6 +40,7 @@ TYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "i8": torch.int8,
+    "u8": torch.uint8,
     "i64": torch.int64,
     "fp8e4nv": torch.float8_e4m3fn,
 }
@@ -162,6 +163,18 @@ def test_gradients_of_another_call_are_not_found(launched: Launched) -> None:
     for around in AROUND:
         with around():
             assert find(operands, options)[1] is None
+
+
+def test_gradients_are_asked_for_by_a_list(launched: Launched, looked: list[str]) -> None:
+    """As operators do; the scale of dy stands behind the list."""
+    given: dict[str, Any] = {"dy": torch.randn(M, N).to(torch.float8_e4m3fn), "dy_scale": torch.rand(M)}
+    given |= {"x": torch.randn(M, N), "weight": torch.randn(N), "rstd": torch.ones(M)}
+    results = []
+    for names in (list, tuple, list):
+        looked.clear()
+        results.append(rmsnorm2d_bwd(**given, wants=names(("dx", "dweight")))[:2])
+    assert looked == []
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("backward", [False, True])
