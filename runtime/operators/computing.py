@@ -46,8 +46,7 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
     results: Results
     if not takes.family_name:
         # The modes that see operators have seen this operator already.
-        seen = dispatch_modes()
-        results = launched(takes.family, takes.norm.value, None, args) if seen else PUBLIC[function](**args)
+        results = launched(takes.family, takes.norm.value, None, args) if dispatch_modes() else PUBLIC[function](**args)
         return results
     if takes.direction is Direction.BACKWARD:
         require_device(check(function, args).x)
