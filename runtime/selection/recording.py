@@ -128,7 +128,8 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
         served.setdefault(mode, set()).add(bucket)
     buckets = {bucket for of_mode in served.values() for bucket in of_mode}
     standard = standard_ladder()
-    ladder = standard if buckets.issubset(standard) else _ladder(buckets)
+    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
+    ladder = standard if buckets.issubset(standard) else ladder_of((*sorted(ends), None))
     lines = [_HEAD]
     if ladder is not standard:
         lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
@@ -140,11 +141,6 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
     # JSON is valid YAML, and is read a hundred times as fast.
     items = [f"{_ITEM}{line}\n" for line in lines_of(calls)]
     return "".join([*lines, f"{_CALLS}\n" if items else f"{_CALLS} []\n", *items])
-
-
-def _ladder(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
-    return ladder_of((*sorted(ends), None))
 
 
 @contextmanager
