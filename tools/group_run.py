@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..calls.outputs import LayerNormOutput
+from ..calls.record import BackwardPass
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
 from ..dtypes import TORCH_DTYPES
 from ..families.group import row as group
-from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
+from ..families.operands import GroupNormGradients, GroupOptions
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import choose
 from ..reference import grouped as group_reference
@@ -80,7 +81,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
             operands=(x, weight, bias),
         )
     _, statistics = group.launched(x, weight, bias, options, saves=True)
-    assert statistics is not None
+    call = BackwardPass((x, weight, bias, statistics), (options,), dy, None, (True, True, True))
 
     def check_gradients(gradients: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         parts = (
@@ -91,9 +92,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
 
     return Run(
         names=names,
-        call=lambda: group.launched_backward(
-            GroupArrived(dy, x, weight, bias, statistics, options, GroupNormGradients._fields)
-        ),
+        call=lambda: tuple(group.launched_backward(call)),
         validate=check_gradients,
         operands=(x, dy, weight, bias, statistics),
     )

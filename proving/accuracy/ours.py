@@ -16,7 +16,7 @@ from normforge.dtypes import TORCH_DTYPES
 from normforge.families import public
 from normforge.families.gated import row as gated
 from normforge.families.group import row as group
-from normforge.families.operands import GatedSaved, GroupArrived, GroupNormGradients, GroupOptions
+from normforge.families.operands import GatedSaved, GroupNormGradients, GroupOptions
 
 from ..cases import Tensors
 from .cases import GROUPS, AnyCase, Case, GroupCase, Layout
@@ -99,9 +99,9 @@ def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
     if isinstance(case, GroupCase):
         dy, x, weight = case.shaped(given["dy"]), case.shaped(given["x"]), given["weight"]
         statistics = torch.stack([saved["mean"], saved["rstd"]]).view(2, len(x), GROUPS)
-        arrived = dy, x, weight, torch.zeros_like(weight), statistics, _options(case), GroupNormGradients._fields
-        gradients = group.launched_backward(GroupArrived(*arrived))._asdict()
-        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        saved_tensors = x, weight, torch.zeros_like(weight), statistics
+        grads = group.launched_backward(BackwardPass(saved_tensors, (_options(case),), dy, None, (True, True, True)))
+        return GroupNormGradients(*grads)._asdict()
     mode = case.mode
     if mode.gating.gates:
         return _gated(case, given, saved)

@@ -454,7 +454,11 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
     # Without 16 bits to round to, y's or dy's, rows are rounded once.
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
-    mode = _mode(axes)
+    try:
+        mode = Mode(**axes)
+    except IllegalCombinationError as error:
+        # The manifest's name for the axis is not the argument's.
+        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
     if n % mode.dtype_out.packs:
         raise ShapeError(
             f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
@@ -515,14 +519,6 @@ def _output_dtype(args: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
     return DType.INT8 if quantises else DTYPES[x.dtype]
 
 
-def _mode(axes: Mapping[str, Any]) -> Mode:
-    try:
-        return Mode(**axes)
-    except IllegalCombinationError as error:
-        # The manifest's name for the axis is not the argument's.
-        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
-
-
 def _check_presence(takes: Function, mode: Mode, args: Mapping[str, Any]) -> None:
     """Check that what the mode reads was passed, and nothing that it does not."""
     for name, wanted, absent, unused in takes.conditions:
@@ -541,12 +537,12 @@ def _check_needs(takes: Function, args: Mapping[str, Any]) -> None:
             raise ConflictError(error.format(**{name: args[name]}))
 
 
-def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
-    """Follow a path of attributes from a mode, such as "fadd" and "adds"; return True for an empty path."""
+def _asks(mode: Mode, wanted: str) -> bool:
+    """Return the value of an attribute of a mode, "fadd.adds" say; True for none."""
     value: Any = mode
-    for name in wanted:
+    for name in wanted.split(".") if wanted else ():
         value = getattr(value, name)
-    return bool(value) if wanted else True
+    return not wanted or bool(value)
 
 
 def _wants(takes: Function, mode: Mode, args: Mapping[str, Any]) -> tuple[str, ...]:

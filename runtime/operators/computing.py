@@ -25,7 +25,7 @@ from ..errors import DTypeError, LayoutError
 from ..families import eager, public
 from ..families import statistics as statistics
 from ..families.group import row as group
-from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
+from ..families.operands import GroupNormGradients, GroupOptions
 from ..kernels.gpu import require_device
 from ..upstream.torch_dtensor import assembled
 from ..upstream.torch_internals import dispatch_modes
@@ -46,8 +46,7 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
     results: Results
     if not takes.family_name:
         # The modes that see operators have seen this operator already.
-        seen = dispatch_modes()
-        results = launched(takes.family, takes.norm.value, None, args) if seen else PUBLIC[function](**args)
+        results = launched(takes.family, takes.norm.value, None, args) if dispatch_modes() else PUBLIC[function](**args)
         return results
     if takes.direction is Direction.BACKWARD:
         require_device(check(function, args).x)
@@ -140,8 +139,9 @@ def _run_group(args: Mapping[str, Any], by_formula: bool = False) -> Results:
     if "wants" not in args:
         y, statistics = group.launched(*operands, options, saves=args["save_mv"])
         return y, None, statistics
-    arrived = GroupArrived(args["dy"], *operands, args["statistics"], options, args["wants"])
-    return eager.group_gradients(arrived) if by_formula else group.launched_backward(arrived)
+    due = tuple([name in args["wants"] for name in GroupNormGradients._fields])
+    call = BackwardPass((*operands, args["statistics"]), (options,), args["dy"], None, due)
+    return eager.group_gradients(call) if by_formula else group.launched_backward(call)
 
 
 def fake_group(args: Mapping[str, Any]) -> Results:
