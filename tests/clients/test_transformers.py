@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import normforge
+from tests.calling import each_device
 from tests.thorough import THOROUGH
 
 from .alike import agree, close_all
@@ -88,8 +89,13 @@ def test_a_patched_model_is_saved_and_read_again(tmp_path: object) -> None:
     assert torch.equal(again(_TOKENS).logits.detach(), logits)
 
 
-def test_trainer_trains_a_patched_model_as_it_trains_others(tmp_path: object) -> None:
+@each_device
+def test_trainer_trains_a_patched_model_as_it_trains_others(
+    device: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    # It would spread a batch over several.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     from transformers import Trainer, TrainingArguments
 
     losses = []
@@ -99,7 +105,7 @@ def test_trainer_trains_a_patched_model_as_it_trains_others(tmp_path: object) ->
             output_dir=str(tmp_path),
             max_steps=3,
             report_to=[],
-            use_cpu=True,
+            use_cpu=device == "cpu",
             logging_steps=1,
             save_strategy="no",
             seed=0,

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from normforge.calls import attempt
 from normforge.errors import FrozenError
@@ -36,7 +37,9 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         of_vllm.stand_in(monkeypatch, bare=request.param == "bare")
     else:
         config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
-        within = config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu")))
+        within = config.set_current_vllm_config(
+            config.VllmConfig(device_config=config.DeviceConfig("auto" if torch.cuda.is_available() else "cpu"))
+        )
     # Every process calls it, and some twice.
     vllm.register()
     vllm.register()

@@ -13,6 +13,8 @@ import torch
 
 from normforge.tools.cli import main
 
+from ..calling import each_device
+
 kernels = pytest.importorskip("kernels", reason="Hugging Face's kernels is not installed")
 
 WIDTH = 48
@@ -38,6 +40,13 @@ def _unmarked() -> Iterator[None]:
 def mapping(path: Path, device: str, layers: dict[str, str]) -> Any:
     """Layers of the repository at a path, by the names that classes are marked with."""
     return {name: {device: kernels.LocalLayerRepository(path, layer_name=layer)} for name, layer in layers.items()}
+
+
+def at(folder: Path, device: str) -> tuple[Path, str]:
+    """The repository and the device's name for `kernels`; for a CPU, CUDA's variant."""
+    if device == "cpu":
+        return folder / "build" / "torch-cuda", device
+    return folder, device if torch.version.hip is None else "rocm"
 
 
 def kernelised(model: Any, path: Path, device: str, layers: dict[str, str]) -> Any:
@@ -79,17 +88,22 @@ def norms() -> torch.nn.Module:
 TORCHS = {"LayerNorm": "LayerNorm", "TorchRMSNorm": "TorchRMSNorm"}
 
 
-def test_torchs_norms_are_replaced(folder: Path) -> None:
+@each_device
+def test_torchs_norms_are_replaced(folder: Path, device: str) -> None:
     kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
     kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
-    model, x = norms(), torch.randn(2, 3, WIDTH)
-    # The variant for CUDA itself: for a CPU, where kernels are interpreted, there is none to be chosen.
-    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", TORCHS)
+    model, x = norms().to(device), torch.randn(2, 300, WIDTH, device=device)
+    ours = kernelised(model, *at(folder, device), TORCHS)
     assert replaced(ours) == 3
     alike(trained(ours, x), trained(model, x))
+    if device == "cuda":
+        ours.zero_grad()
+        model.zero_grad()
+        alike(trained(torch.compile(ours, fullgraph=True), x), trained(model, x))
 
 
-def test_a_model_of_transformers_takes_them(folder: Path) -> None:
+@each_device
+def test_a_model_of_transformers_takes_them(folder: Path, device: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed")
     config = transformers.LlamaConfig(
@@ -101,25 +115,11 @@ def test_a_model_of_transformers_takes_them(folder: Path) -> None:
         num_key_value_heads=2,
         attn_implementation="eager",
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config).to(device)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     kernels.replace_kernel_forward_from_hub(llama.LlamaRMSNorm, "RMSNorm")
-    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", {"RMSNorm": "RMSNorm"})
+    ours = kernelised(model, *at(folder, device), {"RMSNorm": "RMSNorm"})
     assert replaced(ours) == 5
-    tokens = torch.randint(31, (2, 5))
+    tokens = torch.randint(31, (2, 5), device=device)
     alike(trained(ours, tokens), trained(model, tokens))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_folder_itself_is_taken(folder: Path) -> None:
-    kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
-    kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
-    model, x = norms().cuda(), torch.randn(2, 300, WIDTH, device="cuda")
-    device = "cuda" if torch.version.hip is None else "rocm"
-    ours = kernelised(model, folder, device, TORCHS)
-    assert replaced(ours) == 3
-    alike(trained(ours, x), trained(model, x))
-    ours.zero_grad()
-    model.zero_grad()
-    alike(trained(torch.compile(ours, fullgraph=True), x), trained(model, x))

@@ -196,3 +196,31 @@ def test_sglangs_own_norms_are_hooked_by_its_own_registry(own: Any, ran: list[st
         narrow = own.RMSNorm(N, var_hidden_size=N // 2)
         alike(narrow.forward_cuda(x, residual, x), narrow.forward_native(x, residual, x))
     assert len(ran) == 8
+
+
+@pytest.mark.gpu
+def test_a_graph_of_sglangs_own_norms_holds_kernels(own: Any, ran: list[str]) -> None:
+    """Beside SGLang's own kernels, which overwrite what they add."""
+    pytest.importorskip("sgl_kernel", reason="SGLang's kernels are not installed")
+    x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def run(forward: Any, norm: Any) -> Any:
+        return forward(norm, x.clone()), *forward(norm, x.clone(), residual.clone())
+
+    with torch.inference_mode():
+        for name in ("RMSNorm", "GemmaRMSNorm", "Gemma3RMSNorm"):
+            cls = getattr(own, name)
+            norm = cls(4096).to(x)
+            norm.weight.data.normal_()
+            hooked = partial(run, cls.forward_cuda, norm)
+            y, _, total = run(cls.forward_cuda.__wrapped__, norm)
+            assert ran == []
+            hooked()
+            graph, found = captured(hooked)
+            graph.replay()
+            alike(found, (y, cls.forward_cuda.__wrapped__(norm, total.clone()), total))
+            assert ran == ["rmsnorm2d_fwd"] * 4
+            ran.clear()
+        layer = own.LayerNorm(4096).cuda()
+        alike(layer(x), own.LayerNorm.forward_cuda.__wrapped__(layer, x))
+        assert ran == ["layernorm2d_fwd"]
