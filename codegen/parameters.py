@@ -875,7 +875,7 @@ GROUP = Family(
         _of_groups("save_mv", Kind.FLAG, functional=True),
     ),
     results=(
-        Result("y", Kind.IMAGES, set_by="y_dtype"),
+        Result("y", Kind.IMAGES, set_by="y_dtype", like=("x",)),
         Result("mean", Kind.PER_ROW),
         Result("rstd", Kind.PER_ROW),
     ),

@@ -167,7 +167,7 @@ OPTIONS = (
         str,
         AUTO,
         tuple(dict.fromkeys((AUTO, *(activation.value for activation in GroupActivation), *_ACTIVATIONS))),
-        "the activation of the gate, or with -norm group of y; auto: silu for a gate, none for y",
+        "the activation of the gate, or with -norm group and -dim 1 of y; auto: silu for a gate, none for y",
     ),
     Option(
         "group", int, 0, None, "with -gate, the number of columns that are normalised together, a divisor of n; 0: all"
@@ -187,7 +187,8 @@ OPTIONS = (
     Option("repeat", int, 20, None, "the number of timed runs, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
     Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
-    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group, the shape of x"),
+    Option("dim", int, -1, (-1, 1), "1: normalise the channels of an x of -shape at each position"),
+    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group and -dim 1, the shape of x"),
     Option(
         "groups",
         int,
@@ -200,7 +201,7 @@ OPTIONS = (
         str,
         next(iter(group_problem.LAYOUTS)),
         tuple(group_problem.LAYOUTS),
-        "with -norm group, the memory format of x",
+        "with -norm group and -dim 1, the memory format of x",
     ),
     *(
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
@@ -321,10 +322,10 @@ def _asked(args: argparse.Namespace) -> AnyProblem:
     refuse_unread(args, of_heads, (), "only -rope 1 reads it")
     if args.several is not None:
         return _several_problem(args, defaults)
-    if args.norm == GROUP:
+    if args.norm == GROUP or args.dim == 1:
         return group_problem.group_problem(args, defaults, _FLOATS, AUTO)
     of_groups = {name: defaults[name] for name in group_problem.OWN}
-    refuse_unread(args, of_groups, (), f"only -norm {GROUP} reads it")
+    refuse_unread(args, of_groups, (), f"only -norm {GROUP} and -dim 1 read it")
     return _problem(args)
 
 

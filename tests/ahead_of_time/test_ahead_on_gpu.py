@@ -121,7 +121,7 @@ def run():
 """
 
 
-# Queries and keys of a packed tensor, trained and not; and latents of MLA.
+# Queries and keys of a packed tensor, trained and not; latents of MLA; L2 norms, channels, statistics, and sums behind.
 HEAD_CALLS = """
 def run_heads():
     q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
@@ -133,6 +133,17 @@ def run_heads():
     latents = torch.randn(3, 2112, device="cuda", dtype=torch.bfloat16)
     groups = {"group_size": 128, "out_dtype": torch.float8_e4m3fn}
     normforge.rms_norms([(latents[:, :1536], None, groups), (latents[:, 1536:2048], None, groups)])
+    x = torch.randn(3, 64, 5, 7, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for function in (normforge.l2_norm, normforge.normalize, normforge.layer_norm, normforge.rms_norm):
+        shape = () if function in (normforge.l2_norm, normforge.normalize) else ((64,),)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            function(x.to(memory_format=layout), *shape, weight, dim=1, activation="silu").sum().backward()
+    rows = x.view(-1, 64)
+    for function in (normforge.layer_norm_add, normforge.rms_norm_add):
+        sum(map(torch.sum, function(rows, rows, weight, next_norm=True))).backward()
+    normforge.l2_norm(rows).sum().backward()
+    with torch.no_grad():
+        normforge.layer_statistics(rows), normforge.rms_statistics(rows)
     torch.cuda.synchronize()
 """
 

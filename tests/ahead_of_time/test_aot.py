@@ -32,9 +32,12 @@ from normforge.selection import dispatch
 from normforge.tools import cli
 from normforge.tools.arguments import check_folder
 from normforge.upstream import triton_launcher
+from proving.cases import Case, cases, gradients, operands
 
 from ..folders import RMS, instance, write
+from ..launching import launching_nothing
 from ..stand_in_driver import Driver, driving
+from ..thorough import first_of_each
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -105,6 +108,36 @@ def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypa
         row = rows[key.key.portable]
         assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
+
+
+WALKED = first_of_each(
+    [
+        *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
+        *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
+        *cases("added", "renormed", vary=("norm",), dtype=torch.bfloat16),
+    ],
+    lambda case: case.family,
+    lambda case: f"{case}-{case['norm']}",
+)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", WALKED)
+def test_a_frozen_process_takes_what_was_recorded(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """From a training step, by a recording and a folder, to kernels without the compiler."""
+    path, out, given = tmp_path / "needed.yaml", tmp_path / "kernels", operands(case)
+    with launching_nothing(TARGET) as met, normforge.record(path):
+        outputs = case.run(given)
+        gradients(outputs, given, outputs)
+    keys = normforge.recorded_keys(path, arch="sm_90")
+    made(out, keys)
+    assert set(read(out).rows) == {key.portable for key in met}
+    request.getfixturevalue("no_compiler")
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    normforge.load_aot(out)
+    assert all(take(key).loaded for key in keys)
 
 
 @pytest.mark.compile

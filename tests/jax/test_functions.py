@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,28 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected.detach().double().numpy(), rtol, atol)
 
 
-# Where a residual is added, if one is.
+# Where a residual is added, if one is; or another form of a norm.
 ADDS = ("", "before", "behind", "between")
+FAMILIES = {"behind": "added", "between": "renormed", "silu": "channels"}
+OVER = ("channels", "silu")
 
 
-def case_of(norm: str, adds: str, without: tuple[str, ...]) -> Case:
+def case_of(norm: str, form: str, without: tuple[str, ...]) -> Case:
     """The case of torch's function of the same name."""
-    family = "l2" if norm.startswith("l2") else {"behind": "added", "between": "renormed"}.get(adds, "plain")
-    absent = (*(("x_bias",) if adds else ("residual", "x_bias")), *without)
+    family = FAMILIES.get(form, "l2" if norm.startswith("l2") and not form else "plain" if form in ADDS else form)
+    absent = (*(("x_bias",) if form in ADDS[1:] else ("residual", "x_bias")), *without)
     (case,) = cases(family, vary=(), norm=norm, without=absent)
-    return case.but(weight_offset=1.0) if norm == "rms" else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
+    case = case.but(activation="silu") if form == "silu" else case
+    offset = case["weight_offset"] is not None and norm == "rms"
+    return case.but(weight_offset=1.0) if offset else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
+
+
+OPTIONS = ("eps", "weight_offset", "next_norm", "dim", "activation")
 
 
 def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
     """The norm, and the sum if one is stored."""
-    told = {name: case.arguments[name] for name in ("eps", "weight_offset", "next_norm") if case.arguments.get(name)}
+    told = {name: case.arguments[name] for name in OPTIONS if case.arguments.get(name)}
     made = getattr(norms, case.function.__name__)(**given, **told)
     return made if isinstance(made, tuple) else (made,)
 
@@ -63,11 +71,16 @@ CASES = [
     pytest.param(norm, adds, dtype, marks=[] if ((norm, adds), dtype) in _FIRST else [THOROUGH])
     for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], FLOATS)
 ]
+CHANNELS = [
+    *[(norm, form, (2, 40, 3, 5)) for norm, form in product(("layer", "rms", "l2", "l2_clamped"), OVER)],
+    ("layer", "silu", (3, 40)),
+]
+STATISTICS = [(norm, "statistics", (3, 4, 48)) for norm in ("layer", "rms")]
 
 
 def check_gradients(
     norm: str,
-    adds: str,
+    form: str,
     dtype: str,
     shape: tuple[int, ...],
     atol: float,
@@ -79,10 +92,13 @@ def check_gradients(
 
     Of a loss that takes the sum in as well; each gradient has its operand's type, and may be off by `scale` as much.
     """
-    case = case_of(norm, adds, without)
+    case, is_measured = case_of(norm, form, without), form == "statistics"
     names = [row.name for row in case.rows]
-    x, residual, *arriving = arrays(1, shape, dtype, 4)
-    vectors = zip(("weight", "bias", "next_weight", "next_bias"), arrays(2, shape[-1:], "float32", 4), strict=True)
+    x, residual = arrays(1, shape, dtype, 2)
+    arriving = arrays(3, shape[: len(shape) - is_measured], dtype, 2)
+    vectors = zip(
+        ("weight", "bias", "next_weight", "next_bias"), arrays(2, case.but(shape=shape).size, n=4), strict=True
+    )
     every = {"x": x, "residual": residual, **dict(vectors)}
     operands = [every[name] for name in names]
 
@@ -95,7 +111,9 @@ def check_gradients(
     found, outputs = program(*operands, *arriving)
     again = jax.tree.leaves(program(*operands, *arriving))
     assert all(map(np.array_equal, jax.tree.leaves((found, outputs)), again))
-    assert {(output.dtype.name, output.shape) for output in outputs} == {(dtype, shape)}
+    assert {(output.dtype.name, output.shape) for output in outputs} == {
+        ("float32" if is_measured else dtype, arriving[0].shape)
+    }
     assert [gradient.dtype for gradient in found] == [operand.dtype for operand in operands]
 
     leaves = {name: double(every[name]).requires_grad_() for name in names}
@@ -113,6 +131,12 @@ def check_gradients(
 @pytest.mark.parametrize(("norm", "adds", "dtype"), CASES)
 def test_values_and_gradients(norm: str, adds: str, dtype: str) -> None:
     check_gradients(norm, adds, dtype, (3, 4, 48), ATOL[dtype], ATOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=THOROUGH)])
+@pytest.mark.parametrize(("norm", "form", "shape"), [*CHANNELS, *STATISTICS])
+def test_statistics_and_channels(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
+    check_gradients(norm, form, dtype, shape, ATOL[dtype], ATOL[dtype])
 
 
 def test_types_of_each_operand() -> None:
@@ -325,6 +349,22 @@ def test_vmap(axes: tuple[int | None, ...]) -> None:
 
     near(jax.vmap(norms.layer_norm, axes)(*operands), jax.vmap(by_hand, axes)(*operands))
     near(gradients(norms.layer_norm)(*operands), gradients(by_hand)(*operands), atol=2e-3)
+
+
+@pytest.mark.parametrize("axes", [(0, None), pytest.param((2, 0), marks=THOROUGH)], ids=str)
+def test_vmap_of_channels(axes: tuple[int, int | None]) -> None:
+    """Over images, whose batch dimension may lie anywhere, and over weights."""
+    (x,), (weight,) = arrays(1, (3, 2, 8, 3, 5)), arrays(2, (3, 8))
+    x = jnp.moveaxis(x, 0, axes[0])
+
+    def gradients(norm: Any) -> Any:
+        own = weight if axes[1] == 0 else weight[0]
+        return jax.vmap(jax.value_and_grad(lambda *o: jnp.sum(norm(*o) ** 3), (0, 1)), axes)(x, own)
+
+    def moved(x: Any, weight: Any) -> Any:
+        return jnp.moveaxis(by_hand(jnp.moveaxis(x, 1, -1), weight, 0), -1, 1)
+
+    near(gradients(partial(norms.layer_norm, dim=1)), gradients(moved), atol=2e-3)
 
 
 @THOROUGH

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import normforge.jax as norms
+from normforge.codegen.groups import Span
+from normforge.codegen.values import Norm
 from normforge.jax import launches, primitive
 from normforge.jax.launches import Code
 from normforge.kernels.assembly import assemble
@@ -20,10 +22,23 @@ from normforge.kernels.launcher import interpret
 from normforge.selection import dispatch
 from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
+from proving.cases import formula
 
 from ..thorough import THOROUGH
 from .settled import arrays, jax
-from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised, check_several
+from .test_functions import (
+    CHANNELS,
+    HEADS,
+    as_array,
+    as_tensor,
+    called,
+    case_of,
+    check_gradients,
+    check_heads,
+    check_quantised,
+    check_several,
+    double,
+)
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -102,6 +117,27 @@ OTHERS = [pytest.param(*case, marks=THOROUGH) for case in (("layer", ""), ("laye
 def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
     check_gradients(norm, adds, "float32", shape, 2e-5, 1e-5, scale=5)
     assert "sum_partials" in interpreter.ran
+
+
+@pytest.mark.parametrize(
+    ("norm", "form", "shape"), [*CHANNELS, ("layer", "silu", (2, 2100, 3)), ("rms", "channels", (2, 2100, 3))]
+)
+def test_channels(norm: str, form: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
+    """Of channels that a program holds, and that it reads twice."""
+    check_gradients(norm, form, "float32", shape, 2e-5, 1e-5, scale=5)
+    mode, held = f"{Span.over(Norm(norm)).prefix}_{{}}_fp32{'_silu' * (form == 'silu')}_{{}}".format, shape[1] < 2000
+    forward = mode("fwd", "one_pass" if held else "two_pass")
+    backward = [mode("bwd", part) for part in (["one_pass"] if held else ["row_terms", "two_pass"])]
+    assert interpreter.ran == [*2 * [forward, *backward, "sum_partials"], forward]
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics(norm: str, interpreter: Interpreter) -> None:
+    case, (x,) = case_of(norm, "statistics", ()), arrays(1, (5, 96))
+    for found, wanted in zip(called(case, {"x": x}), formula(case, {"x": double(x)}), strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-5)
+    (kernel,) = interpreter.ran
+    assert kernel.endswith("_fwd_fp32_mv_only_one_pass")
 
 
 @pytest.mark.parametrize("norm", ["layer", pytest.param("rms", marks=THOROUGH)])
@@ -208,6 +244,23 @@ def partitioner(request: pytest.FixtureRequest) -> Any:
     jax.config.update("jax_use_shardy_partitioner", request.param)
     yield
     jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@pytest.mark.usefixtures("partitioner")
+def test_images_are_not_sent() -> None:
+    """Samples and positions lie on several devices, and channels on each; so do statistics of rows."""
+    (x,), (weight, bias) = arrays(1, (4, 16, 6, 4)), arrays(2, (16,), n=2)
+
+    def loss(*given: Any) -> Any:
+        y = norms.layer_norm(*given, dim=1, activation="silu")
+        return jnp.sum(y**3) + sum(map(jnp.sum, norms.layer_statistics(y)))
+
+    lying = jax.device_put(x, jax.sharding.NamedSharding(mesh(), P("a", None, "b")))
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    assert set(communicated(gradient.lower(lying, weight, bias).compile())) == {"all-reduce"}
+    found = gradient(lying, weight, bias)
+    assert found[0].sharding.is_equivalent_to(lying.sharding, 4)
+    close(found, jax.grad(loss, (0, 1, 2))(x, weight, bias))
 
 
 @pytest.mark.usefixtures("partitioner")

@@ -265,9 +265,17 @@ def latents(x: Any, weight: Any) -> Any:
 
 
 Q, HEAD = jax.ShapeDtypeStruct((4, 64, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+
+
+def images(x: Any, weight: Any) -> Any:
+    return jnp.sum(norms.rms_norm(x[..., :100], weight, dim=1, activation="silu") ** 2)
+
+
 PROGRAMS = {
     "rows": (jax.grad(loss, (0, 1, 2)), (X, WEIGHT, WEIGHT)),
     "latents": (jax.grad(latents, 1), (X, WEIGHT)),
+    "channels": (jax.grad(images, (0, 1)), (X, WEIGHT)),
+    "statistics": (lambda x: [norms.layer_statistics(x), norms.rms_statistics(x), norms.l2_norm(x)], (X,)),
     "heads": (jax.grad(turned, (0, 1)), (Q, HEAD, jax.ShapeDtypeStruct((64, 64), jnp.float32))),
 }
 
@@ -290,6 +298,17 @@ def test_a_program_that_was_recorded_is_compiled_ahead(
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     norms.load_aot(out)
     assert calls(lowered(gradient, *operands)) == calls(before)
+
+
+@pytest.mark.compile
+def test_kernels_of_channels_are_listed_by_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, shape = ["crms_fwd_bf16_silu", "crms_bwd_bf16_silu"], ["--shape", "*x1024x100/1", "--weight", "fp32"]
+    command = ["aot", "--for", "jax", "--arch", "sm_90", *shape, "--out", str(tmp_path / "aot"), "--jobs", "1", *modes]
+    assert cli.main(command) == 0
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    norms.load_aot(tmp_path / "aot")
+    gradient, operands = PROGRAMS["channels"]
+    assert len(calls(lowered(gradient, *operands))) == 3
 
 
 @pytest.mark.compile

@@ -31,7 +31,7 @@ def _here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "adds", "shape", "dtype"),
+    ("norm", "form", "shape", "dtype"),
     [
         *(("layer", "", shape, "float32") for shape in CASES),
         ("rms", "", (128, 2048), "float32"),
@@ -44,13 +44,17 @@ def _here() -> None:
         ("rms", "behind", (300, 1024), "bfloat16"),
         ("rms", "between", (300, 1024), "bfloat16"),
         ("l2", "", (300, 128), "bfloat16"),
+        *((norm, "channels", (8, 192, 14, 14), "bfloat16") for norm in ("layer", "rms", "l2")),
+        ("rms", "silu", (2, 2100, 5, 31), "bfloat16"),
+        ("layer", "statistics", (300, 4096), "float32"),
+        ("rms", "statistics", (300, 4096), "float32"),
     ],
 )
-def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_values_and_gradients(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
     """Of 16 bits a gradient is one rounding off, two of a sum, or four of two norms; a sum over rows is an fp32 one."""
     exact = dtype == "float32"
-    atol = 1e-4 if exact else {"": 4e-2, "between": 0.2}.get(adds, 0.1)
-    text = check_gradients(norm, adds, dtype, shape, atol, 1e-3 if exact else 1e-2, scale=1)
+    atol = 1e-4 if exact else {"": 4e-2, "between": 0.2}.get(form, 0.1)
+    text = check_gradients(norm, form, dtype, shape, atol, 1e-3 if exact else 1e-2, scale=1)
     assert "triton_kernel_call" in text
 
 
