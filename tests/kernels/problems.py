@@ -89,6 +89,7 @@ class Problem:
             samples=(2 if mode.is_backward else rows) if mode.modulated else 0,
             group=self.n if mode.grouped else 0,
             scale_layout=mode.scale_layout,
+            dy_format=mode.dy_format,
         )
 
     def _draws(self, of: problem.Problem, device: torch.device, seed: int) -> Draw:
