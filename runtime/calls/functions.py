@@ -20,9 +20,6 @@ _CLASSES = get_type_hints(Mode)
 # The tensors that are read.
 _OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.OUT)
 
-# The default that is no literal.
-_NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
-
 
 class Returned(NamedTuple):
     """The fields of a result that calls read; see `codegen.parameters.Result`. `wanted` is a path of attributes."""
@@ -32,6 +29,7 @@ class Returned(NamedTuple):
     axis: str
     set_by: str
     like: tuple[str, ...]
+    is_sure: bool
 
 
 class Function(NamedTuple):
@@ -111,7 +109,7 @@ def _function(family: Family, norm: Norm) -> Function:
         conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
         outs=tuple((row.name, row.result) for row in rows if row.kind is Kind.OUT),
         results=tuple(
-            Returned(row.name, _path(row.wanted), row.axis, row.set_by, row.like)
+            Returned(row.name, _path(row.wanted), row.axis, row.set_by, row.like, row.is_sure)
             for row in family.results
             if norm in row.norms
         ),
@@ -122,7 +120,9 @@ def _function(family: Family, norm: Norm) -> Function:
 def _default(row: Parameter, norm: Norm) -> Any:
     # A norm that lacks a parameter computes what the default of another norm says.
     text = row.default.get(norm, next(iter(row.default.values())))
-    return _NOT_LITERAL[text] if text in _NOT_LITERAL else ast.literal_eval(text)
+    if text.startswith("torch."):
+        return getattr(torch, text.removeprefix("torch."))
+    return None if text == REQUIRED else ast.literal_eval(text)
 
 
 def _path(wanted: str) -> tuple[str, ...]:
