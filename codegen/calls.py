@@ -165,7 +165,7 @@ def _passed(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, ten
     """
     names = [row.name for row in functions.family.of(norm)]
     rows = [row for row in functions.rows.parameters if row.functional and row.kind.is_tensor == tensors]
-    defaults = [next(iter(row.default.values()), "None") for row in rows]
+    defaults = [next(iter(row.default.values()), "") or "None" for row in rows]
     passed = [functions.renamed.get(row.name, row.name) for row in rows]
     items = [name if name in names else default for name, default in zip(passed, defaults, strict=True)]
     return ", ".join(items if tensors else [f'"{norm.value}"', *items])

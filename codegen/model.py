@@ -440,11 +440,17 @@ class Mode:
             )
 
     def _check_backward(self) -> None:
-        if self.fquant.quantises:
+        if self.fquant.quantises and not self.columnwise.writes:
             raise IllegalCombinationError(
-                f"fquant {self.fquant.value} has no gradient; use fquant none with direction bwd"
+                f"fquant {self.fquant.value} has no gradient, and with direction bwd quantises dx along rows and "
+                "columns; use fquant none, or columnwise untransposed or transposed"
             )
-        if self.dtype_out is not self.dtype_in:
+        for name in ("quantise_rounded", "save_unquant", "save_amax"):
+            if self.columnwise.writes and getattr(self, name):
+                raise IllegalCombinationError(
+                    f"{name} is for a quantised y, and direction bwd quantises dx; leave {name} out"
+                )
+        if self.dtype_out is not self.dtype_in and not self.columnwise.writes:
             raise IllegalCombinationError(
                 f"with direction bwd, gradients take their types from the call, and dtype_out {self.dtype_out.value} "
                 "says nothing; leave dtype_out out"
@@ -527,7 +533,7 @@ class Mode:
         """Return the pipelines that have kernels."""
         if self.reduce.exchanges:
             return (Pipeline.ONE_PASS,)
-        gradients = not (self.shares or self.dropout or self.dy_format.is_fp8)
+        gradients = not (self.shares or self.dropout or self.dy_format.is_fp8 or self.fquant.quantises)
         spreads = gradients if self.is_backward else self.streams or self.spreads_sums
         spreads = spreads and not self.statistics_only
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)

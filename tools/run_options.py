@@ -18,7 +18,7 @@ from ..codegen.groups import GROUP
 from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
-from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
+from ..codegen.values import FP8_INPUT_DTYPES, DType, DyFormat, FusedAdd, FusedQuant, GateActivation, Gating, Norm
 from . import group_problem, rotary_problem
 from .group_problem import GroupProblem, listed, refuse_unread
 from .problem import DEFAULT_EPS, Problem, SeveralProblem, Strides
@@ -65,6 +65,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     row.name: {member.value: member for member in row.words} for row in _QUANTISED if row.words is not None
 }
 _SERVED_FLAGS = tuple(row.name for row in _QUANTISED if row.kind is Kind.FLAG)
+_DY_FORMATS = {dy.value: dy for dy in DyFormat}
 _FLAG = {0: False, 1: True}
 _STRIDES = {"x": "x_stride", "residual": "xr_stride", "y": "y_stride", "residual_out": "yr_stride"}
 
@@ -186,6 +187,13 @@ OPTIONS = (
     Option("warmup", int, 5, None, "the number of runs before the timed runs; not milliseconds"),
     Option("repeat", int, 20, None, "the number of timed runs, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
+    Option(
+        "dy_format",
+        str,
+        DyFormat.FLOAT.value,
+        tuple(_DY_FORMATS),
+        "with -bwd 1, the gradient that arrives: x's type, or fp8 with a scale per row or per group",
+    ),
     Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
     Option("dim", int, -1, (-1, 1), "1: normalise the channels of an x of -shape at each position"),
     Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group and -dim 1, the shape of x"),
@@ -396,6 +404,7 @@ def _problem(args: argparse.Namespace) -> Problem:
         dropout_p=args.dropout,
         scale_layout=_SERVED["scale_layout"][args.scale_layout],
         scale_ub=args.scale_ub,
+        dy_format=_DY_FORMATS[args.dy_format],
     )
 
 
@@ -483,6 +492,9 @@ def _check_beside(args: argparse.Namespace, option: str, *own: tuple[str, int, s
 
 
 def _check_backward(args: argparse.Namespace) -> None:
+    takes_fp8 = args.bwd and not (args.samples or args.dropout or _GATINGS[args.gate].gates)
+    reason = "only -bwd 1 without -samples, -gate and -dropout takes a dy with scales"
+    _check_used("dy_format", args.dy_format, DyFormat.FLOAT.value, takes_fp8, reason)
     if not args.bwd:
         return
     for name, value, reason in (

@@ -258,6 +258,7 @@ class Function:
 def _rows_for(name: str) -> dict[str, Parameter]:
     words = {"modulated": MODULATED, "gated": GATED, "quantised": QUANTISED, "_bwd": BACKWARD}
     own = next((family for word, family in words.items() if word in name), FORWARD)
+    own = next((each for each in FAMILIES if name.removeprefix("torch.") in each.functions.values()), own)
     if "_backward" in name:
         own = GRADIENTS.get(own.name, own)
     families = [family for family in FAMILIES if family not in (own, FORWARD)]
@@ -330,7 +331,7 @@ _PUBLIC = {
     "functional": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "added": ("layer_norm_add", "rms_norm_add", "renormed_layernorm2d_fwd", "renormed_rmsnorm2d_fwd"),
     "forward": ("layernorm2d_fwd", "rmsnorm2d_fwd"),
-    "backward": ("layernorm2d_bwd", "rmsnorm2d_bwd"),
+    "backward": tuple(f"{word}{norm}2d_bwd" for word in ("", "quantised_") for norm in ("layernorm", "rmsnorm")),
     "modulated": tuple(f"modulated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "gated": tuple(f"gated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "quantised": ("quantised_layer_norm", "quantised_rms_norm"),

@@ -468,7 +468,7 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
         raise ConflictError(
             f"{function} takes no fadd {mode.fadd.value!r}; call normforge.renormed_{function}, or pass 'post_add'"
         )
-    if mode.serves and takes.family_name != "quantised":
+    if mode.serves and not takes.family_name.startswith("quantised"):
         raise ConflictError(
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "
             "quantised_rms_norm, which do, or pass 'dynamic' or 'smooth_dynamic'"
@@ -549,14 +549,16 @@ def _wants(takes: Function, mode: Mode, args: Mapping[str, Any]) -> tuple[str, .
     """Return the results that a call returns: those that the call names, if any, and else those of its mode."""
     if "wants" not in args:
         return tuple([result.name for result in takes.results if _asks(mode, result.wanted)])
-    names, known = tuple(args["wants"]), [result.name for result in takes.results]
+    known = [result.name for result in takes.results]
+    names = tuple(dict.fromkeys([*[result.name for result in takes.results if result.is_sure], *args["wants"]]))
     for name in names:
         if name not in known:
             raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(known)}")
     for result in takes.results:
         if result.name not in names:
             continue
-        name, missing = result.name, result.like[0] if all(args[like] is None for like in result.like) else ""
+        name, without = result.name, result.like and all(args[like] is None for like in result.like)
+        missing = result.like[0] if without else ""
         if not _asks(mode, result.wanted):
             missing = missing or "dropout_p"
         if missing:

@@ -20,9 +20,6 @@ _CLASSES = get_type_hints(Mode)
 # The tensors that are read.
 _OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.OUT)
 
-# The default that is no literal.
-_NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
-
 
 class Function(NamedTuple):
     """The fields of a function that calls read, by their use.
@@ -108,7 +105,9 @@ def _function(family: Family, norm: Norm) -> Function:
 def _default(row: Parameter, norm: Norm) -> Any:
     # A norm that lacks a parameter computes what the default of another norm says.
     text = row.default.get(norm, next(iter(row.default.values())))
-    return _NOT_LITERAL[text] if text in _NOT_LITERAL else ast.literal_eval(text)
+    if text.startswith("torch."):
+        return getattr(torch, text.removeprefix("torch."))
+    return None if text == REQUIRED else ast.literal_eval(text)
 
 
 def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:

@@ -391,7 +391,7 @@ class Plan:
     def _at(self, shape: torch.Size) -> Sized:
         m = shape.numel() // self.n
         # The gradient of what is dropped comes behind the sums, and is no pointer of most kernels.
-        makes = self.makes(shape)[: -1 if self.mode.is_backward else None]
+        makes = self.makes(shape)[: -1 if self.family.results[-1].name == "ddropped" else None]
         statistics = make_of((packing(m, self.saves_mean)[0],), torch.float32)
         if self.family.results[-1].kind is Kind.PER_NORM:
             statistics = makes[-1]

@@ -36,8 +36,7 @@ _DROPPED = "ddropped_ptr"
 
 # Slots of the quantised family. Scales that are powers of two are stored as exponents, whatever the type; e4m3 is
 # encoded in software.
-_SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
-_BYTES_OF_SCALES = ("y_scale_ptr", "columnwise_scale_ptr")
+_BYTES_OF_SCALES = ("y_scale_ptr", "rowwise_scale_ptr", "columnwise_scale_ptr")
 _COLUMN_STRIDES = ("columnwise_scale_column_stride", "columnwise_scale_block_stride")
 
 
@@ -129,7 +128,8 @@ class Facts:
             # These may be written to a slice of the caller's tensor.
             anywhere |= {"y_scale_ptr", "amax_ptr"}
         self.misaligned = {*misaligned} - anywhere
-        own = {"x": mode.dtype_in, "y": mode.dtype_out, "columnwise": mode.dtype_out, "dy": mode.dy_format.dtype}
+        own = dict.fromkeys(("y", "rowwise", "columnwise"), mode.dtype_out)
+        own |= {"x": mode.dtype_in, "dy": mode.dy_format.dtype}
 
         def handed(row: Parameter | Result) -> str | None:
             dtype = dtypes[row.name]
@@ -150,13 +150,11 @@ class Facts:
         ddropped = self.types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # The strides of scales of groups, which may depend on M.
-        strided = {
-            **dict.fromkeys(_SCALE_STRIDES, mode.has_scale_strides),
-            "columnwise_vectors": mode.columnwise.transposes,
-            **dict.fromkeys(_COLUMN_STRIDES, mode.columnwise.writes and mode.has_scale_strides),
-        }
-        groups = {name: "i64" for name, is_brought in strided.items() if is_brought}
-        self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
+        of_rows = "rowwise_scale" if mode.is_backward else "y_scale"
+        strides_of_scales = [f"{of_rows}_row_stride", f"{of_rows}_group_stride"] * mode.has_scale_strides
+        strides_of_scales += ["columnwise_vectors"] * mode.columnwise.transposes
+        strides_of_scales += [*_COLUMN_STRIDES] * (mode.columnwise.writes and mode.has_scale_strides)
+        self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **dict.fromkeys(strides_of_scales, "i64")}
         self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
         rows_read = [dtypes[row.name] for row in family.inputs if row.kind is Kind.ROWS]
         # Eight neighbours of an fp8 dy read one scale.
@@ -283,7 +281,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             },
             warps=own.warps,
             options=pipelines.compiler_options(own, target, waits=row.waits),
-            grid=partial(step.grid, own, row.columns(tile, n), target),
+            grid=partial(step.grid, own, (step.columns or row.columns)(own, n), target),
         )
         for step, own in ((step, step.tile(tile)) for step in row.steps)
     )

@@ -48,11 +48,11 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
         # The modes that see operators have seen this operator already.
         results = launched(takes.family, takes.norm.value, None, args) if dispatch_modes() else PUBLIC[function](**args)
         return results
-    if takes.direction is Direction.BACKWARD:
+    calls = road.ROWS[takes.family_name]
+    if takes.direction is Direction.BACKWARD and calls.recording is not None:
         require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
-    calls = road.ROWS[takes.family_name]
     options = road.options_of(calls, takes.norm.value, args)
     results = road.launched(calls, road.operands_of(calls, args), options)
     return results
@@ -224,7 +224,7 @@ def _sharded(takes: Function, outs: Mapping[str, str], function: Callable[..., A
 
 def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
     """Return the whole of a rank's part of a result."""
-    if row.name == "y_scale" and "scale_layout" in operands:
+    if row.name.endswith("_scale") and row.kind is Kind.PER_ROW and "scale_layout" in operands:
         return _scales(frame, part, operands)
     if row.kind in (Kind.COLUMNS, Kind.VALUE):
         return _of_all_rows(frame, row, part)
