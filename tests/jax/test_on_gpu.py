@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,15 @@ def test_values_and_gradients(norm: str, form: str, shape: tuple[int, ...], dtyp
     exact = dtype == "float32"
     atol = 1e-4 if exact else {"": 4e-2, "between": 0.2}.get(form, 0.1)
     text = check_gradients(norm, form, dtype, shape, atol, 1e-3 if exact else 1e-2, scale=1)
-    assert "triton_kernel_call" in text
+    # Statistics that are differentiated come from a formula.
+    assert ("triton_kernel_call" in text) is (form != "statistics")
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics(norm: str) -> None:
+    x, function = arrays(1, (300, 4096))[0], jax.jit(getattr(norms, f"{norm}_statistics"))
+    assert "triton_kernel_call" in function.lower(x).compile().as_text()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), function(x), jax.vjp(function, x)[0])
 
 
 @pytest.mark.parametrize("out_dtype", ["int8", "float8_e4m3fn", "float8_e4m3fnuz"])
