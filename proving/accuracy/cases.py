@@ -180,7 +180,6 @@ MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
 )
 _L2_MODES = _modes("l2", (Norm.L2.prefix,), Mode.from_name)
 _CHANNEL_MODES = _modes("channels", [norm.prefix for norm in (*FULL, Norm.L2)], Mode.from_name)
-_CHANNEL_MODES[Direction.FORWARD] += _modes("channels_around_0", ("rms", "l2"), Mode.from_name)[Direction.FORWARD]
 _TOGETHER = _modes("together", ("rms",), Mode.from_name)[Direction.FORWARD]
 _ROTATED = _modes("rotated", [norm.prefix for norm in FULL], Mode.from_name)
 _HEAD_LAYOUTS = {
