@@ -138,7 +138,7 @@ def summary(table: Table) -> str:
     rows = [
         [
             row["model"],
-            *(", ".join(row[name + of] or "-" for of in ("", "_gpu", "_norms")) for name in TIMED),
+            *("/".join(row[name + of] or "-" for of in ("", "_gpu", "_norms")) for name in TIMED),
             row["equal"],
         ]
         for row in table.rows
