@@ -6,7 +6,6 @@ compiles the kernel, unless NORMFORGE_FROZEN forbids compiling.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,9 +19,6 @@ from ..codegen.values import SEVERAL
 from ..errors import CacheError, FrozenError
 from ..locks import fork_safe
 from .gpu import KernelKey, Target
-
-# Inductor and vLLM set the variable when they compile a model; a warm-up has filled the folder that it named before.
-_CACHE = os.environ.get("TRITON_CACHE_DIR")
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
 _lock = fork_safe(threading.Lock())
@@ -96,7 +92,7 @@ def obtained() -> tuple[tuple[KernelKey, int], ...]:
 def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     """Return a kernel from Triton's cache on disk or from Triton's compiler, without loading the kernel.
 
-    The target GPU need not be present. If the cache has moved since this module was imported, the former folder is
+    The target GPU need not be present. If the cache has moved since normforge was imported, the former folder is
     asked first.
 
     Args:
@@ -125,7 +121,7 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     compiled = partial(triton.compile, source, target=GPUTarget(backend, arch, target.warp_size), options=options)
     # Triton asks a source for the intermediate representation only after a miss in the cache.
     source.make_ir = refuse
-    if cache.dir != (former := _CACHE or cache.get_triton_dir("cache")):
+    if cache.dir != (former := settings.TRITON_CACHE or cache.get_triton_dir("cache")):
         with cache.scope(), suppress(FrozenError, OSError):
             cache.dir = former
             return compiled()
