@@ -40,10 +40,6 @@ class ReferenceOutput(NamedTuple):
     terms: torch.Tensor | None = None
 
 
-# The elements that a dropout keeps, and the factor of these elements; None without a dropout.
-_Dropout = tuple[torch.Tensor, torch.Tensor] | None
-
-
 def layernorm2d_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -150,12 +146,15 @@ def _scaled(
 def _sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    dropout: _Dropout,
+    dropout: tuple[torch.Tensor, torch.Tensor] | None,
     residual: torch.Tensor | None,
     fadd: FusedAdd,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows."""
+    """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows.
+
+    `dropout` has the elements that are kept, and the factor of these elements.
+    """
     added = residual if fadd.is_before else None
     # A stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
     wide = torch.promote_types(added.dtype, torch.float32) if fadd.stores and added is not None else dtype
