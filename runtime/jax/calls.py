@@ -99,7 +99,7 @@ def results_of(*prepared: Prepared) -> list[Any]:
 def _returned(made: Mapping[str, jax.Array]) -> Any:
     if "y_scale" in made:
         return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
-    return tuple(made.values()) if len(made) > 1 else made["y"]
+    return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
 
 
 def _alone(prepare: Callable[..., Prepared], *args: Any) -> Any:
@@ -123,8 +123,7 @@ def measured(norm: Norm, args: Operands, eps: float) -> Any:
     operands = _checked(args, 0.0)
     own = DTYPES[operands["x"].dtype.name]
     op, arrays = _operation(Mode(norm, own, own, save_mv=True, statistics_only=True), operands, eps, 0.0)
-    outputs = apply(*arrays, op=op)
-    return tuple(outputs) if norm.centres else outputs[0]
+    return _returned(op.named(apply(*arrays, op=op)))
 
 
 def rotating(args: Operands, *options: Any) -> Prepared:
