@@ -20,6 +20,7 @@ from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 
 from ..calling import captured
+from ..nn.models import randomised
 from .engines import Leaves, N, alike, rows
 from .stand_ins import of_vllm
 
@@ -124,12 +125,10 @@ LAYER = [{}, {"bias": False, "dtype": torch.bfloat16}, {"elementwise_affine": Fa
 @pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
 @pytest.mark.parametrize("options", LAYER, ids=["plain", "unbiased", "bare"])
 def test_layer_norms_are_made_of_our_class(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
-    norm = layers.LayerNorm(N, **options)
+    norm: Any = randomised(layers.LayerNorm(N, **options))
     assert isinstance(norm, layers.LayerNorm)
     # The word that switches it in custom_ops.
     assert norm.name == "layer_norm"
-    for parameter in norm.parameters():
-        parameter.data = torch.randn_like(parameter)
     x = rows()
     with torch.inference_mode():
         alike(norm(x), layers.LayerNorm.forward_cuda(norm, x))

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.library import infer_schema
 from torch.nn import functional
 
-from . import install
+from . import Group, all_reduced, install
 
 LAYERS = "vllm.model_executor.layers.layernorm"
 CUSTOM = "vllm.model_executor.custom_op"
@@ -301,21 +300,6 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             return functional.layer_norm(x.to(wide), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
 
     return {each.__name__: each for each in (CustomOp, RMSNorm, GemmaRMSNorm, LayerNorm)}, swapped
-
-
-class Group:
-    """The tensor-parallel group: all processes that there are."""
-
-    def __init__(self) -> None:
-        self.device_group = dist.group.WORLD
-        self.world_size = dist.get_world_size()
-
-
-def all_reduced(x: Tensor) -> Tensor:
-    """The sum over the tensor-parallel ranks."""
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
 
 
 class Platform:
