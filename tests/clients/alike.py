@@ -84,6 +84,18 @@ def close_all(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
         torch.testing.assert_close(ours[name], tensor, rtol=2e-5, atol=2e-5 * scale, msg=f"{name}: {{}}".format)
 
 
+def train_alike(trainer_of: Callable[[bool], Any], steps: int) -> torch.Tensor:
+    """Train by transformers' trainers, for an unpatched model and a patched one; return the losses, which agree."""
+    losses = []
+    for patches in (False, True):
+        trainer = trainer_of(patches)
+        trainer.train()
+        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert len(losses[0]) == steps
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    return losses[1]
+
+
 def _is_untouched(
     model: torch.nn.Module,
     run: Run,
