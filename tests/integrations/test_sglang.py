@@ -112,9 +112,8 @@ def test_nothing_is_hooked_unless_sglangs_list_names_us(
     named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_sglang.stand_in(monkeypatch)
-    if named is None:
-        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    else:
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    if named is not None:
         monkeypatch.setenv("SGLANG_PLUGINS", named)
     with caplog.at_level(logging.INFO, "normforge"):
         plug.register()

@@ -21,15 +21,12 @@ from normforge.reference.quantised import unpacked, unswizzled
 
 from ..calling import captured
 from ..nn.models import randomised
-from .engines import Leaves
+from . import engines
 from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
 N = 320
-
-
-def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3)) -> torch.Tensor:
-    return (3 * torch.randn(*m, N) + 1).to(dtype)
+rows = partial(engines.rows, n=N)
 
 
 def key(name: str) -> Any:
@@ -254,7 +251,7 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
     assert ran == []
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: Leaves) -> None:
+def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: engines.Leaves) -> None:
     norm, x, layer = layers.RMSNorm(N), rows(), linear("kFp8DynamicTokenSym")
     leaves(
         plug,

@@ -30,8 +30,6 @@ DEEP_GEMM = "vllm.utils.deep_gemm"
 MXFP8 = "vllm.model_executor.layers.quantization.utils.mxfp8_utils"
 NVFP4 = "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
 
-RESERVED = ("native", "unfused")
-
 
 class Impl(NamedTuple):
     """A provider's implementation."""
@@ -59,7 +57,7 @@ class Op:
         supports_args: Callable[..., bool] | None = None,
         inplace: bool = False,
     ) -> Callable[[Callable[..., Any]], Impl]:
-        assert provider not in RESERVED
+        assert provider not in ("native", "unfused")
 
         def register(function: Callable[..., Any]) -> Impl:
             assert provider not in self.impls
@@ -240,15 +238,14 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             return self.forward_cuda(*arguments, **named)
 
         @classmethod
-        def register_oot(cls, op_cls: type | None = None, name: str | None = None) -> Any:
+        def register_oot(cls, *, name: str) -> Any:
             def register(op_cls: Any) -> Any:
-                registered = name if name is not None else cls.__name__
-                assert registered not in swapped
-                op_cls.name = registered
-                swapped[registered] = op_cls
+                assert name not in swapped
+                op_cls.name = name
+                swapped[name] = op_cls
                 return op_cls
 
-            return register if op_cls is None else register(op_cls)
+            return register
 
     class RMSNorm(CustomOp):
         name = "rms_norm"
