@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 
 from normforge.calls import attempt
 from normforge.errors import FrozenError
-from normforge.integrations import serving, vllm
+from normforge.integrations import serving, sglang, vllm
 
 from ..calling import counted
 from .engines import Leaves, alike
-from .stand_ins import of_vllm
+from .stand_ins import of_sglang, of_vllm
 
 
 @pytest.fixture
@@ -45,6 +46,16 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     vllm.register()
     with within:
         yield importlib.import_module(of_vllm.LAYERS)
+
+
+@pytest.fixture
+def sglangs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of SGLang's norms, a stand-in with hooks applied."""
+    of_sglang.stand_in(monkeypatch)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, normforge")
+    sglang.register()
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()
+    return sys.modules[of_sglang.LAYERS]
 
 
 @pytest.fixture
