@@ -120,8 +120,8 @@ def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
         dy, x, weight = _as_images(case, given["dy"]), _as_images(case, given["x"]), given["weight"]
         means = saved.get("mean", torch.zeros_like(saved["rstd"]))
         statistics, bias = torch.stack([means, saved["rstd"]]).view(2, len(x), -1), torch.zeros_like(weight)
-        saved_tensors, wants = (x, weight, bias if case.centres else None, statistics), (True, True, case.centres)
-        grads = group.launched_backward(BackwardPass(saved_tensors, (_options(case),), dy, None, wants))
+        saved_tensors, due = (x, weight, bias if case.centres else None, statistics), (True, True, case.centres)
+        grads = group.launched_backward(BackwardPass(saved_tensors, (_options(case),), dy, None, due))
         made = GroupNormGradients(*grads)._asdict()
         gradients = {name: gradient for name, gradient in made.items() if gradient is not None}
         return gradients if isinstance(case, GroupCase) else gradients | {"dx": _rows_of(gradients["dx"])}

@@ -23,7 +23,6 @@ from .settled import arrays, jax
 
 jnp = jax.numpy
 
-FLOATS = ("float32", "bfloat16", "float16")
 # Of a rounding to the type, and of fp32 sums.
 _L2 = [("l2", ""), ("l2_clamped", "")]
 _SUMS = [("layer", "before"), ("rms", "behind"), ("layer", "between")]
@@ -44,7 +43,6 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
 # Where a residual is added, if one is; or another form of a norm.
 ADDS = ("", "before", "behind", "between")
 FAMILIES = {"behind": "added", "between": "renormed", "silu": "channels"}
-OVER = ("channels", "silu")
 
 
 def case_of(norm: str, form: str, without: tuple[str, ...]) -> Case:
@@ -67,15 +65,22 @@ def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-CASES = [
-    pytest.param(norm, adds, dtype, marks=[] if ((norm, adds), dtype) in _FIRST else [THOROUGH])
-    for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], FLOATS)
-]
 CHANNELS = [
-    *[(norm, form, (2, 40, 3, 5)) for norm, form in product(("layer", "rms", "l2", "l2_clamped"), OVER)],
+    *[
+        (norm, form, (2, 40, 3, 5))
+        for norm, form in product(("layer", "rms", "l2", "l2_clamped"), ("channels", "silu"))
+    ],
     ("layer", "silu", (3, 40)),
 ]
 STATISTICS = [(norm, "statistics", (3, 4, 48)) for norm in ("layer", "rms")]
+CASES = [
+    *(
+        pytest.param(norm, adds, (3, 4, 48), dtype, marks=[THOROUGH] * (((norm, adds), dtype) not in _FIRST))
+        for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], ATOL)
+    ),
+    *(pytest.param(*case, "float32") for case in (*CHANNELS, *STATISTICS)),
+    *(pytest.param(*case, "bfloat16", marks=THOROUGH) for case in (*CHANNELS, *STATISTICS)),
+]
 
 
 def check_gradients(
@@ -128,14 +133,8 @@ def check_gradients(
     return text
 
 
-@pytest.mark.parametrize(("norm", "adds", "dtype"), CASES)
-def test_values_and_gradients(norm: str, adds: str, dtype: str) -> None:
-    check_gradients(norm, adds, dtype, (3, 4, 48), ATOL[dtype], ATOL[dtype])
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=THOROUGH)])
-@pytest.mark.parametrize(("norm", "form", "shape"), [*CHANNELS, *STATISTICS])
-def test_statistics_and_channels(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize(("norm", "form", "shape", "dtype"), CASES, ids=str)
+def test_values_and_gradients(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
     check_gradients(norm, form, dtype, shape, ATOL[dtype], ATOL[dtype])
 
 
