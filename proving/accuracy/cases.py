@@ -182,10 +182,7 @@ _L2_MODES = _modes("l2", (Norm.L2.prefix,), Mode.from_name)
 _CHANNEL_MODES = _modes("channels", [norm.prefix for norm in (*FULL, Norm.L2)], Mode.from_name)
 _TOGETHER = _modes("together", ("rms",), Mode.from_name)[Direction.FORWARD]
 _ROTATED = _modes("rotated", [norm.prefix for norm in FULL], Mode.from_name)
-_HEAD_LAYOUTS = {
-    Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
-    Direction.BACKWARD: (Layout.HEADS,),
-}
+_HEAD_LAYOUTS = {Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE), Direction.BACKWARD: (Layout.HEADS,)}
 _GROUP_MODES = _modes("groups", ("gn",), {mode.name: mode for mode in group_modes()}.__getitem__)
 
 # What the table's own tiles are measured at, few rows', some rows' and many rows'.

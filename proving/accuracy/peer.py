@@ -160,25 +160,25 @@ def _by_autograd(run: Callable[..., torch.Tensor], dy: torch.Tensor, **given: to
     return {f"d{name}": each.to(dy.dtype) for name, each in zip(leaves, found, strict=True)}
 
 
-def _gated_gradients(case: Case, rows: Tensors) -> Tensors:
-    mode, shape = case.mode, [case.n]
+def _normalised(case: Case, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    run: Any = functional.layer_norm if case.centres else functional.rms_norm
+    y: torch.Tensor = run(x, [case.n], weight, eps=EPS)
+    return y
 
+
+def _gated_gradients(case: Case, rows: Tensors) -> Tensors:
     def run(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        factor = activated(mode, gate)
-        x = x * factor if mode.gating.is_before else x
-        if case.centres:
-            y = functional.layer_norm(x, shape, weight, None, EPS)
-        else:
-            y = functional.rms_norm(x, shape, weight, EPS)
-        return y if mode.gating.is_before else y * factor
+        factor = activated(case.mode, gate)
+        if case.mode.gating.is_before:
+            return _normalised(case, x * factor, weight)
+        return _normalised(case, x, weight) * factor
 
     return _by_autograd(run, rows["dy"], **{name: rows[name] for name in ("x", "gate", "weight")})
 
 
 def _rotated_gradients(case: Case, rows: Tensors, half: torch.dtype | None) -> Tensors:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        shape = [case.n]
-        h = functional.layer_norm(x, shape, eps=EPS) if case.centres else functional.rms_norm(x, shape, eps=EPS)
+        h = _normalised(case, x)
         # The gradient of the rounding is 1.
         h = h if half is None else h + (h.to(half).float() - h).detach()
         return turned(h * weight, rows["cos"], rows["sin"])

@@ -19,7 +19,6 @@ import torch
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import warmup
-from normforge.ahead_of_time import warmup as building
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.ahead_of_time.warmup import Built, build
 from normforge.errors import AotError, CompileError, ConflictError, DeviceError, FrozenError
@@ -34,6 +33,7 @@ from normforge.tools.arguments import check_folder
 from normforge.upstream import triton_launcher
 from proving.cases import Case, cases, gradients, operands
 
+from ..calling import there
 from ..folders import RMS, instance, write
 from ..launching import launching_nothing
 from ..stand_in_driver import Driver, driving
@@ -142,7 +142,7 @@ def test_a_frozen_process_takes_what_was_recorded(
 
 @pytest.mark.compile
 def test_a_folder_without_room_for_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(warmup, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(AotError, match=r"out cannot be written \(No space left\); name another folder: --out DIR$"):
         made(tmp_path / "out", wanted())
 
@@ -153,9 +153,9 @@ def test_what_is_loaded_is_what_would_be_compiled(n: int, tmp_path: Path) -> Non
     """Shared memory, registers, cooperative launches and scratch memory come along in the metadata."""
     keys = compile_keys([n], ["ln_bwd_bf16"], arch="sm_90", rows=["many"])
     made(tmp_path / "kernels", keys)
-    there = read(tmp_path / "kernels")
+    made_ahead = read(tmp_path / "kernels")
     for key in keys:
-        kernel, expected = there.find(key.key, key.function, TARGET), compile_for(key.key, key.function, TARGET)
+        kernel, expected = made_ahead.find(key.key, key.function, TARGET), compile_for(key.key, key.function, TARGET)
         assert kernel.asm["cubin"] == expected.asm["cubin"]
         assert kernel.metadata == expected.metadata
         assert kernel.packed_metadata == expected.packed_metadata
@@ -286,9 +286,7 @@ def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: 
     normforge.load_aot(folder)
     with pytest.raises(AotError):
         normforge.load_aot(tmp_path / "none")
-    there = binaries.loaded()
-    assert there is not None
-    assert there.path == folder
+    assert there(binaries.loaded()).path == folder
 
 
 def test_the_source_is_that_of_the_kernel_and_of_what_it_calls(fresh_table: None, tmp_path: Path) -> None:
