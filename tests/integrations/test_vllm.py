@@ -198,9 +198,8 @@ def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", ["own"], indirect=True)
 def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -> None:
-    """Beside vLLM's own kernels, which overwrite what they add."""
+    """Beside vLLM's formula: its kernels normalise the rounded sum."""
     ops = importlib.import_module("vllm.ir").ops
-    importlib.import_module("vllm.kernels")
     x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
     norm = layers.RMSNorm(4096, dtype=x.dtype).to(x)
     norm.weight.data.normal_()
@@ -213,11 +212,10 @@ def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -
             return call()
 
     with torch.inference_mode():
-        y, _, total = by("vllm_c", run)
-        stored = by("vllm_c", lambda: norm(total))
+        expected = by("native", run)
         assert ran == []
         by("normforge", run)
         graph, found = by("normforge", lambda: captured(run))
         graph.replay()
-        alike(found, (y, stored, total))
+        alike(found, expected)
     assert ran == ["rmsnorm2d_fwd"] * 4
