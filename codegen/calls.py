@@ -11,7 +11,7 @@ from pathlib import Path
 from . import emit
 from .errors import FolderError
 from .families import Family, Parameter
-from .jax_functions import JAX
+from .jax_functions import JAX, JAX_NAMES
 from .locking import replace_file
 from .modules import GATED_MODULES, GROUP_MODULES, PLAIN_MODULES
 from .parameters import (
@@ -121,7 +121,14 @@ def render_calls(path: str) -> str:
     # One template writes the differentiable functions, or the modules, of norms alone, and those of other families.
     functional = PLAIN if path.endswith("plain_functions.py") else FUNCTIONAL
     module_file = _MODULES.get(Path(path).parent.name)
-    rows = {**families, "public": PUBLIC, "functional": functional, "file": module_file, "jax": JAX}
+    rows = {
+        **families,
+        "public": PUBLIC,
+        "functional": functional,
+        "file": module_file,
+        "jax": JAX,
+        "jax_names": JAX_NAMES,
+    }
     return emit.render(TEMPLATES[path], **rows, **_HELPERS)
 
 
@@ -158,7 +165,7 @@ def _passed(functions: PublicFunctions | FunctionalFunctions, norm: Norm, *, ten
     """
     names = [row.name for row in functions.family.of(norm)]
     rows = [row for row in functions.rows.parameters if row.functional and row.kind.is_tensor == tensors]
-    defaults = [next(iter(row.default.values()), "None") for row in rows]
+    defaults = [next(iter(row.default.values()), "") or "None" for row in rows]
     passed = [functions.renamed.get(row.name, row.name) for row in rows]
     items = [name if name in names else default for name, default in zip(passed, defaults, strict=True)]
     return ", ".join(items if tensors else [f'"{norm.value}"', *items])

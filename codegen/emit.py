@@ -191,8 +191,9 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     """Return the kernels that serve a mode in a pipeline: the pipeline's own kernel and the kernels it needs."""
     if isinstance(mode, GroupMode):
         return mode.parts(pipeline)
-    if mode.is_backward and pipeline is Pipeline.TWO_PASS:
-        return (Part.ROW_TERMS, pipeline)
+    if mode.is_backward:
+        terms = (Part.ROW_TERMS,) if pipeline is Pipeline.TWO_PASS else ()
+        return (*terms, pipeline, *((Part.BOTH_WAYS,) if mode.columnwise.writes else ()))
     if mode.columnwise.writes:
         return (pipeline, Part.COLUMNS)
     # For unaligned rows the window kernel replaces either: see `takes_window` in runtime/kernels/pipelines.py.

@@ -266,6 +266,7 @@ class Result:
         axis: the field of `Mode` that is its dtype.
         set_by: the parameter that sets its dtype, unless that parameter is None.
         like: the parameters whose dtype it has; the first one present counts. Without any of these, the dtype is fp32.
+        is_sure: whether calls that name some of their results return it unnamed.
     """
 
     name: str
@@ -275,6 +276,7 @@ class Result:
     axis: str = ""
     set_by: str = ""
     like: tuple[str, ...] = ()
+    is_sure: bool = False
 
     @property
     def slot(self) -> str:

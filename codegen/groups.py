@@ -13,7 +13,20 @@ from typing import ClassVar
 from .errors import IllegalCombinationError
 from .lazy import cached_property
 from .model import Mode
-from .values import INPUT_DTYPES, Columnwise, Direction, DType, DyFormat, Norm, Part, Pipeline, Reduce, ScaleFormat
+from .values import (
+    INPUT_DTYPES,
+    Columnwise,
+    Direction,
+    DType,
+    DyFormat,
+    FusedAdd,
+    FusedQuant,
+    Norm,
+    Part,
+    Pipeline,
+    Reduce,
+    ScaleFormat,
+)
 
 # The manifest's word on the axis `norm`.
 GROUP = "group"
@@ -55,6 +68,11 @@ class Span(Enum):
                 "(RMSNorm), -2 (L2 norm) or -3 (L2 norm of at least eps)"
             )
         return _CHANNEL_SPANS[-num_groups]
+
+    @classmethod
+    def over(cls, norm: Norm) -> Span:
+        """Return the span of a norm of channels."""
+        return next(span for span in _CHANNEL_SPANS if span.norm is norm)
 
     @property
     def num_groups(self) -> int:
@@ -110,8 +128,11 @@ class GroupMode:
     channels_last: bool = False
     span: Span = Span.GROUP
 
-    # Attributes that rows of `parameters` read from the modes of every family.
+    # Attributes that rows of `parameters` and JAX's operations read from the modes of every family.
     norm: ClassVar[Norm] = Norm.LAYER
+    fadd: ClassVar[FusedAdd] = FusedAdd.NONE
+    fquant: ClassVar[FusedQuant] = FusedQuant.NONE
+    statistics_only: ClassVar[bool] = False
     serves: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     dropout: ClassVar[bool] = False

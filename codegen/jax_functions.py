@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter
-from .parameters import FORWARD, RENORMED
-from .public import ROTATED, FunctionalFunctions
+from .parameters import FORWARD, RENORMED, STATISTICS
+from .public import ACTIVATION, ROTATED, FunctionalFunctions
 from .values import Norm
 
 _NORMS = (Norm.LAYER, Norm.RMS)
@@ -56,6 +56,20 @@ def _dtype(name: str, default: str, meaning: str) -> Parameter:
     return Parameter(name, Kind.DTYPE, default=dict.fromkeys(_NORMS, default), meaning={Norm.LAYER: meaning})
 
 
+_OVER = (
+    Parameter(
+        "dim",
+        Kind.COUNT,
+        default=dict.fromkeys(_NORMS_ALONE, "-1"),
+        meaning={
+            Norm.LAYER: "-1 normalises the last dimension. 1 normalises the channels of x, (B, C, ...), at each "
+            "position, where they lie; vectors are then (C,)."
+        },
+    ),
+    replace(ACTIVATION, meaning={Norm.LAYER: '"silu", applied to the result in the same kernel, with dim=1; or None.'}),
+)
+
+
 def _functions(name: str, *parameters: Parameter, norms: Sequence[Norm] = _NORMS) -> Family:
     return Family(
         direction=FORWARD.direction,
@@ -82,7 +96,7 @@ _RAISES = (
 )
 
 _PLAIN = FunctionalFunctions(
-    _functions("{function}", _X, *_VECTORS, _EPS, _OFFSET, norms=_NORMS_ALONE),
+    _functions("{function}", _X, *_VECTORS, _EPS, *_OVER, _OFFSET, norms=_NORMS_ALONE),
     rows=FORWARD,
     output="jax.Array",
     call="normalised",
@@ -93,7 +107,12 @@ _PLAIN = FunctionalFunctions(
     },
     details={norm: (f"{formula} {_RUNS}",) for norm, formula in _FORMULAS.items()},
     returns=(_Y,),
-    raises=_RAISES,
+    raises=(
+        *_RAISES[:2],
+        f"{_RAISES[2][:-1]}; or dim is neither -1 nor 1, an argument was passed that dim does not take, or activation "
+        "is no such word.",
+        _RAISES[3],
+    ),
 )
 
 _NEXT = (
@@ -176,6 +195,29 @@ _QUANTISED = FunctionalFunctions(
     ),
 )
 
+_STATISTICS = FunctionalFunctions(
+    replace(
+        _functions("", _X, replace(_EPS, positional=False)),
+        functions={norm: STATISTICS.functions[norm] for norm in _NORMS},
+    ),
+    rows=FORWARD,
+    output="Any",
+    call="measured",
+    summary={
+        Norm.LAYER: "Compute the mean and rstd = 1 / sqrt(var + eps) of the last dimension, without the norm itself.",
+        Norm.RMS: "Compute rstd = 1 / sqrt(mean(x**2) + eps) of the last dimension, without the norm itself.",
+    },
+    details={
+        norm: (
+            "On an NVIDIA GPU a kernel runs; the formula in jax.numpy anywhere else, and for gradients. vmap and "
+            f"sharded arrays are as in `{norm.row.function}`.",
+        )
+        for norm in _NORMS
+    },
+    returns=("rstd, behind the mean if the norm subtracts one: float32, x's shape without the last dimension.",),
+    raises=_RAISES,
+)
+
 _TABLE = f"(..., rotary_dim / 2), one value for a pair of columns, or (..., rotary_dim); {_FLOATS}. "
 _HEADS = {
     "q": f"(..., Hq, D), {_FLOATS}; the dimensions in front are tokens.",
@@ -225,4 +267,5 @@ _ROTARY = FunctionalFunctions(
     ),
 )
 
-JAX = (_PLAIN, _ADD, _ADDED, _QUANTISED, _ROTARY)
+JAX = (_PLAIN, _ADD, _ADDED, _QUANTISED, _ROTARY, _STATISTICS)
+JAX_NAMES = sorted(name for functions in JAX for name in functions.family.functions.values())

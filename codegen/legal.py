@@ -50,6 +50,8 @@ def legal_modes() -> Iterator[Mode]:
                     yield replace(mode, dy_format=dy)
             yield from _gated(mode)
             yield from _reduced(mode)
+            if mode.is_backward:
+                yield from _quantised_gradients(mode)
             for served in _served(mode):
                 yield served
                 yield from _reduced(served)
@@ -93,6 +95,19 @@ def _reduced(mode: Mode) -> Iterator[Mode]:
     with suppress(IllegalCombinationError):
         for reduce in tuple(Reduce)[1:]:
             yield replace(mode, reduce=reduce)
+
+
+def _quantised_gradients(mode: Mode) -> Iterator[Mode]:
+    """Yield the forms of a backward mode that quantise dx along rows and columns."""
+    names = ("dtype_out", "group_size", "scale_format", "scale_layout", "columnwise")
+    dtypes = (DType.FP8_E4M3FN, DType.FP8_E5M2)
+    for values in itertools.product(dtypes, ScaleGroup, ScaleFormat, ScaleLayout, tuple(Columnwise)[1:]):
+        form: dict[str, Any] = dict(zip(names, values, strict=True))
+        with suppress(IllegalCombinationError):
+            quantising = replace(mode, fquant=FusedQuant.DYNAMIC, **form)
+            yield quantising
+            for dy in tuple(DyFormat)[1:]:
+                yield replace(quantising, dy_format=dy)
 
 
 @cache

@@ -243,25 +243,35 @@ class Mode:
             f"norm {self.norm.value} has no {', '.join(words)}; leave {left} out, or use another norm"
         )
 
+    def _check_others(self, refused: str, leave: str, /, **fits: bool) -> None:
+        """Refuse values beside which a feature of the mode does not go.
+
+        Args:
+            refused: the error's beginning, with a place for the axis and the value.
+            leave: what to do in place of another value.
+            fits: by axis, whether the mode's value goes with the feature.
+        """
+        for name, is_fit in fits.items():
+            if not is_fit:
+                value = f"{name} {self._word(name)}"
+                raise IllegalCombinationError(f"{refused.format(value)}; use another {name}, or {leave}")
+
     def _check_served(self) -> None:
         """Refuse inference engines' forms of quantisation in combination with other features."""
-        for name, fits in (
-            ("fquant", self.fquant.quantises),
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("dtype_out", self.dtype_out in SERVED_DTYPES),
-            ("fadd", self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE)),
-            ("scale_dtype", self.scale_dtype is DType.FP32),
-            ("rounding", not self.rounding.truncates),
-            ("save_mv", not self.save_mv),
-            ("modulated", not self.modulated),
-            ("gating", not self.gating.gates),
-            ("dropout", not self.dropout),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"{', '.join(self._served)} and {name} {self._word(name)} do not go together; use another {name}, "
-                    f"or leave {'it' if len(self._served) == 1 else 'them'} out"
-                )
+        self._check_others(
+            f"{', '.join(self._served)} and {{}} do not go together",
+            f"leave {'it' if len(self._served) == 1 else 'them'} out",
+            fquant=self.fquant.quantises,
+            dtype_in=not self.dtype_in.is_fp8,
+            dtype_out=self.dtype_out in SERVED_DTYPES,
+            fadd=self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE),
+            scale_dtype=self.scale_dtype is DType.FP32,
+            rounding=not self.rounding.truncates,
+            save_mv=not self.save_mv,
+            modulated=not self.modulated,
+            gating=not self.gating.gates,
+            dropout=not self.dropout,
+        )
         if self.scale_format.rounds_up and not (self.group_size.code and self.dtype_out.is_fp8):
             raise IllegalCombinationError(
                 f"scale_format {self.scale_format.value} is for groups of fp8, and group_size is "
@@ -295,42 +305,43 @@ class Mode:
     def _check_trained(self) -> None:
         """Refuse what y has beyond rows in 8-bit training: scales of whole columns or of callers, and a bias on x."""
         is_dynamic = self.fquant is FusedQuant.DYNAMIC
-        for axis, reason, fitting in (
-            (
-                "columnwise",
-                "quantises blocks of 32, 64 or 128 rows to fp8 by the amax of each",
-                {"group_size": self.group_size.code > 0, "dtype_out": self.dtype_out.is_fp8, "fquant": is_dynamic},
-            ),
-            ("save_amax", "saves the amax of y as it is quantised", {"fquant": is_dynamic or self.fquant.takes_scale}),
-        ):
-            fitting |= {"scale_ub": not self.scale_ub, "x_bias": not self.x_bias}
-            word = self._word(axis)
-            for name in [name for name, fits in fitting.items() if word not in ("none", "false") and not fits]:
-                raise IllegalCombinationError(
-                    f"{axis} {word} {reason}, and has no {name} {self._word(name)}; use another {name}, or leave "
-                    f"{axis} out"
-                )
+        bounds = {"scale_ub": not self.scale_ub, "x_bias": not self.x_bias}
+        if self.columnwise.writes:
+            self._check_others(
+                f"columnwise {self.columnwise.value} quantises blocks of 32, 64 or 128 rows to fp8 by the amax of "
+                "each, and has no {}",
+                "leave columnwise out",
+                group_size=self.group_size.code > 0,
+                dtype_out=self.dtype_out.is_fp8,
+                fquant=is_dynamic,
+                **bounds,
+            )
+        if self.save_amax:
+            self._check_others(
+                "save_amax true saves the amax of y as it is quantised, and has no {}",
+                "leave save_amax out",
+                fquant=is_dynamic or self.fquant.takes_scale,
+                **bounds,
+            )
 
     def _check_gated(self) -> None:
         if not self.gating.gates:
             raise IllegalCombinationError(
                 "gate_activation and grouped go with a gate; use gating after_norm or before_norm, or leave them out"
             )
-        for name, fits in (
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("fadd", not self.fadd.adds),
-            ("fquant", not self.fquant.smooths),
-            ("scale_dtype", self.scale_dtype is DType.FP32),
-            ("rounding", not self.rounding.truncates),
-            ("cast", not self.cast.comes_first),
-            ("x_bias", not self.x_bias),
-            ("modulated", not self.modulated),
-            ("dropout", not self.dropout),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"gated norms have no {name} {self._word(name)}; use another {name}, or leave gating out"
-                )
+        self._check_others(
+            "gated norms have no {}",
+            "leave gating out",
+            dtype_in=not self.dtype_in.is_fp8,
+            fadd=not self.fadd.adds,
+            fquant=not self.fquant.smooths,
+            scale_dtype=self.scale_dtype is DType.FP32,
+            rounding=not self.rounding.truncates,
+            cast=not self.cast.comes_first,
+            x_bias=not self.x_bias,
+            modulated=not self.modulated,
+            dropout=not self.dropout,
+        )
 
     def _check_modulated(self) -> None:
         if not self.modulated:
@@ -340,89 +351,77 @@ class Mode:
                 f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store, or leave x_gate out"
             )
-        for name, fits in (
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("fadd", self.fadd.stores or not self.fadd.adds),
-            ("fquant", self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
-            ("scale_dtype", self.scale_dtype is DType.FP32),
-            ("rounding", not self.rounding.truncates),
-            ("cast", not self.cast.comes_first),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"modulated norms have no {name} {self._word(name)}; use another {name}, or leave modulated out"
-                )
+        self._check_others(
+            "modulated norms have no {}",
+            "leave modulated out",
+            dtype_in=not self.dtype_in.is_fp8,
+            fadd=self.fadd.stores or not self.fadd.adds,
+            fquant=self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC),
+            scale_dtype=self.scale_dtype is DType.FP32,
+            rounding=not self.rounding.truncates,
+            cast=not self.cast.comes_first,
+        )
         for name in ("x_bias", "dropout"):
             if getattr(self, name):
                 raise IllegalCombinationError(f"modulated norms have no {name}; leave {name} or modulated out")
 
     def _check_renormed(self) -> None:
-        for name, fits in (
-            ("direction", not self.is_backward),
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("x_bias", not self.x_bias),
-            ("dropout", not self.dropout),
-            ("modulated", not self.modulated),
-            ("fquant", self.fquant in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC)),
-            ("scale_dtype", self.scale_dtype is DType.FP32),
-            ("rounding", not self.rounding.truncates),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"fadd {self.fadd.value} has no {name} {self._word(name)}; use another {name}, or another fadd"
-                )
+        self._check_others(
+            f"fadd {self.fadd.value} has no {{}}",
+            "another fadd",
+            direction=not self.is_backward,
+            dtype_in=not self.dtype_in.is_fp8,
+            x_bias=not self.x_bias,
+            dropout=not self.dropout,
+            modulated=not self.modulated,
+            fquant=self.fquant in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC),
+            scale_dtype=self.scale_dtype is DType.FP32,
+            rounding=not self.rounding.truncates,
+        )
 
     def _check_statistics(self) -> None:
-        for name, fits in (
-            ("direction", not self.is_backward),
-            ("save_mv", self.save_mv),
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("dtype_out", self.dtype_out is self.dtype_in),
-            ("fadd", not self.fadd.adds),
-            ("x_bias", not self.x_bias),
-            ("cast", not self.cast.comes_first),
-            ("modulated", not self.modulated),
-            ("gating", not self.gating.gates),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"statistics_only saves mean and rstd of x and writes no y, and has no {name} {self._word(name)}; "
-                    f"use another {name}, or leave statistics_only out"
-                )
+        self._check_others(
+            "statistics_only saves mean and rstd of x and writes no y, and has no {}",
+            "leave statistics_only out",
+            direction=not self.is_backward,
+            save_mv=self.save_mv,
+            dtype_in=not self.dtype_in.is_fp8,
+            dtype_out=self.dtype_out is self.dtype_in,
+            fadd=not self.fadd.adds,
+            x_bias=not self.x_bias,
+            cast=not self.cast.comes_first,
+            modulated=not self.modulated,
+            gating=not self.gating.gates,
+        )
 
     def _check_reduced(self) -> None:
-        for name, fits in (
-            ("direction", not self.is_backward),
-            ("norm", self.norm.averages),
-            ("dtype_in", not self.dtype_in.is_fp8),
-            ("fadd", self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE)),
-            ("x_bias", not self.x_bias),
-            ("modulated", not self.modulated),
-            ("gating", not self.gating.gates),
-            ("dropout", not self.dropout),
-            ("save_mv", not self.save_mv),
-            ("columnwise", not self.columnwise.writes),
-            ("save_amax", not self.save_amax),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"reduce {self.reduce.value} adds x up over ranks before the norm, and has no {name} "
-                    f"{self._word(name)}; use another {name}, or leave reduce out"
-                )
+        self._check_others(
+            f"reduce {self.reduce.value} adds x up over ranks before the norm, and has no {{}}",
+            "leave reduce out",
+            direction=not self.is_backward,
+            norm=self.norm.averages,
+            dtype_in=not self.dtype_in.is_fp8,
+            fadd=self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE),
+            x_bias=not self.x_bias,
+            modulated=not self.modulated,
+            gating=not self.gating.gates,
+            dropout=not self.dropout,
+            save_mv=not self.save_mv,
+            columnwise=not self.columnwise.writes,
+            save_amax=not self.save_amax,
+        )
 
     def _check_dy(self) -> None:
-        for name, fits in (
-            ("direction", self.is_backward),
-            ("cast", self.dtype_in.itemsize == 2 or not self.cast.comes_first),
-            ("modulated", not self.modulated),
-            ("gating", not self.gating.gates),
-            ("dropout", not self.dropout),
-        ):
-            if not fits:
-                raise IllegalCombinationError(
-                    f"dy_format {self.dy_format.value} has scales of its own, and no {name} {self._word(name)} beside "
-                    f"dtype_in {self.dtype_in.value}; use another {name}, or dy_format float"
-                )
+        self._check_others(
+            f"dy_format {self.dy_format.value} has scales of its own, and no {{}} beside dtype_in "
+            f"{self.dtype_in.value}",
+            "dy_format float",
+            direction=self.is_backward,
+            cast=self.dtype_in.itemsize == 2 or not self.cast.comes_first,
+            modulated=not self.modulated,
+            gating=not self.gating.gates,
+            dropout=not self.dropout,
+        )
 
     def _word(self, name: str) -> str:
         """Return the manifest's word for the mode's value on an axis."""
@@ -441,11 +440,17 @@ class Mode:
             )
 
     def _check_backward(self) -> None:
-        if self.fquant.quantises:
+        if self.fquant.quantises and not self.columnwise.writes:
             raise IllegalCombinationError(
-                f"fquant {self.fquant.value} has no gradient; use fquant none with direction bwd"
+                f"fquant {self.fquant.value} has no gradient, and with direction bwd quantises dx along rows and "
+                "columns; use fquant none, or columnwise untransposed or transposed"
             )
-        if self.dtype_out is not self.dtype_in:
+        for name in ("quantise_rounded", "save_unquant", "save_amax"):
+            if self.columnwise.writes and getattr(self, name):
+                raise IllegalCombinationError(
+                    f"{name} is for a quantised y, and direction bwd quantises dx; leave {name} out"
+                )
+        if self.dtype_out is not self.dtype_in and not self.columnwise.writes:
             raise IllegalCombinationError(
                 f"with direction bwd, gradients take their types from the call, and dtype_out {self.dtype_out.value} "
                 "says nothing; leave dtype_out out"
@@ -528,7 +533,7 @@ class Mode:
         """Return the pipelines that have kernels."""
         if self.reduce.exchanges:
             return (Pipeline.ONE_PASS,)
-        gradients = not (self.shares or self.dropout or self.dy_format.is_fp8)
+        gradients = not (self.shares or self.dropout or self.dy_format.is_fp8 or self.fquant.quantises)
         spreads = gradients if self.is_backward else self.streams or self.spreads_sums
         spreads = spreads and not self.statistics_only
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)

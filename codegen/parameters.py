@@ -789,6 +789,67 @@ QUANTISED = Family(
     ),
 )
 
+# Norms whose dx is quantised too, along rows and columns, for the products behind it.
+QUANTISED_BWD = Family(
+    direction=Direction.BACKWARD,
+    name="quantised_gradients",
+    axes={"fquant": FusedQuant.DYNAMIC},
+    functions=_functions("quantised_{stem}2d_bwd", "serves"),
+    parameters=(
+        replace(
+            BACKWARD["dy"],
+            optional=False,
+            meaning=_first(
+                "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y."
+            ),
+        ),
+        *(
+            replace(BACKWARD[name], functional=True)
+            for name in ("x", "weight", "mean", "rstd", "weight_offset", "dresidual_out", "cast")
+        ),
+        *(BACKWARD[name] for name in ("dx_dtype", "bias_dtype")),
+        Parameter(
+            "out_dtype",
+            Kind.DTYPE,
+            default=_each("torch.float8_e4m3fn"),
+            meaning=_first("the dtype that dx is quantised to: torch.float8_e4m3fn or torch.float8_e5m2."),
+            axis="dtype_out",
+            functional=True,
+        ),
+        replace(
+            QUANTISED["group_size"],
+            default=_each('"128"'),
+            meaning=_first(
+                '"32", "64" or "128": how many adjacent elements of a row, and rows of a column, share a scale.'
+            ),
+        ),
+        replace(
+            QUANTISED["scale_format"],
+            meaning=_first('"float", or powers of two: "ue8m0_float", "ue8m0" or "ue8m0_packed".'),
+        ),
+        QUANTISED["scale_layout"],
+        replace(
+            QUANTISED["columnwise"],
+            default=_each('"transposed"'),
+            meaning=_first('"transposed", (N, M), or "untransposed": how dx quantised along columns is stored.'),
+        ),
+        replace(
+            BACKWARD["wants"],
+            default=_each("()"),
+            meaning=_first('which of "dweight" and "dbias" to compute too; dx always is.'),
+        ),
+        replace(BACKWARD["dy_scale"], functional=True, is_new=False),
+    ),
+    results=(
+        Result("dx", Kind.ROWS, set_by="dx_dtype", like=("x",), is_sure=True),
+        Result("rowwise", Kind.ROWS, axis="dtype_out", is_sure=True),
+        Result("rowwise_scale", Kind.PER_ROW, axis="scale_format", is_sure=True),
+        Result("columnwise", Kind.COLUMNS, axis="dtype_out", is_sure=True),
+        Result("columnwise_scale", Kind.COLUMNS, axis="scale_format", is_sure=True),
+        *BACKWARD.results[1:3],
+    ),
+)
+
 
 def _unnamed(name: str, kind: Kind, **rest: Any) -> Parameter:
     """Return a parameter of a function that only autograd calls, without signature and docstring."""
@@ -875,7 +936,7 @@ GROUP = Family(
         _of_groups("save_mv", Kind.FLAG, functional=True),
     ),
     results=(
-        Result("y", Kind.IMAGES, set_by="y_dtype"),
+        Result("y", Kind.IMAGES, set_by="y_dtype", like=("x",)),
         Result("mean", Kind.PER_ROW),
         Result("rstd", Kind.PER_ROW),
     ),
@@ -954,7 +1015,7 @@ GATED_GRADIENTS = _gradients(
 # The operators that compute a forward family's gradients, by the family's word.
 GRADIENTS = {"": BACKWARD, "quantised": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
-FAMILIES = (FORWARD, BACKWARD, STATISTICS, RENORMED, MODULATED, GATED, QUANTISED)
+FAMILIES = (FORWARD, BACKWARD, STATISTICS, RENORMED, MODULATED, GATED, QUANTISED, QUANTISED_BWD)
 # The families that only autograd calls: their rows are in parts, and their functions have no public names.
 IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
@@ -968,7 +1029,7 @@ def family_of(mode: AnyMode) -> Family:
     if mode.gating.gates:
         return GATED_BWD if mode.is_backward else GATED
     if mode.serves:
-        return QUANTISED
+        return QUANTISED_BWD if mode.is_backward else QUANTISED
     if mode.fadd.renorms:
         return RENORMED
     if mode.statistics_only:

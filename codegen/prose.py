@@ -79,7 +79,7 @@ def _forward(mode: Mode) -> tuple[str, ...]:
     elif mode.dtype_out is not mode.dtype_in:
         steps.append(f"{mode.dtype_out.value} output")
     if mode.columnwise.writes:
-        steps.append(f"columns quantised too{', transposed' if mode.columnwise.transposes else ''}")
+        steps.append(_columns(mode))
     if mode.save_amax:
         steps.append("amax saved")
     if mode.stores_statistics:
@@ -109,7 +109,13 @@ def _backward(mode: Mode) -> tuple[str, ...]:
         steps.append(_gated(mode))
     if mode.grouped:
         steps.append("a weight for each group of columns")
+    if mode.columnwise.writes:
+        steps += [f"dx quantised too: {_quantised(mode)[0]}", _columns(mode)]
     return tuple(steps)
+
+
+def _columns(mode: Mode) -> str:
+    return f"columns quantised too{', transposed' if mode.columnwise.transposes else ''}"
 
 
 def _gated(mode: Mode) -> str:

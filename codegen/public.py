@@ -12,7 +12,7 @@ from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter
 from .groups import Activation
-from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, RENORMED, STATISTICS
+from .parameters import ADDED, FORWARD, GATED, GROUP, MODULATED, QUANTISED, QUANTISED_BWD, RENORMED, STATISTICS
 from .values import HeadNorm, Norm
 
 
@@ -310,7 +310,25 @@ _QUANTISED = PublicFunctions(
     returns=f"`QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, {_EVERY_OUTPUT}",
 )
 
-PUBLIC = (_RENORMED, _MODULATED, _GATED, _QUANTISED)
+_QUANTISED_BWD = PublicFunctions(
+    QUANTISED_BWD,
+    rows=QUANTISED_BWD,
+    output="QuantisedGradients",
+    call="quantised.backward(operands, options)",
+    summary={
+        norm: f"Compute the gradients of `{norm.row.stem}2d_fwd`, and quantise dx along rows and along columns."
+        for norm in QUANTISED_BWD.functions
+    },
+    details=(
+        "For a linear layer before the norm, whose dy is dx: a product in fp8 takes dy along rows for the gradient of "
+        "its input, and along columns for that of its weight. Gradients have the bits that the function without "
+        "quantised_ returns, and dx is quantised as it is returned, by the rules of `quantised_rms_norm`. Not "
+        "differentiable."
+    ),
+    returns="`QuantisedGradients`, with None for dweight and dbias that were not asked for.",
+)
+
+PUBLIC = (_RENORMED, _MODULATED, _GATED, _QUANTISED, _QUANTISED_BWD)
 
 
 @dataclass(frozen=True)

@@ -141,22 +141,13 @@ def _reads_x(mode: Mode, part: Pipeline | Part) -> bool:
     return not mode.fadd.stores or mode.cast.comes_first or mode.quantise_rounded
 
 
-_COLUMNS = (
-    _Row("x_ptr", "(M, N) {dtype_in}", _reads_x),
-    _Row("residual_out_ptr", "(M, N), the rows to normalise", lambda m, p: m.fadd.stores),
-    _Row("weight_ptr", "(N,) or None"),
-    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres),
-    *_PIVOT,
-    _Row("rstd_ptr", "(M,) fp32"),
-    _Row("y_ptr", "(M, N) {dtype_out}, which says what rows are rounded to", lambda m, p: m.cast.comes_first),
+_COLUMNWISE = (
     _Row("columnwise_ptr", "(M, N) {dtype_out}", lambda m, p: not m.columnwise.transposes),
     _Row("columnwise_ptr", "(N, M) {dtype_out}", lambda m, p: m.columnwise.transposes),
     _Row("columnwise_scale_ptr", "fp32, per block of rows and column", lambda m, p: m.has_float_groups),
     _Row("columnwise_scale_ptr", "exponents, per block of rows and column", lambda m, p: not m.has_float_groups),
-    _Row("x_row_stride", "elements", lambda m, p: not m.fadd.stores),
-    _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
-    _Row("M", "rows"),
-    _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+)
+_COLUMNWISE_STRIDES = (
     _Row("columnwise_vectors", "of 16 bytes, from column to column", lambda m, p: m.columnwise.transposes),
     _Row("columnwise_scale_column_stride", "{scale_elements}", lambda m, p: not m.scale_layout.swizzles),
     _Row("columnwise_scale_block_stride", "{scale_elements}{of_four}", lambda m, p: not m.scale_layout.swizzles),
@@ -165,6 +156,34 @@ _COLUMNS = (
     _Row("ROWS: tl.constexpr", "rows a program"),
     _Row("BLOCK: tl.constexpr", "columns a program"),
     _PDL,
+)
+
+_COLUMNS = (
+    _Row("x_ptr", "(M, N) {dtype_in}", _reads_x),
+    _Row("residual_out_ptr", "(M, N), the rows to normalise", lambda m, p: m.fadd.stores),
+    _Row("weight_ptr", "(N,) or None"),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres),
+    *_PIVOT,
+    _Row("rstd_ptr", "(M,) fp32"),
+    _Row("y_ptr", "(M, N) {dtype_out}, which says what rows are rounded to", lambda m, p: m.cast.comes_first),
+    *_COLUMNWISE,
+    _Row("x_row_stride", "elements", lambda m, p: not m.fadd.stores),
+    _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
+    _Row("M", "rows"),
+    _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    *_COLUMNWISE_STRIDES,
+)
+
+_BOTH_WAYS = (
+    _Row("dx_ptr", "(M, N), the rows to quantise"),
+    _Row("rowwise_ptr", "(M, N) {dtype_out}"),
+    _Row("rowwise_scale_ptr", "fp32 or exponents, per row and group"),
+    *_COLUMNWISE,
+    _Row("dx_row_stride", "elements"),
+    _Row("M", "rows"),
+    _Row("rowwise_scale_row_stride", "{scale_elements}", lambda m, p: m.has_scale_strides),
+    _Row("rowwise_scale_group_stride", "{scale_elements}{of_four}", lambda m, p: m.has_scale_strides),
+    *_COLUMNWISE_STRIDES,
 )
 
 
@@ -350,7 +369,8 @@ _CHANNEL_BACKWARD = (
 
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a kernel, which the runtime matches by name."""
-    table = _COLUMNS if part is Part.COLUMNS else _BACKWARD if mode.is_backward else _FORWARD
+    own: dict[Pipeline | Part, tuple[_Row, ...]] = {Part.COLUMNS: _COLUMNS, Part.BOTH_WAYS: _BOTH_WAYS}
+    table = own.get(part, _BACKWARD if mode.is_backward else _FORWARD)
     return _listed(table, mode, part, _words(mode))
 
 
@@ -425,6 +445,7 @@ _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
     Part.ROW_TERMS: "The means along one row that its gradients need.",
     Pipeline.TWO_PASS: "A block of columns, tiles of several rows in turn.",
     Pipeline.SPREAD: "Some columns of tiles of several rows, whose means the programs of a team exchange.",
+    Part.BOTH_WAYS: "Blocks of dx, quantised by row and by column.",
 }
 
 

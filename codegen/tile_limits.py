@@ -17,7 +17,7 @@ _LEAST_BLOCKS = {
     (Direction.BACKWARD, Pipeline.SPREAD): 2,
 }
 # The most columns that share a scale.
-_LONGEST_GROUP = max(size.code for size in ScaleGroup)
+LONGEST_GROUP = max(size.code for size in ScaleGroup)
 # Triton takes a minute to compile 64 chunks; measured tiles have 16 at most.
 _MOST_CHUNKS = 32
 # Values per thread; a thread addresses 255 registers.
@@ -127,7 +127,7 @@ def may_cut(kind: TileClass) -> bool:
 
 def splits_groups(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:
     """Return True if two chunks of a tile may hold parts of one group of scales, and each would store its own scale."""
-    longest = min(bucket.last or _LONGEST_GROUP, _LONGEST_GROUP)
+    longest = min(bucket.last or LONGEST_GROUP, LONGEST_GROUP)
     return kind.load in (Load.SCALED, Load.ADD_SCALED) and tile.block < longest
 
 
@@ -139,8 +139,8 @@ def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
         return f"block is {tile.block}; {kind.direction.title} {name} takes {least} columns or more"
     if splits_groups(kind, bucket, tile):
         return (
-            f"block is {tile.block}; a chunk of {kind.name} holds whole groups of scales, up to {_LONGEST_GROUP} "
-            f"columns each; write block: {_LONGEST_GROUP}"
+            f"block is {tile.block}; a chunk of {kind.name} holds whole groups of scales, up to {LONGEST_GROUP} "
+            f"columns each; write block: {LONGEST_GROUP}"
         )
     chunks = max(tile.held, 1)
     holds_rows = tile.pipeline in (Pipeline.ROWS, Pipeline.ONE_PASS)

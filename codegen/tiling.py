@@ -156,10 +156,9 @@ def class_of(mode: AnyMode) -> TileClass:
     load = Load.PLAIN
     if mode.reduce.exchanges:
         load = Load.REDUCE
-    elif mode.scales_locally:
-        load = Load.ADD_SCALED if mode.fadd.adds else Load.SCALED
-    elif mode.fquant.quantises:
-        load = Load.QUANT
+    elif mode.fquant.quantises and not mode.is_backward:
+        scaled = Load.ADD_SCALED if mode.fadd.adds else Load.SCALED
+        load = scaled if mode.scales_locally else Load.QUANT
     elif mode.gating.gates:
         load = Load.GATE
     elif mode.dropout:

@@ -642,6 +642,7 @@ class Part(Enum):
     ROW_TERMS = "row_terms"
     WINDOW = "window"
     COLUMNS = "columns"
+    BOTH_WAYS = "both_ways"
     # GroupNorm's, forward and backward.
     MOMENTS = "moments"
     TERMS = "terms"

@@ -17,6 +17,7 @@ from benchmarks.pages import put_into
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
+ROOT = Path(__file__).resolve().parents[1]
 TABLES = Path("benchmarks/results/evidence")
 EVIDENCE = Path("docs/reference/evidence.md")
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .calls.backend import backend as backend
     from .calls.outputs import ColumnwiseOutput as ColumnwiseOutput
     from .calls.outputs import LayerNormOutput as LayerNormOutput
+    from .calls.outputs import QuantisedGradients as QuantisedGradients
     from .calls.outputs import QuantisedOutput as QuantisedOutput
     from .compiled.switch import compile_passes as compile_passes
     from .families.functional import gated_layer_norm as gated_layer_norm
@@ -75,7 +76,9 @@ if TYPE_CHECKING:
     from .families.public import normalize2d_bwd as normalize2d_bwd
     from .families.public import normalize2d_fwd as normalize2d_fwd
     from .families.public import quantised_layer_norm as quantised_layer_norm
+    from .families.public import quantised_layernorm2d_bwd as quantised_layernorm2d_bwd
     from .families.public import quantised_rms_norm as quantised_rms_norm
+    from .families.public import quantised_rmsnorm2d_bwd as quantised_rmsnorm2d_bwd
     from .families.public import renormed_layernorm2d_fwd as renormed_layernorm2d_fwd
     from .families.public import renormed_rmsnorm2d_fwd as renormed_rmsnorm2d_fwd
     from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd

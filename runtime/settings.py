@@ -18,6 +18,8 @@ from .errors import AotError, CacheError, NormforgeError, RecordError, SettingEr
 _START: Path | None = None
 with suppress(OSError):
     _START = Path.cwd()
+# Inductor and vLLM set the variable when they compile a model; a warm-up has filled the folder that it named before.
+TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")
 
 
 def instances() -> Path | None:

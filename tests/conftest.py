@@ -230,6 +230,14 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that Triton keeps what it compiles in."""
+    monkeypatch.setattr("normforge.settings.TRITON_CACHE", str(tmp_path / "triton"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "triton"
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """No graph of an earlier test, and none left for a later one."""
     torch._dynamo.reset()

@@ -184,9 +184,8 @@ def test_the_oracle_takes_what_the_call_takes(function: str) -> None:
     shared = inspect.signature(reference.norms._forward).parameters
     theirs |= {name: each for name, each in shared.items() if each.default is not each.empty}
     assert theirs.pop("dtype").default == torch.float64
-    # The constant of a norm that keeps the mean, which calls give by the function's name.
-    theirs.pop("averages", None)
-    theirs.pop("clamps", None)
+    # Another norm that keeps the mean, which calls give by the function's name.
+    theirs.pop("norm", None)
     # Of a part of a call's rows; and what is drawn it takes as it was drawn.
     assert theirs.pop("first_row").default == 0
     assert theirs["dropout_rng"].default is None

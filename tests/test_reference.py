@@ -10,12 +10,13 @@ import torch
 
 from normforge import reference
 from normforge.calls.outputs import NormGradients
+from normforge.codegen.groups import Span
 from normforge.codegen.values import QUANTISED_DTYPES, DType, Norm, Rounding
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import gated, grouped, modulated
 from normforge.reference.norms import quantise
 from normforge.tools.compare import compare_gradients
-from proving.cases import EPS, Case, Tensors, cases, formula, gradients, operands
+from proving.cases import EPS, IMAGES, Case, Tensors, cases, formula, gradients, operands
 
 from .calling import FLOATS, FORWARD, ORACLE, each_float, each_norm, there
 
@@ -35,6 +36,9 @@ CASES = [
     *(case for norm in FORWARD for case in cases("modulated", norm=norm, **EXACT)),
     *(case for norm in FORWARD for case in cases("gated", norm=norm, without=(), group_size=None, **EXACT)),
     *cases("group", **EXACT),
+    *(case for norm in Norm for case in cases("channels", norm=norm.value, **EXACT)),
+    # About as long as rows are.
+    cases("channels", norm="l2_clamped", **EXACT)[0].but(eps=3.5),
 ]
 Gradients = reference.gradients.ReferenceGradients
 
@@ -43,8 +47,9 @@ def oracle(case: Case, given: Tensors, dy: torch.Tensor, *ds: torch.Tensor) -> t
     """Return what the oracles say of a case: the output, the sum if there is one, and the gradients."""
     norm, x = Norm(case["norm"]), given["x"]
     operands = {name: tensor for name, tensor in given.items() if name not in ("x", "residual")}
-    if case.family == "group":
-        told = {**operands, "num_groups": case["num_groups"], "eps": EPS, "activation": case["activation"]}
+    if case.family in IMAGES:
+        span = case["num_groups"] or Span.over(norm).num_groups
+        told = {**operands, "num_groups": span, "eps": case["eps"] or EPS, "activation": case["activation"]}
         return [grouped.group_norm(x, **told)], grouped.group_norm_bwd(dy, x, **told)
     if case.family == "gated":
         gating = "after_norm" if case["norm_before_gate"] else "before_norm"

@@ -15,6 +15,7 @@ from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, QuantisedOutput
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm
 from ..families import post_add, public
+from ..families import statistics as statistics
 from ..families.which import which
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference

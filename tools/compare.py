@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, NormGradients, QuantisedOutput
+from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, NormGradients, QuantisedGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
@@ -180,7 +180,7 @@ def compare_quantised(
     return findings
 
 
-def columns_of(actual: ColumnwiseOutput, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_of(actual: ColumnwiseOutput | QuantisedGradients, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y quantised along columns, (N, M), and the numbers that blocks were divided by, (N, B)."""
     data, scale = actual.columnwise, actual.columnwise_scale
     assert data is not None

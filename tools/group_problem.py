@@ -1,4 +1,4 @@
-"""One problem of GroupNorm, and the arguments of `normforge run -norm group` that ask for it. Imports no torch."""
+"""One problem of GroupNorm, or of a norm over channels, and the arguments of `normforge run`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from math import prod
 from typing import Any, ClassVar
 
 from ..codegen import prose
-from ..codegen.groups import GROUP, Activation, GroupMode
-from ..codegen.values import Direction, DType
+from ..codegen.groups import GROUP, Activation, GroupMode, Span
+from ..codegen.values import Direction, DType, Norm
 from ..kernels.group_tiles import Shape
+from .problem import DEFAULT_EPS as EPS_OF
 from .problem import WORDS
 
 DEFAULT_EPS = 1e-5
@@ -25,19 +26,34 @@ SHAPE, GROUPS = (2, 320, 64, 64), 32
 
 LAYOUTS = {"contiguous": False, "channels_last": True}
 
-# Options that only GroupNorm has, and options that GroupNorm shares with other norms.
-OWN = ("shape", "groups", "layout")
-_SHARED = ("norm", "prec_i", "prec_o", "activation", "bwd", "e", "v", "kname", "warmup", "repeat", "json", "jsonfile")
+# Options that only GroupNorm has, options of images, and options that these share with other norms.
+OWN = ("shape", "layout", "groups")
+_SHARED = (
+    "shape",
+    "layout",
+    "norm",
+    "prec_i",
+    "prec_o",
+    "activation",
+    "bwd",
+    "e",
+    "v",
+    "kname",
+    "warmup",
+    "repeat",
+    "json",
+    "jsonfile",
+)
 
 
 @dataclass(frozen=True)
 class GroupProblem:
-    """A problem of GroupNorm to run.
+    """A problem of GroupNorm, or of a norm over channels, to run.
 
     Attributes:
         mode: what is computed; weight and bias are of its dtype_in.
         shape: x's.
-        groups: of a sample.
+        groups: of a sample; what `Span.num_groups` returns for a norm over channels.
         eps: added to the variance.
         dtype_out: y's; None is x's.
     """
@@ -60,12 +76,12 @@ class GroupProblem:
     @property
     def size(self) -> Shape:
         """The sizes that tiles are chosen by."""
-        return Shape(self.shape[1], self.groups, prod(self.shape[2:]), self.mode.dtype_in.itemsize)
+        return Shape(self.shape[1], max(self.groups, 1), prod(self.shape[2:]), self.mode.dtype_in.itemsize)
 
     @property
     def rows(self) -> int:
-        """How many groups there are in all samples."""
-        return self.shape[0] * self.groups
+        """How many groups there are in all samples; of a norm over channels, how many samples."""
+        return self.shape[0] * max(self.groups, 1)
 
     @property
     def sizes(self) -> str:
@@ -82,16 +98,19 @@ class GroupProblem:
         """The problem, in prose."""
         out = self.dtype_out or self.mode.dtype_in
         dtypes = f"{self.mode.dtype_in.value} " + ("backward" if self.mode.is_backward else f"-> {out.value}")
-        further = (f" in {self.groups} groups", *prose.features(self.mode))
-        return f"{GROUP.title()}Norm {dtypes}, {self.sizes}{', '.join(further)}"
+        span = self.mode.span
+        title, where = (f"{GROUP.title()}Norm", f" in {self.groups} groups")
+        if not span.is_group:
+            title, where = f"{span.norm.row.title} over channels", ""
+        return f"{title} {dtypes}, {self.sizes}{', '.join((where, *prose.features(self.mode)))}"
 
     @property
     def words(self) -> dict[str, Any]:
         """The problem as JSON has it."""
         return {
-            "norm": GROUP,
+            "norm": GROUP if self.mode.span.is_group else self.mode.span.norm.value,
             "shape": list(self.shape),
-            "groups": self.groups,
+            "groups" if self.mode.span.is_group else "dim": max(self.groups, 1),
             "channels_last": self.mode.channels_last,
             "activation": self.mode.activation.value,
             WORDS["dtype_in"]: self.mode.dtype_in.value,
@@ -122,11 +141,13 @@ def group_problem(
     Raises:
         ValueError: GroupNorm has no such option, word or size.
     """
-    refuse_unread(args, defaults, (*OWN, *_SHARED), f"-norm {GROUP} takes {listed((*OWN, *_SHARED))}")
+    span = Span.GROUP if args.norm == GROUP else Span.over(Norm(args.norm))
+    asked, own = (f"-norm {GROUP}", "groups") if span.is_group else ("-dim 1", "dim")
+    refuse_unread(args, defaults, (own, *_SHARED), f"{asked} takes {listed((own, *_SHARED))}")
     for name in ("prec_i", "prec_o"):
         word = getattr(args, name)
         if word not in dtypes and not (name == "prec_o" and word == auto):
-            raise ValueError(f"-{name} {word} does not go with -norm {GROUP}; pass one of {', '.join(dtypes)}")
+            raise ValueError(f"-{name} {word} does not go with {asked}; pass one of {', '.join(dtypes)}")
     if args.bwd and args.prec_o != auto:
         raise ValueError(
             f"-prec_o {args.prec_o} does not go with -bwd 1: gradients are of the types of what they belong to"
@@ -134,21 +155,23 @@ def group_problem(
     activations = {activation.value: activation for activation in Activation}
     word = Activation.NONE.value if args.activation == auto else args.activation
     if word not in activations:
-        raise ValueError(f"-activation {word} does not go with -norm {GROUP}; pass one of {', '.join(activations)}")
+        raise ValueError(f"-activation {word} does not go with {asked}; pass one of {', '.join(activations)}")
     mode = GroupMode(
         dtypes[args.prec_i],
         Direction.BACKWARD if args.bwd else Direction.FORWARD,
         activations[word],
         LAYOUTS[args.layout],
+        span,
     )
     shape = _shape(args.shape)
-    if args.groups < 1 or shape[1] % args.groups:
+    if span.is_group and (args.groups < 1 or shape[1] % args.groups):
         raise ValueError(f"-groups {args.groups} does not divide the {shape[1]} channels of -shape {args.shape}")
     if not mode.takes(shape[1], shape[2:]):
         other = next(name for name, last in LAYOUTS.items() if last is not mode.channels_last)
         raise ValueError(f"-shape {args.shape} lies in memory as -layout {other} does: pass that")
-    eps = DEFAULT_EPS if args.e is None else args.e
-    return GroupProblem(mode, shape, args.groups, eps, None if args.prec_o == auto else dtypes[args.prec_o])
+    groups, default = (args.groups, DEFAULT_EPS) if span.is_group else (span.num_groups, EPS_OF[span.norm])
+    eps = default if args.e is None else args.e
+    return GroupProblem(mode, shape, groups, eps, None if args.prec_o == auto else dtypes[args.prec_o])
 
 
 def refuse_unread(args: argparse.Namespace, defaults: Mapping[str, Any], read: Collection[str], reason: str) -> None:

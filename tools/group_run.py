@@ -1,4 +1,4 @@
-"""One problem of GroupNorm on random tensors: its kernel, compared with the fp64 reference and timed."""
+"""One problem of GroupNorm, or of a norm over channels: its kernel, compared with the fp64 reference and timed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from ..calls.outputs import LayerNormOutput
+from ..calls.record import BackwardPass
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
 from ..dtypes import TORCH_DTYPES
 from ..families.group import row as group
-from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
+from ..families.operands import GroupNormGradients, GroupOptions
 from ..kernels.gpu import Target, target_of
-from ..kernels.group_tiles import choose
+from ..kernels.group_tiles import channel_tile, choose
 from ..reference import grouped as group_reference
 from ..reference.gradients import ReferenceGradients
 from ..reference.norms import ReferenceOutput
@@ -51,7 +52,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
         return draw(samples, *space, channels).movedim(-1, 1)
 
     x, dy = rows(), rows()
-    weight, bias = draw(problem.shape[1]), draw(problem.shape[1])
+    weight, bias = draw(problem.shape[1]), draw(problem.shape[1]) if mode.span.centres else None
     out = None if problem.dtype_out is None else TORCH_DTYPES[problem.dtype_out]
     options = GroupOptions(problem.groups, problem.eps, mode.activation.value, out)
     arguments: dict[str, Any] = {"eps": problem.eps, "activation": mode.activation.value}
@@ -69,7 +70,9 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
     def names() -> tuple[str, str]:
         length, target = problem.size.group_length, target_of(device)
         entry = dispatch.find(mode, length)
-        tile, _ = choose(mode, problem.size, entry.choices(problem.rows, length, target.arch), target)
+        tiles = entry.choices(problem.rows, length, target.arch)
+        is_group, size = mode.span.is_group, problem.size
+        tile = choose(mode, size, tiles, target)[0] if is_group else channel_tile(mode, size.channels)
         return entry.name, entry.kernel(tile.pipeline)
 
     if not mode.is_backward:
@@ -80,20 +83,19 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
             operands=(x, weight, bias),
         )
     _, statistics = group.launched(x, weight, bias, options, saves=True)
-    assert statistics is not None
+    call = BackwardPass((x, weight, bias, statistics), (options,), dy, None, (True, True, True))
 
     def check_gradients(gradients: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
         parts = (
             group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **arguments)
             for some in _slices(problem)
         )
-        return tuple(compare_gradients(GroupNormGradients(*gradients), _together(parts), GroupNormGradients._fields))
+        due = GroupNormGradients._fields[: 3 if mode.span.centres else 2]
+        return tuple(compare_gradients(GroupNormGradients(*gradients), _together(parts), due))
 
     return Run(
         names=names,
-        call=lambda: group.launched_backward(
-            GroupArrived(dy, x, weight, bias, statistics, options, GroupNormGradients._fields)
-        ),
+        call=lambda: tuple(group.launched_backward(call)),
         validate=check_gradients,
         operands=(x, dy, weight, bias, statistics),
     )
@@ -111,4 +113,5 @@ def _together(parts: Iterable[ReferenceGradients]) -> ReferenceGradients:
     dx, dweight, dbias, sizes = zip(*(part[:4] for part in parts), strict=True)
     magnitudes = {name: torch.stack([each[name] for each in sizes]).sum(0) for name in ("dweight", "dbias")}
     magnitudes["dx"] = torch.cat([each["dx"] for each in sizes])
-    return ReferenceGradients(torch.cat(dx), torch.stack(dweight).sum(0), torch.stack(dbias).sum(0), magnitudes)
+    of_bias = None if None in dbias else torch.stack(dbias).sum(0)
+    return ReferenceGradients(torch.cat(dx), torch.stack(dweight).sum(0), of_bias, magnitudes)

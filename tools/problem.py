@@ -9,7 +9,7 @@ from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ..codegen.axes import ROW_AXES, Axis
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
-from ..codegen.values import DType, Norm, ScaleLayout
+from ..codegen.values import DType, DyFormat, Norm, ScaleLayout
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,7 @@ class Problem:
         dropout_p: how likely elements of x are dropped, where the mode drops any: 0 becomes 0.1 there.
         scale_layout: how scales of groups lie.
         scale_ub: the most that max|y| counts as, where the mode bounds it: 0 becomes 0.5 there.
+        dy_format: the dtype and scales of the gradient that arrives, if gradients are computed.
 
     Raises:
         ValueError: no kernel computes the gradients of rows in such samples.
@@ -81,6 +82,7 @@ class Problem:
     dropout_p: float = 0.0
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     scale_ub: float = 0.0
+    dy_format: DyFormat = DyFormat.FLOAT
 
     # The argument that makes a problem smaller.
     smaller: ClassVar[str] = "-m (-m 64, say)"
@@ -174,6 +176,7 @@ class Problem:
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
             "scale_layout": self.scale_layout.value,
             "scale_ub": self.scale_ub,
+            "dy_format": self.dy_format.value,
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
             "eps": self.eps,

@@ -25,9 +25,9 @@ def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 
 def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
-    """Draw the incoming gradients, uniform in ±0.5: dy, and with a fused add the gradient of the stored sum."""
+    """Draw the incoming gradients, uniform in ±0.5: dy, scales of an fp8 dy, and the gradient of a stored sum."""
     draw = _drawer(problem, device, SEED + 1)
-    names = ("dy", "dresidual_out") if problem.mode.fadd.stores else ("dy",)
+    names = ["dy", *["dy_scale"] * problem.dy_format.is_fp8, *["dresidual_out"] * problem.mode.fadd.stores]
     return {name: draw(BACKWARD[name]) for name in names}
 
 
@@ -60,8 +60,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         is_smooth = name == "smooth_scale"
         bound = 1.0 if is_smooth else 0.5
         dtype = problem.mode.dtype_in if name == "x" else problem.mode.operand_dtype
-        if name == "dy" and problem.mode.dy_format.is_fp8:
-            dtype = problem.mode.dy_format.dtype
+        if name == "dy" and problem.dy_format.is_fp8:
+            dtype = problem.dy_format.dtype
         if is_smooth:
             dtype = problem.prec_sm
         if parameter.kind is Kind.RANDOM:
@@ -76,7 +76,7 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         if parameter.kind.is_scale:
             # One a row or a group, and none so small that rows vanish beside eps.
             leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)
-            shape = (*leading, problem.mode.dy_format.columns(n)) if parameter.kind is Kind.SCALES else leading
+            shape = (*leading, problem.dy_format.columns(n)) if parameter.kind is Kind.SCALES else leading
             return torch.empty(shape, device=device).uniform_(bound, 2 * bound, generator=generator)
         is_rows = parameter.kind is Kind.ROWS
         if parameter.kind is Kind.SAMPLES:

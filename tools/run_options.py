@@ -18,7 +18,7 @@ from ..codegen.groups import GROUP
 from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
-from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
+from ..codegen.values import FP8_INPUT_DTYPES, DType, DyFormat, FusedAdd, FusedQuant, GateActivation, Gating, Norm
 from . import group_problem, rotary_problem
 from .group_problem import GroupProblem, listed, refuse_unread
 from .problem import DEFAULT_EPS, Problem, SeveralProblem, Strides
@@ -65,6 +65,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     row.name: {member.value: member for member in row.words} for row in _QUANTISED if row.words is not None
 }
 _SERVED_FLAGS = tuple(row.name for row in _QUANTISED if row.kind is Kind.FLAG)
+_DY_FORMATS = {dy.value: dy for dy in DyFormat}
 _FLAG = {0: False, 1: True}
 _STRIDES = {"x": "x_stride", "residual": "xr_stride", "y": "y_stride", "residual_out": "yr_stride"}
 
@@ -167,7 +168,7 @@ OPTIONS = (
         str,
         AUTO,
         tuple(dict.fromkeys((AUTO, *(activation.value for activation in GroupActivation), *_ACTIVATIONS))),
-        "the activation of the gate, or with -norm group of y; auto: silu for a gate, none for y",
+        "the activation of the gate, or with -norm group and -dim 1 of y; auto: silu for a gate, none for y",
     ),
     Option(
         "group", int, 0, None, "with -gate, the number of columns that are normalised together, a divisor of n; 0: all"
@@ -186,8 +187,16 @@ OPTIONS = (
     Option("warmup", int, 5, None, "the number of runs before the timed runs; not milliseconds"),
     Option("repeat", int, 20, None, "the number of timed runs, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
+    Option(
+        "dy_format",
+        str,
+        DyFormat.FLOAT.value,
+        tuple(_DY_FORMATS),
+        "with -bwd 1, the gradient that arrives: x's type, or fp8 with a scale per row or per group",
+    ),
     Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
-    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group, the shape of x"),
+    Option("dim", int, -1, (-1, 1), "1: normalise the channels of an x of -shape at each position"),
+    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group and -dim 1, the shape of x"),
     Option(
         "groups",
         int,
@@ -200,7 +209,7 @@ OPTIONS = (
         str,
         next(iter(group_problem.LAYOUTS)),
         tuple(group_problem.LAYOUTS),
-        "with -norm group, the memory format of x",
+        "with -norm group and -dim 1, the memory format of x",
     ),
     *(
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
@@ -321,10 +330,10 @@ def _asked(args: argparse.Namespace) -> AnyProblem:
     refuse_unread(args, of_heads, (), "only -rope 1 reads it")
     if args.several is not None:
         return _several_problem(args, defaults)
-    if args.norm == GROUP:
+    if args.norm == GROUP or args.dim == 1:
         return group_problem.group_problem(args, defaults, _FLOATS, AUTO)
     of_groups = {name: defaults[name] for name in group_problem.OWN}
-    refuse_unread(args, of_groups, (), f"only -norm {GROUP} reads it")
+    refuse_unread(args, of_groups, (), f"only -norm {GROUP} and -dim 1 read it")
     return _problem(args)
 
 
@@ -395,6 +404,7 @@ def _problem(args: argparse.Namespace) -> Problem:
         dropout_p=args.dropout,
         scale_layout=_SERVED["scale_layout"][args.scale_layout],
         scale_ub=args.scale_ub,
+        dy_format=_DY_FORMATS[args.dy_format],
     )
 
 
@@ -482,6 +492,9 @@ def _check_beside(args: argparse.Namespace, option: str, *own: tuple[str, int, s
 
 
 def _check_backward(args: argparse.Namespace) -> None:
+    takes_fp8 = args.bwd and not (args.samples or args.dropout or _GATINGS[args.gate].gates)
+    reason = "only -bwd 1 without -samples, -gate and -dropout takes a dy with scales"
+    _check_used("dy_format", args.dy_format, DyFormat.FLOAT.value, takes_fp8, reason)
     if not args.bwd:
         return
     for name, value, reason in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, product
 from pathlib import Path
@@ -13,14 +13,14 @@ import torch
 import yaml
 
 from normforge.codegen import prose
-from normforge.codegen.groups import GroupMode, group_modes
+from normforge.codegen.groups import GroupMode, Span, group_modes
 from normforge.codegen.instance import ANY, Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_limits import may_cut
 from normforge.codegen.tiling import class_of
-from normforge.codegen.values import Direction, DType, Part, Pipeline
+from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Part, Pipeline
 from normforge.kernels.gpu import named_target, target_of
-from normforge.kernels.group_tiles import Shape, cut
+from normforge.kernels.group_tiles import Shape, channel_tile, cut
 from normforge.kernels.group_tiles import choose as choose_of_groups
 from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
@@ -47,6 +47,7 @@ class Layout(Enum):
     HEADS_IN_PLACE = "heads in place"
     TOGETHER = "two norms at once"
     ROTATED = "rotated heads"
+    CHANNELS = "channels"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Case(Measured[Mode]):
             "statistics alone": mode.statistics_only,
             "add": mode.fadd.is_before,
             "add behind": self.adds_behind,
+            "norms around an add": mode.fadd.renorms,
             f"{mode.gate_activation.value} gate{before}": mode.gating.gates,
             "rounded first": mode.cast.comes_first,
             self.layout.value: self.layout.value,
@@ -105,6 +107,17 @@ class Case(Measured[Mode]):
     def centres(self) -> bool:
         """Return True if the mean of a row is subtracted."""
         return self.mode.norm.centres
+
+    @property
+    def averages(self) -> bool:
+        """Return True if the squares of a row are averaged, and not added up."""
+        return self.mode.norm.averages
+
+    @property
+    def behind(self) -> Case:
+        """Of norms around an add, the first with its add, whose sum is y."""
+        mode = replace(self.mode, fadd=FusedAdd.POST_ADD, dtype_out=self.mode.dtype_in)
+        return Case(mode, self.n, self.tile, self.layout)
 
     @property
     def adds_behind(self) -> bool:
@@ -121,7 +134,7 @@ class Case(Measured[Mode]):
 class GroupCase(Measured[GroupMode]):
     """A launch of GroupNorm: each row of a kind is a group, its channels and positions side by side."""
 
-    centres, adds_behind = True, False
+    centres, averages, adds_behind = True, True, False
 
     @property
     def dtypes(self) -> str:
@@ -165,12 +178,11 @@ MODES, CAST_MODES, BESIDE_MODES, _HEAD_MODES = (
     _modes(kind, [norm.prefix for norm in FULL], Mode.from_name)
     for kind in ("plain", "rounded_first", "beside", "heads")
 )
+_L2_MODES = _modes("l2", (Norm.L2.prefix,), Mode.from_name)
+_CHANNEL_MODES = _modes("channels", [norm.prefix for norm in (*FULL, Norm.L2)], Mode.from_name)
 _TOGETHER = _modes("together", ("rms",), Mode.from_name)[Direction.FORWARD]
 _ROTATED = _modes("rotated", [norm.prefix for norm in FULL], Mode.from_name)
-_HEAD_LAYOUTS = {
-    Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
-    Direction.BACKWARD: (Layout.HEADS,),
-}
+_HEAD_LAYOUTS = {Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE), Direction.BACKWARD: (Layout.HEADS,)}
 _GROUP_MODES = _modes("groups", ("gn",), {mode.name: mode for mode in group_modes()}.__getitem__)
 
 # What the table's own tiles are measured at, few rows', some rows' and many rows'.
@@ -206,13 +218,17 @@ def _tiled(where: str, what: str) -> Iterator[tuple[Tile, int]]:
 def forced(where: str) -> Iterator[Case]:
     """Every mode and layout with every tile, "interpreted" or "compiled", that there is a kernel for."""
     for direction in Direction:
-        adjoining = product((*MODES[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
+        alone = (*MODES[direction], *CAST_MODES[direction], *BESIDE_MODES[direction], *_L2_MODES[direction])
+        adjoining = product(alone, (Layout.ADJOINING,))
         heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
         for (mode, layout), (tile, n) in product((*adjoining, *heads), _tiled(where, direction.value)):
             if runs(mode, tile, n):
                 yield Case(mode, n, tile, layout)
         for mode, (tile, n) in product(_ROTATED[direction], _tiled(where, "rotated")):
             yield Case(mode, n, tile, Layout.ROTATED)
+        for mode, n in product(_CHANNEL_MODES[direction], _TABLE["channels"]):
+            over = GroupMode(mode.dtype_in, direction, span=Span.over(mode.norm))
+            yield Case(mode, n, channel_tile(over, n), Layout.CHANNELS)
     for mode, (tile, n) in product(_TOGETHER, _tiled(where, "fwd")):
         # Windows of rows of odd lengths share no launch.
         if runs(mode, tile, n) and tile.pipeline.takes_rows_alike and n % 2 == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from normforge.errors import DeviceError
@@ -21,15 +19,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the command line asks for.
 
     Returns:
-        0 if the rule holds, 1 if it does not, 2 if nothing could be measured.
+        0 if the rule holds, 1 if it does not; the command ends with 2 if nothing could be measured.
     """
-    parser = _parser()
+    kinds = "\n".join(f"  {name:14} {kind.means}" for name, kind in KINDS.items())
+    about = "Measure every kernel's error against fp64, beside torch's."
+    parser = parser_of("accuracy", about, f"kinds of rows:\n{kinds}")
+    parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
+    parts.add_options(parser, jobs=1)
     options = parser.parse_args(arguments)
     try:
         machine = find_machine()
     except DeviceError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+        parser.error(str(problem))
     chosen = parts.chosen({case.name: case for case in cases(machine.device)}, parser, options)
     # Late, because it imports Triton, which has to find the interpreter turned on or off.
     from benchmarks.environment import describe
@@ -40,12 +41,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conclude(options, "accuracy", table(made, header), summary, left=found.left)
     print(text(made))
     return 0 if made.ok and not found.left else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    kinds = "\n".join(f"  {name:14} {kind.means}" for name, kind in KINDS.items())
-    about = "Measure every kernel's error against fp64, beside torch's."
-    parser = parser_of("accuracy", about, f"kinds of rows:\n{kinds}")
-    parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
-    parts.add_options(parser, jobs=1)
-    return parser

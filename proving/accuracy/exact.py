@@ -15,7 +15,7 @@ from normforge.reference.grouped import group_norm_bwd
 
 from ..cases import Tensors
 from . import peer
-from .cases import GROUPS, AnyCase, Case, GroupCase
+from .cases import GROUPS, AnyCase, Case, GroupCase, Layout
 from .ours import dropout
 from .peer import EPS
 from .units import Exact, median, rounded, statistics
@@ -34,7 +34,7 @@ def normalised(case: AnyCase, rows: Tensors) -> torch.Tensor:
 def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> dict[str, Exact]:
     """Return the outputs; rows are rounded first to `half`."""
     s, weight = normalised(case, rows), rows["weight"].double()
-    mean, rstd = statistics(s, EPS, centres=case.centres)
+    mean, rstd = statistics(s, EPS, centres=case.centres, averages=case.averages)
     h, either = (s - mean) * rstd, torch.zeros_like(s)
     if isinstance(case, GroupCase):
         z = (case.shaped(h) * weight.view(-1, 1)).reshape(h.shape)
@@ -63,7 +63,9 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> dict[str,
         found["y"] = Exact(y, typical, None if half is None else either)
     if isinstance(case, GroupCase) or case.mode.save_mv:
         found["rstd"] = Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0]))
-        found |= {"mean": Exact(mean[:, 0], s.abs().mean(-1))} if case.centres else {}
+        # No public function returns the means of channels, which y and the gradients depend on.
+        has_mean = case.centres and not (isinstance(case, Case) and case.layout is Layout.CHANNELS)
+        found |= {"mean": Exact(mean[:, 0], s.abs().mean(-1))} if has_mean else {}
     return found
 
 

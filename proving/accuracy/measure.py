@@ -131,7 +131,7 @@ def _label(case: AnyCase, loaded: list[str | None]) -> str:
     if case.layout is Layout.ROTATED:
         return rotary.NAME
     few = case.n <= 2 * case.tile.block and not case.mode.is_backward
-    is_head = asked == Pipeline.ONE_PASS.value and few and case.mode.has_head
+    is_head = asked == Pipeline.ONE_PASS.value and few and case.mode.has_head and case.layout is not Layout.CHANNELS
     return f"{asked}, head" if is_head else asked
 
 
@@ -202,6 +202,10 @@ def _compared(case: AnyCase, device: torch.device, seed: int) -> Iterator[Compar
         if "keep" in rows:
             rows["x"] = dropped(rows["x"].float(), rows["keep"])
         actual = ours.forward(case, rows) if whole is None else {name: each[part] for name, each in whole.items()}
+        if isinstance(case, Case) and mode.fadd.renorms:
+            # The second norm is given the sum as ours stores it.
+            sums = (side.forward(case.behind, rows, half)["y"] for side in (peer, exact))
+            yield kind, "residual_out", rows.setdefault("total", actual["residual_out"]), *sums
         theirs = peer.forward(case, rows, half)
         for name, wanted in exact.forward(case, rows, half).items():
             yield kind, name, actual[name], theirs[name], wanted
@@ -216,7 +220,8 @@ def _gradients(
     case: AnyCase, rows: Tensors, half: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Exact]]:
     """Both are given the same statistics: fp64's, rounded to fp32 as a forward call saves them."""
-    mean, rstd = (each[:, 0].float() for each in statistics(exact.normalised(case, rows), EPS, centres=case.centres))
+    of_rows = statistics(exact.normalised(case, rows), EPS, centres=case.centres, averages=case.averages)
+    mean, rstd = (each[:, 0].float() for each in of_rows)
     saved = {"rstd": rstd} | ({"mean": mean} if case.centres else {})
     theirs, wanted = peer.backward(case, rows, saved, half), exact.backward(case, rows, saved, half)
     if "keep" in rows:

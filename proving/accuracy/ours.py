@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from normforge.calls import road
 from normforge.calls.functions import completed
 from normforge.calls.outputs import dtypes_of
 from normforge.calls.record import BackwardPass
+from normforge.codegen.groups import Span
 from normforge.codegen.parameters import GATED
 from normforge.dtypes import TORCH_DTYPES
 from normforge.families import public
 from normforge.families.gated import row as gated
 from normforge.families.group import row as group
-from normforge.families.operands import GatedSaved, GroupArrived, GroupNormGradients, GroupOptions
+from normforge.families.operands import GatedSaved, GroupNormGradients, GroupOptions
 
-from ..cases import Tensors
+from ..cases import FULL, Tensors
 from .cases import GROUPS, AnyCase, Case, GroupCase, Layout
 from .peer import EPS
 
@@ -61,16 +63,30 @@ def _together(case: Case, given: Tensors) -> Tensors:
     return {"y": found if isinstance(found, torch.Tensor) else found[0]}
 
 
-def _options(case: GroupCase) -> GroupOptions:
-    return GroupOptions(GROUPS, EPS, case.mode.activation.value, None)
+def _as_images(case: AnyCase, rows: torch.Tensor) -> torch.Tensor:
+    """(M, N) rows as groups, or as the channels of HEADS positions of each sample."""
+    if isinstance(case, GroupCase):
+        return case.shaped(rows)
+    return rows.view(-1, HEADS, rows.shape[-1]).movedim(1, -1).contiguous()
+
+
+def _rows_of(images: torch.Tensor) -> torch.Tensor:
+    return images.movedim(1, -1).flatten(0, 1)
+
+
+def _options(case: AnyCase) -> GroupOptions:
+    if isinstance(case, GroupCase):
+        return GroupOptions(GROUPS, EPS, case.mode.activation.value, None)
+    return GroupOptions(Span.over(case.mode.norm).num_groups, EPS, "none", None)
 
 
 def forward(case: AnyCase, given: Tensors) -> Tensors:
     """Return the outputs of a call."""
-    if isinstance(case, GroupCase):
-        y, saved = group.launched(case.shaped(given["x"]), given["weight"], None, _options(case), saves=True)
+    if isinstance(case, GroupCase) or case.layout is Layout.CHANNELS:
+        y, saved = group.launched(_as_images(case, given["x"]), given["weight"], None, _options(case), saves=True)
         assert saved is not None
-        return {"y": y.reshape(-1, case.n), "mean": saved[0].flatten(), "rstd": saved[1].flatten()}
+        rows = y.reshape(-1, case.n) if isinstance(case, GroupCase) else _rows_of(y)
+        return {"y": rows, "mean": saved[0].flatten(), "rstd": saved[1].flatten()}
     if case.layout is Layout.ROTATED:
         return {"y": _rotated(normforge.qk_norm_rope, case, given, "x")[0]}
     if case.layout is Layout.TOGETHER:
@@ -89,19 +105,26 @@ def forward(case: AnyCase, given: Tensors) -> Tensors:
         keywords |= dropout(x.device)
     if case.layout is Layout.HEADS_IN_PLACE:
         keywords["out"] = x
-    run: Any = getattr(normforge, f"{'gated_' * mode.gating.gates}{mode.norm.row.stem}2d_fwd")
-    found = run(x, **keywords)
+    if mode.fadd.renorms:
+        keywords |= {f"next_{name}": given[name] for name in ("weight", "bias") if name in given}
+    prefix = "gated_" * mode.gating.gates + "renormed_" * mode.fadd.renorms
+    run: Any = getattr(normforge, f"{prefix}{mode.norm.row.stem}2d_fwd")
+    # Not every norm takes what is no choice of it.
+    found = run(x, **{name: value for name, value in keywords.items() if name in signature(run).parameters})
     return {name: tensor.flatten(0, x.dim() - 2) for name, tensor in found._asdict().items() if tensor is not None}
 
 
 def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
     """Return the gradients, from the statistics of what is normalised."""
-    if isinstance(case, GroupCase):
-        dy, x, weight = case.shaped(given["dy"]), case.shaped(given["x"]), given["weight"]
-        statistics = torch.stack([saved["mean"], saved["rstd"]]).view(2, len(x), GROUPS)
-        arrived = dy, x, weight, torch.zeros_like(weight), statistics, _options(case), GroupNormGradients._fields
-        gradients = group.launched_backward(GroupArrived(*arrived))._asdict()
-        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    if isinstance(case, GroupCase) or case.layout is Layout.CHANNELS:
+        dy, x, weight = _as_images(case, given["dy"]), _as_images(case, given["x"]), given["weight"]
+        means = saved.get("mean", torch.zeros_like(saved["rstd"]))
+        statistics, bias = torch.stack([means, saved["rstd"]]).view(2, len(x), -1), torch.zeros_like(weight)
+        saved_tensors, due = (x, weight, bias if case.centres else None, statistics), (True, True, case.centres)
+        grads = group.launched_backward(BackwardPass(saved_tensors, (_options(case),), dy, None, due))
+        made = GroupNormGradients(*grads)._asdict()
+        gradients = {name: gradient for name, gradient in made.items() if gradient is not None}
+        return gradients if isinstance(case, GroupCase) else gradients | {"dx": _rows_of(gradients["dx"])}
     mode = case.mode
     if mode.gating.gates:
         return _gated(case, given, saved)
@@ -113,7 +136,8 @@ def backward(case: AnyCase, given: Tensors, saved: Tensors) -> Tensors:
     wants = ["dx", "dweight", *(["dbias"] if case.centres else []), *(["ddropped"] if mode.dropout else [])]
     run: Any = getattr(public, f"{mode.norm.row.stem}2d_bwd")
     more = dropout(x.device) if mode.dropout else {}
-    found = run(dy, x, given["weight"], **shaped, wants=wants, cast=mode.cast, **more)
+    cast = {"cast": mode.cast} if mode.norm in FULL else {}
+    found = run(dy, x, given["weight"], **shaped, wants=wants, **cast, **more)
     return {name: getattr(found, name).view(-1, x.shape[-1]).squeeze(0) for name in wants}
 
 

@@ -43,6 +43,12 @@ def norm(centres: bool, x: torch.Tensor, weight: torch.Tensor | None, bias: torc
     return _with_wide_statistics(run, x, weight, bias)
 
 
+def l2_norm(x: torch.Tensor, weight: torch.Tensor) -> Tensors:
+    """Return y in x's dtype, and rstd, by elementary operators in fp32: torch has no such norm."""
+    rstd = (x.float().square().sum(-1) + EPS).rsqrt()
+    return {"y": (x.float() * rstd.unsqueeze(-1) * weight.float()).to(x.dtype), "rstd": rstd}
+
+
 def _with_wide_statistics(run: Callable[..., Tensors], *given: torch.Tensor | None) -> Tensors:
     found = run(*given)
     if any(value.dtype != torch.float32 for name, value in found.items() if name != "y"):
@@ -63,7 +69,9 @@ def forward(case: AnyCase, rows: Tensors, half: torch.dtype | None) -> Tensors:
         x = stored_sum(rows)
     if out != rows["x"].dtype or "residual" in rows or mode.gating.gates or "cos" in rows:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-    if half is None:
+    if not case.averages:
+        found = l2_norm(x, weight)
+    elif half is None:
         found = norm(case.centres, x, weight, bias)
     else:
         found = norm(case.centres, x.float(), None, None)
@@ -89,6 +97,8 @@ def turned(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
 
 def stored_sum(rows: Tensors) -> torch.Tensor:
     """Return the sum as it is returned, which is defined in fp32 and is what both are given."""
+    if "total" in rows:
+        return rows["total"]
     return (rows["x"].float() + rows["residual"].float()).to(rows["residual"].dtype)
 
 
@@ -113,6 +123,8 @@ def backward(case: AnyCase, rows: Tensors, saved: Tensors, half: torch.dtype | N
         return _gated_gradients(case, rows)
     if "cos" in rows:
         return _rotated_gradients(case, rows, half)
+    if not case.averages:
+        return _by_autograd(lambda x, weight: l2_norm(x, weight)["y"], rows["dy"], x=rows["x"], weight=rows["weight"])
     found = gradients(case.centres, rows["dy"], rows["x"], rows["weight"], saved)
     if half is not None:
         # torch has no operator for the gradient of a weight that rows were rounded before.
@@ -148,25 +160,25 @@ def _by_autograd(run: Callable[..., torch.Tensor], dy: torch.Tensor, **given: to
     return {f"d{name}": each.to(dy.dtype) for name, each in zip(leaves, found, strict=True)}
 
 
-def _gated_gradients(case: Case, rows: Tensors) -> Tensors:
-    mode, shape = case.mode, [case.n]
+def _normalised(case: Case, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    run: Any = functional.layer_norm if case.centres else functional.rms_norm
+    y: torch.Tensor = run(x, [case.n], weight, eps=EPS)
+    return y
 
+
+def _gated_gradients(case: Case, rows: Tensors) -> Tensors:
     def run(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        factor = activated(mode, gate)
-        x = x * factor if mode.gating.is_before else x
-        if case.centres:
-            y = functional.layer_norm(x, shape, weight, None, EPS)
-        else:
-            y = functional.rms_norm(x, shape, weight, EPS)
-        return y if mode.gating.is_before else y * factor
+        factor = activated(case.mode, gate)
+        if case.mode.gating.is_before:
+            return _normalised(case, x * factor, weight)
+        return _normalised(case, x, weight) * factor
 
     return _by_autograd(run, rows["dy"], **{name: rows[name] for name in ("x", "gate", "weight")})
 
 
 def _rotated_gradients(case: Case, rows: Tensors, half: torch.dtype | None) -> Tensors:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        shape = [case.n]
-        h = functional.layer_norm(x, shape, eps=EPS) if case.centres else functional.rms_norm(x, shape, eps=EPS)
+        h = _normalised(case, x)
         # The gradient of the rounding is 1.
         h = h if half is None else h + (h.to(half).float() - h).detach()
         return turned(h * weight, rows["cos"], rows["sin"])

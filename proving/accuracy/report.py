@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
+from normforge.codegen.values import Norm
+
 from ..evidence import Table, grouped, markdown, total
 from .measure import Cell
 from .rows import KINDS
 from .units import MOST
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
-_NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
+_NORMS = {norm.prefix: norm.row.title for norm in Norm} | {"gn": "GroupNorm"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def summary(table: Table) -> str:
         "most torch's.**",
         markdown(("direction", "output", "cells", "no worse", "at most, times torch's", "there"), rows),
     ]
-    failing = [row for row in table.rows if int(row["beyond"])]
     parts += [
-        f"The rule does not hold in {row['beyond']} cells of {_named(row)}: {row['largest']} units, torch "
-        f"{row['largest torch']}."
-        for row in failing
+        f"The rule does not hold in {row['beyond']} cells of {' '.join(row[name] for name in _COLUMNS[:5])}: "
+        f"{row['largest']} units, torch {row['largest torch']}."
+        for row in table.rows
+        if int(row["beyond"])
     ]
     return "\n\n".join(parts)
 
@@ -107,10 +109,6 @@ _COLUMNS = (
     *("direction", "pipeline", "norm", "dtype", "output", "cells", "beyond", "no worse", "worst rows", "n"),
     *("largest", "largest torch", "rms", "rms torch", "times torch"),
 )
-
-
-def _named(row: Mapping[str, str]) -> str:
-    return " ".join(row[name] for name in ("direction", "pipeline", "norm", "dtype", "output"))
 
 
 def _key(cell: Cell) -> tuple[str, ...]:

@@ -77,10 +77,6 @@ def _far(source: Source, m: int, n: int) -> torch.Tensor:
     return 777 + 2 * source.step(777) * source.normal(m, n)
 
 
-def _near_constant(source: Source, m: int, n: int) -> torch.Tensor:
-    return 777 + source.step(777) * (source.uniform(m, n) < 0.5)
-
-
 def _denormal(source: Source, m: int, n: int) -> torch.Tensor:
     magnitude = torch.finfo(source.dtype).smallest_normal * 2 ** (9 * source.uniform(m, n) - 6)
     return magnitude * source.normal(m, n).sign()
@@ -110,7 +106,7 @@ KINDS: dict[str, Kind] = {
         lambda s, m, n: _starts_with(1e-3 * s.normal(m, n), max(1, n // 64), 777),
     ),
     "far mean": Kind("1e4 + 1e-2 · N(0, 1) in fp32, 777 + two steps · N(0, 1) in 16 bits", _far),
-    "near constant": Kind("777 or its neighbour", _near_constant),
+    "near constant": Kind("777 or its neighbour", lambda s, m, n: 777 + s.step(777) * (s.uniform(m, n) < 0.5)),
     "denormal": Kind("from 1/64 of the smallest normal number to 8 times it, of either sign", _denormal),
     "cancelling": Kind("neighbours v and -v of about 1e4", _cancelling),
     "heavy head": Kind("N(0, 1), the first eight values from 3e17 to 4e18", _heavy_head, _WIDE),

@@ -112,11 +112,17 @@ def rounded(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return nearest, torch.maximum(high - nearest, nearest - low)
 
 
-def statistics(rows: torch.Tensor, eps: float, *, centres: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of each row, 0 if rows are not centred, and the reciprocal standard deviation: fp64, (..., 1)."""
+def statistics(
+    rows: torch.Tensor, eps: float, *, centres: bool = True, averages: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of each row, 0 if rows are not centred, and the reciprocal standard deviation: fp64, (..., 1).
+
+    An L2 norm's squares are added up, and not averaged.
+    """
     s = rows.double()
     mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[..., :1])
-    return mean, ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    squares = (s - mean).square().sum(-1, keepdim=True) / (s.shape[-1] if averages else 1)
+    return mean, (squares + eps).rsqrt()
 
 
 def median(rows: torch.Tensor) -> torch.Tensor:

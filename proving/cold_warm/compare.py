@@ -202,8 +202,7 @@ def run(family: str, seed: int, count: int, *, by_address: bool) -> Result:
             kind = (name, *parts)
             if parts and kind not in found:
                 found[kind] = shrunk(session, among, history, (name, call), parts)
-            if "exception" not in outcome:
-                served += 1
+            served += "exception" not in outcome
             if "exception" not in outcome or random.random() < 0.03:
                 current[name] = call
                 liked[name] = [*liked[name][-199:], call]

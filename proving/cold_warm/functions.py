@@ -148,6 +148,11 @@ def shape_of(form: str, n: int, lead: tuple[int, ...], *, channels: bool = False
     }[form]
 
 
+# The dtypes that are drawn of rows, and of vectors.
+_OF_ROWS = (*FLOATS * 5, torch.float64, torch.int32)
+_OF_VECTORS = (*FLOATS * 4, torch.float64)
+
+
 def operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], optional: bool, grads: float) -> Draw:
     """Return what draws a tensor's properties: None in 9 of 20 if it is optional, and a gradient at a rate."""
 
@@ -166,18 +171,15 @@ _OWN: Mapping[str, Mapping[str, Draw]] = {
     "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
     "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
     "rope": {
-        **{
-            name: operand(forms, (*FLOATS * 5, torch.float64, torch.int32), False, 0.4)
-            for name, forms in _HEADS.items()
-        },
-        **{name: operand(forms, (*FLOATS * 4, torch.float64), False, 0.03) for name, forms in _TURNS.items()},
+        **{name: operand(forms, _OF_ROWS, False, 0.4) for name, forms in _HEADS.items()},
+        **{name: operand(forms, _OF_VECTORS, False, 0.03) for name, forms in _TURNS.items()},
         **{
             name: operand(forms, (torch.int64, torch.int64, torch.int32, torch.float32), True, 0.0)
             for name, forms in _INTEGERS.items()
         },
         **dict.fromkeys(
             ("q_weight", "k_weight"),
-            operand((*["vector"] * 6, "of all heads", "longer"), (*FLOATS * 4, torch.float64), True, 0.4),
+            operand((*["vector"] * 6, "of all heads", "longer"), _OF_VECTORS, True, 0.4),
         ),
         "key_cache": operand(("blocks",), (torch.float32, *FLOATS, torch.float8_e4m3fn), True, 0.03),
         "k_scale": operand(("one", "none", "vector"), (*[torch.float32] * 8, torch.float16), True, 0.03),
@@ -198,9 +200,9 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
     match row.kind:
         case Kind.ROWS:
             eight = EIGHT_BITS[1:] if row.axis == "dtype_in" or row.name == "dy" else ()
-            return operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
+            return operand(forms, (*_OF_ROWS, *eight), optional, 0.4)
         case Kind.VECTOR | Kind.GROUPS | Kind.SAMPLES:
-            return operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
+            return operand(forms, _OF_VECTORS, optional, 0.4)
         case Kind.OUT:
             return operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
         case Kind.PER_ROW | Kind.SCALE | Kind.SCALES | Kind.VALUE:
@@ -258,6 +260,7 @@ class Function:
 def _rows_for(name: str) -> dict[str, Parameter]:
     words = {"modulated": MODULATED, "gated": GATED, "quantised": QUANTISED, "_bwd": BACKWARD}
     own = next((family for word, family in words.items() if word in name), FORWARD)
+    own = next((each for each in FAMILIES if name.removeprefix("torch.") in each.functions.values()), own)
     if "_backward" in name:
         own = GRADIENTS.get(own.name, own)
     families = [family for family in FAMILIES if family not in (own, FORWARD)]
@@ -330,7 +333,7 @@ _PUBLIC = {
     "functional": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
     "added": ("layer_norm_add", "rms_norm_add", "renormed_layernorm2d_fwd", "renormed_rmsnorm2d_fwd"),
     "forward": ("layernorm2d_fwd", "rmsnorm2d_fwd"),
-    "backward": ("layernorm2d_bwd", "rmsnorm2d_bwd"),
+    "backward": tuple(f"{word}{norm}2d_bwd" for word in ("", "quantised_") for norm in ("layernorm", "rmsnorm")),
     "modulated": tuple(f"modulated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "gated": tuple(f"gated_{name}" for name in ("layer_norm", "rms_norm", "layernorm2d_fwd", "rmsnorm2d_fwd")),
     "quantised": ("quantised_layer_norm", "quantised_rms_norm"),

@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -64,14 +65,11 @@ def _parallelized() -> torch.nn.Module:
 
 # By name: what makes a module, and how many tensors of x's shape it takes.
 MODULES: Mapping[str, tuple[Callable[[], torch.nn.Module], int]] = {
-    "LayerNorm": (lambda: normforge.LayerNorm(WIDTH), 1),
-    "RMSNorm": (lambda: normforge.RMSNorm(WIDTH), 1),
-    "AddLayerNorm": (lambda: normforge.AddLayerNorm(WIDTH), 2),
-    "AddRMSNorm": (lambda: normforge.AddRMSNorm(WIDTH), 2),
-    "LayerNormAdd": (lambda: normforge.LayerNormAdd(WIDTH), 2),
-    "RMSNormAdd": (lambda: normforge.RMSNormAdd(WIDTH), 2),
-    "GatedLayerNorm": (lambda: normforge.GatedLayerNorm(WIDTH), 2),
-    "GatedRMSNorm": (lambda: normforge.GatedRMSNorm(WIDTH), 2),
+    **{name: (functools.partial(getattr(normforge, name), WIDTH), 1) for name in ("LayerNorm", "RMSNorm")},
+    **{
+        name.format(norm): (functools.partial(getattr(normforge, name.format(norm)), WIDTH), 2)
+        for name, norm in product(("Add{}", "{}Add", "Gated{}"), ("LayerNorm", "RMSNorm"))
+    },
     "GroupNorm": (lambda: normforge.GroupNorm(2, 8), 1),
     "parallel AddLayerNorm": (_parallelized, 2),
     "patched LayerNorm": (lambda: torch.nn.LayerNorm(WIDTH), 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,16 +143,8 @@ def _backward(session: Session, call: Call, given: Mapping[str, Any], due: list[
             session.name(f"gradient {at}", gradient)
             arriving.append(gradient.to(output.dtype))
 
-        def run() -> Any:
-            return torch.autograd.grad(
-                due,
-                list(leaves.values()),
-                arriving,
-                allow_unused=True,
-                retain_graph=True,
-                create_graph=call["create_graph"],
-            )
-
+        options = {"allow_unused": True, "retain_graph": True, "create_graph": call["create_graph"]}
+        run = partial(torch.autograd.grad, due, [*leaves.values()], arriving, **options)
         for turn in range(1 + call["twice"]):
             found[f"gradients {turn}"] = described(within(run, call["back_place"], call["back_context"]))
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 
@@ -19,7 +18,9 @@ from .suites import cases, interpreted
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked; 0 if every case passed, 1 if one failed or is left, 2 if the question was wrong."""
-    parser = _parser()
+    parser = parser_of("conformance", "Run every case on a GPU, or a slice in Triton's interpreter.")
+    parser.add_argument("--seed", type=int, default=0, help="of every input")
+    parts.add_options(parser, jobs=min(16, len(os.sched_getaffinity(0))))
     asked = parser.parse_args(arguments)
     try:
         machine = find_machine()
@@ -34,10 +35,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = report.table(done.results.values(), header | {"seconds": f"{done.seconds:.0f}"})
     conclude(asked, "conformance", table, report.summary, left=done.left)
     return 1 if failures or done.left else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("conformance", "Run every case on a GPU, or a slice in Triton's interpreter.")
-    parser.add_argument("--seed", type=int, default=0, help="of every input")
-    parts.add_options(parser, jobs=min(16, len(os.sched_getaffinity(0))))
-    return parser

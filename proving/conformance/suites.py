@@ -70,8 +70,7 @@ def interpreted() -> tuple[Case, ...]:
     """
     drawn = sorted(cases(), key=lambda case: zlib.crc32(case.id.encode()))
     kept: dict[str, Case] = {}
-    modes: set[object] = set()
-    lengths: set[object] = set()
+    modes, lengths = set[object](), set[object]()
     for longest in (_SHORT, _LONGEST):
         for case in drawn:
             length = (case.suite, case.n, bool(case.arriving))

@@ -31,7 +31,7 @@ ANSWERED = (8, 64, 64)
 ROUNDS = 5
 _OF_TIMED = ("", "_gpu", "_norms", "_graphs", "_ours", "_theirs")
 # Ours, torch's and vLLM's, and Inductor's, which are named by the operators in them.
-_NORMS = re.compile(r"\b((rms|ln)_fwd_\w*|\w*norm\w*_kernel|triton_\w*rsqrt\w*)")
+_NORMS = re.compile(r"\b((rms|ln)_fwd_\w*|\w*norm\w*_kernel|triton_\w*(rsqrt|norm)\w*)")
 COLUMNS = [
     *["model", "equal", "margin", "native", "frozen"],
     *(f"{name}{of}" for name in TIMED for of in _OF_TIMED),
@@ -43,22 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Serve models by vLLM with its norms and with normforge's, and compare kernels, tokens and throughput."
     parser = parser_of("engines", about)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (default: all)")
+    parser.add_argument("--control", action="store_true", help="no plug: how much two processes of one engine differ")
     asked = parser.parse_args(argv)
+    plug = None if asked.control else "normforge"
     header, rows, names = describe(find_gpu("engines"), (), asked.revision), [], asked.model or MODELS
     with TemporaryDirectory() as folder:
         recording = str(Path(folder, "needed.yaml"))
-        with engine(None) as theirs, engine("normforge", NORMFORGE_RECORD=recording) as ours:
+        with engine(None) as theirs, engine(plug, NORMFORGE_RECORD=recording) as ours:
             for name in names:
                 try:
                     started = theirs.submit(serve.start, MODELS[name], None)
-                    header["vllm"] = ours.submit(serve.start, MODELS[name], "normforge").result()
+                    header["vllm"] = ours.submit(serve.start, MODELS[name], plug).result()
                     started.result()
                     rows.append(dict.fromkeys(COLUMNS, "") | {"model": name} | compare(theirs, ours, MODELS[name]))
                     print(rows[-1], flush=True)
                 except Exception:
                     # Whatever a model makes an engine raise, the others are served.
                     print_exc()
-        if rows:
+        if rows and plug:
             serve_frozen(rows, recording)
     conclude(asked, "engines", Table(header, COLUMNS, rows), summary, page=PAGE)
     return int(len(rows) != len(names))
@@ -84,10 +86,6 @@ def compare(theirs: Executor, ours: Executor, model: Any) -> dict[str, str]:
         (before, _), (after, graphs) = [each.submit(serve.kernels, *sizes).result() for each in both]
         row |= {f"{name}_ours": _counts(after), f"{name}_theirs": _counts(before), f"{name}_graphs": str(graphs)}
         row[f"{name}_gpu"], row[f"{name}_norms"] = _ratio(before, after), _ratio(_norms(before), _norms(after))
-        for kernel in sorted({*before, *after}):
-            counts = len(before.get(kernel, ())), len(after.get(kernel, ()))
-            if counts[0] != counts[1]:
-                print(f"{name}: {kernel} ran {counts[0]} times with the engine's norms, {counts[1]} with the plug's")
         row[name] = f"{median(times[name][theirs][1:]) / median(times[name][ours][1:]):.3f}"
     if not model.get("override"):
         theirs.submit(serve.start, model, "native").result()
@@ -118,7 +116,7 @@ def _norms(kernels: serve.Kernels) -> serve.Kernels:
 
 
 def _ratio(before: serve.Kernels, after: serve.Kernels) -> str:
-    return f"{sum(map(sum, before.values())) / sum(map(sum, after.values())):.2f}" if after else ""
+    return f"{sum(map(sum, before.values())) / sum(map(sum, after.values())):.2f}" if before and after else ""
 
 
 def _counts(kernels: serve.Kernels) -> str:
@@ -137,5 +135,12 @@ def serve_frozen(rows: Sequence[dict[str, str]], recording: str) -> None:
 
 def summary(table: Table) -> str:
     """Return the table of the page, and where the figures are from."""
-    named = ("model", "equal", "decode_1", "decode_64", "prefill")
-    return markdown(named, [[row[name] for name in named] for row in table.rows]) + f"\n\n{table.where}"
+    rows = [
+        [
+            row["model"],
+            *("/".join(row[name + of] or "-" for of in ("", "_gpu", "_norms")) for name in TIMED),
+            row["equal"],
+        ]
+        for row in table.rows
+    ]
+    return markdown(("model", *TIMED, "equal"), rows) + f"\n\n{table.where}"

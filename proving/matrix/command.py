@@ -14,9 +14,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 from .. import parts
-from ..evidence import Table, conclude, markdown, parser_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from ..evidence import ROOT, Table, conclude, markdown, parser_of
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # The oldest that is taken, the one that is pinned, and the newest there is.

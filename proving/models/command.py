@@ -20,9 +20,7 @@ from normforge.patching.calling import CallingNorm
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
 
-from ..evidence import Table, conclude, grouped, markdown, parser_of
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from ..evidence import ROOT, Table, conclude, grouped, markdown, parser_of
 
 
 class Library(NamedTuple):

@@ -56,19 +56,14 @@ def _judged(outcomes: Sequence[Outcome], threads: ThreadPoolExecutor, runner: Ru
     """Return outcomes, unfit where the test that caught a mutant fails in a copy of the tree without an edit, too."""
     unmutated = []
     for suite in Suite:
-        tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
-        for part in _parts(tests, jobs):
-            unmutated.append(threads.submit(runner.failing_unmutated, suite, part))
+        # Each once and those of a file together, for as many processes as run at once.
+        tests = sorted({found.said for found in outcomes if found.caught and found.mutant.suite is suite})
+        size = -(-len(tests) // jobs) or 1
+        for start in range(0, len(tests), size):
+            unmutated.append(threads.submit(runner.failing_unmutated, suite, tests[start : start + size]))
     unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")
     return [
         replace(found, verdict=Verdict.UNFIT) if found.caught and found.said in unfit else found for found in outcomes
     ]
-
-
-def _parts(tests: list[str], jobs: int) -> list[list[str]]:
-    """Return the tests, each once and those of a file together, for as many processes as run at once."""
-    distinct = sorted(dict.fromkeys(tests))
-    size = -(-len(distinct) // jobs)
-    return [distinct[start : start + size] for start in range(0, len(distinct), size)] if distinct else []

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from benchmarks.environment import revision_of
 
-from ..evidence import Table, markdown
+from ..evidence import Table, grouped, markdown
 from .tree import ROOT
 from .trial import Outcome, Verdict
 
@@ -33,14 +33,13 @@ def table(outcomes: Sequence[Outcome], stated: Mapping[str, str], seconds: float
 
 def summary(table: Table) -> str:
     """Return the section of the page: how many mutants of each folder are caught, and those that are not."""
-    folders: dict[str, list[bool]] = {}
-    for row in table.rows:
-        folders.setdefault(row["file"].partition("/")[0], []).append(row["verdict"] == Verdict.CAUGHT.value)
     missed = [row for row in table.rows if row["verdict"] != Verdict.CAUGHT.value]
+    folders = grouped(table.rows, lambda row: row["file"].partition("/")[0])
+    lines = [(f"`{name}/`", sum(row not in missed for row in rows), len(rows)) for name, rows in folders.items()]
     parts = [
         table.where,
         f"**{len(table.rows) - len(missed)} of {len(table.rows)} are caught.**",
-        markdown(("edits in", "caught", "of"), [(f"`{name}/`", sum(of), len(of)) for name, of in folders.items()]),
+        markdown(("edits in", "caught", "of"), lines),
     ]
     parts += [f"- {row['verdict']}: `{row['file']}`, {row['breaks']}: {row['caught by']}" for row in missed]
     return "\n\n".join(parts)

@@ -15,9 +15,7 @@ import pytest
 # Names the file that is written.
 REPORT = "MUTANT_REPORT"
 
-_failed: list[str] = []
-_broken: list[str] = []
-_passed: list[str] = []
+_found: dict[str, list[str]] = {"failed": [], "broken": [], "passed": []}
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -27,16 +25,16 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note a test that failed, or passed."""
-    if report.failed and report.nodeid not in _failed:
-        _failed.append(report.nodeid)
+    if report.failed and report.nodeid not in _found["failed"]:
+        _found["failed"].append(report.nodeid)
     elif report.when == "call" and report.passed:
-        _passed.append(report.nodeid)
+        _found["passed"].append(report.nodeid)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Note what could not even be collected: an edit after which nothing can be imported is no test's merit."""
     if report.failed:
-        _broken.append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
+        _found["broken"].append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
 
 
 def pytest_sessionfinish() -> None:
@@ -48,5 +46,4 @@ def _write(running: str) -> None:
     """Write what was seen so far, and where every module of normforge came from."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "normforge"]
     origins = {str(Path(file).resolve()) for module in modules if (file := getattr(module, "__file__", None))}
-    found = {"failed": _failed, "broken": _broken, "passed": _passed, "origins": sorted(origins), "running": running}
-    Path(os.environ[REPORT]).write_text(json.dumps(found))
+    Path(os.environ[REPORT]).write_text(json.dumps(_found | {"origins": sorted(origins), "running": running}))

@@ -22,7 +22,7 @@ class Beside:
 
     Attributes:
         step: what stands beside the norm: "dropped", "modulated", "gated" or "grouped"; with "_quantised", y is; or
-            "plain_columns", of a norm quantised along columns too.
+            "plain_columns", of a norm and of dx quantised along columns too.
         case: the call, of the table of families.
     """
 
@@ -61,7 +61,12 @@ class Beside:
                 more |= {"columnwise": "transposed", "amax_out": torch.zeros(1, device=device)}
             function: Any = getattr(normforge, name)
             with torch.no_grad():
-                function(**given, **more, fquant="dynamic")
+                outputs = function(**given, **more, fquant="dynamic")
+                if self.step == "plain_columns":
+                    x = given["x"] if outputs.residual_out is None else outputs.residual_out
+                    saved = {"rstd": outputs.rstd} | ({} if outputs.mean is None else {"mean": outputs.mean})
+                    back = getattr(normforge, f"quantised_{self.case['norm']}norm2d_bwd")
+                    back(given["x"], x, given["weight"], **saved, group_size=32, wants=("dweight",))
             return
         if self.step == "grouped":
             with torch.no_grad():

@@ -14,7 +14,7 @@ from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import FORWARD, RENORMED, family_of
-from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
@@ -178,20 +178,16 @@ def _length(entry: Entry, mode: Mode, tile: Tile) -> int:
     return _odd(entry) + in_pairs
 
 
-_LAYER = Mode(Norm.LAYER, DType.BF16, DType.BF16)
-_RMS_MV = Mode(Norm.RMS, DType.BF16, DType.BF16, save_mv=True)
-_LAYER_FP32 = Mode(Norm.LAYER, DType.FP32, DType.FP32)
-_LAYER_BWD = replace(_LAYER, direction=Direction.BACKWARD)
-_RMS_BWD_FP32 = Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD)
+_MODES = ("ln_fwd_bf16", "rms_fwd_bf16_mv", "ln_fwd_fp32", "ln_bwd_bf16", "rms_bwd_fp32")
 
 
 def edges() -> Iterator[Cell]:
     """Shapes and strides at which reads of whole vectors may leave what is x's, and writes what is y's."""
-    for mode in (_LAYER, _RMS_MV, _LAYER_FP32, _LAYER_BWD, _RMS_BWD_FP32):
+    for mode in map(Mode.from_name, _MODES):
         for m, n, stride, offset in TABLE["edges"]:
             yield Cell(mode, m, n, stride, offset)
         for m, n, stride, offset, heads in TABLE["heads"]:
-            for in_place in (False,) if mode.is_backward or mode.statistics_only else (False, True):
+            for in_place in (False,) if mode.is_backward else (False, True):
                 yield Cell(mode, m, n, stride, offset, heads, in_place)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .. import parts
-from ..evidence import Table, conclude, markdown, parser_of
+from ..evidence import ROOT, Table, conclude, markdown, parser_of
 from .cells import every
 from .log import Log, read
 
@@ -30,7 +30,6 @@ TOOLS = {
 }
 # Where CUDA's toolkit puts it.
 _PLACES = ("/usr/local/cuda/bin",)
-_ROOT = Path(__file__).resolve().parents[2]
 _WORKER = (sys.executable, "-m", "proving.sanitizer.worker")
 # Seconds for one process; the tools slow kernels down 10 to 100 times.
 _LIMIT = 540
@@ -134,7 +133,7 @@ def _one(name: str, command: tuple[str, ...], options: argparse.Namespace, part:
     try:
         done = subprocess.run(
             (*command, *_WORKER, str(part), str(options.jobs)),
-            cwd=_ROOT,
+            cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

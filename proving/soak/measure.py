@@ -51,15 +51,9 @@ def held(device: torch.device, calls: int) -> Held:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """glibc's `struct mallinfo2`, whose fields are all sizes."""
+    """glibc's `struct mallinfo2`, ten sizes: of what is free, and of eight other things before it."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
 def _free_in_arenas() -> int:

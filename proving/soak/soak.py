@@ -81,8 +81,7 @@ def soak(minutes: float, seed: int, device: torch.device, *, progress: bool = Tr
         thread.join()
     done = sum((worker.done for worker in workers), Counter[str]())
     failures = [failure for worker in workers for failure in worker.failures]
-    count = sum(size.kinds.values())
-    return Result(done, failures, growths(before, samples), time.monotonic() - started, count)
+    return Result(done, failures, growths(before, samples), time.monotonic() - started, sum(size.kinds.values()))
 
 
 def _watch(

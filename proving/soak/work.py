@@ -97,7 +97,9 @@ class Worker:
         self._random = random.Random(seed)
         self._shapes, self._most = size.shapes, size.most
         self._is_gpu = device.type == "cuda"
-        self._streams = [_stream(device) for _ in range(3)] if self._is_gpu else []
+        # torch declares no types for its streams.
+        make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+        self._streams = [make(device) for _ in range(3)] if self._is_gpu else []
         self._actions: tuple[tuple[Callable[[], None], str, int], ...] = (
             (partial(self._run, "calls", "forward calls"), "call", 12),
             (partial(self._run, "steps", "training steps"), "step", 5),
@@ -195,9 +197,3 @@ class Worker:
             # Its memory goes back while nothing else runs.
             torch.cuda.synchronize(self._device)
             del output, graph
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    # torch declares no types for its streams.
-    make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
-    return make(device)

@@ -166,7 +166,7 @@ def keys_of(pairs: Sequence[Pair], target: Target, deployment: Deployment) -> li
     # Calls of a forward mode save statistics if its backward mode is listed too.
     trained = {replace(mode, direction=Direction.FORWARD) for mode in groups if mode.is_backward}
     for mode, size in pairs:
-        if isinstance(mode, GroupMode) and target.plainly:
+        if isinstance(mode, GroupMode) and mode.span.is_group and target.plainly:
             raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
         for plan in plans(mode, size, target, deployment, saves=mode in trained):
             ms = plan.entry.least_rows()
@@ -268,7 +268,8 @@ def _of_heads(kind: CallKind, target: Target) -> Iterator[tuple[None, Launcher]]
 
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, Launcher]]:
     mode = None if kind.mode in ROTARY else mode_named(kind.mode)
-    if target.plainly and (isinstance(mode, GroupMode) or (mode and mode.is_backward and mode.shares)):
+    is_group = isinstance(mode, GroupMode) and mode.span.is_group
+    if target.plainly and (is_group or (mode and mode.is_backward and mode.shares)):
         raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
     if mode is None:
         yield from _of_heads(kind, target)
@@ -288,9 +289,8 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, L
 
 def _assembled(kind: CallKind, target: Target, invariant: bool) -> tuple[Entry, Assembly]:
     mode = mode_named(kind.mode)
-    groups = kind.size.get("groups", 1)
-    if kind.size.get("channels", 0) % groups:
-        channels = kind.size["channels"]
+    groups, channels = kind.size.get("groups", 1), kind.size.get("channels", 0)
+    if channels % groups:
         raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
     family, n = family_of(mode), kind.n
     dtypes = _dtypes(kind, [row.name for row in family.tensors])

@@ -152,7 +152,8 @@ def plans(
     if isinstance(mode, GroupMode):
         assert isinstance(size, GroupShape)
         for call, names in _group_calls(mode, size, deployment, saves=saves):
-            yield Plan(call, slots_of(call, names), target)
+            # JAX's statistics are arrays of their own.
+            yield Plan(call, slots_of(call, names) - {"rstd_ptr" if target.plainly else ""}, target)
     else:
         assert isinstance(size, int)
         for call, names in _calls(mode, size, deployment):
@@ -195,13 +196,14 @@ def _forward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> Iterator[
 
 def _backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, asked: _Wants) -> Iterator[Call]:
     vectors = {"dweight": kinds["weight"], "dbias": kinds["bias"]}
-    due = [row.name for row in BACKWARD.results if row.is_wanted(mode) and vectors.get(row.name, SAME) is not None]
+    results = family_of(mode).results
+    due = [row.name for row in results if row.is_wanted(mode) and vectors.get(row.name, SAME) is not None]
     for names in (due,) if asked is None else asked:
         wants = [name for name in due if name in names]
         if wants:
             arguments = {**arguments_of(mode, partial(_operand, mode, rows, kinds)), "wants": wants}
             arguments["bias_dtype"] = None if kinds["bias"] is None else _dtype(kinds["bias"], mode)
-            yield check(BACKWARD.functions[mode.norm], arguments)
+            yield check(family_of(mode).functions[mode.norm], arguments)
 
 
 def _sharing_backward(mode: Mode, rows: RowPlaces, kinds: _Kinds, _: _Wants) -> Iterator[Call]:

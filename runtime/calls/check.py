@@ -454,7 +454,11 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
     # Without 16 bits to round to, y's or dy's, rows are rounded once.
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
-    mode = _mode(axes)
+    try:
+        mode = Mode(**axes)
+    except IllegalCombinationError as error:
+        # The manifest's name for the axis is not the argument's.
+        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
     if n % mode.dtype_out.packs:
         raise ShapeError(
             f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
@@ -464,7 +468,7 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
         raise ConflictError(
             f"{function} takes no fadd {mode.fadd.value!r}; call normforge.renormed_{function}, or pass 'post_add'"
         )
-    if mode.serves and takes.family_name != "quantised":
+    if mode.serves and not takes.family_name.startswith("quantised"):
         raise ConflictError(
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "
             "quantised_rms_norm, which do, or pass 'dynamic' or 'smooth_dynamic'"
@@ -515,14 +519,6 @@ def _output_dtype(args: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
     return DType.INT8 if quantises else DTYPES[x.dtype]
 
 
-def _mode(axes: Mapping[str, Any]) -> Mode:
-    try:
-        return Mode(**axes)
-    except IllegalCombinationError as error:
-        # The manifest's name for the axis is not the argument's.
-        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
-
-
 def _check_presence(takes: Function, mode: Mode, args: Mapping[str, Any]) -> None:
     """Check that what the mode reads was passed, and nothing that it does not."""
     for name, wanted, absent, unused in takes.conditions:
@@ -541,26 +537,28 @@ def _check_needs(takes: Function, args: Mapping[str, Any]) -> None:
             raise ConflictError(error.format(**{name: args[name]}))
 
 
-def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
-    """Follow a path of attributes from a mode, such as "fadd" and "adds"; return True for an empty path."""
+def _asks(mode: Mode, wanted: str) -> bool:
+    """Return the value of an attribute of a mode, "fadd.adds" say; True for none."""
     value: Any = mode
-    for name in wanted:
+    for name in wanted.split(".") if wanted else ():
         value = getattr(value, name)
-    return bool(value) if wanted else True
+    return not wanted or bool(value)
 
 
 def _wants(takes: Function, mode: Mode, args: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the results that a call returns: those that the call names, if any, and else those of its mode."""
     if "wants" not in args:
         return tuple([result.name for result in takes.results if _asks(mode, result.wanted)])
-    names, known = tuple(args["wants"]), [result.name for result in takes.results]
+    known = [result.name for result in takes.results]
+    names = tuple(dict.fromkeys([*[result.name for result in takes.results if result.is_sure], *args["wants"]]))
     for name in names:
         if name not in known:
             raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(known)}")
     for result in takes.results:
         if result.name not in names:
             continue
-        name, missing = result.name, result.like[0] if all(args[like] is None for like in result.like) else ""
+        name, without = result.name, result.like and all(args[like] is None for like in result.like)
+        missing = result.like[0] if without else ""
         if not _asks(mode, result.wanted):
             missing = missing or "dropout_p"
         if missing:

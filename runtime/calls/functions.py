@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from ..codegen.families import REQUIRED, Family, Kind, Parameter
+from ..codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from ..codegen.model import Mode
 from ..codegen.parameters import FAMILIES, GRADIENTS, GROUP, GROUP_BWD, IN_PARTS
 from ..codegen.values import Direction, DType, Norm
@@ -19,19 +19,6 @@ _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
 _OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.OUT)
-
-# The default that is no literal.
-_NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
-
-
-class Returned(NamedTuple):
-    """The fields of a result that calls read; see `codegen.parameters.Result`. `wanted` is a path of attributes."""
-
-    name: str
-    wanted: tuple[str, ...]
-    axis: str
-    set_by: str
-    like: tuple[str, ...]
 
 
 class Function(NamedTuple):
@@ -56,7 +43,7 @@ class Function(NamedTuple):
         by_presence: names of those that decide one by being there, with that and its values without and with them.
         by_groups: names of those that decide one by being one a group, with that.
         needs: names of numbers, with what has to be there unless they are 0, and the error if it is not.
-        conditions: names, with the attributes of a mode that lead to whether it reads them, and the errors if it does
+        conditions: names, with the attribute of a mode that says whether it reads them, and the errors if it does
             and they were not passed, and the other way round.
         outs: the names of what is written to, with the result that goes there.
         results: what it may return.
@@ -79,9 +66,9 @@ class Function(NamedTuple):
     by_presence: tuple[tuple[str, str, Any, Any], ...]
     by_groups: tuple[tuple[str, str], ...]
     needs: tuple[tuple[str, str, str], ...]
-    conditions: tuple[tuple[str, tuple[str, ...], str, str], ...]
+    conditions: tuple[tuple[str, str, str, str], ...]
     outs: tuple[tuple[str, str], ...]
-    results: tuple[Returned, ...]
+    results: tuple[Result, ...]
     gradients: tuple[tuple[str, str], ...]
 
 
@@ -108,13 +95,9 @@ def _function(family: Family, norm: Norm) -> Function:
         ),
         by_groups=tuple((row.name, row.axis) for row in read if row.kind is Kind.GROUPS),
         needs=tuple((row.name, row.needs, row.absent) for row in rows if row.needs),
-        conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
+        conditions=tuple((row.name, row.wanted, row.absent, row.unused) for row in rows if row.wanted),
         outs=tuple((row.name, row.result) for row in rows if row.kind is Kind.OUT),
-        results=tuple(
-            Returned(row.name, _path(row.wanted), row.axis, row.set_by, row.like)
-            for row in family.results
-            if norm in row.norms
-        ),
+        results=tuple(row for row in family.results if norm in row.norms),
         gradients=tuple((row.name, row.gradient) for row in rows if row.gradient),
     )
 
@@ -122,18 +105,16 @@ def _function(family: Family, norm: Norm) -> Function:
 def _default(row: Parameter, norm: Norm) -> Any:
     # A norm that lacks a parameter computes what the default of another norm says.
     text = row.default.get(norm, next(iter(row.default.values())))
-    return _NOT_LITERAL[text] if text in _NOT_LITERAL else ast.literal_eval(text)
-
-
-def _path(wanted: str) -> tuple[str, ...]:
-    return tuple(wanted.split(".")) if wanted else ()
+    if text.startswith("torch."):
+        return getattr(torch, text.removeprefix("torch."))
+    return None if text == REQUIRED else ast.literal_eval(text)
 
 
 def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
     """Return the values of an axis without and with a tensor: False and True, or the first word that says so."""
     if kind is bool:
         return False, True
-    says = _path(row.wanted)[-1]
+    _, _, says = row.wanted.rpartition(".")
     without, there = (next(word for word in kind if getattr(word, says) is asked) for asked in (False, True))
     return without, there
 

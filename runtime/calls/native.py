@@ -7,8 +7,7 @@ Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, reduce
-from operator import or_
+from functools import cache, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from ..upstream import triton_launcher
 from ..upstream.torch_internals import dispatch_modes, eager_only
 from . import first, launch
 from .outputs import LayerNormOutput, NormGradients
-from .plan import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, addresses_of, picking
+from .plan import MISALIGNED, PLAIN, UNREADABLE, Key, PlannedCall, Tensors, known_plan, picking
 from .randomness import settled
 from .row_layout import may_write
 
@@ -169,12 +168,8 @@ class Lookup:
         """
         # Which other tensors are there follows from args.
         key = (self.table.head, args, due, arrived[1] is None)
-        for known in self.plans_of.plans.get(key, ()):
-            if known.fits(*known.present(arrived)):
-                addresses = addresses_of(arrived)
-                ready = known.plan_at(*addresses) if reduce(or_, addresses) & MISALIGNED else known.plan
-                return key, None if ready is None else ready.run(arrived, addresses)
-        return key, None
+        ready, addresses = known_plan(self.plans_of.plans, key, arrived)
+        return key, None if ready is None else ready.run(arrived, addresses)
 
     def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
         """Return the key, the kind of call and what launches take; None for what is missing."""

@@ -104,6 +104,26 @@ class NormGradients(NamedTuple):
     ddropped: torch.Tensor | None = None
 
 
+class QuantisedGradients(NamedTuple):
+    """Gradients of `quantised_layernorm2d_bwd` and `quantised_rmsnorm2d_bwd`; None where one was not asked for.
+
+    Attributes:
+        dx: x's shape, in 16 bits or fp32: also the gradient of a residual that was added to x.
+        rowwise: dx, as it is returned, quantised in groups of a row: x's shape, in out_dtype.
+        rowwise_scale, columnwise, columnwise_scale: as `ColumnwiseOutput` has y_scale and these.
+        dweight: (N,), in weight's dtype.
+        dbias: (N,); LayerNorm only.
+    """
+
+    dx: torch.Tensor
+    rowwise: torch.Tensor
+    rowwise_scale: torch.Tensor
+    columnwise: torch.Tensor
+    columnwise_scale: torch.Tensor
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
 def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of a gradient of several tensors, each rounded to its own dtype: one that holds all of them.
 
@@ -227,23 +247,25 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
         Kind.PER_ROW: call.x.shape[:-1],
     }
     shapes |= {Kind.PER_NORM: packing(call.m, call.function.norm.centres, 2)[:1], Kind.VALUE: (1,), Kind.COLUMNS: ()}
-    results: list[torch.Tensor | None] = []
+    results: dict[str, torch.Tensor | None] = {}
     for row in call.function.family.results:
         dtype = call.dtype_of(row.name)
         # A gradient of another kind has the shape of its operand, which may have one of several.
         shape = shapes.get(row.kind) if row.kind in shapes or dtype is None else call.args[row.like[0]].shape
-        results.append(None if dtype is None else make(shape, dtype=dtype))
+        results[row.name] = None if dtype is None else make(shape, dtype=dtype)
     if call.mode.dtype_out.packs > 1:
-        results[0] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
-    scale_dtype = call.dtype_of("y_scale")
+        results["y"] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
+    of_rows = "rowwise_scale" if call.mode.is_backward else "y_scale"
+    scale_dtype = call.dtype_of(of_rows)
     if call.mode.group_size.code and scale_dtype is not None:
         columns = scale_columns(call.mode, call.n)
-        scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
-        results[QuantisedOutput._fields.index("y_scale")] = scale
+        results[of_rows] = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
     if call.mode.columnwise.writes:
-        dtypes: Any = [call.dtype_of(name) for name in ColumnwiseOutput._fields[4:6]]
-        results[4:6] = columnwise_outputs(make, call.mode, call.x.shape, call.m, dtypes, call.scale_layout)
-    return tuple(results)
+        names = ("columnwise", "columnwise_scale")
+        dtypes: Any = [call.dtype_of(name) for name in names]
+        made = columnwise_outputs(make, call.mode, call.x.shape, call.m, dtypes, call.scale_layout)
+        results |= zip(names, made, strict=True)
+    return tuple(results.values())
 
 
 def dtypes_of(operands: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, ...]:

@@ -17,9 +17,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +133,22 @@ def remember(
     kind.learn(addresses, plan)
     # The first one that fits is taken.
     dispatch.remember(among, key, (kind, *[one for one in kinds if one is not kind][: _MOST_KINDS - 1]))
+
+
+def known_plan(among: dispatch.Plans, key: Key, tensors: Tensors) -> tuple[Any, list[int]]:
+    """Return the plan of a call like one before, or None, and the addresses of its tensors.
+
+    Args:
+        among: the `dispatch.plans` in use.
+        key: what the call is looked up by; its kinds were remembered with the addresses of all tensors.
+        tensors: all that the call could bring.
+    """
+    for known in among.get(key, ()):
+        if known.fits(*known.present(tensors)):
+            addresses = addresses_of(tensors)
+            is_aligned = not reduce(or_, addresses) & MISALIGNED
+            return known.plan if is_aligned else known.plan_at(*addresses), addresses
+    return None, []
 
 
 def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
@@ -375,7 +391,7 @@ class Plan:
     def _at(self, shape: torch.Size) -> Sized:
         m = shape.numel() // self.n
         # The gradient of what is dropped comes behind the sums, and is no pointer of most kernels.
-        makes = self.makes(shape)[: -1 if self.mode.is_backward else None]
+        makes = self.makes(shape)[: -1 if self.family.results[-1].name == "ddropped" else None]
         statistics = make_of((packing(m, self.saves_mean)[0],), torch.float32)
         if self.family.results[-1].kind is Kind.PER_NORM:
             statistics = makes[-1]

@@ -15,7 +15,7 @@ import torch
 
 from ..codegen.families import Kind
 from ..errors import DeviceError
-from ..upstream.torch_dtensor import assembled
+from ..upstream.torch_dtensor import assembled, settled
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,7 +68,7 @@ class Frame:
         whole: Any = tensor
         if whole.placements != placements:
             whole = whole.redistribute(placements=placements)
-        return whole.to_local(grad_placements=of_gradient)
+        return settled(whole).to_local(grad_placements=of_gradient)
 
     def _lies(self, kind: Kind, tensor: torch.Tensor) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
         """Return the placements that an operand is to have, and those of its gradient."""

@@ -25,8 +25,6 @@ from ..selection.invariance import refuse_torch
 from ..upstream.torch_internals import constant_in_traces, is_forward_ad_on, jit_tracing
 from .operands import (
     GatedSaved,
-    GroupArrived,
-    GroupNormGradients,
     GroupOperands,
     GroupOptions,
     ModulatedOperands,
@@ -373,15 +371,12 @@ def modulated(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """Return the outputs of `road.normalise` for a modulated call."""
     x, scale, shift, gate, residual, weight, bias = operands
     norm, eps, weight_offset, _, out_dtype, _ = options
-    total = widened(x)
-    if gate is not None:
-        total = total * _per_sample(gate, x)
-    if residual is not None:
-        total = as_stored(total + widened(residual), residual.dtype)
-    weight = _offset(weight, weight_offset)
-    y = _norm(norm, total, _last_dimension(x), weight, bias, eps)
+    rows = widened(x) if gate is None else widened(x) * _per_sample(gate, x)
+    row = (norm, eps, weight_offset, rows.dtype, "after_weight")
+    outputs = plain((rows, weight, bias, residual, None), _last_dimension(x), row)
+    y, *total = (outputs,) if residual is None else outputs
     y = (y * (1 + _per_sample(scale, x)) + _per_sample(shift, x)).to(out_dtype or x.dtype)
-    return y if residual is None else (y, total.to(residual.dtype))
+    return (y, *total) if total else y
 
 
 def _per_sample(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -455,9 +450,11 @@ def group(operands: GroupOperands, options: GroupOptions) -> torch.Tensor:
     return y.to(options.out_dtype or x.dtype)
 
 
-def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
+def group_gradients(call: BackwardPass) -> list[torch.Tensor | None]:
     """Return the gradients of a call of GroupNorm that are due, differentiable; `group` has the kernels."""
-    dy, x, weight, bias, statistics, options, wants = arrived
+    options: GroupOptions
+    (x, weight, bias, statistics), (options, *_), dy, due = call.saved, call.args, call.dy, call.due
+    assert dy is not None
     span = Span.of(options.num_groups)
     mean, rstd = statistics.to(widened(x).dtype)
 
@@ -479,10 +476,8 @@ def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
         dz = dz * _slope("silu", z)
     dx = as_images(_through_rows(as_rows(dz * _per_channel(weight, x)), normalised))
     others = tuple([dim for dim in range(x.dim()) if dim != 1])
-    dweight = (dz * h).sum(others) if "dweight" in wants and weight is not None else None
-    dbias = dz.sum(others) if "dbias" in wants and bias is not None else None
-    due = [name in wants for name in GroupNormGradients._fields]
-    return GroupNormGradients(*rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))
+    dweight, dbias = (dz * h).sum(others) if due[1] else None, dz.sum(others) if due[2] else None
+    return rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due)
 
 
 def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1.0) -> torch.Tensor | float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -97,22 +96,6 @@ class GroupOptions(NamedTuple):
     eps: float
     activation: str
     out_dtype: torch.dtype | None
-
-
-class GroupArrived(NamedTuple):
-    """A backward call of GroupNorm.
-
-    statistics are mean and rstd of each group, (2, samples, groups), fp32; options are those of the forward call, and
-    wants the names of `GroupNormGradients` that are due.
-    """
-
-    dy: torch.Tensor
-    x: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    statistics: torch.Tensor
-    options: GroupOptions
-    wants: Collection[str]
 
 
 class GroupNormGradients(NamedTuple):

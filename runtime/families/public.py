@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls import first, native
-from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, NormGradients, QuantisedOutput
+from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, NormGradients, QuantisedGradients, QuantisedOutput
 from ..codegen.values import (
     Cast,
     Columnwise,
@@ -1067,3 +1067,120 @@ def quantised_rms_norm(
         save_unquant, columnwise, amax_out,
     )  # fmt: skip
     return quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))
+
+
+def quantised_layernorm2d_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
+    dx_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
+    group_size: str | int | ScaleGroup = "128",
+    scale_format: str | ScaleFormat = "float",
+    scale_layout: str | ScaleLayout = "row_major",
+    columnwise: str | int | Columnwise = "transposed",
+    wants: Collection[str] = (),
+    dy_scale: torch.Tensor | None = None,
+) -> QuantisedGradients:
+    """Compute the gradients of `layernorm2d_fwd`, and quantise dx along rows and along columns.
+
+    For a linear layer before the norm, whose dy is dx: a product in fp8 takes dy along rows for the gradient of its
+    input, and along columns for that of its weight. Gradients have the bits that the function without quantised_
+    returns, and dx is quantised as it is returned, by the rules of `quantised_rms_norm`. Not differentiable.
+
+    Args:
+        dy: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y.
+        x: dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out.
+        weight: (N,), or None where the forward call had none.
+        mean: x's shape without the last dimension, fp32, as the forward call saved it.
+        rstd: x's shape without the last dimension, fp32, as the forward call saved it.
+        dresidual_out: x's shape: the gradient of residual_out, added to dx before it is rounded.
+        cast: as the forward call was given it; dweight is then of the rounded rows.
+        dx_dtype: dx's dtype; None is x's.
+        bias_dtype: dbias's dtype; None is weight's, or x's without a weight.
+        out_dtype: the dtype that dx is quantised to: torch.float8_e4m3fn or torch.float8_e5m2.
+        group_size: "32", "64" or "128": how many adjacent elements of a row, and rows of a column, share a scale.
+        scale_format: "float", or powers of two: "ue8m0_float", "ue8m0" or "ue8m0_packed".
+        scale_layout: "row_major"; "column_major": scales of one group side by side, as TMA copies them; or
+            "swizzled_128x4": in cuBLAS's tiles.
+        columnwise: "transposed", (N, M), or "untransposed": how dx quantised along columns is stored.
+        wants: which of "dweight" and "dbias" to compute too; dx always is.
+        dy_scale: what an fp8 dy is multiplied by, in fp32: fp32, or powers of two (float8_e8m0fnu), contiguous; one a
+            row (dy's shape without the last dimension, or with one of 1 there), one for each 32 or 128 adjacent
+            elements of a row (..., ceil(N / 32)), or one for all (one element).
+
+    Returns:
+        `QuantisedGradients`, with None for dweight and dbias that were not asked for.
+
+    Raises:
+        NormforgeError: one of the errors that `layernorm2d_fwd` lists.
+    """
+    operands = (dy, x, weight, mean, rstd, dresidual_out, dy_scale)
+    options = (
+        "layer", 0.0, cast, dx_dtype, bias_dtype, out_dtype, group_size, scale_format, scale_layout, columnwise, wants,
+    )  # fmt: skip
+    return quantised.backward(operands, options)
+
+
+def quantised_rmsnorm2d_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    rstd: torch.Tensor,
+    weight_offset: float = 0.0,
+    dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
+    dx_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
+    group_size: str | int | ScaleGroup = "128",
+    scale_format: str | ScaleFormat = "float",
+    scale_layout: str | ScaleLayout = "row_major",
+    columnwise: str | int | Columnwise = "transposed",
+    wants: Collection[str] = (),
+    dy_scale: torch.Tensor | None = None,
+) -> QuantisedGradients:
+    """Compute the gradients of `rmsnorm2d_fwd`, and quantise dx along rows and along columns.
+
+    For a linear layer before the norm, whose dy is dx: a product in fp8 takes dy along rows for the gradient of its
+    input, and along columns for that of its weight. Gradients have the bits that the function without quantised_
+    returns, and dx is quantised as it is returned, by the rules of `quantised_rms_norm`. Not differentiable.
+
+    Args:
+        dy: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with dy_scale: the gradient of y.
+        x: dy's shape, fp16, bf16 or fp32: the tensor that was normalised; after a fused add, residual_out.
+        weight: (N,), or None where the forward call had none.
+        rstd: x's shape without the last dimension, fp32, as the forward call saved it.
+        weight_offset: as the forward call was given it.
+        dresidual_out: x's shape: the gradient of residual_out, added to dx before it is rounded.
+        cast: as the forward call was given it; dweight is then of the rounded rows.
+        dx_dtype: dx's dtype; None is x's.
+        out_dtype: the dtype that dx is quantised to: torch.float8_e4m3fn or torch.float8_e5m2.
+        group_size: "32", "64" or "128": how many adjacent elements of a row, and rows of a column, share a scale.
+        scale_format: "float", or powers of two: "ue8m0_float", "ue8m0" or "ue8m0_packed".
+        scale_layout: "row_major"; "column_major": scales of one group side by side, as TMA copies them; or
+            "swizzled_128x4": in cuBLAS's tiles.
+        columnwise: "transposed", (N, M), or "untransposed": how dx quantised along columns is stored.
+        wants: which of "dweight" and "dbias" to compute too; dx always is.
+        dy_scale: what an fp8 dy is multiplied by, in fp32: fp32, or powers of two (float8_e8m0fnu), contiguous; one a
+            row (dy's shape without the last dimension, or with one of 1 there), one for each 32 or 128 adjacent
+            elements of a row (..., ceil(N / 32)), or one for all (one element).
+
+    Returns:
+        `QuantisedGradients`, with None for dweight and dbias that were not asked for.
+
+    Raises:
+        NormforgeError: one of the errors that `layernorm2d_fwd` lists.
+    """
+    operands = (dy, x, weight, None, rstd, dresidual_out, dy_scale)
+    options = (
+        "rms", weight_offset, cast, dx_dtype, None, out_dtype, group_size, scale_format, scale_layout, columnwise,
+        wants,
+    )  # fmt: skip
+    return quantised.backward(operands, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..calls.first import address_of
 from ..calls.launch import Held, run_sized
 from ..calls.outputs import (
     ColumnwiseOutput,
+    QuantisedGradients,
     QuantisedOutput,
     columnwise_outputs,
     group_scales,
@@ -26,13 +26,13 @@ from ..calls.road import FamilyCalls, Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
 from ..codegen.families import Kind
 from ..codegen.model import Mode
-from ..codegen.parameters import QUANTISED
+from ..codegen.parameters import QUANTISED, QUANTISED_BWD
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import ALIGNMENT
 from ..selection.invariance import is_on
-from ..upstream.dynamo_guards import Empty, contiguous_strides
+from ..upstream.dynamo_guards import contiguous_strides
 from . import plain
 
 # The functions that return y unquantised.
@@ -171,32 +171,63 @@ def launch(
     planned: PlannedCall, options: Options, outs: Outs, held: Held = None, exchange: torch.Tensor | None = None
 ) -> QuantisedOutput | ColumnwiseOutput:
     """Allocate the outputs for which no tensor was passed, and launch the kernel of the plan, as `run_sized` does."""
-    plan, addresses, tensors, shape, m, numbers = planned
+    plan, addresses, tensors, shape, _, numbers = planned
     out, residual_out, y_scale, *amax_out = outs
-    mode, n, dtypes, make = plan.mode, plan.n, plan.dtypes, partial(_new, plan.empty)
-    columnwise = columnwise_scale = None
+    mode, dtypes = plan.mode, plan.dtypes
+    made, amax = (y_scale, None, None, ()), amax_out[0] if amax_out else None
     if dtypes[2] is not None and mode.group_size.code:
-        columns, layout = scale_columns(mode, n), word(ScaleLayout, "scale_layout", options[_LAYOUT])
-        if y_scale is None:
-            y_scale = group_scales(make, shape[:-1], m, columns, dtypes[2], layout)
-        _fill_up(y_scale, y_scale, m, n, mode, layout)
-        if not layout.swizzles:
-            numbers = (*numbers, *_scale_strides(mode.scale_format, y_scale))
-        if mode.columnwise.writes:
-            columnwise, columnwise_scale = columnwise_outputs(make, mode, shape, m, dtypes[4:6], layout)
-            by_column = columnwise_scale if mode.columnwise.transposes or layout.swizzles else columnwise_scale.t()
-            _fill_up(columnwise_scale, by_column, n, m, mode, layout)
-            numbers = (*numbers, *([columnwise.stride(0) // ALIGNMENT] if mode.columnwise.transposes else []))
-            if not layout.swizzles:
-                numbers = (*numbers, *_scale_strides(mode.scale_format, by_column))
-    amax = amax_out[0] if amax_out else None
+        made = _scaled(planned, (dtypes[2], *dtypes[4:6]), options[_LAYOUT], y_scale)
     if mode.save_amax and amax is None:
-        amax = make((1,), dtype=torch.float32).zero_()
-    outs = out, residual_out, y_scale, None, columnwise, columnwise_scale, amax
+        amax = plan.empty((1,), (1,), torch.float32).zero_()
+    y_scale, *columns, further = made
+    outs, numbers = (out, residual_out, y_scale, None, *columns, amax), (*numbers, *further)
     outputs = run_sized(plan, plan.at(shape), addresses, tensors, numbers, outs, held=held, exchange=exchange)
     if mode.stores_statistics or mode.save_amax:
         return ColumnwiseOutput._make(outputs)
     return QuantisedOutput._make(outputs[:4])
+
+
+def backward(operands: Any, options: Options) -> QuantisedGradients:
+    """Run a call of `quantised_layernorm2d_bwd` or `quantised_rmsnorm2d_bwd`."""
+    *others, wants = options
+    gradients: QuantisedGradients = road.launched_2d(GRADIENTS, operands, (*others, tuple(wants)))
+    return gradients
+
+
+def _launch_backward(planned: PlannedCall, options: Options, _: Outs) -> QuantisedGradients:
+    plan, addresses, tensors, shape, m, numbers = planned
+    *scaled, further = _scaled(planned, plan.dtypes[2:5], options[_LAYOUT_OF_GRADIENTS])
+    results = run_sized(plan, plan.at(shape), addresses, tensors, (*numbers, *further), (None, None, *scaled))
+    if m == 0:
+        # Sums of nothing.
+        results[5:] = [each if each is None else each.zero_() for each in results[5:]]
+    return QuantisedGradients._make(results)
+
+
+def _scaled(planned: PlannedCall, dtypes: Any, layout: Any, scale: torch.Tensor | None = None) -> Any:
+    """Return the scales of groups, columns and their scales or None, of these dtypes, and what launches bring of them.
+
+    Scales that are passed are returned.
+    """
+    plan, _, _, shape, m, _ = planned
+    mode, n, layout = plan.mode, plan.n, word(ScaleLayout, "scale_layout", layout)
+
+    def make(sizes: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+        made: torch.Tensor = plan.empty(tuple(sizes), contiguous_strides(tuple(sizes)), dtype)
+        return made
+
+    if scale is None:
+        scale = group_scales(make, shape[:-1], m, scale_columns(mode, n), dtypes[0], layout)
+    _fill_up(scale, scale, m, n, mode, layout)
+    numbers = [] if layout.swizzles else [*_scale_strides(mode.scale_format, scale)]
+    if not mode.columnwise.writes:
+        return scale, None, None, numbers
+    columnwise, columnwise_scale = columnwise_outputs(make, mode, shape, m, dtypes[1:], layout)
+    by_column = columnwise_scale if mode.columnwise.transposes or layout.swizzles else columnwise_scale.t()
+    _fill_up(columnwise_scale, by_column, n, m, mode, layout)
+    numbers += [columnwise.stride(0) // ALIGNMENT] if mode.columnwise.transposes else []
+    numbers += [] if layout.swizzles else _scale_strides(mode.scale_format, by_column)
+    return scale, columnwise, columnwise_scale, numbers
 
 
 def _fill_up(scale: torch.Tensor, by_row: torch.Tensor, rows: int, n: int, mode: Mode, layout: ScaleLayout) -> None:
@@ -209,12 +240,6 @@ def _fill_up(scale: torch.Tensor, by_row: torch.Tensor, rows: int, n: int, mode:
     elif n <= (columns * mode.scale_format.packs - 1) * mode.group_size.code:
         # The bytes of an int32 behind the last group.
         by_row[..., -1].zero_()
-
-
-def _new(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous tensor with undefined values."""
-    sizes = tuple(shape)
-    return empty(sizes, contiguous_strides(sizes), dtype)
 
 
 def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
@@ -230,5 +255,7 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
 
 
 CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch, record=_record)
+GRADIENTS = calls_of(QUANTISED_BWD, output=QuantisedGradients, launch=_launch_backward)
+_LAYOUT_OF_GRADIENTS = 1 + GRADIENTS.options.index("scale_layout")
 # The place of the layout among the options, behind the norm, and of the first static scale among the operands.
 _LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

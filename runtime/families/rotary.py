@@ -6,10 +6,8 @@ One module has the kernels of all calls, whose sizes and options are constants: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from itertools import zip_longest
 from math import prod
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from ..call_kinds import MANY, MOST, ROTARY_SIZES, ROWS
 from ..calls import check as checks
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.first import resolved
-from ..calls.plan import MISALIGNED, UNREADABLE, Key, Make, addresses_of, make_of, remember
+from ..calls.plan import UNREADABLE, Key, Make, addresses_of, known_plan, make_of, remember
 from ..calls.record import BackwardPass, Gradients, Launched, Recording, arrived_in_memory, record_at_once, records
 from ..calls.road import Operands, Options
 from ..calls.traced import is_dynamo_compiling, operator, unrecorded
@@ -244,15 +242,11 @@ def _known(kernel: str, options: Sequence[Any], tensors: Operands) -> Launches |
     if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
         return None
     try:
-        for known in dispatch.plans.get(_key(kernel, options, tensors), ()):
-            if known.fits(*known.present(tensors)):
-                addresses = addresses_of(tensors)
-                is_aligned = not reduce(or_, addresses) & MISALIGNED
-                launches: Launches | None = known.plan if is_aligned else known.plan_at(*addresses)
-                return launches
+        launches: Launches | None
+        launches, _ = known_plan(dispatch.plans, _key(kernel, options, tensors), tensors)
     except UNREADABLE:
-        pass
-    return None
+        return None
+    return launches
 
 
 def _key(kernel: str, options: Sequence[Any], tensors: Operands) -> Key:

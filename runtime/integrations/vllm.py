@@ -226,7 +226,7 @@ def maybe_fused_all_reduce_norm(norm: Any, x: Tensor, residual: Tensor | None = 
 
     if (group := get_tp_group()).world_size > 1:
         reduce = partial(_reduce, norm, group.device_group)
-        result = None if linear is None else _quantised(norm, x, linear, residual, reduce)
+        result = _quantised(norm, x, linear, residual, reduce)
         result = _reduced(norm, x, residual, reduce) if result is None else result
         if result is not None:
             return result
@@ -234,11 +234,8 @@ def maybe_fused_all_reduce_norm(norm: Any, x: Tensor, residual: Tensor | None = 
     if residual is not None and not hasattr(norm, "variance_epsilon"):
         # vLLM's LayerNorm adds nothing.
         total += residual
-        y = norm(total) if linear is None else maybe_fused_norm_quant(norm, total, linear)
-        return y, total
-    if linear is not None:
-        return maybe_fused_norm_quant(norm, total, linear, residual)
-    return norm(total) if residual is None else norm(total, residual)
+        return maybe_fused_norm_quant(norm, total, linear), total
+    return maybe_fused_norm_quant(norm, total, linear, residual)
 
 
 def _reduce(norm: Any, group: Any, _: str, __: Quantises, x: Tensor, *vectors: Any, **options: Any) -> Any:
@@ -260,9 +257,8 @@ def _reduced(norm: Any, x: Tensor, residual: Tensor | None, reduce: Any) -> Any:
 
 def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None, run: Any = served) -> Any:
     """Return a norm's rows as a layer takes them quantised, by a call that `run` makes; None if no kernel serves it."""
-    key = _key_of(linear)
-    form = _form(key)
-    if form is None:
+    key = None if linear is None else _key_of(linear)
+    if key is None or (form := _form(key)) is None:
         return None
     from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
@@ -340,8 +336,6 @@ def _form(key: Any) -> _Form | None:
     """Return the form of a key; None for a key that is not served."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    if key is None:
-        return None
     # Some releases lack some of the keys.
     return next((form for name, form in _SERVED.items() if key == getattr(quant_utils, name, None)), None)
 

@@ -9,17 +9,7 @@ from ..upstream.jaxlib_triton import RANGE
 
 try:
     from .calls import Quantised as Quantised
-    from .functions import add_layer_norm as add_layer_norm
-    from .functions import add_rms_norm as add_rms_norm
-    from .functions import l2_norm as l2_norm
-    from .functions import layer_norm as layer_norm
-    from .functions import layer_norm_add as layer_norm_add
-    from .functions import normalize as normalize
-    from .functions import qk_norm_rope as qk_norm_rope
-    from .functions import quantised_layer_norm as quantised_layer_norm
-    from .functions import quantised_rms_norm as quantised_rms_norm
-    from .functions import rms_norm as rms_norm
-    from .functions import rms_norm_add as rms_norm_add
+    from .functions import *  # noqa: F403 - its __all__ is what the rows say
     from .several import rms_norms as rms_norms
 except ImportError as error:
     if isinstance(error, JaxError):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..codegen.groups import Activation, GroupMode, Span
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
 from ..codegen.values import FusedAdd, FusedQuant, HeadNorm, Norm
@@ -53,6 +54,27 @@ def normalising(fadd: FusedAdd, norm: Norm, args: Operands, eps: float, offset: 
     return _operation(Mode(norm, own, out, fadd), operands, eps, offset)
 
 
+def _over(norm: Norm, args: Operands, eps: float, dim: int, activation: Any, offset: float = 0.0) -> Prepared:
+    """Return the operation of a norm over the last dimension, or over channels."""
+    applied, is_over_channels = _member(Activation, "activation", activation or "none"), dim == 1
+    if dim not in (-1, 1):
+        raise ConflictError(f"dim is {dim!r}; it takes -1, the last dimension, or 1, the channels of (B, C, ...)")
+    if applied.is_applied and not is_over_channels:
+        raise ConflictError(f"activation is {activation!r}, and dim -1; use dim=1, or leave activation out")
+    if offset and is_over_channels:
+        raise ConflictError(f"weight_offset is {offset}, and goes with dim=-1; leave it out with dim=1")
+    operands = _checked(args, offset)
+    dtype, dims = operands["x"].dtype.name, operands["x"].ndim
+    if is_over_channels and dims < 2:
+        raise ShapeError(f"x has shape {operands['x'].shape}; with dim=1 it takes (B, C, ...), at least 2 dimensions")
+    # Channels that lie last are rows.
+    if not applied.is_applied and (dims == 2 or not is_over_channels):
+        return normalising(FusedAdd.NONE, norm, args, eps, offset)
+    mode = GroupMode(DTYPES[dtype], activation=applied, span=Span.over(norm))
+    op, arrays = _operation(mode, operands, eps, 0.0, "".join([f" s{at}" for at in range(dims - 2)]))
+    return op.without(("mean", "rstd")), arrays
+
+
 def quantising(norm: Norm, args: Operands, eps: float, out: Any, scale: Any, offset: float = 0.0) -> Prepared:
     """Return the operation of a quantised norm; `out` and `scale` are the dtypes of y and of y_scale."""
     operands, known = _checked(args, offset), [name for name, dtype in DTYPES.items() if dtype.is_quantised]
@@ -77,14 +99,14 @@ def results_of(*prepared: Prepared) -> list[Any]:
 def _returned(made: Mapping[str, jax.Array]) -> Any:
     if "y_scale" in made:
         return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
-    return tuple(made.values()) if len(made) > 1 else made["y"]
+    return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
 
 
 def _alone(prepare: Callable[..., Prepared], *args: Any) -> Any:
     return results_of(prepare(*args))[0]
 
 
-normalised: Callable[..., jax.Array] = partial(_alone, normalising, FusedAdd.NONE)
+normalised: Callable[..., jax.Array] = partial(_alone, _over)
 summed: Callable[..., tuple[jax.Array, jax.Array]] = partial(_alone, normalising, FusedAdd.PRE_ADD_STORE)
 quantised: Callable[..., Quantised] = partial(_alone, quantising)
 
@@ -94,6 +116,14 @@ def added(norm: Norm, args: Operands, eps: float, next_norm: bool, *options: flo
     renorms = _flag("next_norm", next_norm) or any(args.get(name) is not None for name in ("next_weight", "next_bias"))
     fadd = FusedAdd.POST_ADD_NORM if renorms else FusedAdd.POST_ADD
     return _alone(normalising, fadd, norm, args, eps, *options)
+
+
+def measured(norm: Norm, args: Operands, eps: float) -> Any:
+    """Return the statistics of rows, whose derivatives are those of the formula."""
+    operands = _checked(args, 0.0)
+    own = DTYPES[operands["x"].dtype.name]
+    op, arrays = _operation(Mode(norm, own, own, save_mv=True, statistics_only=True), operands, eps, 0.0)
+    return _returned(op.named(apply(*arrays, op=op)))
 
 
 def rotating(args: Operands, *options: Any) -> Prepared:
@@ -115,10 +145,7 @@ def rotating(args: Operands, *options: Any) -> Prepared:
         raise ShapeError(f"cos has shape {cos.shape}; it takes a last dimension of {takes}")
     if _number("weight_offset", weight_offset) and not {"q_weight", "k_weight"}.issubset(operands):
         raise ConflictError(f"weight_offset={weight_offset} is added to both weights; pass q_weight and k_weight")
-    try:
-        kind = HeadNorm(norm)
-    except ValueError as error:
-        raise ConflictError(f"norm={norm!r} is none of {', '.join(each.value for each in HeadNorm)}") from error
+    kind = _member(HeadNorm, "norm", norm)
     if kind.is_across:
         check_across(norm, max(q.shape[-2], k.shape[-2]), n, columns)
     if height + width:
@@ -182,6 +209,14 @@ def _array(name: str, value: Any) -> jax.Array:
     return array
 
 
+def _member(words: Any, name: str, value: Any) -> Any:
+    """Return the member of an enum that a word names."""
+    try:
+        return words(value)
+    except ValueError as error:
+        raise ConflictError(f"{name}={value!r} is none of {', '.join(each.value for each in words)}") from error
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, int) or value not in (0, 1):
         raise ConflictError(f"{name}={value!r} is no flag; it takes True or False")
@@ -202,10 +237,10 @@ def _number(name: str, value: Any, least: float = -math.inf) -> float:
     return number
 
 
-def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> Prepared:
+def _operation(mode: Any, operands: Operands, eps: float, weight_offset: float, space: str = "") -> Prepared:
     """Return the operation of a mode, and its operands in order."""
     dtypes = {name: operand.dtype.name for name, operand in operands.items()}
-    op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset))
+    op = forward_of(mode, dtypes, _number("eps", eps, FORWARD["eps"].least), float(weight_offset), space)
     return op, _fitting(op, operands)
 
 

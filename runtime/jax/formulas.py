@@ -6,11 +6,12 @@ Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
+from ..codegen.groups import GroupMode
 from .operation import NAMES, Heads, Operation
 
 
@@ -38,11 +39,7 @@ def _as_stored(total: jax.Array, dtype: str) -> jax.Array:
 
 
 def _forward(op: Operation) -> Callable[[Operation, Mapping[str, jax.Array]], dict[str, jax.Array]]:
-    return _turned if isinstance(op.mode, Heads) else _outputs
-
-
-def _along(op: Operation) -> Any:
-    return jnp.mean if op.mode.norm.row.averages else jnp.sum
+    return {Heads: _turned, GroupMode: _over_channels}.get(type(op.mode), _outputs)
 
 
 def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -62,13 +59,22 @@ def _outputs(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     return {**outputs, "residual_out": total}
 
 
+def _over_channels(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the norm of the channels at each position, activated, with its statistics."""
+    at = -1 - len(op.space.split())
+    outputs = _normalised(replace(op, mode=op.mode.span), jnp.moveaxis(args["x"], at, -1), args)
+    y = jax.nn.silu(outputs["y"]) if op.mode.activation.is_applied else outputs["y"]
+    # Kernels store a mean of 0 where the norm subtracts none.
+    return {"mean": jnp.zeros_like(outputs["rstd"]), **outputs, "y": jnp.moveaxis(y, -1, at)}
+
+
 def _normalised(op: Operation, total: jax.Array, args: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the norm of rows, with their statistics."""
     outputs, centred = {}, total
     if op.mode.norm.centres:
         outputs["mean"] = mean = jnp.mean(total, axis=-1)
         centred = total - mean[..., None]
-    square = _along(op)(centred * centred, axis=-1)
+    square = (jnp.mean if op.mode.norm.row.averages else jnp.sum)(centred * centred, axis=-1)
     clamps, least = op.mode.norm.clamps, op.eps**2
     rstd = 1 / jnp.sqrt(jnp.maximum(square, least) if clamps else square + op.eps)
     outputs["rstd"] = jnp.where(square < least, -rstd, rstd) if clamps else rstd
@@ -88,10 +94,8 @@ def _gradients(op: Operation, args: Mapping[str, jax.Array]) -> dict[str, jax.Ar
 
     first, *_ = args.values()
     # No operand of the gradients is the bias, whose values they do not depend on.
-    bias, names = (
-        jax.lax.full_like(first, 0, shape=first.shape[-1:]),
-        [each.name.removeprefix("d") for each in op.results],
-    )
+    bias = jax.lax.full_like(first, 0, shape=op.operands[0].sizes(first.shape).get("N", ()))
+    names = [each.name.removeprefix("d") for each in op.results]
     (grads,) = jax.vjp(results, {name: args.get(name, bias) for name in names})[1](arrived)
     return {f"d{name}": each for name, each in grads.items()}
 

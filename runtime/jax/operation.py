@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..codegen.families import Kind, Result
+from ..codegen.groups import AnyMode
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
@@ -22,10 +23,12 @@ from ..kernels import rotary
 DTYPES = {each.value.replace("bf", "bfloat").replace("fp", "float"): each for each in DType if each.packs == 1}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# The dimensions of a family's tensors.
-_DIMS = {Kind.ROWS: "... N", Kind.VECTOR: "N", Kind.PER_ROW: "..."}
+# The dimensions of a family's tensors, ahead of positions where channels are normalised.
+_DIMS = {Kind.ROWS: "... N", Kind.IMAGES: "... N", Kind.VECTOR: "N", Kind.PER_ROW: "..."}
 
 Sizes = Mapping[str, tuple[Any, ...]]
+Words = Mapping[str, str]
+_NONE: Words = {}
 
 
 class Tensor(NamedTuple):
@@ -94,7 +97,7 @@ class Operation:
     """A call of kernels, its operands and its results.
 
     Attributes:
-        mode: which kernels: a `Mode`, `Heads`, or the operations of norms that share a launch.
+        mode: which kernels: a `Mode`, `GroupMode` or `Heads`, or the operations of norms that share a launch.
         operands: the tensors that there are, in the order of the kernels' parameters.
         results: what is returned.
         eps: added to the variance.
@@ -116,6 +119,11 @@ class Operation:
     def whole(self) -> tuple[str, ...]:
         """Return the dimensions of which every device has all, in the order of their first operands, as Shardy asks."""
         return tuple(dict.fromkeys(name for each in self.operands for name in each.dims.split() if name.isupper()))
+
+    @property
+    def space(self) -> str:
+        """The dimensions behind the channels of an operation on rows."""
+        return self.operands[0].dims.partition("N")[2]
 
     @property
     def parts(self) -> tuple[Operation, ...]:
@@ -153,8 +161,8 @@ class Operation:
         return replace(self, results=tuple(each for each in self.results if each.name not in names))
 
 
-def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset: float) -> Operation:
-    """Return the operation of a forward mode; `dtypes` are those of its operands by name."""
+def forward_of(mode: AnyMode, dtypes: Words, eps: float, weight_offset: float, space: str = "") -> Operation:
+    """Return the operation of a forward mode, with statistics of channels; `dtypes` are its operands' by name."""
 
     def dtype_of(row: Result) -> str:
         return NAMES[getattr(mode, row.axis)] if row.axis else next((dtypes[name] for name in row.like), "float32")
@@ -162,14 +170,15 @@ def forward_of(mode: Mode, dtypes: Mapping[str, str], eps: float, weight_offset:
     family, behind = family_of(mode), {"residual": "dy"} if mode.fadd.is_after else {}
     gradients = {} if mode.fquant.quantises else {row.name: row.gradient for row in family.inputs} | behind
     results = {row.name: dtype_of(row) for row in family.results if row.is_wanted(mode)}
-    tensors = _tensors(family.inputs, dtypes, gradients), _tensors(family.results, results)
+    tensors = _tensors(family.inputs, dtypes, space, gradients), _tensors(family.results, results, space)
     return Operation(mode, *tensors, eps, weight_offset)
 
 
-def _tensors(rows: Iterable[Any], dtypes: Mapping[str, str], gradients: Mapping[str, str] = {}) -> tuple[Tensor, ...]:
+def _tensors(rows: Iterable[Any], dtypes: Words, space: str, gradients: Words = _NONE) -> tuple[Tensor, ...]:
     """Return the tensors of a family that have a dtype."""
+    dims = {kind: dims + space * dims.startswith("...") for kind, dims in _DIMS.items()}
     found = [row for row in rows if row.name in dtypes]
-    return tuple(Tensor(row.name, dtypes[row.name], _DIMS[row.kind], gradients.get(row.name, "")) for row in found)
+    return tuple(Tensor(row.name, dtypes[row.name], dims[row.kind], gradients.get(row.name, "")) for row in found)
 
 
 def joined(parts: Sequence[Operation]) -> Operation:
@@ -210,9 +219,11 @@ def forward_of_heads(mode: Heads, arrays: Mapping[str, Any], eps: float, weight_
 
 def saving_of(forward: Operation) -> Operation:
     """Return a forward operation that also returns what the gradient reads of it."""
-    if isinstance(forward.mode, Heads) or forward.mode.fquant.quantises:
+    mode = forward.mode
+    if isinstance(mode, Heads) or mode.fquant.quantises:
         return forward
-    return forward_of(replace(forward.mode, save_mv=True), forward.dtypes, forward.eps, forward.weight_offset)
+    saving = replace(mode, save_mv=True) if isinstance(mode, Mode) else mode
+    return forward_of(saving, forward.dtypes, forward.eps, forward.weight_offset, forward.space)
 
 
 def gradient_of(forward: Operation) -> Operation:
@@ -234,16 +245,18 @@ def _gradient_of_rows(forward: Operation) -> Operation:
     args, outputs = forward.dtypes, {each.name: each.dtype for each in forward.results}
     # A sum is normalised as it is stored.
     rows = outputs.get("residual_out", args["x"])
-    # Nothing but dy arrives where the residual is added behind the norm.
-    fadd = FusedAdd.NONE if forward.mode.fadd.is_after else forward.mode.fadd
-    mode = Mode(forward.mode.norm, DTYPES[rows], DTYPES[rows], fadd, direction=Direction.BACKWARD)
-    family = family_of(mode)
+    if isinstance(mode := forward.mode, Mode):
+        # Nothing but dy arrives where the residual is added behind the norm.
+        mode = Mode(mode.norm, DTYPES[rows], DTYPES[rows], FusedAdd.NONE if mode.fadd.is_after else mode.fadd)
+    family = family_of(mode := replace(mode, direction=Direction.BACKWARD))
     dtypes = {"dy": outputs["y"], "x": rows, "dresidual_out": rows, "mean": "float32", "rstd": "float32"}
-    dtypes |= {name: dtype for name, dtype in args.items() if name == "weight"}
+    dtypes |= {name: dtype for name, dtype in args.items() if name in ("weight", "bias")}
     grads = {each.gradient: each.dtype for each in forward.operands}
     # The gradient of two addends, in the least type that holds both: types that differ have fp32 in common alone.
     grads["dx"] = rows if rows == args["x"] else "float32"
-    operands = _tensors([row for row in family.inputs if row.is_wanted(mode)], dtypes)
+    operands = _tensors([row for row in family.inputs if row.is_wanted(mode)], dtypes, forward.space)
     # A vector's gradient is a sum over rows.
-    results = [each._replace(summed="..." * (each.dims == "N")) for each in _tensors(family.results, grads)]
+    sums = {"N": f"...{forward.space}"}
+    grads_of = _tensors(family.results, grads, forward.space)
+    results = [each._replace(summed=sums.get(each.dims, "")) for each in grads_of]
     return replace(forward, mode=mode, operands=operands, results=tuple(results))

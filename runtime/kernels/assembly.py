@@ -6,7 +6,7 @@ The module uses no tensors and imports neither torch nor triton, so that calls f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,7 @@ _DROPPED = "ddropped_ptr"
 
 # Slots of the quantised family. Scales that are powers of two are stored as exponents, whatever the type; e4m3 is
 # encoded in software.
-_SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
-_BYTES_OF_SCALES = ("y_scale_ptr", "columnwise_scale_ptr")
+_BYTES_OF_SCALES = ("y_scale_ptr", "rowwise_scale_ptr", "columnwise_scale_ptr")
 _COLUMN_STRIDES = ("columnwise_scale_column_stride", "columnwise_scale_block_stride")
 
 
@@ -129,7 +128,8 @@ class Facts:
             # These may be written to a slice of the caller's tensor.
             anywhere |= {"y_scale_ptr", "amax_ptr"}
         self.misaligned = {*misaligned} - anywhere
-        own = {"x": mode.dtype_in, "y": mode.dtype_out, "columnwise": mode.dtype_out, "dy": mode.dy_format.dtype}
+        own = dict.fromkeys(("y", "rowwise", "columnwise"), mode.dtype_out)
+        own |= {"x": mode.dtype_in, "dy": mode.dy_format.dtype}
 
         def handed(row: Parameter | Result) -> str | None:
             dtype = dtypes[row.name]
@@ -150,13 +150,11 @@ class Facts:
         ddropped = self.types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # The strides of scales of groups, which may depend on M.
-        strided = {
-            **dict.fromkeys(_SCALE_STRIDES, mode.has_scale_strides),
-            "columnwise_vectors": mode.columnwise.transposes,
-            **dict.fromkeys(_COLUMN_STRIDES, mode.columnwise.writes and mode.has_scale_strides),
-        }
-        groups = {name: "i64" for name, is_brought in strided.items() if is_brought}
-        self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
+        of_rows = "rowwise_scale" if mode.is_backward else "y_scale"
+        strides_of_scales = [f"{of_rows}_row_stride", f"{of_rows}_group_stride"] * mode.has_scale_strides
+        strides_of_scales += ["columnwise_vectors"] * mode.columnwise.transposes
+        strides_of_scales += [*_COLUMN_STRIDES] * (mode.columnwise.writes and mode.has_scale_strides)
+        self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **dict.fromkeys(strides_of_scales, "i64")}
         self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
         rows_read = [dtypes[row.name] for row in family.inputs if row.kind is Kind.ROWS]
         # Eight neighbours of an fp8 dy read one scale.
@@ -183,10 +181,10 @@ class Recipe:
 
     part: Pipeline | Part | None
     types: Mapping[str, str | None]
-    strides: Mapping[str, RowStride]
+    strides: Mapping[str, RowStride] = field(default_factory=dict)
     constants: Mapping[str, int | None]
     warps: int
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     grid: Callable[[int, int], Grid]
     rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
 
@@ -283,7 +281,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
             },
             warps=own.warps,
             options=pipelines.compiler_options(own, target, waits=row.waits),
-            grid=partial(step.grid, own, row.columns(tile, n), target),
+            grid=partial(step.grid, own, (step.columns or row.columns)(own, n), target),
         )
         for step, own in ((step, step.tile(tile)) for step in row.steps)
     )
@@ -343,7 +341,6 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "units": row_count_type(facts.n),
                 **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
             },
-            strides={},
             constants={
                 **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
                 **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
@@ -400,7 +397,6 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
                 "units": row_count_type(facts.n),
                 "items": "i32",
             },
-            strides={},
             constants=pipelines.constants(tile, channels, 1, facts.misaligned, target) | {"ALIGNMENT": alignment},
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=False),
@@ -431,10 +427,8 @@ def finisher(n: int, target: Target, sums: Mapping[str, str | None], *, of_parts
     return Recipe(
         part=None,
         types={**partials, **{f"{name}_ptr": word for name, word in sums.items()}, "programs": integer_type(0)},
-        strides={},
         constants={"N": n, **summing, "PDL": target.launches_early},
         warps=_SUMMING_WARPS,
-        options={},
         grid=lambda m, programs: (-(-n // summing["BLOCK"]), len(SUMS), 1),
     )
 

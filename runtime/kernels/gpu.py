@@ -261,13 +261,8 @@ class KernelKey:
         """Return the `triton.compiler.ASTSource` of the `triton.JITFunction` that the key names."""
         from triton.compiler import ASTSource
 
-        signature = {name: _type(value) for name, value in self.arguments}
         constants = {name: value for name, value in self.arguments if not isinstance(value, (str, tuple))}
+        signature: dict[str, Any] = dict(self.arguments) | dict.fromkeys(constants, "constexpr")
+        signature |= {name: value.removesuffix(_ALIGNED) for name, value in self.arguments if isinstance(value, str)}
         aligned = [(at,) for at, (_, word) in enumerate(self.arguments) if str(word).endswith(_ALIGNED)]
         return ASTSource(function, signature, constants, {at: [["tt.divisibility", ALIGNMENT]] for at in aligned})
-
-
-def _type(value: Word) -> str | tuple[str, ...]:
-    if isinstance(value, tuple):
-        return value
-    return value.removesuffix(_ALIGNED) if isinstance(value, str) else "constexpr"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -92,7 +92,8 @@ def obtained() -> tuple[tuple[KernelKey, int], ...]:
 def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     """Return a kernel from Triton's cache on disk or from Triton's compiler, without loading the kernel.
 
-    The target GPU need not be present.
+    The target GPU need not be present. If the cache has moved since normforge was imported, the former folder is
+    asked first.
 
     Args:
         key: the compilation.
@@ -109,10 +110,7 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     from ..upstream import triton_hashes
 
     triton_hashes.settle(function)
-    source, refuse = key.source(function), partial(_refuse, key, target)
-    if settings.frozen():
-        # Triton asks a source for the intermediate representation only after a miss in the cache.
-        source.make_ir = refuse
+    source, refuse, cache = key.source(function), partial(_refuse, key, target), triton.knobs.cache
     backend, arch = ("cuda", int(target.arch[3:])) if target.is_nvidia else ("hip", target.arch)
     # Triton's own launch passes the first two options as well.
     options = {
@@ -120,8 +118,17 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
         "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
         **dict(key.options),
     }
+    compiled = partial(triton.compile, source, target=GPUTarget(backend, arch, target.warp_size), options=options)
+    # Triton asks a source for the intermediate representation only after a miss in the cache.
+    source.make_ir = refuse
+    if cache.dir != (former := settings.TRITON_CACHE or cache.get_triton_dir("cache")):
+        with cache.scope(), suppress(FrozenError, OSError):
+            cache.dir = former
+            return compiled()
+    if not settings.frozen():
+        del source.make_ir
     with _writing(refuse):
-        return triton.compile(source, target=GPUTarget(backend, arch, target.warp_size), options=options)
+        return compiled()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ..call_kinds import MOST_ROWS_IN_I32
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
+from ..codegen.tile_limits import LONGEST_GROUP
 from ..codegen.tiling import WARP, most_stages
 from ..codegen.values import Part, Pipeline
 from ..errors import DeviceError, InvarianceError
@@ -40,11 +41,14 @@ class Step:
         grid: the grid of a launch.
         part: the kernel; None is the kernel with the pipeline's name.
         tile: a function from the pipeline's tile to that of the kernel.
+        columns: a function from the kernel's tile and N to the number of programs that share the columns of a row; None
+            is the pipeline's.
     """
 
     grid: GridOf
     part: Part | None = None
     tile: Callable[[Tile], Tile] = lambda tile: tile
+    columns: Callable[[Tile, int], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +151,14 @@ def row_of(mode: Mode, pipeline: Pipeline, target: Target) -> Row:
     row = (BACKWARD if mode.is_backward else FORWARD)[pipeline]
     if not mode.columnwise.writes:
         return row
-    # The rows' kernel stores what the kernel of columns normalises by.
     rows, values = mode.group_size.code, _COLUMN_VALUES if target.compiles else _INTERPRETED_COLUMN_VALUES
-    own = Tile(Pipeline.ROWS, rows, values // rows, _COLUMN_WARPS)
-    step = Step(grid=_blocks_of_rows, part=Part.COLUMNS, tile=lambda _: own)
-    return replace(row, steps=(*row.steps, step), columns=lambda _, n: column_blocks(own, n), row_terms=_TERMS)
+    # Both ways, groups of a row are in one program.
+    block = max(values // rows, LONGEST_GROUP if mode.is_backward else 1)
+    own = Tile(Pipeline.ROWS, rows, block, _COLUMN_WARPS * max(1, rows * block // values))
+    part = Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
+    step = Step(grid=_blocks_of_rows, part=part, tile=lambda _: own, columns=column_blocks)
+    # The forward rows' kernel stores what the kernel of columns normalises by.
+    return replace(row, steps=(*row.steps, step), row_terms=row.row_terms if mode.is_backward else _TERMS)
 
 
 # To start in a wave and to write partial sums takes a program about as long as `_START` rows.

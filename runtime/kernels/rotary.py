@@ -167,7 +167,6 @@ def assemble(
             "PDL": target.launches_early,
         },
         warps=warps,
-        options={},
         grid=grid,
     )
     recipes: list[tuple[str, Recipe | None]] = [(f"{'rotary_across' if is_across else 'rotary'}:{kernel}", walker)]

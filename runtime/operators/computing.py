@@ -25,7 +25,7 @@ from ..errors import DTypeError, LayoutError
 from ..families import eager, public
 from ..families import statistics as statistics
 from ..families.group import row as group
-from ..families.operands import GroupArrived, GroupNormGradients, GroupOptions
+from ..families.operands import GroupNormGradients, GroupOptions
 from ..kernels.gpu import require_device
 from ..upstream.torch_dtensor import assembled
 from ..upstream.torch_internals import dispatch_modes
@@ -46,14 +46,13 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
     results: Results
     if not takes.family_name:
         # The modes that see operators have seen this operator already.
-        seen = dispatch_modes()
-        results = launched(takes.family, takes.norm.value, None, args) if seen else PUBLIC[function](**args)
+        results = launched(takes.family, takes.norm.value, None, args) if dispatch_modes() else PUBLIC[function](**args)
         return results
-    if takes.direction is Direction.BACKWARD:
+    calls = road.ROWS[takes.family_name]
+    if takes.direction is Direction.BACKWARD and calls.recording is not None:
         require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
-    calls = road.ROWS[takes.family_name]
     options = road.options_of(calls, takes.norm.value, args)
     results = road.launched(calls, road.operands_of(calls, args), options)
     return results
@@ -140,8 +139,9 @@ def _run_group(args: Mapping[str, Any], by_formula: bool = False) -> Results:
     if "wants" not in args:
         y, statistics = group.launched(*operands, options, saves=args["save_mv"])
         return y, None, statistics
-    arrived = GroupArrived(args["dy"], *operands, args["statistics"], options, args["wants"])
-    return eager.group_gradients(arrived) if by_formula else group.launched_backward(arrived)
+    due = tuple([name in args["wants"] for name in GroupNormGradients._fields])
+    call = BackwardPass((*operands, args["statistics"]), (options,), args["dy"], None, due)
+    return eager.group_gradients(call) if by_formula else group.launched_backward(call)
 
 
 def fake_group(args: Mapping[str, Any]) -> Results:
@@ -224,7 +224,7 @@ def _sharded(takes: Function, outs: Mapping[str, str], function: Callable[..., A
 
 def _whole(frame: Frame, takes: Function, row: Result, part: torch.Tensor, operands: Mapping[str, Any]) -> torch.Tensor:
     """Return the whole of a rank's part of a result."""
-    if row.name == "y_scale" and "scale_layout" in operands:
+    if row.name.endswith("_scale") and row.kind is Kind.PER_ROW and "scale_layout" in operands:
         return _scales(frame, part, operands)
     if row.kind in (Kind.COLUMNS, Kind.VALUE):
         return _of_all_rows(frame, row, part)

@@ -156,7 +156,7 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], outs: in
 
 def _register_gradients(name: str, takes: Function) -> None:
     """Give a function's operator its gradients; a quantised output has none."""
-    if takes.direction is Direction.BACKWARD:
+    if takes.direction is Direction.BACKWARD and not takes.family_name.startswith("quantised"):
         gradients.register_second(_recording, name)
     elif takes.family_name in ("renormed", "statistics"):
         gradients.register_in_parts(_recording, name)

@@ -141,7 +141,8 @@ def _backward(
 ) -> Tensors:
     """Return the gradients of x and the parameters; `names` are those of the statistics."""
     rows, (weight, *bias) = _rows(x, len(shape)), others[len(names) : -1]
-    named: dict[str, Any] = {name: _of_rows(each, rows) for name, each in zip(names, others, strict=False)}
+    # Kernels read a number a row, in fp32.
+    named: dict[str, Any] = {name: own.view(rows.shape[:-1]).float() for name, own in zip(names, others, strict=False)}
     if bias:
         named["bias_dtype"] = None if bias[0] is None else bias[0].dtype
     wants = tuple(compress(_NAMES, others[-1]))
@@ -166,11 +167,6 @@ def _one_a_row(statistic: Any, dimensions: int, dtype: torch.dtype) -> torch.Ten
     """Return a statistic as torch does: of x's shape, with each normalised dimension of size 1."""
     kept: torch.Tensor = statistic.view(*statistic.shape, *[1] * dimensions)
     return kept if dtype is torch.float32 else kept.to(dtype)
-
-
-def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a statistic in the shape and dtype that kernels read."""
-    return statistic.view(rows.shape[:-1]).float()
 
 
 # The operators of aten that are served: a predicate of a call's arguments, and the function that runs our kernels.

@@ -334,26 +334,12 @@ _handles = count()
 
 # The arguments of the operator that tensors are, and the others, in the order of its schema.
 _TENSORS = ("x", "residual", "weight", "bias", "smooth_scale", "y_scale", "global_scale", "scale_ub")
-_OTHERS = {
-    "eps": "float eps",
-    "fquant": "str? fquant",
-    "weight_offset": "float? weight_offset",
-    "out_dtype": "ScalarType? out_dtype",
-    "cast": "str? cast",
-    "group_size": "int? group_size",
-    "scale_format": "str? scale_format",
-    "scale_layout": "str? scale_layout",
-    "quantise_rounded": "bool? quantise_rounded",
-    "save_unquant": "bool? save_unquant",
-}
-_SCHEMA = ", ".join(
-    [
-        "Tensor x",
-        *[f"Tensor? {name}" for name in _TENSORS[1:]],
-        "int handle, str collective, str norm",
-        *_OTHERS.values(),
-    ]
+_OPTIONS = (
+    "float eps, str? fquant, float? weight_offset, ScalarType? out_dtype, str? cast, int? group_size, "
+    "str? scale_format, str? scale_layout, bool? quantise_rounded, bool? save_unquant"
 )
+_OTHERS = tuple([each.split()[1] for each in _OPTIONS.split(", ")])
+_SCHEMA = f"Tensor {', Tensor? '.join(_TENSORS)}, int handle, str collective, str norm, {_OPTIONS}"
 
 
 def _traced(handle: int, collective: str, norm: str, named: Mapping[str, Any]) -> QuantisedOutput:

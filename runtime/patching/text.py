@@ -524,9 +524,7 @@ def calling(cls: Any, functions: Mapping[Any, str], keywords: Collection[str]) -
         if name is not None and all(each.arg in keywords for each in node.keywords):
             found = True
             node.func, node.args = ast.Attribute(ast.Name(first, ast.Load()), name, ast.Load()), [*bound, *node.args]
-    if not found:
-        return None
-    return _remade(cls, tree, old)
+    return _remade(cls, tree, old) if found else None
 
 
 def rewritten(cls: Any, norms: Collection[str], modulated: Iterable[int], rotates: bool) -> Callable[..., Any]:

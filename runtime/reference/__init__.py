@@ -7,18 +7,15 @@ from collections.abc import Callable
 from functools import partial
 
 from ..codegen.values import Norm
-from .gradients import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
+from .gradients import ReferenceGradients, backward, layernorm2d_bwd, rmsnorm2d_bwd
 from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 
-# By norm. A norm that keeps the mean is RMSNorm's formula with constants of its own.
 FORWARD: dict[Norm, Callable[..., ReferenceOutput]] = {
-    norm: layernorm2d_fwd
-    if norm.centres
-    else partial(rmsnorm2d_fwd, eps=float(norm.row.eps), averages=norm.row.averages, clamps=norm.row.clamps)
+    norm: layernorm2d_fwd if norm.centres else partial(rmsnorm2d_fwd, norm=norm, eps=float(norm.row.eps))
     for norm in Norm
 }
 BACKWARD: dict[Norm, Callable[..., ReferenceGradients]] = {
-    norm: layernorm2d_bwd if norm.centres else partial(rmsnorm2d_bwd, averages=norm.row.averages) for norm in Norm
+    norm: partial(backward, averages=norm.row.averages) for norm in Norm
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,44 +48,12 @@ class ReferenceGradients(NamedTuple):
     dresidual: torch.Tensor | None = None
 
 
-def layernorm2d_bwd(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    **options: Any,
-) -> ReferenceGradients:
-    """Compute every gradient that `normforge.layernorm2d_bwd` of the same arguments could return.
-
-    `options` are the other arguments of that function, the `cast` of the forward call, and `dtype`, in which the
-    arithmetic is done, float64 by default.
-    """
-    return backward(dy, x, weight, mean=mean, rstd=rstd, **options)
-
-
-def rmsnorm2d_bwd(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    rstd: torch.Tensor,
-    **options: Any,
-) -> ReferenceGradients:
-    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return.
-
-    `averages` is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
-    """
-    return backward(dy, x, weight, mean=None, rstd=rstd, **options)
-
-
 def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
     *,
-    mean: torch.Tensor | None,
+    mean: torch.Tensor | None = None,
     rstd: torch.Tensor,
     averages: bool = True,
     weight_offset: float = 0.0,
@@ -97,7 +65,11 @@ def backward(
     dy_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient of a norm that centres rows, where there is a mean, or of one that does not."""
+    """Compute every gradient that `normforge.layernorm2d_bwd` or `rmsnorm2d_bwd` of the same arguments could return.
+
+    A norm centres rows where there is a mean. averages is that of the norm; `cast` is that of the forward call; the
+    arithmetic is done in `dtype`.
+    """
     # A negative rstd is that of a row whose norm was clamped, and is no function of the row.
     d, clamped = dequantised(dy, dy_scale).to(dtype), rstd.unsqueeze(-1) < 0
     rstd = rstd.to(dtype).unsqueeze(-1).abs()
@@ -131,6 +103,9 @@ def backward(
         open=None if either is None else _over_rows(d.abs() * either),
         ddropped=ddropped,
     )
+
+
+layernorm2d_bwd = rmsnorm2d_bwd = backward
 
 
 def through_statistics(

@@ -40,10 +40,6 @@ class ReferenceOutput(NamedTuple):
     terms: torch.Tensor | None = None
 
 
-# The elements that a dropout keeps, and the factor of these elements; None without a dropout.
-_Dropout = tuple[torch.Tensor, torch.Tensor] | None
-
-
 def layernorm2d_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -58,7 +54,7 @@ def layernorm2d_fwd(
     float64, the default, its rounding errors are negligible beside a kernel's. first_row is the number of x's first
     row, of which dropouts make a difference, where x is a part of a call's.
     """
-    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, clamps=False, weight_offset=0.0, **options)
+    return _forward(Norm.LAYER, x, weight, bias, eps=eps, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -66,29 +62,25 @@ def rmsnorm2d_fwd(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
-    averages: bool = True,
-    clamps: bool = False,
+    norm: Norm = Norm.RMS,
     weight_offset: float = 0.0,
     **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
 
-    averages says whether the squares of a row are averaged, or added up as an L2 norm does; clamps, whether a row whose
-    norm is less than eps is divided by eps, and its rstd is saved as -1 / eps.
+    norm is another that keeps the mean: its squares of a row may be added up, as an L2 norm does; and a row whose norm
+    is less than eps may be divided by eps, and its rstd be saved as -1 / eps.
     """
-    constants: dict[str, Any] = {"averages": averages, "clamps": clamps, "weight_offset": weight_offset}
-    return _forward(x, weight, None, eps=eps, centres=False, **constants, **options)
+    return _forward(norm, x, weight, None, eps=eps, weight_offset=weight_offset, **options)
 
 
 def _forward(
+    norm: Norm,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     *,
     eps: float,
-    centres: bool,
-    averages: bool,
-    clamps: bool,
     weight_offset: float,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
@@ -113,12 +105,12 @@ def _forward(
         keep = dropout_mask(x.shape, dropout_p, dropout_rng, first_row=first_row)
         dropout = keep, kept_factor(dropout_p, x.device)
     s, terms, residual_out = _sum(dequantised(x, x_scale), x_bias, dropout, residual, fused, dtype)
-    mean = s.mean(-1, keepdim=True) if centres else None
+    mean = s.mean(-1, keepdim=True) if norm.centres else None
     if mean is not None:
         s, terms = s - mean, terms + mean.abs()
     squares = s.square().sum(-1, keepdim=True)
-    rstd = ((squares / s.shape[-1] if averages else squares) + (0 if clamps else eps)).rsqrt()
-    clamped = squares.sqrt() < eps if clamps else torch.zeros_like(squares, dtype=torch.bool)
+    rstd = ((squares / s.shape[-1] if norm.averages else squares) + (0 if norm.clamps else eps)).rsqrt()
+    clamped = squares.sqrt() < eps if norm.clamps else torch.zeros_like(squares, dtype=torch.bool)
     rstd = rstd.where(~clamped, torch.full_like(rstd, eps).reciprocal())
     z, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     terms = terms * rstd
@@ -154,12 +146,15 @@ def _scaled(
 def _sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
-    dropout: _Dropout,
+    dropout: tuple[torch.Tensor, torch.Tensor] | None,
     residual: torch.Tensor | None,
     fadd: FusedAdd,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows."""
+    """Return the rows to normalise, the sums of their terms' magnitudes, and the stored rows.
+
+    `dropout` has the elements that are kept, and the factor of these elements.
+    """
     added = residual if fadd.is_before else None
     # A stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
     wide = torch.promote_types(added.dtype, torch.float32) if fadd.stores and added is not None else dtype

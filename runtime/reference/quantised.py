@@ -122,19 +122,10 @@ FORWARD: Mapping[Norm, Callable[..., ReferenceQuantised]] = {
 def columnwise(rows: ReferenceQuantised) -> ReferenceQuantised:
     """Return what y should be along columns: of the transposed rows, in groups of as many neighbours."""
     z, terms, unsure = (each.reshape(-1, rows.z.shape[-1]).t() for each in (rows.z, rows.terms, rows.open))
-    out = DTYPES[rows.y.dtype]
-    amax = _in_groups(z.abs(), rows.size).amax(-1)
-    scale = scale_of(amax, out.qmax, rows.kind).repeat_interleave(rows.size, -1)[..., : z.shape[-1]]
-    return rows._replace(
-        y=quantise(z / scale, out),
-        scale=scale,
-        z=z,
-        amax=amax,
-        open=unsure,
-        terms=terms,
-        unquantised=z,
-        unquantised_open=unsure,
-    )
+    turned = rows._replace(z=z, unquantised=z, open=unsure, unquantised_open=unsure, terms=terms)
+    amax, out = turned.largest(z.abs()), DTYPES[rows.y.dtype]
+    scale = turned.spread(scale_of(amax, out.qmax, rows.kind))
+    return turned._replace(y=quantise(z / scale, out), scale=scale, amax=amax)
 
 
 def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..codegen import tiling
-from ..codegen.axes import AXES, SAME, Axis
+from ..codegen.axes import AXES, SAME
 from ..codegen.groups import AnyMode, mode_named
 from ..codegen.instance import Bucket
 from ..errors import IllegalCombinationError, MissingInstanceError
@@ -25,7 +25,9 @@ def missing_instance(mode: AnyMode, n: int, table: Table) -> MissingInstanceErro
 
 def group(mode: AnyMode, n: str) -> str:
     """Return the lines of a manifest's group that makes one mode, named after the mode, over the buckets of `n`."""
-    words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
+    defaults = {SAME: mode.dtype_in.value}
+    said = [axis for axis in AXES if axis.word_of(mode) != defaults.get(str(axis.default), axis.default)]
+    words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in said]
     return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
 
 
@@ -64,8 +66,3 @@ def _differences(asked: AnyMode, other: AnyMode) -> list[str]:
 
 def _distance(entry: Entry, n: int) -> int:
     return max(entry.first - n, 0 if entry.last is None else n - entry.last, 0)
-
-
-def _must_be_said(mode: AnyMode, axis: Axis) -> bool:
-    default = mode.dtype_in.value if axis.default == SAME else axis.default
-    return axis.word_of(mode) != default

@@ -69,7 +69,9 @@ def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     return recorded
 
 
-_ANEW = "remove it, and record anew: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+_FILE = "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+_ANEW = f"remove it, and record anew: {_FILE}"
+_ELSEWHERE = f"or name another file: {_FILE}"
 
 
 def read(path: Path, data: bytes) -> Recorded:
@@ -126,7 +128,8 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
         served.setdefault(mode, set()).add(bucket)
     buckets = {bucket for of_mode in served.values() for bucket in of_mode}
     standard = standard_ladder()
-    ladder = standard if buckets.issubset(standard) else _ladder(buckets)
+    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
+    ladder = standard if buckets.issubset(standard) else ladder_of((*sorted(ends), None))
     lines = [_HEAD]
     if ladder is not standard:
         lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
@@ -138,11 +141,6 @@ def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]], calls: Iterable[CallKin
     # JSON is valid YAML, and is read a hundred times as fast.
     items = [f"{_ITEM}{line}\n" for line in lines_of(calls)]
     return "".join([*lines, f"{_CALLS}\n" if items else f"{_CALLS} []\n", *items])
-
-
-def _ladder(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
-    return ladder_of((*sorted(ends), None))
 
 
 @contextmanager
@@ -275,8 +273,7 @@ class _Recording:
         if not (text.startswith(MARKER.encode()) if text else is_free):
             raise RecordError(
                 f"{self._path} is there already and was not written by a recording (it is no file that starts with "
-                f"{MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
-                "normforge.record(FILE)"
+                f"{MARKER!r}); move it elsewhere, {_ELSEWHERE}"
             )
         if text == self._text:
             return
@@ -284,8 +281,7 @@ class _Recording:
             self._text, self._found = text, read(self._path, text) if text else Recorded()
         except ValueError as error:
             raise RecordError(
-                f"{self._path} is there already and cannot be added to: {error}; remove it, or name another file: "
-                "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+                f"{self._path} is there already and cannot be added to: {error}; remove it, {_ELSEWHERE}"
             ) from error
 
     @contextmanager
@@ -298,6 +294,5 @@ class _Recording:
         except OSError as error:
             raise RecordError(
                 f"the instances that are asked for cannot be recorded to {self._path} ({error.strerror}); make its "
-                "folder and see that it can be written, or name another file: NORMFORGE_RECORD=FILE, or "
-                "normforge.record(FILE)"
+                f"folder and see that it can be written, {_ELSEWHERE}"
             ) from error

@@ -33,13 +33,18 @@ def assembled(
     return whole
 
 
+def settled(whole: Any) -> Any:
+    """Return a DTensor whose part no collective is still writing; torch's operators wait for it, and kernels do not."""
+    if hasattr(whole._local_tensor, "trigger_wait") and not is_dynamo_compiling():
+        whole._local_tensor = whole._local_tensor.trigger_wait()
+    return whole
+
+
 def _is_like(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> bool:
     """Return True if the whole is described as `like` is, and needs no description of its own."""
-    spec: Any = getattr(like, "_spec", None)
-    meta = getattr(spec, "tensor_meta", None)
-    if meta is None or spec.placements != placements:
-        return False
-    return meta.shape == shape and meta.dtype is part.dtype and like.is_contiguous()
+    meta = getattr(getattr(like, "_spec", None), "tensor_meta", None)
+    described = None if meta is None else (like.placements, meta.shape, meta.dtype)
+    return described == (placements, shape, part.dtype) and like.is_contiguous()
 
 
 def _wrapped(part: torch.Tensor, like: Any) -> torch.Tensor:
@@ -60,8 +65,6 @@ class _Assembled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor | None, None]:
-        if gradient is None:
-            return None, None
-        if gradient.placements != ctx.placements:
+        if gradient is not None and gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
-        return gradient.to_local(), None
+        return None if gradient is None else settled(gradient).to_local(), None

@@ -52,8 +52,8 @@ def told(cells: list[Cell]) -> str:
 def kind_of(case: Case) -> Hashable:
     """Each tile of each direction, for what the types change is little; roundings and layouts at one length."""
     mode = case.mode
-    if mode.statistics_only:
-        return mode.norm if case.n == 100 else None
+    if mode.statistics_only or mode.fadd.renorms or not mode.norm.averages:
+        return (mode.norm, mode.direction, mode.fadd, case.layout) if case.n == 100 else None
     if mode.dropout or mode.gating.gates:
         return (mode.direction, mode.fquant, mode.dropout, mode.gating) if case.n == 100 else None
     if mode.cast.comes_first or case.layout is not Layout.ADJOINING:
@@ -178,6 +178,11 @@ def further(honest: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         ("rms_fwd_bf16_mv", Layout.HEADS, "ours.laid", further, {"y", "rstd"}),
         ("rms_bwd_bf16", Layout.HEADS, "ours.laid", further, {"dx", "dweight"}),
         ("rms_fwd_fp32", Layout.TOGETHER, "ours.forward", off(1e-5), {"y"}),
+        ("rms_fwd_fp32_mv", Layout.CHANNELS, "ours.forward", off(1e-5), {"y", "rstd"}),
+        ("ln_bwd_fp32", Layout.CHANNELS, "ours.backward", off(1e-4), {"dx", "dweight", "dbias"}),
+        ("l2_fwd_fp32_mv", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "rstd"}),
+        ("l2_bwd_fp32", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dweight"}),
+        ("rms_fwd_fp32_postaddnorm", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "residual_out"}),
         ("ln_fwd_fp32", Layout.ROTATED, "ours.forward", off(1e-5), {"y"}),
         ("rms_bwd_fp32", Layout.ROTATED, "ours.backward", off(1e-4), {"dx", "dweight"}),
         # What is computed, or what both it and torch's are held against.

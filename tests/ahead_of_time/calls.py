@@ -53,15 +53,9 @@ def plain(m: int) -> None:
 
 
 def quantised(m: int) -> None:
-    normforge.rmsnorm2d_fwd(
-        rows(m),
-        ones(),
-        residual=rows(m),
-        fadd="pre_add_store",
-        fquant="smooth_dynamic",
-        smooth_scale=ones(torch.float32),
-        out_dtype=torch.float8_e4m3fn,
-    )
+    words = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "out_dtype": torch.float8_e4m3fn}
+    given: dict[str, Any] = {"residual": rows(m), "smooth_scale": ones(torch.float32), **words}
+    normforge.rmsnorm2d_fwd(rows(m), ones(), **given)
 
 
 def trained(family: str, **at: Any) -> Callable[[int], None]:
@@ -91,10 +85,7 @@ DEFAULTS = [
     (plain, ["ln_fwd_bf16"]),
     pytest.param(quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"], marks=THOROUGH),
     pytest.param(trained("plain", without=("residual", "x_bias")), ["ln_fwd_bf16_mv", "ln_bwd_bf16"], marks=THOROUGH),
-    (
-        trained("renormed", norm="rms"),
-        ["rms_fwd_bf16_postaddnorm_mv", "rms_bwd_bf16_addst", "rms_bwd_bf16"],
-    ),
+    (trained("renormed", norm="rms"), ["rms_fwd_bf16_postaddnorm_mv", "rms_bwd_bf16_addst", "rms_bwd_bf16"]),
     pytest.param(dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"], marks=THOROUGH),
 ]
 

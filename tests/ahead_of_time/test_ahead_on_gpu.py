@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 # A training step and a quantised forward pass, for few rows and for many, held against torch; a row of 16384 is spread
 # over programs that wait for one another.
-LENGTHS = (96, 16384)
+LENGTHS = "96,16384"
 CALLS = """
 import torch, normforge
 def run(lengths=(96, 16384), dtype=torch.bfloat16):
@@ -52,13 +52,9 @@ def command(*argv: str) -> str:
     return f"from normforge.tools.cli import main; raise SystemExit(main({list(argv)!r}))"
 
 
-def lengths() -> str:
-    return ",".join(map(str, LENGTHS))
-
-
 def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> None:
     cache = str(tmp_path)
-    assert "kernels are compiled" in printed(command("warmup", "--n", lengths(), *MODES), TRITON_CACHE_DIR=cache)
+    assert "kernels are compiled" in printed(command("warmup", "--n", LENGTHS, *MODES), TRITON_CACHE_DIR=cache)
     told = printed(f"{CALLS}{LISTENER}run()", TRITON_CACHE_DIR=cache, NORMFORGE_FROZEN="1").splitlines()
     assert told
     assert {line.split()[1] for line in told} == {"True"}
@@ -73,7 +69,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same kernels, compiled into a folder by a process that sees no GPU."""
     base = tmp_path_factory.mktemp("ahead")
     arch = architecture(torch.device("cuda", 0))
-    argv = ("aot", "--arch", arch, "--n", lengths(), "--out", str(base / "kernels"), *MODES)
+    argv = ("aot", "--arch", arch, "--n", LENGTHS, "--out", str(base / "kernels"), *MODES)
     said = printed(command(*argv), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(base / "triton"))
     assert f"for {arch}" in said
     return base / "kernels"
@@ -121,7 +117,7 @@ def run():
 """
 
 
-# Queries and keys of a packed tensor, trained and not; and latents of MLA.
+# Queries and keys of a packed tensor, trained and not; latents of MLA; L2 norms, channels, statistics, and sums behind.
 HEAD_CALLS = """
 def run_heads():
     q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
@@ -133,6 +129,17 @@ def run_heads():
     latents = torch.randn(3, 2112, device="cuda", dtype=torch.bfloat16)
     groups = {"group_size": 128, "out_dtype": torch.float8_e4m3fn}
     normforge.rms_norms([(latents[:, :1536], None, groups), (latents[:, 1536:2048], None, groups)])
+    x = torch.randn(3, 64, 5, 7, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for function in (normforge.l2_norm, normforge.normalize, normforge.layer_norm, normforge.rms_norm):
+        shape = () if function in (normforge.l2_norm, normforge.normalize) else ((64,),)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            function(x.to(memory_format=layout), *shape, weight, dim=1, activation="silu").sum().backward()
+    rows = x.view(-1, 64)
+    for function in (normforge.layer_norm_add, normforge.rms_norm_add):
+        sum(map(torch.sum, function(rows, rows, weight, next_norm=True))).backward()
+    normforge.l2_norm(rows).sum().backward()
+    with torch.no_grad():
+        normforge.layer_statistics(rows), normforge.rms_statistics(rows)
     torch.cuda.synchronize()
 """
 

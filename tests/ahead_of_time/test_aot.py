@@ -19,7 +19,6 @@ import torch
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import warmup
-from normforge.ahead_of_time import warmup as building
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.ahead_of_time.warmup import Built, build
 from normforge.errors import AotError, CompileError, ConflictError, DeviceError, FrozenError
@@ -32,9 +31,13 @@ from normforge.selection import dispatch
 from normforge.tools import cli
 from normforge.tools.arguments import check_folder
 from normforge.upstream import triton_launcher
+from proving.cases import Case, cases, gradients, operands
 
+from ..calling import there
 from ..folders import RMS, instance, write
+from ..launching import launching_nothing
 from ..stand_in_driver import Driver, driving
+from ..thorough import first_of_each
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -107,9 +110,39 @@ def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypa
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
 
 
+WALKED = first_of_each(
+    [
+        *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
+        *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
+        *cases("added", "renormed", vary=("norm",), dtype=torch.bfloat16),
+    ],
+    lambda case: case.family,
+    lambda case: f"{case}-{case['norm']}",
+)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", WALKED)
+def test_a_frozen_process_takes_what_was_recorded(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """From a training step, by a recording and a folder, to kernels without the compiler."""
+    path, out, given = tmp_path / "needed.yaml", tmp_path / "kernels", operands(case)
+    with launching_nothing(TARGET) as met, normforge.record(path):
+        outputs = case.run(given)
+        gradients(outputs, given, outputs)
+    keys = normforge.recorded_keys(path, arch="sm_90")
+    made(out, keys)
+    assert set(read(out).rows) == {key.portable for key in met}
+    request.getfixturevalue("no_compiler")
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    normforge.load_aot(out)
+    assert all(take(key).loaded for key in keys)
+
+
 @pytest.mark.compile
 def test_a_folder_without_room_for_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(warmup, "replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(AotError, match=r"out cannot be written \(No space left\); name another folder: --out DIR$"):
         made(tmp_path / "out", wanted())
 
@@ -120,9 +153,9 @@ def test_what_is_loaded_is_what_would_be_compiled(n: int, tmp_path: Path) -> Non
     """Shared memory, registers, cooperative launches and scratch memory come along in the metadata."""
     keys = compile_keys([n], ["ln_bwd_bf16"], arch="sm_90", rows=["many"])
     made(tmp_path / "kernels", keys)
-    there = read(tmp_path / "kernels")
+    made_ahead = read(tmp_path / "kernels")
     for key in keys:
-        kernel, expected = there.find(key.key, key.function, TARGET), compile_for(key.key, key.function, TARGET)
+        kernel, expected = made_ahead.find(key.key, key.function, TARGET), compile_for(key.key, key.function, TARGET)
         assert kernel.asm["cubin"] == expected.asm["cubin"]
         assert kernel.metadata == expected.metadata
         assert kernel.packed_metadata == expected.packed_metadata
@@ -253,9 +286,7 @@ def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: 
     normforge.load_aot(folder)
     with pytest.raises(AotError):
         normforge.load_aot(tmp_path / "none")
-    there = binaries.loaded()
-    assert there is not None
-    assert there.path == folder
+    assert there(binaries.loaded()).path == folder
 
 
 def test_the_source_is_that_of_the_kernel_and_of_what_it_calls(fresh_table: None, tmp_path: Path) -> None:

@@ -281,10 +281,9 @@ def test_jax_has_no_such_call(
 
 
 @pytest.mark.compile
-@pytest.mark.usefixtures("nothing_compiled")
-def test_a_frozen_call_says_how_to_compile_for_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_compiled", "cold_cache")
+def test_a_frozen_call_says_how_to_compile_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     key, *_ = compile_keys(modes=["gn_fwd_bf16_cl"], shapes=["1x128x8x8/32"], arch="sm_90")
     with driving(), pytest.raises(FrozenError, match=r"C=128.*aot --shape`, and x's shape with how many"):
         obtain(key.key, key.function, named_target("sm_90"), 0)

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cells import (
-    DTYPES,
-    Cell,
-    Fp8Cell,
-    GatedCell,
-    GroupCell,
-    ModulatedCell,
-    Norm,
-    QuantisedCell,
-    Task,
-)
+from benchmarks.cells import DTYPES, Cell, Fp8Cell, GatedCell, GroupCell, ModulatedCell, Norm, QuantisedCell, Task
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import WrongOutputError, check, expect
 from benchmarks.providers import every_provider
@@ -29,7 +19,6 @@ from benchmarks.suites import SUITES
 from ..calling import there
 
 CPU = torch.device("cpu")
-Outputs = dict[str, torch.Tensor]
 
 
 def _small(cell: Cell) -> Cell:
@@ -137,7 +126,7 @@ def test_what_is_wrong_or_missing_is_refused(
 def test_a_dropout_is_held_to_the_mask_that_it_drew() -> None:
     inputs = make_inputs(Cell(Task.DROP_ADD, Norm.LAYER, 64, 96), CPU)
 
-    def outputs(p: float, factor: float) -> Outputs:
+    def outputs(p: float, factor: float) -> dict[str, torch.Tensor]:
         total = torch.nn.functional.dropout(inputs.x, p) * factor + there(inputs.residual)
         y = torch.nn.functional.layer_norm(total, (96,), inputs.weight, inputs.bias, inputs.eps)
         return {"y": y, "residual_out": total}

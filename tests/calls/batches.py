@@ -10,7 +10,7 @@ import torch
 
 import normforge
 
-from ..calling import there
+from ..calling import same_bits, there
 
 Results = dict[str, torch.Tensor]
 Call = Callable[[torch.Tensor], Results]
@@ -135,17 +135,11 @@ CALLS: Mapping[str, Call] = {
 }
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    # A column of one row is contiguous whatever its strides, and has no view as bytes.
-    dense = tensor.contiguous() if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
-    return dense.view(torch.uint8)
-
-
 def assert_same(results: Results, batch: Results, at: slice) -> None:
     """Each result has the bits that some rows of a batch have."""
     assert results.keys() == batch.keys()
     for name, tensor in results.items():
-        assert torch.equal(bits(tensor), bits(batch[name][at])), name
+        assert same_bits(tensor, batch[name][at]), name
 
 
 def hold_for(call: Call, x: torch.Tensor, parts: Iterable[tuple[int, int]]) -> None:

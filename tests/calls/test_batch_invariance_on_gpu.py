@@ -23,11 +23,9 @@ MOST_ELEMENTS = 1 << 29
 
 
 @pytest.fixture(autouse=True)
-def within() -> Iterator[None]:
-    torch._dynamo.reset()
+def within(fresh_dynamo: None) -> Iterator[None]:
     with normforge.batch_invariant():
         yield
-    torch._dynamo.reset()
 
 
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

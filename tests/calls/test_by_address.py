@@ -20,6 +20,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.values import Pipeline
 from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels import assembly
+from normforge.kernels.gpu import POINTERS
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
@@ -35,14 +36,8 @@ M, N = 3, 64
 # The values of each launch by their slots.
 Launched = list[dict[str, Any]]
 
-TYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i8": torch.int8,
-    "i64": torch.int64,
-    "fp8e4nv": torch.float8_e4m3fn,
-}
+# The first type of each word: bytes stand before what kernels take as bytes.
+TYPES = {word.strip("*"): getattr(torch, name) for name, word in reversed(POINTERS.items())}
 
 
 def at_address(word: Any, value: Any) -> Any:
@@ -162,6 +157,15 @@ def test_gradients_of_another_call_are_not_found(launched: Launched) -> None:
     for around in AROUND:
         with around():
             assert find(operands, options)[1] is None
+
+
+def test_gradients_are_asked_for_by_a_list(launched: Launched, looked: list[str]) -> None:
+    """As operators do; the scale of dy stands behind the list."""
+    given: dict[str, Any] = {"dy": torch.randn(M, N).to(torch.float8_e4m3fn), "x": torch.randn(M, N)}
+    given |= {"dy_scale": torch.rand(M), "rstd": torch.ones(M)}
+    found: list[Any] = [rmsnorm2d_bwd(**given, wants=names(["dx"])).dx for names in (list, tuple, list)]
+    assert looked == ["call", "kernel"]
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 @pytest.mark.parametrize("backward", [False, True])

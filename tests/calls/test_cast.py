@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,10 +13,12 @@ from normforge import reference
 from normforge.codegen.values import Cast
 
 from ..calling import (
+    BACKWARD_ORACLE,
     FLOATS,
     FORWARD,
     FUNCTIONS,
     LENGTHS,
+    ORACLE,
     backward,
     backward_operands,
     check,
@@ -26,6 +27,7 @@ from ..calling import (
     each_function,
     each_norm,
     each_pipeline,
+    pieces,
     there,
 )
 
@@ -37,17 +39,13 @@ each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
 def run(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, cast: Any) -> torch.Tensor:
     """What a function of FUNCTIONS returns as y."""
-    function: Callable[..., Any] = FUNCTIONS[norm]
     given = (x, residual) if norm.startswith("add") else (x, weight.shape)
-    result = function(*given, weight, eps=1e-5, cast=cast)
-    y: torch.Tensor = result[0] if norm.startswith("add") else result
-    return y
+    return pieces(FUNCTIONS[norm](*given, weight, eps=1e-5, cast=cast))[0]
 
 
 def oracle(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> reference.ReferenceOutput:
     add: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"} if norm.startswith("add") else {}
-    function = reference.rmsnorm2d_fwd if norm.endswith("rms") else reference.layernorm2d_fwd
-    return function(x, weight, eps=1e-5, cast="before_weight", save_mv=True, **add)
+    return ORACLE[norm.removeprefix("add_")](x, weight, eps=1e-5, cast="before_weight", save_mv=True, **add)
 
 
 @each_device
@@ -74,11 +72,8 @@ def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
     backward(y, dy)
     # What is read again of a fused add is the sum as it was stored.
     stored = x.detach() if expected.residual_out is None else expected.residual_out
-    if expected.mean is None:
-        gradients = reference.rmsnorm2d_bwd(dy, stored, rstd=expected.rstd, cast="before_weight")
-    else:
-        mean, rstd = expected.mean, expected.rstd
-        gradients = reference.layernorm2d_bwd(dy, stored, mean=mean, rstd=rstd, cast="before_weight")
+    statistics = {"rstd": expected.rstd} | ({} if expected.mean is None else {"mean": expected.mean})
+    gradients = BACKWARD_ORACLE[norm.removeprefix("add_")](dy, stored, **statistics, cast="before_weight")
     allowed = (
         torch.finfo(dtype).eps * gradients.dweight.abs()
         + there(gradients.open)

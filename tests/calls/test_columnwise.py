@@ -9,11 +9,15 @@ import pytest
 import torch
 
 import normforge
-from normforge import ColumnwiseOutput, errors
+from normforge import errors
+from normforge.calls.check import check as checked
+from normforge.codegen.model import Mode
+from normforge.tools.compare import columns_of
 
-from ..calling import each_norm, each_of, refusals, same_bits, there
-from .test_quantised import E5M2, FUNCTION, SWIZZLED, blocked, check, rows
-from .test_wrong_tensors import E4M3, E8M0, MXFP8
+from ..calling import backward_operands, each_norm, each_of, refusals, same_bits, there
+from ..kernels.problems import assert_in_blocks, check_both_ways
+from .test_quantised import E5M2, FUNCTION, SWIZZLED, check, rows
+from .test_wrong_tensors import E4M3, MXFP8
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
 
@@ -50,12 +54,6 @@ def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> N
     assert (made.columnwise is None, made.columnwise_scale is None, made.amax) == (False, False, None)
 
 
-def columns(made: ColumnwiseOutput, layout: str) -> torch.Tensor:
-    """Return the bytes of columns, (N, M)."""
-    data = there(made.columnwise).view(torch.uint8)
-    return data if layout == "transposed" else data.flatten(0, -2).t()
-
-
 @each_norm
 @each_format
 @each_layout
@@ -63,30 +61,16 @@ def test_columns_are_rows_of_the_transpose(norm: str, name: str, layout: str) ->
     """To the bit, of a y that is stored: what a cast of its transpose makes, its scales in the same format."""
     (asked, size), (m, n) = BLOCKS[name], (130, 96)
     x = rows(2, m // 2, n) * 3.0
-    kept: dict[str, Any] = {"quantise_rounded": True, "save_unquant": True}
-    made = check(norm, x, rows(n), **asked, **kept, columnwise=layout)
-    y = there(made.unquantised).float().flatten(0, -2).t()
-    blocks = torch.nn.functional.pad(y, (0, -m % size)).view(n, -1, size)
-    # A tensor, since on a card torch multiplies by a number's reciprocal.
-    largest = torch.full((), torch.finfo(asked["out_dtype"]).max)
-    scale = blocks.abs().amax(-1) / largest
-    if "scale_format" in asked:
-        scale = torch.exp2(scale.log2().ceil())
-    q = (blocks * (1 / scale).unsqueeze(-1)).clamp(-largest, largest).to(asked["out_dtype"]).flatten(-2)[:, :m]
-    assert torch.equal(columns(made, layout), q.view(torch.uint8))
-    scales, codes = there(made.columnwise_scale), (scale.log2() + 127).to(torch.uint8)
-    if name == "swizzled":
-        assert scales.dtype == E8M0
-        assert torch.equal(scales.view(torch.uint8).flatten(), blocked(codes))
-        return
-    by_column = scales if layout == "transposed" else scales.t()
+    kept: dict[str, Any] = {"quantise_rounded": True, "save_unquant": True, "columnwise": layout}
+    made = check(norm, x, rows(n), **asked, **kept)
+    mode = checked(
+        FUNCTION[norm].__name__, {"x": x, **asked, **kept, "group_size": str(size), "fquant": "dynamic"}
+    ).mode
+    assert_in_blocks(mode, there(made.unquantised).float().flatten(0, -2).t(), *columns_of(made, mode))
     if name == "packed":
         # Four blocks to an int32, zeros behind the last.
-        packed = by_column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        assert torch.equal(packed, torch.nn.functional.pad(codes, (0, 4 - codes.shape[1])))
-    else:
-        stored = by_column.contiguous()
-        assert torch.equal(stored.view(torch.uint8) if name == "mxfp8" else stored, codes if name == "mxfp8" else scale)
+        codes = made.columnwise_scale if layout == "transposed" else made.columnwise_scale.t()
+        assert not codes.clone(memory_format=torch.contiguous_format).view(torch.uint8)[:, 2:].any()
 
 
 @pytest.mark.parametrize(
@@ -269,6 +253,79 @@ def test_statistics_are_what_backward_functions_take(norm: str) -> None:
     assert same_bits(backward(dy, x.detach(), weight, rstd=alone.rstd, wants=("dx",), **statistics).dx, expected)
 
 
+BACKWARD: Any = {"layer": normforge.quantised_layernorm2d_bwd, "rms": normforge.quantised_rmsnorm2d_bwd}
+UNQUANTISED: Any = {"layer": normforge.layernorm2d_bwd, "rms": normforge.rmsnorm2d_bwd}
+
+
+def of_gradients(norm: str, name: str, layout: str, m: int, n: int) -> tuple[Mode, dict[str, Any], dict[str, Any]]:
+    """Return a backward mode, the operands of a call, and what quantises its dx."""
+    asked = {**BLOCKS[name][0], "columnwise": layout}
+    given = {each: value for each, value in backward_operands(norm, m, n).items() if each != "x_bias"}
+    given = {each: value.bfloat16() if value.dim() > 1 else value for each, value in given.items()}
+    mode = checked(BACKWARD[norm].__name__, given | asked | {"group_size": str(asked["group_size"])}).mode
+    return mode, given, asked
+
+
+@each_norm
+@each_format
+@each_layout
+@pytest.mark.parametrize(("m", "n"), [(1, 300), (127, 64), (129, 300), (32, 1), (257, 33), (5, 40000)])
+def test_dx_is_quantised_as_it_is_returned(norm: str, name: str, layout: str, m: int, n: int) -> None:
+    """In both directions to the bit; gradients have the bits of the function that quantises nothing.
+
+    A row of NaN spoils its groups, and the blocks of columns that it is in; zeros have a scale of 1.
+    """
+    mode, given, asked = of_gradients(norm, name, layout, m, n)
+    given["dresidual_out"][m // 2], given["dy"][m // 3] = torch.nan, 0.0
+    given["dresidual_out"][m // 3, : n // 2] = 0.0
+    wants = ("dweight", *(["dbias"] if norm == "layer" else []))
+    made = BACKWARD[norm](**given, **asked, wants=wants)
+    check_both_ways(mode, made)
+    alone = UNQUANTISED[norm](**given, wants=("dx", *wants))
+    assert all(same_bits(getattr(made, each), getattr(alone, each)) for each in ("dx", "dweight", "dbias"))
+
+
+def test_an_fp8_dy_has_a_dx_in_fp8() -> None:
+    """Of rows that are read twice, on a stride and in three dimensions; a tiny dx, in fp32."""
+    mode, given, asked = of_gradients("rms", "mxfp8", "untransposed", 6, 20000)
+    given |= {"dy": given["dy"].to(E5M2), "dy_scale": torch.full((6, 1), 1e-30), "dresidual_out": None}
+    given["x"] = torch.cat((given["x"], given["x"]), -1)[:, :20000]
+    given = {
+        each: value.unflatten(0, (2, 3)) if each in ("x", "dy", "dy_scale", "rstd") else value
+        for each, value in given.items()
+    }
+    made = BACKWARD["rms"](**given, **asked, dx_dtype=torch.float32)
+    check_both_ways(mode, made)
+    assert (made.dx.dtype, made.dweight) == (torch.float32, None)
+    assert made.rowwise_scale.shape == (2, 3, 625)
+
+
+@each_norm
+def test_gradients_in_graphs_and_batches(norm: str) -> None:
+    """Traced in one operator; under batch invariance rows of dx have the bits that they have in another batch."""
+    _, given, asked = of_gradients(norm, "packed", "transposed", 300, 96)
+    torch.compiler.reset()
+    compiled = torch.compile(BACKWARD[norm], backend="aot_eager", fullgraph=True)
+    eager, traced = (call(**given, **asked, wants=["dweight"]) for call in (BACKWARD[norm], compiled))
+    assert all(same_bits(one, other) for one, other in zip(eager, traced, strict=True))
+    assert traced.columnwise.stride() == eager.columnwise.stride()
+    with normforge.batch_invariant():
+        few = {
+            each: value[:5] if each in ("x", "dy", "dresidual_out", "rstd", "mean") else value
+            for each, value in given.items()
+        }
+        all_rows, some = (BACKWARD[norm](**each, **asked) for each in (given, few))
+    assert same_bits(all_rows.rowwise[:5], some.rowwise)
+    assert same_bits(all_rows.rowwise_scale[:5], some.rowwise_scale)
+
+
+def test_no_rows_have_no_gradients() -> None:
+    _, given, asked = of_gradients("layer", "swizzled", "transposed", 0, 96)
+    made = BACKWARD["layer"](**given, **asked, wants=("dweight", "dbias"))
+    assert (made.dx.shape, made.columnwise.shape, made.rowwise_scale.numel()) == ((0, 96), (96, 0), 0)
+    assert made.dweight.tolist() == made.dbias.tolist() == [0.0] * 96
+
+
 def needed(*sizes: int) -> torch.Tensor:
     return torch.ones(*sizes).bfloat16().requires_grad_()
 
@@ -280,6 +337,14 @@ REFUSED = refusals(Path(__file__).with_name("columnwise.yaml"), globals())
 def test_refusals(given: dict[str, Any], error: type[errors.NormforgeError], message: str) -> None:
     with pytest.raises(error) as raised:
         normforge.quantised_rms_norm(rows(4, 64), **{name: _here(each) for name, each in given.items()})
+    assert message in str(raised.value)
+
+
+@each_of(refusals(Path(__file__).with_name("quantised_gradients.yaml"), globals()))
+def test_refused_gradients(given: dict[str, Any], error: type[errors.NormforgeError], message: str) -> None:
+    _, operands, _ = of_gradients("rms", "fp8", "transposed", 4, 64)
+    with pytest.raises(error) as raised:
+        BACKWARD["rms"](**{name: _here(each) for name, each in (operands | given).items()})
     assert message in str(raised.value)
 
 

@@ -45,25 +45,15 @@ class Wrapper(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def arriving(tensor: torch.Tensor) -> torch.Tensor:
-    """What a collective returns, before it has come to an end."""
-    return AsyncCollectiveTensor(tensor)
-
-
-def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, as a view that negates its memory."""
-    return torch._neg_view(-tensor)
-
-
 # Each stands for the tensor that it is made of.
 STANDING_FOR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "wrapper": Wrapper,
-    "on its way": arriving,
-    "negated": negated,
+    # What a collective returns, before it has come to an end.
+    "on_its_way": AsyncCollectiveTensor,
+    # The same values, as a view that negates its memory.
+    "negated": lambda tensor: torch._neg_view(-tensor),
 }
-each_stand_in = pytest.mark.parametrize(
-    "stand_in", STANDING_FOR.values(), ids=[name.replace(" ", "_") for name in STANDING_FOR]
-)
+each_stand_in = pytest.mark.parametrize("stand_in", STANDING_FOR.values(), ids=STANDING_FOR)
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,7 +91,7 @@ def test_each_operand_of_a_call(call: Callable[..., Any], given: dict[str, Any],
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("stand_in", [Wrapper, arriving])
+@pytest.mark.parametrize("stand_in", [Wrapper, AsyncCollectiveTensor])
 @each_norm
 def test_each_output_of_a_forward_function(norm: str, stand_in: Any, known: bool) -> None:
     x, residual = torch.randn(M, N), torch.randn(M, N)

@@ -20,8 +20,9 @@ from normforge.families import eager
 from normforge.tools import cli
 from proving.cases import Case, Tensors, cases, operands
 
-from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits
+from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, pieces, printed, same_bits
 from ..kernels.problems import Problem
+from ..operators.registered import step
 from ..thorough import THOROUGH, first_of_each
 
 M, N = 3, 100
@@ -128,11 +129,6 @@ FUSED: dict[str, Any] = {"residual": X.flip(0), "fadd": 1, "fquant": 1, "smooth_
 MODES = ["ln_fwd_bf16", "rms_fwd_bf16_addst", "rms_bwd_bf16_addst", "ln_fwd_fp16_xb", "ln_bwd_bf16"]
 
 
-def differentiated(case: Case, given: Tensors) -> Any:
-    outputs = case.run(given)
-    return *outputs, *torch.autograd.grad(outputs[0].square().sum(), list(given.values()))
-
-
 CALLS: dict[str, Callable[[], Any]] = {
     **{
         function.__name__: partial(function, X, WEIGHT, **FUSED)
@@ -140,7 +136,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     },
     **{f"{norm}, backward": partial(BACKWARD[norm], **backward_operands(norm, 3, COLUMNS)) for norm in BACKWARD},
     "no dy": partial(BACKWARD["layer"], **{**backward_operands("layer", 3, COLUMNS), "dy": None}),
-    **{str(case): partial(differentiated, case, operands(case)) for case in cases(vary=("norm",))},
+    **{str(case): partial(step, case, operands(case)) for case in cases(vary=("norm",))},
     "compile_keys": lambda: [str(key) for key in normforge.compile_keys([COLUMNS, 4096], MODES, arch="sm_90")],
 }
 
@@ -167,11 +163,6 @@ USUAL: dict[str, Any] = {"dtype": torch.bfloat16, "layout": "gapped", "shape": (
 each_family = pytest.mark.parametrize("case", cases(*BOTH, vary=(), norm="rms", group_size=16, **USUAL), ids=str)
 
 
-def of_one_case(family: str, **at: Any) -> Case:
-    (case,) = cases(family, vary=(), **{**USUAL, "norm": "rms", **at})
-    return case
-
-
 def given_to(case: Case, device: str = "cpu") -> Tensors:
     return {name: tensor.detach() for name, tensor in operands(case, device).items()}
 
@@ -183,7 +174,7 @@ def run(case: Case, given: Tensors, **options: Any) -> LayerNormOutput:
 
 @each_device
 def test_an_offset_of_the_weight(device: str) -> None:
-    case = of_one_case("modulated")
+    (case,) = cases("modulated", vary=(), norm="rms", **USUAL)
     given = given_to(case, device)
     wanted = run(case, given | {"weight": given["weight"] + 1.0}, fquant="dynamic")
     assert all(map(same_bits, run(case, given, fquant="dynamic", weight_offset=1.0), wanted))
@@ -241,18 +232,6 @@ def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
 LENGTHS = (1, 13, 100, 1024, 1500, 4099, 20000)
 
 
-def statistics(norm: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if norm == "rms":
-        return (normforge.rms_statistics(x, eps=1e-6),)
-    return normforge.layer_statistics(x)
-
-
-def saved(norm: str, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    if norm == "rms":
-        return (normforge.rmsnorm2d_fwd(x, save_mv=True).rstd,)
-    return normforge.layernorm2d_fwd(x, save_mv=True)[3:]
-
-
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", LENGTHS)
@@ -261,11 +240,12 @@ def test_statistics_are_those_of_fp64_and_those_that_norms_save(
     norm: str, n: int, dtype: torch.dtype, device: str
 ) -> None:
     x = (torch.randn(3, 2, n) + 2).to(device, dtype)
-    found = statistics(norm, x)
+    found = pieces(normforge.rms_statistics(x, eps=1e-6) if norm == "rms" else normforge.layer_statistics(x))
+    saved = [each for each in FORWARD[norm](x, save_mv=True)[3:] if each is not None]
     *means, rstd = eager.statistics(norm, x.double(), 1e-5 if norm == "layer" else 1e-6)
     wanted = [each for each in (*means, rstd) if each is not None]
     assert [each.shape for each in found] == [x.shape[:-1]] * len(wanted)
-    for each, its, beside in zip(found, wanted, saved(norm, x), strict=True):
+    for each, its, beside in zip(found, wanted, saved, strict=True):
         assert each.dtype is torch.float32
         torch.testing.assert_close(each.double(), its, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(each, beside, rtol=2e-6, atol=2e-6)

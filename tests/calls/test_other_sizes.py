@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,21 +170,21 @@ OF_SHORT_ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("n", "rows", "block"), [(128, 8, 128), (65, 8, 128), (64, 16, 64), (33, 16, 64), (32, 32, 32), (3, 64, 16)]
+    ("tile", "expected"),
+    [
+        (
+            Tile(Pipeline.ROWS, 8, 128, 2),
+            {128: (8, 128), 65: (8, 128), 64: (16, 64), 33: (16, 64), 32: (32, 32), 3: (64, 16)},
+        ),
+        (Tile(Pipeline.ROWS, 8, 32, 1), {100: (8, 32), 65: (8, 32), 64: (16, 16), 40: (16, 16), 3: (16, 16)}),
+        # A tile of one row stays.
+        (Tile(Pipeline.ONE_PASS, 1, 128, 1), {16: (1, 128)}),
+    ],
 )
-def test_as_many_more_rows_as_they_are_shorter(n: int, rows: int, block: int) -> None:
-    tile = Tile(Pipeline.ROWS, 8, 128, 2)
-    assert narrowed(tile, n, 128) == Tile(Pipeline.ROWS, rows, block, 2)
-
-
-def test_a_tile_of_one_row_stays() -> None:
-    tile = Tile(Pipeline.ONE_PASS, 1, 128, 1)
-    assert narrowed(tile, 16, 128) == tile
-
-
-@pytest.mark.parametrize(("n", "rows", "block"), [(100, 8, 32), (65, 8, 32), (64, 16, 16), (40, 16, 16), (3, 16, 16)])
-def test_chunks_are_as_much_narrower_down_to_sixteen_columns(n: int, rows: int, block: int) -> None:
-    assert narrowed(Tile(Pipeline.ROWS, 8, 32, 1), n, 128) == Tile(Pipeline.ROWS, rows, block, 1)
+def test_as_many_more_rows_as_they_are_shorter(tile: Tile, expected: dict[int, tuple[int, int]]) -> None:
+    """And chunks as much narrower, down to sixteen columns."""
+    for n, (rows, block) in expected.items():
+        assert narrowed(tile, n, 128) == replace(tile, rows=rows, block=block)
 
 
 # A mode, a tile for many rows, and lengths that fill it, and that do not.

@@ -120,10 +120,6 @@ def added_into(norm: str, x: torch.Tensor, residual: torch.Tensor, residual_out:
     FORWARD[norm](x, residual=residual, fadd="pre_add_store", residual_out=residual_out)
 
 
-def normalised_into(norm: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    FORWARD[norm](x, out=out)
-
-
 def operator_into(norm: str, x: torch.Tensor, out: torch.Tensor, residual_out: torch.Tensor | None = None) -> None:
     function = f"{norm}norm2d_fwd"
     fadd = "none" if residual_out is None else "pre_add_store"
@@ -157,12 +153,12 @@ def kept_by_an_add(norm: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 # What keeps a tensor for its backward pass, and what writes to the tensor.
 KEEPING = (kept_by_torch, kept_of_a_gradient, kept_by_a_norm, kept_by_an_add)
-WRITING: dict[str, Callable[[str, torch.Tensor], None]] = {
-    "out": lambda norm, kept: normalised_into(norm, kept, kept),
+WRITING: dict[str, Callable[[str, torch.Tensor], object]] = {
+    "out": lambda norm, kept: FORWARD[norm](kept, out=kept),
     "residual_out": lambda norm, kept: added_into(norm, torch.randn(M, N), kept, kept),
     "operator, out": lambda norm, kept: operator_into(norm, torch.randn(M, N), kept),
     "operator, residual_out": lambda norm, kept: operator_into(norm, torch.randn(M, N), torch.empty(M, N), kept),
-    "in inference": torch.inference_mode()(lambda norm, kept: normalised_into(norm, torch.randn(M, N), kept)),
+    "in inference": torch.inference_mode()(lambda norm, kept: FORWARD[norm](torch.randn(M, N), out=kept)),
 }
 
 

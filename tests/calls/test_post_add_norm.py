@@ -14,10 +14,7 @@ from normforge.reference.renormed import FORWARD as ORACLE
 
 from ..calling import LENGTHS, agree, each_device, each_norm, same_bits
 
-FORWARD: dict[str, Any] = {
-    "layer": normforge.renormed_layernorm2d_fwd,
-    "rms": normforge.renormed_rmsnorm2d_fwd,
-}
+FORWARD: dict[str, Any] = {norm: getattr(normforge, f"renormed_{norm}norm2d_fwd") for norm in ("layer", "rms")}
 
 
 # More than `SMALL_M` of short rows, which programs then take several of.

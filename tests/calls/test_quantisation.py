@@ -23,17 +23,6 @@ def qmax(dtype: torch.dtype) -> float:
     return 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
 
 
-def quantised(z: torch.Tensor, dtype: torch.dtype, **keywords: Any) -> torch.Tensor:
-    """Quantise one row of known values: the RMSNorm of ones with eps 0 is exactly its weight.
-
-    The row's amax must be qmax, so that its scale is exactly 1.
-    """
-    assert z.abs().max() == qmax(dtype)
-    actual = FORWARD["rms"](torch.ones(1, len(z)), z, eps=0.0, fquant="dynamic", out_dtype=dtype, **keywords)
-    assert there(actual.y_scale).tolist() == [1.0]
-    return actual.y[0]
-
-
 def test_qmax_is_the_largest_value_of_the_type() -> None:
     assert {dtype: DTYPES[dtype].qmax for dtype in QUANTISED} == {dtype: qmax(dtype) for dtype in QUANTISED}
 
@@ -97,26 +86,24 @@ def test_the_largest_value_of_a_row_is_the_largest_of_the_type(
 
 
 def test_truncation_is_that_of_an_exact_quotient() -> None:
-    """ck_tile's (z / y_scale) to int8; z times an inverse is 126.99999 in rows where the quotient is 127."""
-    for _ in range(100):
-        z = torch.randn(64)
-        actual: Any = FORWARD["rms"](torch.ones(1, 64), z, eps=0.0, fquant="dynamic", rounding="truncate")
+    """ck_tile's (z / y_scale) to int8; z times an inverse is 126.99999 in rows where the quotient is 127.
+
+    The RMSNorm of ones with eps 0 is exactly its weight.
+    """
+    ends = torch.tensor([127.0, 126.999, 1.999, 1.0, 0.999, 0.5, 0.0])
+    for z in (torch.cat((ends, -ends)), *torch.randn(100, 64)):
+        actual: Any = FORWARD["rms"](torch.ones(1, len(z)), z, eps=0.0, fquant="dynamic", rounding="truncate")
         assert actual.y_scale.item() == (z.abs().max() / 127).item()
-        assert torch.equal(actual.y[0], (z / actual.y_scale).to(torch.int8))
+        assert actual.y[0].tolist() == [int(value) for value in (z / actual.y_scale).tolist()]
 
 
 def test_int8_ties_go_to_even() -> None:
     halves = torch.arange(-127, 127) + 0.5
     up, down = torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1)
     values = torch.cat((torch.tensor([127.0]), halves, up, down))
-    expected = [round(value) for value in values.tolist()]
-    assert quantised(values, torch.int8).tolist() == expected
-
-
-def test_int8_truncates_toward_zero() -> None:
-    values = torch.tensor([127.0, 126.999, 1.999, 1.0, 0.999, 0.5, 0.0, -0.5, -0.999, -1.0, -1.999, -126.999, -127.0])
-    expected = [int(value) for value in values.tolist()]
-    assert quantised(values, torch.int8, rounding="truncate").tolist() == expected
+    actual = FORWARD["rms"](torch.ones(1, len(values)), values, eps=0.0, fquant="dynamic")
+    assert there(actual.y_scale).tolist() == [1.0]
+    assert actual.y[0].tolist() == [round(value) for value in values.tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

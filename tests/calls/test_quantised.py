@@ -10,9 +10,8 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 import normforge
+from normforge.calls.check import check as checked
 from normforge.calls.functions import FUNCTIONS
-from normforge.codegen.model import Mode
-from normforge.codegen.values import Columnwise, FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from normforge.dtypes import DTYPES
 from normforge.errors import LayoutError
 from normforge.reference import quantised as quantisation_reference
@@ -44,29 +43,17 @@ N = 300
 def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> Any:
     """Make a call, and hold what it returns against the oracle."""
     actual = FUNCTION[norm](x, *args, **asked)
-    out = DTYPES[asked.get("out_dtype") or torch.int8]
     given = {name: value for name, value in asked.items() if name not in ("y_scale", "out", "residual_out")}
-    fquant = FusedQuant(given.pop("fquant", "dynamic"))
-    if fquant is FusedQuant.STATIC:
-        name = "static_scale" if asked["y_scale"].numel() == 1 else "column_scale"
-        given[name] = asked["y_scale"]
-        fquant = FusedQuant.STATIC if name == "static_scale" else FusedQuant.STATIC_COLUMN
+    if asked.get("fquant") == "static":
+        is_one = asked["y_scale"].numel() == 1
+        given["static_scale" if is_one else "column_scale"] = asked["y_scale"]
+        given["fquant"] = "static" if is_one else "static_column"
     size = given.pop("group_size", None)
-    group = ScaleGroup(str(size or "none"))
-    mode = Mode(
-        Norm(norm),
-        DTYPES[x.dtype],
-        out,
-        fadd=FusedAdd.PRE_ADD_STORE if "residual" in asked else FusedAdd.NONE,
-        fquant=fquant,
-        group_size=group,
-        scale_format=ScaleFormat(asked.get("scale_format", "float")),
-        scale_layout=ScaleLayout(asked.get("scale_layout", "row_major")).of_kernels,
-        columnwise=Columnwise(given.pop("columnwise", "none")),
-        save_amax=given.pop("amax_out", None) is not None,
-    )
-    names = FUNCTIONS["quantised_layer_norm"].passed
-    arguments = {"x": x, **dict(zip(names[1:], args, strict=False)), **given, "fquant": fquant, "group_size": group}
+    further = {"columnwise": given.pop("columnwise", "none"), "save_amax": given.pop("amax_out", None) is not None}
+    function = FUNCTIONS[FUNCTION[norm].__name__]
+    arguments = {"x": x, **dict(zip(function.passed[1:], args, strict=False)), "fquant": "dynamic", **given}
+    arguments |= {"group_size": str(size or "none")}
+    mode = checked(FUNCTION[norm].__name__, arguments | further).mode
     returned = (
         actual
         if actual.y_scale is None or actual.y_scale.dim() < x.dim() or size

@@ -24,20 +24,27 @@ def agree(model: torch.nn.Module, run: Run, left: frozenset[str] = frozenset()) 
     """
     move(model)
     # Some models change at their first call: BigBird takes another class of attention.
-    outputs, gradients = trained(model, run)
+    before = trained(model, run)
     classes, state, twin = classes_of(model), deepcopy(model.state_dict()), deepcopy(model)
+
+    def assert_untouched(model: torch.nn.Module) -> None:
+        assert classes_of(model) == classes
+        for ours, theirs in zip(trained(model, run), before, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
     report = normforge.patch(model)
     assert report.swapped, f"patch took no norm: {report.skipped}"
     found = {skipped.cls.__name__ for skipped in report.skipped}
     assert found == left, f"patch left {sorted(found)} alone; the table has {sorted(left)}"
-    for ours, theirs in zip(trained(model, run), (outputs, gradients), strict=True):
+    for ours, theirs in zip(trained(model, run), before, strict=True):
         close_all(ours, theirs)
-    _is_untouched(twin, run, classes, outputs, gradients)
+    assert_untouched(twin)
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items() if torch.is_tensor(value))
     model.load_state_dict(state)
     normforge.unpatch(model)
-    _is_untouched(model, run, classes, outputs, gradients)
+    assert_untouched(model)
 
 
 def move(model: torch.nn.Module) -> None:
@@ -84,14 +91,13 @@ def close_all(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
         torch.testing.assert_close(ours[name], tensor, rtol=2e-5, atol=2e-5 * scale, msg=f"{name}: {{}}".format)
 
 
-def _is_untouched(
-    model: torch.nn.Module,
-    run: Run,
-    classes: list[tuple[str, type]],
-    outputs: dict[str, torch.Tensor],
-    gradients: dict[str, torch.Tensor],
-) -> None:
-    assert classes_of(model) == classes
-    for ours, theirs in zip(trained(model, run), (outputs, gradients), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+def train_alike(trainer_of: Callable[[bool], Any], steps: int) -> torch.Tensor:
+    """Train by transformers' trainers, for an unpatched model and a patched one; return the losses, which agree."""
+    losses = []
+    for patches in (False, True):
+        trainer = trainer_of(patches)
+        trainer.train()
+        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert len(losses[0]) == steps
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+    return losses[1]

@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 
 import normforge
+from tests.calling import each_device
 from tests.thorough import THOROUGH
 
-from .alike import agree, close_all
+from .alike import agree, close_all, train_alike
 
 pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
 
@@ -88,28 +89,31 @@ def test_a_patched_model_is_saved_and_read_again(tmp_path: object) -> None:
     assert torch.equal(again(_TOKENS).logits.detach(), logits)
 
 
-def test_trainer_trains_a_patched_model_as_it_trains_others(tmp_path: object) -> None:
+@each_device
+def test_trainer_trains_a_patched_model_as_it_trains_others(
+    device: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    # It would spread a batch over several.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     from transformers import Trainer, TrainingArguments
 
-    losses = []
-    for patches in (False, True):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        report_to=[],
+        use_cpu=device == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        seed=0,
+    )
+    examples = [{"input_ids": _TOKENS[0], "labels": _TOKENS[0]} for _ in range(24)]
+
+    def trainer(patches: bool) -> Any:
         model = language_model("llama", patched=patches).train()
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            report_to=[],
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            seed=0,
-        )
-        examples = [{"input_ids": _TOKENS[0], "labels": _TOKENS[0]} for _ in range(24)]
-        trainer = Trainer(model=model, args=arguments, train_dataset=examples)
-        trainer.train()
-        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
-    assert len(losses[0]) == 3
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+        return Trainer(model=model, args=arguments, train_dataset=examples)
+
+    train_alike(trainer, 3)
 
 
 def test_lora_on_a_patched_model_trains_and_merges() -> None:
@@ -135,12 +139,10 @@ def test_accelerate_prepares_a_patched_model() -> None:
     accelerate = pytest.importorskip("accelerate", reason="an extra of its own: make test-clients installs it")
     losses = []
     for patches in (False, True):
-        model = language_model("gpt2").train()
+        model = language_model("gpt2", patched=patches).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-        if patches:
-            normforge.patch(model)
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(4):

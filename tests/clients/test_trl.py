@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from .alike import train_alike
 from .families import language_model
 
 _WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
@@ -48,31 +49,18 @@ def _text(first: int) -> str:
     return " ".join(f"w{i % 60}" for i in range(first, first + 6))
 
 
-def _logged(trainer: Any, name: str) -> torch.Tensor:
-    trainer.train()
-    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
-
-
-def _agree(runs: list[torch.Tensor]) -> None:
-    assert len(runs[0]) == 2
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=1e-4)
-
-
 def test_supervised_tuning(tmp_path: Path) -> None:
     examples = Dataset.from_list([{"text": _text(first)} for first in range(8)])
-    losses = [
-        _logged(
-            SFTTrainer(
-                model=language_model("llama", patched=patches),
-                args=SFTConfig(output_dir=str(tmp_path), **_OPTIONS),
-                train_dataset=examples,
-                processing_class=_tokenizer(),
-            ),
-            "loss",
+
+    def trainer(patches: bool) -> Any:
+        return SFTTrainer(
+            model=language_model("llama", patched=patches),
+            args=SFTConfig(output_dir=str(tmp_path), **_OPTIONS),
+            train_dataset=examples,
+            processing_class=_tokenizer(),
         )
-        for patches in (False, True)
-    ]
-    _agree(losses)
+
+    train_alike(trainer, 2)
 
 
 @pytest.mark.parametrize("reference_is_patched", [False, pytest.param(True, marks=THOROUGH)])
@@ -81,18 +69,14 @@ def test_preferences_beside_a_reference_model(reference_is_patched: bool, tmp_pa
     examples = Dataset.from_list(
         [{"prompt": _text(i), "chosen": " " + _text(i + 9), "rejected": " " + _text(i + 30)} for i in range(8)]
     )
-    losses = [
-        _logged(
-            DPOTrainer(
-                model=language_model("llama", patched=patches),
-                ref_model=language_model("llama", patched=patches and reference_is_patched),
-                args=DPOConfig(output_dir=str(tmp_path), **_OPTIONS),
-                train_dataset=examples,
-                processing_class=_tokenizer(),
-            ),
-            "loss",
+
+    def trainer(patches: bool) -> Any:
+        return DPOTrainer(
+            model=language_model("llama", patched=patches),
+            ref_model=language_model("llama", patched=patches and reference_is_patched),
+            args=DPOConfig(output_dir=str(tmp_path), **_OPTIONS),
+            train_dataset=examples,
+            processing_class=_tokenizer(),
         )
-        for patches in (False, True)
-    ]
-    _agree(losses)
-    torch.testing.assert_close(losses[1][0], torch.tensor(2.0).log(), rtol=1e-4, atol=1e-4)
+
+    torch.testing.assert_close(train_alike(trainer, 2)[0], torch.tensor(2.0).log(), rtol=1e-4, atol=1e-4)

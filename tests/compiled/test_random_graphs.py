@@ -59,11 +59,8 @@ def _norm(choose: Choose, pool: Pool, x: torch.Tensor | None = None) -> None:
         return
     options: dict[str, Any] = {"cast": choose(("after_weight", "before_weight")), "save_mv": True}
     options["out_dtype"] = choose((None, *DTYPES))
-    if choose((True, False)):
-        out = normforge.rmsnorm2d_fwd(x, weight, **options)
-    else:
-        out = normforge.layernorm2d_fwd(x, weight, **options)
-    pool.append(out.y)
+    function: Any = choose((normforge.rmsnorm2d_fwd, normforge.layernorm2d_fwd))
+    pool.append(function(x, weight, **options).y)
 
 
 def _backward(choose: Choose, pool: Pool) -> None:

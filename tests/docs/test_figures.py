@@ -25,6 +25,7 @@ from benchmarks.results import CEILING, PROJECT, Results, Row, load, read
 from benchmarks.suites import SUITES
 from proving.accuracy import report as accuracy
 from proving.conformance import report as conformance
+from proving.engines import command as engines
 from proving.evidence import Table
 from proving.evidence import load as load_table
 from proving.matrix import command as matrix
@@ -309,13 +310,15 @@ SUMMARIES: dict[str, tuple[str, Callable[[Table], str]]] = {
     "versions": ("versions", matrix.summary),
     **{name: (name, models.summary) for name in ("huggingface", "diffusers", "timm")},
 }
+# A section of a page about more.
+SECTIONS = SUMMARIES | {"engines": ("integrations", engines.summary)}
 # Words of a section, or of a page with one section.
 MOST_WORDS = 500
 
 
-@pytest.mark.parametrize("what", SUMMARIES)
+@pytest.mark.parametrize("what", SECTIONS)
 def test_a_section_is_the_summary_of_its_table(what: str) -> None:
-    name, summary = SUMMARIES[what]
+    name, summary = SECTIONS[what]
     written = section(doc(name), what)
     assert written == summary(load_table(ROOT, what))
     assert len(written.split()) <= MOST_WORDS

@@ -51,9 +51,8 @@ def at_step(stop: int, fault: str, work: Callable[[], int], below: Path) -> Call
             nonlocal steps
             if event not in _EVENTS or (event == "open" and not (arguments[2] or 0) & _WRITING):
                 return
-            if not str(
-                os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
-            ).startswith(str(below)):
+            # A file may be named by its descriptor, too.
+            if isinstance(arguments[0], int) or not os.fsdecode(arguments[0]).startswith(str(below)):
                 return
             steps += 1
             if steps == stop:

@@ -16,12 +16,10 @@ from normforge.codegen import cli, manifest
 from normforge.errors import CacheError, RecordError, TableError
 from normforge.selection import dispatch, on_demand
 from normforge.selection.recording import read
-from normforge.selection.table import load_folder
 
-from ..folders import distinct_tiles
 from ..thorough import THOROUGH
 from .faults import KILL, NO_SPACE, at_each_step, child, ended
-from .world import PASSING, kernels, snapshot, whole
+from .world import PASSING, loads, snapshot, whole
 
 # They share a mode that loses its kernel for long rows, and one that gains it; each has modes of its own.
 BEFORE = "groups: {a: {norm: layer, dtype_in: bf16}, b: {norm: rms, dtype_in: [bf16, fp32], n: n128}}\n"
@@ -56,14 +54,6 @@ def table(world: Path) -> bytes:
     return (world / "k" / "dispatch.py").read_bytes()
 
 
-def loads(world: Path) -> None:
-    """Hold a folder, in which temporary files may lie, against its own table."""
-    for entry in load_folder(world / "k"):
-        assert {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} <= kernels(
-            world / "k" / f"{entry.mode}.py"
-        )
-
-
 @pytest.mark.parametrize("fault", [KILL, pytest.param(NO_SPACE, marks=THOROUGH)])
 def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     after = made(world, "after")
@@ -71,7 +61,7 @@ def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     shutil.copytree(world / "k", world / "kept")
     seen = []
     for status in at_each_step(fault, partial(generate, world, "after"), world / "k", world / "errors"):
-        loads(world)
+        loads(world / "k")
         now = table(world)
         assert now in (before["dispatch.py"], after["dispatch.py"])
         seen.append(now)
@@ -93,7 +83,7 @@ def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
 def test_a_first_run_that_is_killed_at_any_step(world: Path) -> None:
     for _ in at_each_step(KILL, partial(generate, world, "after"), world / "k"):
         if (world / "k" / "dispatch.py").exists():
-            loads(world)
+            loads(world / "k")
         made(world, "after")
         shutil.rmtree(world / "k")
 
@@ -108,7 +98,7 @@ def test_runs_into_one_folder_at_once(world: Path) -> None:
         now = table(world)
         assert now in (before["dispatch.py"], after["dispatch.py"])
         try:
-            loads(world)
+            loads(world / "k")
         except (AssertionError, OSError, TableError):
             # Another table was put in place meanwhile: what was read is of both.
             assert stamp(world) != first

@@ -143,8 +143,6 @@ def test_one_bucket_serves_rows_that_start_anywhere(tmp_path: Path) -> None:
         normforge.load_instances()
 
 
-MANIFEST = "groups: {plain: {norm: [layer, rms], dtype_in: bf16, n: n128}}\n"
-
 FRAGMENTS = [text.encode("latin-1") for text in HOSTILE["templates"]]
 
 
@@ -162,7 +160,7 @@ def said_of(template: Path, fragment: bytes) -> str:
     """Put a fragment on a template's fifth line, and return what the refusal says."""
     lines = template.read_bytes().splitlines(keepends=True)
     template.write_bytes(b"".join((*lines[:4], fragment + b"\n", *lines[4:])))
-    return generate(template.parents[1], MANIFEST).err
+    return generate(template.parents[1], SHORT).err
 
 
 @THOROUGH
@@ -173,7 +171,7 @@ def test_a_template_that_cannot_be_rendered_is_named(fragment: bytes, template: 
 
 def test_a_template_that_is_gone_is_named(template: Path) -> None:
     template.unlink()
-    assert str(template.parent) in generate(template.parents[1], MANIFEST).err
+    assert str(template.parent) in generate(template.parents[1], SHORT).err
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,6 @@ def accepted(text: str, mode: Mode, n: int, world: Path) -> Tile | None:
     return chosen.large
 
 
-def instance(mode: Mode, n: int, tile: Tile) -> Instance:
-    return Instance(mode, Bucket(f"n{n}", n, n), ((ANY, Tiles(tile, tile)),))
-
-
 LENGTHS = st.sampled_from((1, 2, 15, 16, 100, 129, 513))
 
 
@@ -87,9 +83,8 @@ def test_a_tile_that_is_accepted_computes(text: str, mode: Mode, n: int) -> None
         tile = accepted(text, mode, n, world)
         assume(tile is not None and tile.pipeline is not Pipeline.SPREAD)
         assert tile is not None
-        (world / "k").mkdir()
-        write(world / "k", [instance(mode, n, tile)])
-        table = load_folder(world / "k")
+        made = Instance(mode, Bucket(f"n{n}", n, n), ((ANY, Tiles(tile, tile)),))
+        table = load_folder(write(world / "k", [made]))
         (entry,) = table
         x = torch.randn(3, n, dtype=torch.bfloat16 if mode.dtype_in is DType.BF16 else torch.float32)
         with dispatch.using(RetiledTable(table, entry, tile)):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from normforge.codegen.groups import Span
 from normforge.codegen.values import Norm
-from normforge.selection.table import Table, load_folder
+from normforge.selection.table import load_folder
 from normforge.tools import cli
 
 from ..calling import Outcome, outcome_of
@@ -89,21 +89,25 @@ def refused(outcome: Outcome, prog: str) -> None:
     assert line.isprintable(), line
 
 
-def whole(out: Path) -> Table:
-    """The table of a generated folder, after a look at all files: they are Python, and hold every kernel it names."""
+def whole(out: Path) -> None:
+    """Hold a generated folder against what has to be: all files are Python, and hold every kernel the table names."""
     for path in out.iterdir():
         if path.name not in PASSING:
             assert path.is_file()
             assert not path.is_symlink()
             assert _NAMES.fullmatch(path.name), path.name
             _look_at(path.name, path.read_text())
-    table = load_folder(out)
-    listed = list(table)
+    loads(out)
+
+
+def loads(out: Path) -> None:
+    """Hold a folder, in which temporary files may lie, against its own table."""
+    listed = list(load_folder(out))
     assert listed
     for entry in listed:
-        missing = {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} - kernels(out / f"{entry.mode}.py")
+        there = set(_KERNEL.findall((out / f"{entry.mode}.py").read_text()))
+        missing = {entry.kernel(tile.pipeline) for tile in distinct_tiles(entry)} - there
         assert not missing, f"{entry.name} names kernels that are not there: {missing}"
-    return table
 
 
 @lru_cache(1000)
@@ -122,11 +126,6 @@ def refusal(work: Callable[[], object], error: type[Exception]) -> str | None:
         return str(refused)
     event("taken")
     return None
-
-
-def kernels(module: Path) -> set[str]:
-    """The functions that a module defines."""
-    return set(_KERNEL.findall(module.read_text()))
 
 
 def values(*special: Any) -> st.SearchStrategy[Any]:

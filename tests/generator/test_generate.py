@@ -254,17 +254,12 @@ def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, 
         ran = run("-c", call, *arguments, cwd=tmp_path, PYTHONPATH=str(site))
         return ran.returncode, ran.stdout, ran.stderr.splitlines()[-1] if ran.stderr else ""
 
-    assert installed("--out", "kernels") == (
-        2,
-        "",
-        "normforge generate: error: an installed normforge has no instances.yaml of its own; "
-        "name a manifest: --manifest FILE",
-    )
-    assert installed("--manifest", "mine.yaml") == (
-        2,
-        "",
-        "normforge generate: error: an installed normforge has no generated/ of its own; name a folder: --out DIR",
-    )
+    lacks = "normforge generate: error: an installed normforge has no {} of its own; name a {}".format
+    for given, *missing in (
+        (("--out", "kernels"), "instances.yaml", "manifest: --manifest FILE"),
+        (("--manifest", "mine.yaml"), "generated/", "folder: --out DIR"),
+    ):
+        assert installed(*given) == (2, "", lacks(*missing))
 
 
 @pytest.mark.parametrize("arguments", ["generate.py --list", "generate.py --count", "-m normforge list"])

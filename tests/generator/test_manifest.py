@@ -115,11 +115,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere.yaml", ": there is no such manifest; name one with --manifest FILE")
 
 
-def test_a_folder_for_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="the manifest cannot be read: Is a directory"):
-        load(tmp_path)
-
-
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes("groups:\n  # größer\n".encode("latin-1"))
@@ -143,9 +138,10 @@ def test_a_manifest_that_is_far_too_long(tmp_path: Path) -> None:
     refused(path, ": the manifest is longer than 16 MiB; split it in several")
 
 
-def test_a_path_that_is_none() -> None:
-    with pytest.raises(ManifestError, match="is no path"):
-        load(Path("a\0b"))
+@pytest.mark.parametrize(("path", "said"), [("a\0b", "is no path"), ("/", "cannot be read: Is a directory")])
+def test_a_path_of_no_file(path: str, said: str) -> None:
+    with pytest.raises(ManifestError, match=said):
+        load(Path(path))
 
 
 def test_a_manifest_that_another_process_hands_over() -> None:

@@ -76,12 +76,6 @@ def kernels_of(mode: AnyMode) -> list[str]:
     return [emit._render_kernel(mode, part, *emit._templates_of(mode)) for part in parts]
 
 
-def imported(module: str) -> set[str]:
-    """What a module imports from those that the folder's modules share."""
-    nodes = [node for node in ast.parse(module).body if isinstance(node, ast.ImportFrom)]
-    return {name.name for node in nodes for name in node.names}
-
-
 @pytest.mark.parametrize(("first", "step"), [(0, 131), pytest.param(1, 31, marks=THOROUGH)])
 def test_a_module_reads_as_if_rendered_for_its_mode_alone(first: int, step: int) -> None:
     functions = frozenset[str]().union(*map(emit._functions, emit.DEVICE_FUNCTIONS))
@@ -90,7 +84,8 @@ def test_a_module_reads_as_if_rendered_for_its_mode_alone(first: int, step: int)
         module, kernels = emit.render_module(mode, mode.pipelines), kernels_of(mode)
         assert module.endswith("".join(f"\n\n{kernel}\n" for kernel in kernels)), mode.name
         called = set(re.findall(r"\b(?:\w+(?=\()|[A-Z_]+\b)", "".join(kernels)))
-        assert imported(module) == called & functions, mode.name
+        shared = [node for node in ast.parse(module).body if isinstance(node, ast.ImportFrom)]
+        assert {name.name for node in shared for name in node.names} == called & functions, mode.name
 
 
 def test_modes_share_what_templates_do_not_decide_on() -> None:

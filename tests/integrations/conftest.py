@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from normforge.calls import attempt
 from normforge.errors import FrozenError
-from normforge.integrations import serving, vllm
+from normforge.integrations import serving, sglang, vllm
 
 from ..calling import counted
 from .engines import Leaves, alike
-from .stand_ins import of_vllm
+from .stand_ins import of_sglang, of_vllm
 
 
 @pytest.fixture
@@ -36,12 +38,24 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         of_vllm.stand_in(monkeypatch, bare=request.param == "bare")
     else:
         config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
-        within = config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu")))
+        within = config.set_current_vllm_config(
+            config.VllmConfig(device_config=config.DeviceConfig("auto" if torch.cuda.is_available() else "cpu"))
+        )
     # Every process calls it, and some twice.
     vllm.register()
     vllm.register()
     with within:
         yield importlib.import_module(of_vllm.LAYERS)
+
+
+@pytest.fixture
+def sglangs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of SGLang's norms, a stand-in with hooks applied."""
+    of_sglang.stand_in(monkeypatch)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, normforge")
+    sglang.register()
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()
+    return sys.modules[of_sglang.LAYERS]
 
 
 @pytest.fixture

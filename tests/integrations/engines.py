@@ -10,8 +10,8 @@ import torch
 N = 48
 
 
-def rows(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (3 * torch.randn(2, 3, N) + 1).to(dtype)
+def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3), n: int = N) -> torch.Tensor:
+    return (3 * torch.randn(*m, n) + 1).to(dtype)
 
 
 def alike(actual: Any, expected: Any, bits: float = 0.97) -> None:

@@ -117,16 +117,11 @@ def test_what_cannot_be_kept_is_left_to_vllm_and_said(
     assert "batch invariant (NORMFORGE_BATCH_INVARIANT, an engine's switch" in said
 
 
-def test_sglangs_mode_is_followed(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    of_sglang.stand_in(monkeypatch)
-    monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
-    sglang.register()
-    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()
-    module: Any = sys.modules[of_sglang.LAYERS]
-    norm = module.RMSNorm(N)
+def test_sglangs_mode_is_followed(sglangs: Any, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    norm = sglangs.RMSNorm(N)
     with torch.inference_mode():
         assert not agree(norm)
-        monkeypatch.setattr(module, "is_batch_invariant_mode_enabled", lambda: True)
+        monkeypatch.setattr(sglangs, "is_batch_invariant_mode_enabled", lambda: True)
         assert agree(norm)
     assert ran == ["rmsnorm2d_fwd"] * 4
     with pytest.raises(InvarianceError, match="--enable-deterministic-inference"):

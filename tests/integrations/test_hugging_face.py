@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from normforge.tools.cli import main
+
+from ..calling import each_device
 
 kernels = pytest.importorskip("kernels", reason="Hugging Face's kernels is not installed")
 
@@ -35,15 +38,19 @@ def _unmarked() -> Iterator[None]:
                 delattr(cls, name)
 
 
-def mapping(path: Path, device: str, layers: dict[str, str]) -> Any:
-    """Layers of the repository at a path, by the names that classes are marked with."""
-    return {name: {device: kernels.LocalLayerRepository(path, layer_name=layer)} for name, layer in layers.items()}
+def at(folder: Path, device: str) -> tuple[Path, str]:
+    """The repository and the device's name for `kernels`; for a CPU, CUDA's variant."""
+    if device == "cpu":
+        return folder / "build" / "torch-cuda", device
+    return folder, device if torch.version.hip is None else "rocm"
 
 
-def kernelised(model: Any, path: Path, device: str, layers: dict[str, str]) -> Any:
-    """A copy of a model in which `kernels` replaced forwards; it raises where it would fall back."""
+def kernelised(model: Any, path: Path, device: str, *layers: str) -> Any:
+    """A copy of a model in which `kernels` replaced forwards by layers, which are named as classes are marked."""
     made = copy.deepcopy(model)
-    with kernels.use_kernel_mapping(mapping(path, device, layers), inherit_mapping=False):
+    mapping = {name: {device: kernels.LocalLayerRepository(path, layer_name=name)} for name in layers}
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        # It raises where it would fall back.
         mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
         return kernels.kernelize(made, mode=mode, device=device, use_fallback=False)
 
@@ -64,62 +71,34 @@ def trained(model: Any, *given: Any) -> list[torch.Tensor]:
     return [y, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def alike(found: list[torch.Tensor], due: list[torch.Tensor]) -> None:
-    assert len(found) == len(due)
-    for one, other in zip(found, due, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+alike = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
-def norms() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-    )
-
-
-TORCHS = {"LayerNorm": "LayerNorm", "TorchRMSNorm": "TorchRMSNorm"}
-
-
-def test_torchs_norms_are_replaced(folder: Path) -> None:
+@each_device
+def test_torchs_norms_are_replaced(folder: Path, device: str) -> None:
     kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
     kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
-    model, x = norms(), torch.randn(2, 3, WIDTH)
-    # The variant for CUDA itself: for a CPU, where kernels are interpreted, there is none to be chosen.
-    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", TORCHS)
+    norms = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+    model, x = torch.nn.Sequential(*norms).to(device), torch.randn(2, 300, WIDTH, device=device)
+    ours = kernelised(model, *at(folder, device), "LayerNorm", "TorchRMSNorm")
     assert replaced(ours) == 3
     alike(trained(ours, x), trained(model, x))
+    if device == "cuda":
+        ours.zero_grad()
+        model.zero_grad()
+        alike(trained(torch.compile(ours, fullgraph=True), x), trained(model, x))
 
 
-def test_a_model_of_transformers_takes_them(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+@each_device
+def test_a_model_of_transformers_takes_them(folder: Path, device: str) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="eager",
-    )
-    model = transformers.LlamaForCausalLM(config)
+    from ..clients.families import language_model
+
+    model = language_model("llama").to(device)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     kernels.replace_kernel_forward_from_hub(llama.LlamaRMSNorm, "RMSNorm")
-    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", {"RMSNorm": "RMSNorm"})
+    ours = kernelised(model, *at(folder, device), "RMSNorm")
     assert replaced(ours) == 5
-    tokens = torch.randint(31, (2, 5))
+    tokens = torch.randint(31, (2, 5), device=device)
     alike(trained(ours, tokens), trained(model, tokens))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_folder_itself_is_taken(folder: Path) -> None:
-    kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
-    kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
-    model, x = norms().cuda(), torch.randn(2, 300, WIDTH, device="cuda")
-    device = "cuda" if torch.version.hip is None else "rocm"
-    ours = kernelised(model, folder, device, TORCHS)
-    assert replaced(ours) == 3
-    alike(trained(ours, x), trained(model, x))
-    ours.zero_grad()
-    model.zero_grad()
-    alike(trained(torch.compile(ours, fullgraph=True), x), trained(model, x))

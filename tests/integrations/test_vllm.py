@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,23 +19,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 
+from ..calling import captured
+from ..nn.models import randomised
 from .engines import Leaves, N, alike, rows
 from .stand_ins import of_vllm
 
 EPS = 1e-5
 
 
-@pytest.fixture(params=["stand-in", "own"])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def ops(layers: Any) -> Any:
     """The module of operators of vLLM's IR, providers registered."""
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if request.param == "stand-in":
-        of_vllm.stand_in(monkeypatch)
-    else:
-        pytest.importorskip("vllm.ir", reason="vLLM is not installed")
-    plug.register()
-    # Every process calls it, and some twice.
-    plug.register()
     return sys.modules["vllm.ir.ops"]
 
 
@@ -104,15 +99,14 @@ def test_vllm_starts_with_operators_of_another_release(
     of_vllm.stand_in(monkeypatch)
     ops: Any = sys.modules["vllm.ir.ops"]
     monkeypatch.setattr(ops, "rms_norm", of_vllm.Op(other, False))
-    with caplog.at_level(logging.INFO, "vllm.normforge"):
-        plug.register()
+    caplog.set_level(logging.INFO, "vllm.normforge")
+    plug.register()
     assert "normforge provides no rms_norm for this vLLM" in caplog.text
     assert "offers providers of vLLM IR's fused_add_rms_norm;" in caplog.text
 
     monkeypatch.delitem(sys.modules, "vllm.ir.ops")
     monkeypatch.delattr(sys.modules["vllm.ir"], "ops")
-    with caplog.at_level(logging.INFO, "vllm.normforge"):
-        plug.register()
+    plug.register()
     assert "this vLLM has no IR of RMSNorm" in caplog.text
 
 
@@ -122,12 +116,10 @@ LAYER = [{}, {"bias": False, "dtype": torch.bfloat16}, {"elementwise_affine": Fa
 @pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
 @pytest.mark.parametrize("options", LAYER, ids=["plain", "unbiased", "bare"])
 def test_layer_norms_are_made_of_our_class(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
-    norm = layers.LayerNorm(N, **options)
+    norm: Any = randomised(layers.LayerNorm(N, **options))
     assert isinstance(norm, layers.LayerNorm)
     # The word that switches it in custom_ops.
     assert norm.name == "layer_norm"
-    for parameter in norm.parameters():
-        parameter.data = torch.randn_like(parameter)
     x = rows()
     with torch.inference_mode():
         alike(norm(x), layers.LayerNorm.forward_cuda(norm, x))
@@ -167,6 +159,7 @@ def test_layer_norms_are_left_alone_unless_vllms_list_names_us(
         plug.register()
     registry: Any = sys.modules[of_vllm.CUSTOM]
     assert registry.op_registry_oot == {}
+    assert "normforge" in sys.modules["vllm.ir.ops"].rms_norm.impls
     assert "VLLM_PLUGINS does not name it" in caplog.text
 
 
@@ -200,3 +193,29 @@ def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
         last = layer.forward_cuda(x) if swapped else layer(x)
         alike((norm(x), *norm(x, residual), last), due)
     assert ran == ["rmsnorm2d_fwd"] * 2 + ["layernorm2d_fwd"] * swapped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["own"], indirect=True)
+def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -> None:
+    """Beside vLLM's formula: its kernels normalise the rounded sum."""
+    ops = importlib.import_module("vllm.ir").ops
+    x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
+    norm = layers.RMSNorm(4096, dtype=x.dtype).to(x)
+    norm.weight.data.normal_()
+
+    def run() -> Any:
+        return norm(x.clone()), *norm(x.clone(), residual.clone())
+
+    def by(provider: str, call: Callable[[], Any]) -> Any:
+        with ops.rms_norm.set_priority([provider, "native"]), ops.fused_add_rms_norm.set_priority([provider, "native"]):
+            return call()
+
+    with torch.inference_mode():
+        expected = by("native", run)
+        assert ran == []
+        by("normforge", run)
+        graph, found = by("normforge", lambda: captured(run))
+        graph.replay()
+        alike(found, expected)
+    assert ran == ["rmsnorm2d_fwd"] * 4

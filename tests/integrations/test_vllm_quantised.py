@@ -20,15 +20,13 @@ from normforge.integrations import vllm as plug
 from normforge.reference.quantised import unpacked, unswizzled
 
 from ..calling import captured
-from .engines import Leaves
+from ..nn.models import randomised
+from . import engines
 from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
 N = 320
-
-
-def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3)) -> torch.Tensor:
-    return (3 * torch.randn(*m, N) + 1).to(dtype)
+rows = partial(engines.rows, n=N)
 
 
 def key(name: str) -> Any:
@@ -119,9 +117,7 @@ def test_a_norm_quantises_as_vllm_does_after_it(
     layers: Any, ran: list[str], case: Case, kind: str, m: tuple[int, ...]
 ) -> None:
     x, residual = rows(m=m), rows(m=m) if kind == "adds" else None
-    norm = layers.LayerNorm(N) if kind == "layer" else layers.RMSNorm(N, dtype=torch.bfloat16)
-    for parameter in norm.parameters():
-        parameter.data = torch.randn_like(parameter)
+    norm = randomised(layers.LayerNorm(N) if kind == "layer" else layers.RMSNorm(N, dtype=torch.bfloat16))
     own = quantiser(case.shape, **case.options)
     layer = linear(case.key, own, **case.layer)
     y, due = normalised(norm, x, residual)
@@ -208,8 +204,7 @@ def test_rows_of_fp32_are_quantised_as_they_are(layers: Any) -> None:
     norm, x = layers.RMSNorm(N), rows(torch.float32)
     for name in ("kFp8DynamicTokenSym", "kFp8Dynamic128Sym"):
         found = plug.maybe_fused_norm_quant(norm, x, linear(name))
-        scale = found.scale.repeat_interleave(128, -1)[..., :N] if found.scale.shape[-1] > 1 else found.scale
-        torch.testing.assert_close(found.data.float() * scale, norm(x), rtol=0.07, atol=0.02)
+        torch.testing.assert_close(found.data.float() * _wide(found.scale), norm(x), rtol=0.07, atol=0.02)
 
 
 @pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
@@ -256,7 +251,7 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
     assert ran == []
 
 
-def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: Leaves) -> None:
+def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(layers: Any, leaves: engines.Leaves) -> None:
     norm, x, layer = layers.RMSNorm(N), rows(), linear("kFp8DynamicTokenSym")
     leaves(
         plug,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from .settled import arrays, jax
 
 jnp = jax.numpy
 
-FLOATS = ("float32", "bfloat16", "float16")
 # Of a rounding to the type, and of fp32 sums.
 _L2 = [("l2", ""), ("l2_clamped", "")]
 _SUMS = [("layer", "before"), ("rms", "behind"), ("layer", "between")]
@@ -40,34 +40,52 @@ def close(actual: Any, expected: torch.Tensor, atol: float, rtol: float) -> None
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected.detach().double().numpy(), rtol, atol)
 
 
-# Where a residual is added, if one is.
+# Where a residual is added, if one is; or another form of a norm.
 ADDS = ("", "before", "behind", "between")
+FAMILIES = {"behind": "added", "between": "renormed", "silu": "channels"}
 
 
-def case_of(norm: str, adds: str, without: tuple[str, ...]) -> Case:
+def case_of(norm: str, form: str, without: tuple[str, ...]) -> Case:
     """The case of torch's function of the same name."""
-    family = "l2" if norm.startswith("l2") else {"behind": "added", "between": "renormed"}.get(adds, "plain")
-    absent = (*(("x_bias",) if adds else ("residual", "x_bias")), *without)
+    family = FAMILIES.get(form, "l2" if norm.startswith("l2") and not form else "plain" if form in ADDS else form)
+    absent = (*(("x_bias",) if form in ADDS[1:] else ("residual", "x_bias")), *without)
     (case,) = cases(family, vary=(), norm=norm, without=absent)
-    return case.but(weight_offset=1.0) if norm == "rms" else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
+    case = case.but(activation="silu") if form == "silu" else case
+    offset = case["weight_offset"] is not None and norm == "rms"
+    return case.but(weight_offset=1.0) if offset else case.but(eps=CLAMPED) if norm == "l2_clamped" else case
+
+
+OPTIONS = ("eps", "weight_offset", "next_norm", "dim", "activation")
 
 
 def called(case: Case, given: dict[str, Any]) -> tuple[Any, ...]:
     """The norm, and the sum if one is stored."""
-    told = {name: case.arguments[name] for name in ("eps", "weight_offset", "next_norm") if case.arguments.get(name)}
+    told = {name: case.arguments[name] for name in OPTIONS if case.arguments.get(name)}
     made = getattr(norms, case.function.__name__)(**given, **told)
     return made if isinstance(made, tuple) else (made,)
 
 
+CHANNELS = [
+    *[
+        (norm, form, (2, 40, 3, 5))
+        for norm, form in product(("layer", "rms", "l2", "l2_clamped"), ("channels", "silu"))
+    ],
+    ("layer", "silu", (3, 40)),
+]
+STATISTICS = [(norm, "statistics", (3, 4, 48)) for norm in ("layer", "rms")]
 CASES = [
-    pytest.param(norm, adds, dtype, marks=[] if ((norm, adds), dtype) in _FIRST else [THOROUGH])
-    for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], FLOATS)
+    *(
+        pytest.param(norm, adds, (3, 4, 48), dtype, marks=[THOROUGH] * (((norm, adds), dtype) not in _FIRST))
+        for (norm, adds), dtype in product([*product(("layer", "rms"), ADDS), *_L2], ATOL)
+    ),
+    *(pytest.param(*case, "float32") for case in (*CHANNELS, *STATISTICS)),
+    *(pytest.param(*case, "bfloat16", marks=THOROUGH) for case in (*CHANNELS, *STATISTICS)),
 ]
 
 
 def check_gradients(
     norm: str,
-    adds: str,
+    form: str,
     dtype: str,
     shape: tuple[int, ...],
     atol: float,
@@ -79,10 +97,13 @@ def check_gradients(
 
     Of a loss that takes the sum in as well; each gradient has its operand's type, and may be off by `scale` as much.
     """
-    case = case_of(norm, adds, without)
+    case, is_measured = case_of(norm, form, without), form == "statistics"
     names = [row.name for row in case.rows]
-    x, residual, *arriving = arrays(1, shape, dtype, 4)
-    vectors = zip(("weight", "bias", "next_weight", "next_bias"), arrays(2, shape[-1:], "float32", 4), strict=True)
+    x, residual = arrays(1, shape, dtype, 2)
+    arriving = arrays(3, shape[: len(shape) - is_measured], dtype, 2)
+    vectors = zip(
+        ("weight", "bias", "next_weight", "next_bias"), arrays(2, case.but(shape=shape).size, n=4), strict=True
+    )
     every = {"x": x, "residual": residual, **dict(vectors)}
     operands = [every[name] for name in names]
 
@@ -95,7 +116,9 @@ def check_gradients(
     found, outputs = program(*operands, *arriving)
     again = jax.tree.leaves(program(*operands, *arriving))
     assert all(map(np.array_equal, jax.tree.leaves((found, outputs)), again))
-    assert {(output.dtype.name, output.shape) for output in outputs} == {(dtype, shape)}
+    assert {(output.dtype.name, output.shape) for output in outputs} == {
+        ("float32" if is_measured else dtype, arriving[0].shape)
+    }
     assert [gradient.dtype for gradient in found] == [operand.dtype for operand in operands]
 
     leaves = {name: double(every[name]).requires_grad_() for name in names}
@@ -110,9 +133,9 @@ def check_gradients(
     return text
 
 
-@pytest.mark.parametrize(("norm", "adds", "dtype"), CASES)
-def test_values_and_gradients(norm: str, adds: str, dtype: str) -> None:
-    check_gradients(norm, adds, dtype, (3, 4, 48), ATOL[dtype], ATOL[dtype])
+@pytest.mark.parametrize(("norm", "form", "shape", "dtype"), CASES, ids=str)
+def test_values_and_gradients(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
+    check_gradients(norm, form, dtype, shape, ATOL[dtype], ATOL[dtype])
 
 
 def test_types_of_each_operand() -> None:
@@ -307,6 +330,11 @@ def near(actual: Any, expected: Any, atol: float = 1e-4) -> None:
         np.testing.assert_allclose(one, other, atol=atol, rtol=1e-4)
 
 
+def of_cubes(norm: Any, at: tuple[int, ...] = (0, 1, 2)) -> Any:
+    """Return a loss of a norm, and the loss's gradients."""
+    return jax.value_and_grad(lambda *o: jnp.sum(norm(*o) ** 3), at)
+
+
 AXES = ((0, None, None), (1, None, None), (None, 0, 0), (0, 0, None))
 
 
@@ -320,11 +348,23 @@ def test_vmap(axes: tuple[int | None, ...]) -> None:
         for operand, axis in zip((x, weight, bias), axes, strict=True)
     ]
 
-    def gradients(norm: Any) -> Any:
-        return jax.jit(jax.vmap(jax.value_and_grad(lambda *o: jnp.sum(norm(*o) ** 3), (0, 1, 2)), axes))
-
     near(jax.vmap(norms.layer_norm, axes)(*operands), jax.vmap(by_hand, axes)(*operands))
-    near(gradients(norms.layer_norm)(*operands), gradients(by_hand)(*operands), atol=2e-3)
+    found, expected = (jax.jit(jax.vmap(of_cubes(norm), axes))(*operands) for norm in (norms.layer_norm, by_hand))
+    near(found, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("axes", [(0, None), pytest.param((2, 0), marks=THOROUGH)], ids=str)
+def test_vmap_of_channels(axes: tuple[int, int | None]) -> None:
+    """Over images, whose batch dimension may lie anywhere, and over weights."""
+    (x,), (weight,) = arrays(1, (3, 2, 8, 3, 5)), arrays(2, (3, 8))
+    operands = jnp.moveaxis(x, 0, axes[0]), weight if axes[1] == 0 else weight[0]
+
+    def moved(x: Any, weight: Any) -> Any:
+        return jnp.moveaxis(by_hand(jnp.moveaxis(x, 1, -1), weight, 0), -1, 1)
+
+    over_channels = partial(norms.layer_norm, dim=1)
+    found, expected = (jax.vmap(of_cubes(norm, (0, 1)), axes)(*operands) for norm in (over_channels, moved))
+    near(found, expected, atol=2e-3)
 
 
 @THOROUGH
@@ -349,15 +389,20 @@ def test_vmap_of_heads(axes: tuple[int | None, ...]) -> None:
         near([each[at] for each in found], alone, atol=2e-3)
 
 
-@THOROUGH
-def test_a_gradient_of_what_is_mapped() -> None:
+def of_mapped(norm: Any) -> Any:
     """Weights' gradients are sums over the batch."""
-    (x,), (weight, bias) = arrays(1, (5, 3, 24)), arrays(2, (24,), n=2)
+    return of_cubes(jax.vmap(norm, (0, None, None)))
 
-    def loss(norm: Any) -> Any:
-        return jax.grad(lambda *o: jnp.sum(jax.vmap(norm, (0, None, None))(*o) ** 3), (0, 1, 2))
 
-    near(loss(norms.layer_norm)(x, weight, bias), loss(by_hand)(x, weight, bias), atol=2e-3)
+def of_gradients(norm: Any) -> Any:
+    return jax.grad(lambda *o: sum(jnp.sum(g**2) for g in of_cubes(norm)(*o)[1]), (0, 1, 2))
+
+
+@THOROUGH
+@pytest.mark.parametrize(("of", "shape", "atol"), [(of_mapped, (5, 3, 24), 2e-3), (of_gradients, (3, 24), 0.5)])
+def test_a_gradient_of_what_is_transformed(of: Callable[[Any], Any], shape: tuple[int, ...], atol: float) -> None:
+    operands = *arrays(1, shape), *arrays(2, (24,), n=2)
+    near(of(norms.layer_norm)(*operands), of(by_hand)(*operands), atol)
 
 
 @THOROUGH
@@ -367,17 +412,6 @@ def test_vmap_of_quantised_rows_and_of_residuals_that_are_shared() -> None:
     for at in range(3):
         alone = norms.quantised_rms_norm(x[at], residual=residual[0])
         assert all((one[at] == other).all() for one, other in zip(made, alone, strict=True))
-
-
-@THOROUGH
-def test_a_gradients_gradient() -> None:
-    (x,), (weight, bias) = arrays(1, (3, 24)), arrays(2, (24,), n=2)
-
-    def second(norm: Any) -> Any:
-        first = jax.grad(lambda *o: jnp.sum(norm(*o) ** 3), (0, 1, 2))
-        return jax.grad(lambda *o: sum(jnp.sum(g**2) for g in first(*o)), (0, 1, 2))
-
-    near(second(norms.layer_norm)(x, weight, bias), second(by_hand)(x, weight, bias), atol=0.5)
 
 
 @THOROUGH

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import normforge.jax as norms
+from normforge.codegen.groups import Span
+from normforge.codegen.values import Norm
 from normforge.jax import launches, primitive
 from normforge.jax.launches import Code
 from normforge.kernels.assembly import assemble
@@ -20,10 +22,25 @@ from normforge.kernels.launcher import interpret
 from normforge.selection import dispatch
 from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
+from proving.cases import formula
 
 from ..thorough import THOROUGH
 from .settled import arrays, jax
-from .test_functions import HEADS, as_array, as_tensor, check_gradients, check_heads, check_quantised, check_several
+from .test_functions import (
+    CHANNELS,
+    HEADS,
+    as_array,
+    as_tensor,
+    called,
+    case_of,
+    check_gradients,
+    check_heads,
+    check_quantised,
+    check_several,
+    double,
+    near,
+    of_cubes,
+)
 
 # Few, so that a handful of rows makes each program take several in turn.
 TARGET = Target("sm_90", 32, 2, compiles=False, plainly=True)
@@ -104,6 +121,27 @@ def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], inte
     assert "sum_partials" in interpreter.ran
 
 
+@pytest.mark.parametrize(
+    ("norm", "form", "shape"), [*CHANNELS, ("layer", "silu", (2, 2100, 3)), ("rms", "channels", (2, 2100, 3))]
+)
+def test_channels(norm: str, form: str, shape: tuple[int, ...], interpreter: Interpreter) -> None:
+    """Of channels that a program holds, and that it reads twice."""
+    check_gradients(norm, form, "float32", shape, 2e-5, 1e-5, scale=5)
+    mode, held = f"{Span.over(Norm(norm)).prefix}_{{}}_fp32{'_silu' * (form == 'silu')}_{{}}".format, shape[1] < 2000
+    forward = mode("fwd", "one_pass" if held else "two_pass")
+    backward = [mode("bwd", part) for part in (["one_pass"] if held else ["row_terms", "two_pass"])]
+    assert interpreter.ran == [*2 * [forward, *backward, "sum_partials"], forward]
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics(norm: str, interpreter: Interpreter) -> None:
+    case, (x,) = case_of(norm, "statistics", ()), arrays(1, (5, 96))
+    for found, wanted in zip(called(case, {"x": x}), formula(case, {"x": double(x)}), strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-5)
+    (kernel,) = interpreter.ran
+    assert kernel.endswith("_fwd_fp32_mv_only_one_pass")
+
+
 @pytest.mark.parametrize("norm", ["layer", pytest.param("rms", marks=THOROUGH)])
 def test_norms_without_vectors(norm: str, interpreter: Interpreter) -> None:
     check_gradients(norm, "before", "float32", (5, 64), 2e-5, 1e-5, without=("weight", "bias"))
@@ -140,7 +178,7 @@ def test_heads(case: Any, interpreter: Interpreter) -> None:
     across = "_across" if case.norm.endswith("_across_heads") else ""
     lengths = {case.q_heads, case.k_heads} if across else {1}
     sums = ["sum_partials"] * (len(lengths) if case.weights else 0)
-    assert interpreter.ran == [f"qk_norm_rope{across}_fwd", *([f"qk_norm_rope{across}_bwd"]), *sums, interpreter.ran[0]]
+    assert interpreter.ran == [f"qk_norm_rope{across}_fwd", f"qk_norm_rope{across}_bwd", *sums, interpreter.ran[0]]
 
 
 @THOROUGH
@@ -197,9 +235,22 @@ def communicated(compiled: Any) -> list[str]:
     return sorted(_COLLECTIVES.findall(compiled.as_text()))
 
 
+def laid(x: Any, *spec: Any, on: str = "Auto") -> Any:
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh(on), P(*spec)))
+
+
 def close(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4, rtol=1e-4)
+    near(found, expected, atol=2e-4)
+
+
+def check_sums_alone_are_sent(loss: Any, lying: Any, *given: Any) -> None:
+    """Hold the gradients of rows on several devices: what the devices exchange is sums of those of vectors."""
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    assert set(communicated(gradient.lower(lying, *given[1:]).compile())) == {"all-reduce"}
+    found = gradient(lying, *given[1:])
+    assert found[0].sharding.is_equivalent_to(lying.sharding, lying.ndim)
+    assert found[1].sharding.is_fully_replicated
+    close(found, jax.grad(loss, (0, 1, 2))(*given))
 
 
 @pytest.fixture(params=[True, False], ids=["shardy", "gspmd"])
@@ -211,20 +262,25 @@ def partitioner(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.usefixtures("partitioner")
+def test_images_are_not_sent() -> None:
+    """Samples and positions lie on several devices, and channels on each; so do statistics of rows."""
+    given = *arrays(1, (4, 16, 6, 4)), *arrays(2, (16,), n=2)
+
+    def loss(*given: Any) -> Any:
+        y = norms.layer_norm(*given, dim=1, activation="silu")
+        return jnp.sum(y**3) + sum(map(jnp.sum, norms.layer_statistics(y)))
+
+    check_sums_alone_are_sent(loss, laid(given[0], "a", None, "b"), *given)
+
+
+@pytest.mark.usefixtures("partitioner")
 @pytest.mark.parametrize("spec", [pytest.param(s, id=str(s), marks=[THOROUGH] * (s is not ROWS[0])) for s in ROWS])
 def test_rows_are_not_sent(spec: Any) -> None:
-    """What the devices exchange is one sum each of the gradients of weight and bias."""
     x, weight, bias = operands()
-    lying = jax.device_put(x, jax.sharding.NamedSharding(mesh(), spec))
+    lying = laid(x, *spec)
     forward = jax.jit(lambda *o: norms.quantised_layer_norm(*o, residual=o[0]))
     assert communicated(forward.lower(lying, weight, bias).compile()) == []
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-    compiled = gradient.lower(lying, weight, bias).compile()
-    assert set(communicated(compiled)) == {"all-reduce"}
-    found = gradient(lying, weight, bias)
-    assert found[0].sharding.is_equivalent_to(lying.sharding, 3)
-    assert found[1].sharding.is_fully_replicated
-    close(found, jax.grad(loss, (0, 1, 2))(x, weight, bias))
+    check_sums_alone_are_sent(loss, lying, x, weight, bias)
 
 
 def turned(q: Any, k: Any, weight: Any, table: Any, norm: str = "rms") -> Any:
@@ -247,7 +303,7 @@ def test_heads_are_sent_where_they_are_normalised_together(norm: str, at: int) -
     (q,), (k,), (table,) = arrays(1, (4, 6, 4, 16)), arrays(2, (4, 6, 4, 16)), arrays(3, (6, 8))
     weight = arrays(4, (64 if norm != "rms" else 16,))[0]
     gradient = jax.jit(jax.grad(partial(turned, norm=norm), (0, 1, 2)))
-    lying = [jax.device_put(x, jax.sharding.NamedSharding(mesh(), spec)) for x, spec in zip((q, k), specs, strict=True)]
+    lying = [laid(x, *spec) for x, spec in zip((q, k), specs, strict=True)]
     found = communicated(gradient.lower(*lying, weight, table).compile())
     assert (set(found) == {"all-reduce"}) is not bool(sent)
     close(gradient(*lying, weight, table), gradient(q, k, weight, table))
@@ -257,7 +313,7 @@ def test_heads_are_sent_where_they_are_normalised_together(norm: str, at: int) -
 @pytest.mark.usefixtures("partitioner")
 def test_rows_that_are_cut_are_gathered() -> None:
     x, weight, bias = operands()
-    cut = jax.device_put(x, jax.sharding.NamedSharding(mesh(), P("a", None, "b")))
+    cut = laid(x, "a", None, "b")
     close(jax.jit(jax.grad(loss, (0, 1, 2)))(cut, weight, bias), jax.grad(loss, (0, 1, 2))(x, weight, bias))
 
 
@@ -266,18 +322,15 @@ def test_a_sum_over_devices_is_rounded_once() -> None:
     (x,), bias = arrays(1, (4, 1, 32)), jnp.zeros(32, "bfloat16")
     due = jnp.array([257.0, 257.0, 257.0, 259.0])[:, None, None]
     gradient = jax.jit(jax.grad(lambda x, bias: jnp.sum(norms.layer_norm(x, None, bias) * due), 1))
-    lying = jax.device_put(x, jax.sharding.NamedSharding(mesh(), P(("a", "b"))))
-    assert gradient(lying, bias).tolist() == [1032.0] * 32
+    assert gradient(laid(x, ("a", "b")), bias).tolist() == [1032.0] * 32
 
 
 @THOROUGH
 def test_in_an_explicit_mesh_types_say_where_results_lie() -> None:
     x, weight, bias = operands()
-    explicit = mesh("Explicit")
-    lying = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("a", "b")))
-    cut = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("a", None, "b")))
+    lying, cut = (laid(x, *spec, on="Explicit") for spec in (("a", "b"), ("a", None, "b")))
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-    with jax.set_mesh(explicit):
+    with jax.set_mesh(mesh("Explicit")):
         made = jax.jit(lambda *o: norms.quantised_layer_norm(*o))(lying, weight, bias)
         found, gathered = gradient(lying, weight, bias), gradient(cut, weight, bias)
         assert set(communicated(gradient.lower(lying, weight, bias).compile())) == {"all-reduce"}
@@ -295,8 +348,5 @@ def test_shard_map(checked: bool) -> None:
     x, weight, bias = operands()
     specs = {"in_specs": (P("a", "b"), P(), P()), "out_specs": P("a", "b"), "check_vma": checked}
     mapped = jax.shard_map(norms.layer_norm, mesh=mesh(), **specs)
-
-    def gradient(norm: Any) -> Any:
-        return jax.jit(jax.grad(lambda *o: jnp.sum(norm(*o) ** 3), (0, 1, 2)))
-
-    close(gradient(mapped)(x, weight, bias), gradient(norms.layer_norm)(x, weight, bias))
+    found, expected = (jax.jit(of_cubes(norm))(x, weight, bias) for norm in (mapped, norms.layer_norm))
+    close(found, expected)

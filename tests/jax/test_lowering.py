@@ -27,6 +27,7 @@ from ..thorough import THOROUGH
 jnp = jax.numpy
 ROOT = Path(__file__).resolve().parents[2]
 
+OF_ROWS = ("--n", "1024", "--rows", "many", "--weight", "fp32")
 MODES = ("ln_fwd_bf16", "ln_fwd_bf16_mv", "ln_bwd_bf16", "rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst")
 X = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16)
 WEIGHT = jax.ShapeDtypeStruct((1024,), jnp.float32)
@@ -40,17 +41,16 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def make(out: Path, framework: str = "jax", *modes: str) -> Path:
-    asked = ["--for", framework, "--arch", "sm_90", "--n", "1024", "--weight", "fp32", "--out", str(out)]
+def make(out: Path, *asked: str, framework: str = "jax", arch: str = "sm_90", ends: int = 0) -> Path:
     # By one thread: JAX has Python do other work while it collects garbage, and Python 3.11.7 parses in one at a time.
-    assert cli.main(["aot", *asked, "--rows", "many", "--jobs", "1", *(modes or MODES)]) == 0
+    assert cli.main(["aot", "--for", framework, "--arch", arch, "--out", str(out), "--jobs", "1", *asked]) == ends
     return out
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of kernels that JAX launches, made once."""
-    return make(tmp_path_factory.mktemp("aot") / "jax")
+    return make(tmp_path_factory.mktemp("aot") / "jax", *OF_ROWS, *MODES)
 
 
 def loss(x: Any, weight: Any, bias: Any) -> Any:
@@ -160,15 +160,13 @@ def test_what_a_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch: p
 
 @pytest.mark.compile
 def test_a_folder_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
-    norms.load_aot(make(tmp_path / "torch", "torch", "ln_fwd_bf16"))
+    norms.load_aot(make(tmp_path / "torch", *OF_ROWS, "ln_fwd_bf16", framework="torch"))
     # On sm_90 kernels wait for those ahead of them, but for JAX; so these are others, and compiled.
     assert calls(lowered(norms.layer_norm, X, WEIGHT, WEIGHT))
     norms.load_aot(folder)
     with pytest.raises(AotError, match="holds kernels for sm_90, and this GPU is sm_80; compile for it"):
         lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80")
-    for path in folder.glob("ln_fwd_bf16_*.ptx"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    damaged = make(tmp_path / "damaged", "jax", "ln_fwd_bf16")
+    damaged = make(tmp_path / "damaged", *OF_ROWS, "ln_fwd_bf16")
     for path in damaged.glob("*.ptx"):
         path.write_text("//" + path.read_text())
     norms.load_aot(damaged)
@@ -179,22 +177,18 @@ def test_a_folder_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> 
 @pytest.mark.compile
 def test_ptx_is_added_to_a_folder_that_has_none(tmp_path: Path) -> None:
     """Of an architecture whose kernels are the same for both."""
-    asked = ["--arch", "sm_80", "--n", "1024", "--rows", "many", "--jobs", "1", "--weight", "fp32"]
-    asked += ["--out", str(tmp_path / "aot")]
-    assert cli.main(["aot", *asked, "ln_fwd_bf16"]) == 0
-    norms.load_aot(tmp_path / "aot")
+    norms.load_aot(make(tmp_path / "aot", *OF_ROWS, "ln_fwd_bf16", arch="sm_80", framework="torch"))
     with pytest.raises(AotError, match=r"without the PTX that JAX launches; compile it again: normforge aot --for jax"):
         lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80")
-    assert cli.main(["aot", "--for", "jax", *asked, "ln_fwd_bf16"]) == 0
-    assert all(row.ptx_sha256 for row in read(tmp_path / "aot").rows.values())
-    norms.load_aot(tmp_path / "aot")
+    out = make(tmp_path / "aot", *OF_ROWS, "ln_fwd_bf16", arch="sm_80")
+    assert all(row.ptx_sha256 for row in read(out).rows.values())
+    norms.load_aot(out)
     assert calls(lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80"))
 
 
 @pytest.mark.compile
 def test_ptx_is_nvidias(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["aot", "--for", "jax", "--arch", "gfx942", "--n", "64", "--out", str(tmp_path / "aot"), "ln_fwd_bf16"]
-    assert cli.main(asked) != 0
+    make(tmp_path / "aot", "--n", "64", "ln_fwd_bf16", arch="gfx942", ends=2)
     assert "--for jax launches PTX, and gfx942 runs none" in capsys.readouterr().err
 
 
@@ -265,9 +259,17 @@ def latents(x: Any, weight: Any) -> Any:
 
 
 Q, HEAD = jax.ShapeDtypeStruct((4, 64, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+
+
+def images(x: Any, weight: Any) -> Any:
+    return jnp.sum(norms.rms_norm(x[..., :100], weight, dim=1, activation="silu") ** 2)
+
+
 PROGRAMS = {
     "rows": (jax.grad(loss, (0, 1, 2)), (X, WEIGHT, WEIGHT)),
     "latents": (jax.grad(latents, 1), (X, WEIGHT)),
+    "channels": (jax.grad(images, (0, 1)), (X, WEIGHT)),
+    "statistics": (lambda x: [norms.layer_statistics(x), norms.rms_statistics(x), norms.l2_norm(x)], (X,)),
     "heads": (jax.grad(turned, (0, 1)), (Q, HEAD, jax.ShapeDtypeStruct((64, 64), jnp.float32))),
 }
 
@@ -278,18 +280,26 @@ def test_a_program_that_was_recorded_is_compiled_ahead(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels and no others: nothing is left to compile."""
-    path, out, (gradient, operands) = tmp_path / "needed.yaml", tmp_path / "kernels", PROGRAMS[program]
+    path, (gradient, operands) = tmp_path / "needed.yaml", PROGRAMS[program]
     with recording.record(path):
         before = lowered(gradient, *operands)
     launched = {key.portable for key, _ in launches._codes}
     assert len(launched) == 3
-    command = ["aot", "--for", "jax", "--arch", "sm_90", "--recorded", str(path), "--out", str(out), "--jobs", "1"]
-    assert cli.main(command) == 0
+    out = make(tmp_path / "kernels", "--recorded", str(path))
     assert set(read(out).rows) == launched
     monkeypatch.setattr(launches, "_codes", {})
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     norms.load_aot(out)
     assert calls(lowered(gradient, *operands)) == calls(before)
+
+
+@pytest.mark.compile
+def test_kernels_of_channels_are_listed_by_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--shape", "*x1024x100/1", "--weight", "fp32", "crms_fwd_bf16_silu", "crms_bwd_bf16_silu")
+    norms.load_aot(make(tmp_path / "aot", *asked))
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    gradient, operands = PROGRAMS["channels"]
+    assert len(calls(lowered(gradient, *operands))) == 3
 
 
 @pytest.mark.compile

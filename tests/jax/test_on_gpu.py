@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from .test_functions import HEADS, check_gradients, check_heads, check_quantised
 jnp = jax.numpy
 pytestmark = pytest.mark.gpu
 
-CASES = [(4, 64), (16, 512), (32, 1024), (128, 2048), (256, 4096)]
-
 
 @pytest.fixture(autouse=True)
 def _here() -> None:
@@ -31,9 +30,9 @@ def _here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "adds", "shape", "dtype"),
+    ("norm", "form", "shape", "dtype"),
     [
-        *(("layer", "", shape, "float32") for shape in CASES),
+        *(("layer", "", shape, "float32") for shape in ((4, 64), (16, 512), (32, 1024), (128, 2048), (256, 4096))),
         ("rms", "", (128, 2048), "float32"),
         ("layer", "", (3, 100, 4096), "bfloat16"),
         ("rms", "", (300, 1000), "float16"),
@@ -44,14 +43,26 @@ def _here() -> None:
         ("rms", "behind", (300, 1024), "bfloat16"),
         ("rms", "between", (300, 1024), "bfloat16"),
         ("l2", "", (300, 128), "bfloat16"),
+        *((norm, "channels", (8, 192, 14, 14), "bfloat16") for norm in ("layer", "rms", "l2")),
+        ("rms", "silu", (2, 2100, 5, 31), "bfloat16"),
+        ("layer", "statistics", (300, 4096), "float32"),
+        ("rms", "statistics", (300, 4096), "float32"),
     ],
 )
-def test_values_and_gradients(norm: str, adds: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_values_and_gradients(norm: str, form: str, shape: tuple[int, ...], dtype: str) -> None:
     """Of 16 bits a gradient is one rounding off, two of a sum, or four of two norms; a sum over rows is an fp32 one."""
     exact = dtype == "float32"
-    atol = 1e-4 if exact else {"": 4e-2, "between": 0.2}.get(adds, 0.1)
-    text = check_gradients(norm, adds, dtype, shape, atol, 1e-3 if exact else 1e-2, scale=1)
-    assert "triton_kernel_call" in text
+    atol = 1e-4 if exact else {"": 4e-2, "between": 0.2}.get(form, 0.1)
+    text = check_gradients(norm, form, dtype, shape, atol, 1e-3 if exact else 1e-2, scale=1)
+    # Statistics that are differentiated come from a formula.
+    assert ("triton_kernel_call" in text) is (form != "statistics")
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics(norm: str) -> None:
+    x, function = arrays(1, (300, 4096))[0], jax.jit(getattr(norms, f"{norm}_statistics"))
+    assert "triton_kernel_call" in function.lower(x).compile().as_text()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), function(x), jax.vjp(function, x)[0])
 
 
 @pytest.mark.parametrize("out_dtype", ["int8", "float8_e4m3fn", "float8_e4m3fnuz"])

@@ -39,6 +39,7 @@ LENGTHS: dict[Pipeline | Part, int] = {
     Pipeline.ONE_PASS: 1904,
     Part.WINDOW: 1901,
     Part.COLUMNS: 1904,
+    Part.BOTH_WAYS: 1904,
     Pipeline.TWO_PASS: 20000,
     Part.ROW_TERMS: 20000,
     # Only measured tables take it; these are tiles that an H200 prefers, and the last slice is ragged.
@@ -89,7 +90,7 @@ def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
     if mode.has_window:
         yield Part.WINDOW
     if mode.columnwise.writes:
-        yield Part.COLUMNS
+        yield Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
 
 
 @cache

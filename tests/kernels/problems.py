@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 
 from normforge import reference
+from normforge.calls.outputs import NormGradients, QuantisedGradients
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import BACKWARD, family_of
+from normforge.codegen.parameters import BACKWARD, QUANTISED_BWD, family_of
 from normforge.codegen.values import INPUT_DTYPES, Direction, DType, FusedAdd
 from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
@@ -33,6 +34,9 @@ from normforge.tools.compare import (
 from normforge.tools.measured_run import Run
 
 from .bare import saved
+
+# The families of backward functions that callers have.
+_BACKWARD = (BACKWARD, QUANTISED_BWD)
 
 Draw = Callable[[Parameter], torch.Tensor | None]
 _draws: Callable[..., Draw] = problem_tensors._drawer
@@ -61,7 +65,7 @@ class Problem:
     def check(self, device: str) -> str:
         """Run the call, hold everything it returns against the oracle, and return the name of the instance."""
         place = torch.device(device)
-        if family_of(self.mode) is BACKWARD:
+        if family_of(self.mode) in _BACKWARD:
             assert self._wrong_gradients(place) == [], self
             return ""
         with (
@@ -79,7 +83,7 @@ class Problem:
         rows = max(16, self.m + self.m % 2) if mode.modulated and mode.is_backward else self.m
         # The command's mode is that of the forward call, which stores the sum of rows that it gates.
         fadd = FusedAdd.PRE_ADD_STORE if mode.x_gate else mode.fadd
-        forward = mode if family_of(mode) is BACKWARD else replace(mode, direction=Direction.FORWARD, fadd=fadd)
+        forward = mode if family_of(mode) in _BACKWARD else replace(mode, direction=Direction.FORWARD, fadd=fadd)
         return problem.Problem(
             rows,
             groups * self.n,
@@ -89,6 +93,7 @@ class Problem:
             samples=(2 if mode.is_backward else rows) if mode.modulated else 0,
             group=self.n if mode.grouped else 0,
             scale_layout=mode.scale_layout,
+            dy_format=mode.dy_format,
         )
 
     def _draws(self, of: problem.Problem, device: torch.device, seed: int) -> Draw:
@@ -121,10 +126,42 @@ class Problem:
             "ddropped": mode.dropout,
         }
         due = tuple(name for name, wanted in wants.items() if wanted)
-        found = getattr(public, BACKWARD.functions[mode.norm])(**given, wants=due)
+        found = getattr(public, family_of(mode).functions[mode.norm])(**given, wants=due)
         assert all(torch.equal(given[name], tensor) for name, tensor in before.items()), self
+        if mode.columnwise.writes:
+            check_both_ways(mode, found)
+            found = NormGradients(found.dx, found.dweight, found.dbias, None)
+            given = {name: each for name, each in given.items() if name in [row.name for row in BACKWARD.parameters]}
         findings = compare_gradients(found, reference.BACKWARD[mode.norm](**given), due)
         return [finding for finding in findings if not finding.ok]
+
+
+def check_both_ways(mode: Mode, actual: QuantisedGradients) -> None:
+    """Fail unless dx, as it was returned, is quantised along rows and along columns to the bit."""
+    dx = actual.dx.flatten(0, -2).float()
+    shape = torch.Size((dx.shape[0], -(-dx.shape[1] // mode.group_size.code)))
+    by_row = numbers_of(actual.rowwise_scale, mode, shape).reshape(shape)
+    assert_in_blocks(mode, dx, actual.rowwise.flatten(0, -2), by_row)
+    assert_in_blocks(mode, dx.t(), *columns_of(actual, mode))
+
+
+def assert_in_blocks(mode: Mode, rows: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+    """Fail unless data are rows that were quantised in groups, each by its scale, to the bit; all of a NaN is open."""
+    # On a card torch divides by a number otherwise, and powers of two may be a bit off.
+    rows, data, scale = rows.cpu(), data.cpu(), scale.cpu()
+    size, n, smallest = mode.group_size.code, rows.shape[1], torch.finfo(torch.float32).smallest_normal
+    blocks = torch.nn.functional.pad(rows, (0, -n % size)).reshape(rows.shape[0], -1, size)
+    largest = mode.dtype_out.qmax
+    expected = blocks.abs().amax(-1) / largest
+    expected = torch.where(expected < smallest, 1.0, expected)
+    if mode.scale_format.rounds_up:
+        expected = torch.exp2(expected.log2().ceil())
+    q = (blocks * (1 / expected).unsqueeze(-1)).clamp(-largest, largest).to(data.dtype).flatten(-2)[:, :n]
+    known = expected.isfinite()
+    assert torch.equal(scale[known], expected[known].double()), mode.name
+    assert not scale[~known].isfinite().any(), mode.name
+    same = q.contiguous().view(torch.uint8) == data.contiguous().view(torch.uint8)
+    assert (same | ~known.repeat_interleave(size, -1)[:, :n]).all(), mode.name
 
 
 def check_quantised(mode: Mode, arguments: dict[str, Any], actual: Any) -> Any:

@@ -35,6 +35,7 @@ from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 from normforge.kernels.pipelines import window_tile
 
+from ..calling import there
 from ..covering import parametrize
 from ..folders import instance
 from ..thorough import LONG, THOROUGH, first_of_each
@@ -132,14 +133,17 @@ def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int) -> No
     usage(compiled(mode, n, part=Part.WINDOW, operands=torch.bfloat16)).assert_fits(tile)
 
 
+def spreading(mode: Mode, n: int) -> set[Tile]:
+    """The tiles of sm_90 that spread rows of this length."""
+    return {tile for tile in dict(instance(mode, n).tiles)[SM_90.arch].every if tile.pipeline is Pipeline.SPREAD}
+
+
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("n", [65536, 131072, 262144])
 def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm) -> None:
     """As pairs, beside the row at hand and the next: what sm_90 takes, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    measured = dict(instance(mode, n).tiles)[SM_90.arch]
-    spread = {tile for tile in measured.every if tile.pipeline is Pipeline.SPREAD}
-    for tile in {SPREAD_TILES[Direction.FORWARD], *spread}:
+    for tile in {SPREAD_TILES[Direction.FORWARD], *spreading(mode, n)}:
         usage(compiled(mode, n, tile=tile, operands=torch.bfloat16)).assert_fits(tile)
 
 
@@ -178,8 +182,7 @@ SHARED_MEMORY = 228
 def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: torch.dtype) -> None:
     """They wait for one another: were there room for fewer, none would be launched."""
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
-    tiles = dict(instance(mode, n).tiles)[SM_90.arch].every
-    spread = {tile for tile in tiles if tile.pipeline is Pipeline.SPREAD}
+    spread = spreading(mode, n)
     assert spread
     for tile in (*spread, SPREAD_TILES[Direction.FORWARD], Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=6)):
         found = compiled(mode, n, tile=tile, operands=torch.bfloat16, residual=residual)
@@ -221,8 +224,8 @@ BACKWARD_LENGTHS = (*filter(None, STANDARD_LENGTHS), 20000)
 
 
 BACKWARD_MODES = (
-    Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
-    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+    LAYER_BWD_BF16,
+    replace(LAYER_BWD_BF16, fadd=FusedAdd.PRE_ADD_STORE),
     Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
 )
 BACKWARD_INSTANCES = [instance(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
@@ -337,8 +340,7 @@ def test_saturating_keeps_nan(target: Target, dtype: DType) -> None:
         assert (instruction in ptx) is target.converts_to_fp8
 
 
-PLAIN = Mode(Norm.LAYER, DType.BF16, DType.BF16)
-ADD = replace(PLAIN, fadd=FusedAdd.PRE_ADD_STORE)
+ADD = replace(LAYER_BF16, fadd=FusedAdd.PRE_ADD_STORE)
 QUANT = replace(ADD, dtype_out=DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
 
 
@@ -359,7 +361,7 @@ def test_rows_that_are_quantised_keep_the_layout_they_are_read_in(
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
-@pytest.mark.parametrize("mode", [PLAIN, replace(QUANT, dtype_in=DType.FP32)], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", [LAYER_BF16, replace(QUANT, dtype_in=DType.FP32)], ids=lambda mode: mode.name)
 def test_no_thread_holds_what_others_have(mode: Mode, target: Target) -> None:
     """Of rows whose sums are of fours, Triton gave all of y to each thread, and LLVM did not come to an end."""
     tile = Tile(Pipeline.ROWS, 2, 1024, 1)
@@ -377,7 +379,7 @@ def test_operands_of_quantised_rows_are_on_their_way_before_rows_are(mode: Mode)
 
 
 @pytest.mark.parametrize(("n", "masked"), [(26952, 1), (28672, 1), (32768, 0)])
-@pytest.mark.parametrize("mode", [PLAIN, ADD], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", [LAYER_BF16, ADD], ids=lambda mode: mode.name)
 def test_chunks_of_a_row_that_is_read_again_are_unrolled_and_its_last_is_masked(
     mode: Mode, n: int, masked: int
 ) -> None:
@@ -392,13 +394,13 @@ def test_chunks_of_a_row_that_is_read_again_are_unrolled_and_its_last_is_masked(
 
 def test_chunks_that_are_many_or_quantised_are_taken_one_by_one() -> None:
     """Four quantised ones side by side spill."""
-    assert "scf.for" in ttgir_of(PLAIN, 9 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
-    assert "scf.for" not in ttgir_of(PLAIN, 8 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
+    assert "scf.for" in ttgir_of(LAYER_BF16, 9 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
+    assert "scf.for" not in ttgir_of(LAYER_BF16, 8 * 1024, Tile(Pipeline.TWO_PASS, 1, 1024, 8))
     assert "scf.for" in ttgir_of(QUANT, 32768, Tile(Pipeline.TWO_PASS, 1, 8192, 32))
 
 
 @pytest.mark.parametrize("n", [9432, 13312, 26952, 53952])
-@pytest.mark.parametrize("mode", [PLAIN, ADD, replace(ADD, norm=Norm.RMS)], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", [LAYER_BF16, ADD, replace(ADD, norm=Norm.RMS)], ids=lambda mode: mode.name)
 def test_rows_that_are_read_again_spill_next_to_nothing(mode: Mode, n: int) -> None:
     """With tiles that were measured, and a residual of fp32.
 
@@ -501,12 +503,6 @@ ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?!param)\S*global")
 WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-def first_access(text: str) -> int:
-    found = ACCESS.search(text)
-    assert found is not None
-    return found.start()
-
-
 def ptx_of(mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target = SM_90) -> str:
     # Rows of odd length start anywhere.
     n = N + 1 if part is Part.WINDOW else N
@@ -523,7 +519,7 @@ def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
     for name in ("sm_90", "sm_100"):
         text = texts[name]
         assert text.count(WAIT) == (part is not Pipeline.SPREAD)
-        assert text.find(WAIT) < first_access(text)
+        assert text.find(WAIT) < there(ACCESS.search(text)).start()
 
 
 def test_partial_sums_are_not_read_before_they_are_there() -> None:
@@ -531,7 +527,7 @@ def test_partial_sums_are_not_read_before_they_are_there() -> None:
     (key,) = [key for key in keys if key.key.symbol == "sum_partials"]
     text = compile_for(key.key, key.function, SM_90).asm["ptx"]
     assert text.count(WAIT) == 1
-    assert text.index(WAIT) < first_access(text)
+    assert text.index(WAIT) < there(ACCESS.search(text)).start()
 
 
 ADMITTING = [(pipeline, part) for mode, pipeline, part in KERNELS if mode.is_backward and part is not Pipeline.SPREAD]

@@ -62,9 +62,11 @@ def assert_encoded_as_torch_casts(values: torch.Tensor, dtype: torch.dtype) -> N
 
 
 @each_format
-def test_every_fp16_value(dtype: torch.dtype) -> None:
-    """Every value of a format among them."""
-    assert_encoded_as_torch_casts(FP16[FP16.isfinite()], dtype)
+def test_values_of_every_size(dtype: torch.dtype) -> None:
+    """Every value of fp16, and so of a format; what saturates, and the smallest of fp32, which become zero."""
+    larger = torch.finfo(dtype).max * torch.tensor([1, 1.01, 1.07, 2])
+    others = torch.tensor([3e38, torch.inf, 0.0, 1e-45, 1e-38, 1e-30, 1e-10])
+    assert_encoded_as_torch_casts(torch.cat((FP16[FP16.isfinite()], larger, others)), dtype)
 
 
 def test_every_fp16_value_in_fp4() -> None:
@@ -88,17 +90,6 @@ def test_around_every_midpoint(dtype: torch.dtype) -> None:
     midpoints, infinity = (values[1:] + values[:-1]) / 2, torch.tensor(torch.inf)
     around = (midpoints, midpoints.nextafter(infinity), midpoints.nextafter(-infinity))
     assert_encoded_as_torch_casts(torch.cat(around), dtype)
-
-
-@each_format
-def test_anything_larger_saturates(dtype: torch.dtype) -> None:
-    end = torch.finfo(dtype).max
-    assert_encoded_as_torch_casts(torch.tensor([end, end * 1.01, end * 1.07, end * 2, 3e38, torch.inf]), dtype)
-
-
-@each_format
-def test_smallest_fp32_values_become_zero(dtype: torch.dtype) -> None:
-    assert_encoded_as_torch_casts(torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 1e-10]), dtype)
 
 
 DECODERS = {torch.float8_e4m3fn: primitives.from_fp8_e4m3fn, torch.float8_e5m2: primitives.from_fp8_e5m2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -28,16 +27,6 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled", "nothing_known")
 TARGET = named_target("sm_90")
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder that Triton keeps what it compiles in."""
-    import triton
-
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path / "triton")
-        yield tmp_path / "triton"
-
-
 def a_key() -> CompileKey:
     """A small kernel for an H200."""
     return compile_keys([64], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])[0]
@@ -53,7 +42,7 @@ def test_the_interpreter_compiles_nothing_that_could_be_frozen(monkeypatch: pyte
 
 
 @pytest.mark.compile
-def test_a_compilation_is_refused_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_is_refused_by_name(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = a_key()
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     with driving(), pytest.raises(FrozenError) as raised:
@@ -62,32 +51,32 @@ def test_a_compilation_is_refused_by_name(cache: Path, monkeypatch: pytest.Monke
     assert f"forbids compiling {key.key} for sm_90, and Triton's cache does not hold it; " in message
     assert "compile it before with normforge.warmup, `normforge warmup` or `normforge aot` and N = 64" in message
     assert "unset NORMFORGE_FROZEN" in message
-    assert not binaries(cache)
+    assert not binaries(cold_cache)
     # And a refusal is not remembered, but what was obtained before.
     monkeypatch.delenv("NORMFORGE_FROZEN")
     with driving():
         warm = obtain(key.key, key.function, TARGET, 0)
         monkeypatch.setenv("NORMFORGE_FROZEN", "1")
         assert obtain(key.key, key.function, TARGET, 0) is warm
-    assert len(binaries(cache)) == 1
+    assert len(binaries(cold_cache)) == 1
 
 
 @pytest.mark.compile
-def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = a_key()
     # As on a read-only disk, for root too.
-    cache.touch()
+    cold_cache.touch()
     with driving(), pytest.raises(CacheError, match=r"Triton cannot write .* TRITON_CACHE_DIR and TMPDIR$"):
         obtain(key.key, key.function, TARGET, 0)
     with pytest.raises(CacheError, match="Triton cannot write"):
-        build([key], TARGET, cache.with_name("out"), jobs=1, progress=False)
+        build([key], TARGET, cold_cache.with_name("out"), jobs=1, progress=False)
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     with driving(), pytest.raises(FrozenError, match="forbids compiling"):
         obtain(key.key, key.function, TARGET, 0)
 
 
 @pytest.mark.compile
-def test_what_tritons_cache_holds_is_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tritons_cache_holds_is_loaded(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = a_key()
     before = compile_for(key.key, key.function, TARGET)
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
@@ -99,6 +88,16 @@ def test_what_tritons_cache_holds_is_loaded(cache: Path, monkeypatch: pytest.Mon
     with driving() as driver:
         obtain(key.key, key.function, TARGET, 0)
     assert driver.loaded == [(key.key.symbol, before.asm["cubin"], before.metadata.shared)]
+
+
+@pytest.mark.compile
+def test_a_cache_that_moves_leaves_kernels_behind_to_load(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor and vLLM set TRITON_CACHE_DIR in a process when they compile a model."""
+    key = a_key()
+    before = compile_for(key.key, key.function, TARGET)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cold_cache.with_name("inductor")))
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    assert compile_for(key.key, key.function, TARGET).asm["cubin"] == before.asm["cubin"]
 
 
 @THOROUGH
@@ -126,7 +125,7 @@ for key in compile_keys([96, 4099, 131072], ["ln_*_bf16*", "rms_fwd_bf16"], arch
 
 
 @pytest.mark.compile
-def test_a_cache_that_is_not_to_be_used_serves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_to_be_used_serves_nothing(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = a_key()
     compile_for(key.key, key.function, TARGET)
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
@@ -137,7 +136,7 @@ def test_a_cache_that_is_not_to_be_used_serves_nothing(cache: Path, monkeypatch:
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("mode", "n"), [("rms_fwd_bf16", 64), ("ln_bwd_bf16", 16384)])
-def test_a_key_says_all_that_triton_makes_of_a_launch(mode: str, n: int, cache: Path) -> None:
+def test_a_key_says_all_that_triton_makes_of_a_launch(mode: str, n: int, cold_cache: Path) -> None:
     """What is compiled from it is, but for the hash, what Triton's own launch compiles from the arguments."""
     for key in compile_keys([n], [mode], arch="sm_90", rows=["many"]):
         pointers = {"*bf16:16": torch.zeros(64, dtype=torch.bfloat16), "*fp32:16": torch.zeros(64)}
@@ -151,7 +150,7 @@ def test_a_key_says_all_that_triton_makes_of_a_launch(mode: str, n: int, cache: 
 
 
 @pytest.mark.compile
-def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_launch_compiles_nothing_more(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton's inner launcher is another, kernels are launched with tensors, and are those of the key."""
     key = a_key()
     monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
@@ -180,4 +179,4 @@ def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytes
     assert (name, grid, stream, function) == (key.key.symbol, [2, 1, 1], 1000, "a function")
     in_order = given | integers | constants
     assert all(ours is theirs for ours, theirs in zip(arguments, [in_order[name] for name in names], strict=True))
-    assert len(binaries(cache)) == 1
+    assert len(binaries(cold_cache)) == 1

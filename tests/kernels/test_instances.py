@@ -118,10 +118,6 @@ CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
     Part.COLUMNS: (100, Tile(Pipeline.ROWS, 4, 128, 1)),
 }
 
-# Backward, two_pass takes several rows at a time, and no table may have it otherwise.
-BACKWARD_ROWS = {Pipeline.TWO_PASS: 2}
-
-
 Case = tuple[Mode, Pipeline | Part]
 
 
@@ -151,8 +147,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_mode(case: Case, device: str) -> None:
     mode, part = case
     n, tile = CALLS[part]
-    if mode.is_backward:
-        tile = replace(tile, rows=BACKWARD_ROWS.get(tile.pipeline, tile.rows))
+    # It takes several rows at a time then, and no table may have it otherwise.
+    if mode.is_backward and part is Pipeline.TWO_PASS:
+        tile = replace(tile, rows=2)
     entry = dispatch.find(mode, n)
     problem = Problem(mode, 2 * tile.rows + 1, n, dtypes=mixed_dtypes(mode, len(mode.name)))
     with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from normforge.kernels.strides import row_alignment
 from normforge.selection import dispatch
 from normforge.upstream.dynamo_guards import allocator
 
-H200 = named_target("sm_90")
+SM_90 = named_target("sm_90")
 LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 
 
@@ -54,49 +55,43 @@ def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
     """A program takes every so many rows, and what a row's start lacks to a vector repeats after eight rows."""
     aligned = tile(Pipeline.ONE_PASS, resident=resident)
     for m in (1, 7, 8, 9, 131, 132, 133, 400, 1000, 10**6):
-        programs, *others = pipelines.WINDOW.steps[0].grid(aligned, 1, H200, m, 1)
+        programs, *others = pipelines.WINDOW.steps[0].grid(aligned, 1, SM_90, m, 1)
         assert others == [1, 1]
         assert programs == m or programs % 8 == 0
         assert programs <= m
 
 
 @pytest.mark.parametrize(
-    ("misaligned", "row_stride", "window"),
-    [((), 4099, True), (("x",), 4099, False), (("y",), 4099, False), ((), 4101, False), (("weight",), 4099, True)],
+    ("pipeline", "n", "apart", "misaligned", "window"),
+    [
+        *(("one_pass", 4099, 0, name, name not in ("x", "y")) for name in ("", "x", "y", "weight")),
+        ("one_pass", 4099, 2, "", False),
+        # What reads a row twice reads it element by element where no vector starts it.
+        *(("one_pass", 8191, 0, "", True), ("two_pass", 4099, 0, "", True)),
+        *(("two_pass", n, 0, "", False) for n in (8191, 4096)),
+    ],
 )
 def test_a_window_needs_rows_of_x_and_y_that_start_alike(
-    misaligned: tuple[str, ...], row_stride: int, window: bool
+    pipeline: str, n: int, apart: int, misaligned: str, window: bool
 ) -> None:
-    strides = {"x_row_stride": row_stride, "y_row_stride": 4099}
-    pointers = [f"{name}_ptr" for name in misaligned]
-    assert takes_window(LN_BF16, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "n", "window"),
-    [("one_pass", 8191, True), ("two_pass", 4099, True), ("two_pass", 8191, False), ("two_pass", 4096, False)],
-)
-def test_rows_that_start_anywhere_are_held_where_others_are_read_twice(pipeline: str, n: int, window: bool) -> None:
-    """What reads a row twice reads it element by element where no vector starts it."""
-    strides = {"x_row_stride": n, "y_row_stride": n}
-    assert takes_window(LN_BF16, tile(Pipeline(pipeline)), n, strides, []) == window
+    """And takes rows that start anywhere where others are read twice."""
+    strides = {"x_row_stride": n + apart, "y_row_stride": n}
+    assert takes_window(LN_BF16, tile(Pipeline(pipeline)), n, strides, [f"{misaligned}_ptr"]) == window
 
 
 @pytest.mark.parametrize("mode", ["ln_fwd_bf16", "ln_bwd_bf16"])
 def test_where_launches_are_plain_no_program_waits_for_another(mode: str) -> None:
     """Neither for the kernel ahead, nor for the others of its launch: the tile for any GPU is taken instead."""
-    target = named_target("sm_90")
-    plain = replace(target, plainly=True)
+    plain = replace(SM_90, plainly=True)
     entry = dispatch.find(Mode.from_name(mode), 131072)
     choices = entry.choices(1024, entry.first, "sm_90")
-    assert choose(Mode.from_name(mode), choices, 131072, target).pipeline is Pipeline.SPREAD
+    assert choose(Mode.from_name(mode), choices, 131072, SM_90).pipeline is Pipeline.SPREAD
     assert choose(Mode.from_name(mode), choices, 131072, plain).pipeline is Pipeline.TWO_PASS
-    assert (target.launches_early, plain.launches_early) == (True, False)
+    assert (SM_90.launches_early, plain.launches_early) == (True, False)
     with pytest.raises(DeviceError, match="holds 0 at once"):
         choose(Mode.from_name(mode), choices[:1], 131072, plain)
 
 
-SM_90 = named_target("sm_90")
 TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
 UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
 
@@ -151,14 +146,6 @@ def test_a_residual_of_more_bits_leaves_room_for_fewer_stages(
     assert with_room(tile, itemsizes, "sm_90") == replace(tile, stages=expected)
 
 
-def kernels_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[tuple[str, object]]:
-    keys = normforge.compile_keys(
-        [n], ["ln_bwd_bf16"], arch="sm_90", dy_dtypes=[dy], misaligned=[misaligned], rows=["many"]
-    )
-    walkers = [key.key for key in keys if key.key.symbol != "sum_partials"]
-    return {(key.symbol.removeprefix("ln_bwd_bf16_"), dict(key.arguments).get("STAGES")) for key in walkers}
-
-
 @pytest.mark.parametrize(
     ("n", "dy", "misaligned", "expected"),
     [
@@ -174,7 +161,10 @@ def kernels_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[tupl
 def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
     n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: tuple[str, int | None]
 ) -> None:
-    assert kernels_of(n, dy, misaligned) == {expected}
+    lies: dict[str, Any] = {"dy_dtypes": [dy], "misaligned": [misaligned], "rows": ["many"]}
+    keys = [each.key for each in normforge.compile_keys([n], ["ln_bwd_bf16"], arch="sm_90", **lies)]
+    walkers = [(key.symbol.removeprefix("ln_bwd_bf16_"), dict(key.arguments).get("STAGES")) for key in keys]
+    assert {walker for walker in walkers if walker[0] != "sum_partials"} == {expected}
 
 
 def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
@@ -207,6 +197,23 @@ def test_gradients_of_almost_as_many_rows_as_32_bits_count() -> None:
     assert found.dweight.item() == 1
     # h is 1 and g is 1 in the last row: dx = g - h * mean(g * h) is 0 there, and everywhere.
     assert not found.dx.any()
+
+
+# A length of each pipeline that tables have, and one whose rows start anywhere.
+LENGTHS = (64, 1500, 4099, 20000, 131072)
+
+
+@pytest.mark.parametrize(
+    ("arch", "launches_early"),
+    [("sm_80", False), ("sm_89", False), ("sm_90", True), ("sm_100", True), ("gfx942", False)],
+)
+def test_a_kernel_is_launched_early_if_and_only_if_it_waits(arch: str, launches_early: bool) -> None:
+    found = normforge.compile_keys(LENGTHS, ["*_bf16", "*_bf16_addst", "*_bf16_int8_sdq"], arch=arch)
+    early = {key.key.symbol: dict(key.key.options).get("launch_pdl", False) for key in found}
+    assert early == {key.key.symbol: dict(key.key.arguments).get("PDL", False) for key in found}
+    assert early == {symbol: launches_early and not symbol.endswith("_spread") for symbol in early}
+    assert "sum_partials" in early
+    assert not any({"launch_pdl", "launch_cooperative_grid"} <= dict(key.key.options).keys() for key in found)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 import normforge
-from normforge import LayerNormOutput, reference
+from normforge import LayerNormOutput
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, FusedAdd, Norm
 from normforge.families.public import layernorm2d_bwd
-from normforge.tools.compare import compare
 from proving.cases import FULL
 
-from ..calling import captured
+from ..calling import FORWARD, ORACLE, agree, captured
 from .problems import Problem
 
 pytestmark = pytest.mark.gpu
@@ -39,17 +38,10 @@ def agrees(
 ) -> None:
     """The first rows, the last, and some between, for the oracle takes a while."""
     at = torch.linspace(0, len(x) - 1, CHECKED, device="cuda").long()
-    if norm == "layer":
-        actual = normforge.layernorm2d_fwd(x, weight, bias, save_mv=save_mv)
-        expected = reference.layernorm2d_fwd(x[at], weight, bias, save_mv=save_mv)
-    else:
-        actual = normforge.rmsnorm2d_fwd(x, weight, save_mv=save_mv)
-        expected = reference.rmsnorm2d_fwd(x[at], weight, save_mv=save_mv)
-    some = LayerNormOutput(
-        actual.y[at], None, None, *(None if output is None else output[at] for output in (actual.mean, actual.rstd))
-    )
-    findings = compare(some, expected)
-    assert [finding for finding in findings if not finding.ok] == []
+    vectors = (weight, bias) if norm == "layer" else (weight,)
+    actual = FORWARD[norm](x, *vectors, save_mv=save_mv)
+    some = LayerNormOutput._make(None if output is None else output[at] for output in actual)
+    agree(some, ORACLE[norm](x[at], *vectors, save_mv=save_mv))
     assert all(not output.isnan().any() for output in actual if output is not None)
 
 

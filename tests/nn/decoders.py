@@ -177,14 +177,12 @@ class PostNormLayer(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """An embedding, layers, a last norm and a head."""
+    """An embedding, two layers, a last norm and a head."""
 
-    def __init__(
-        self, layer: Callable[[], torch.nn.Module], norm: Callable[[], torch.nn.Module], layers: int = 2
-    ) -> None:
+    def __init__(self, layer: Callable[[], torch.nn.Module], norm: Callable[[], torch.nn.Module]) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = torch.nn.ModuleList([layer() for _ in range(layers)])
+        self.layers = torch.nn.ModuleList([layer() for _ in range(2)])
         self.norm = norm()
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
 

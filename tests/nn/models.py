@@ -299,6 +299,19 @@ def assert_same_results(
     assert_near({"y": y, **found}, {"y": wanted, **exact}, tolerance, least)
 
 
+def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, Any]]:
+    """Return a list to which a function of a module or a class adds the arguments and the result of each call."""
+    calls: list[tuple[Any, Any]] = []
+    function = getattr(owner, name)
+
+    def note(*given: Any, **named: Any) -> Any:
+        calls.append((given, function(*given, **named)))
+        return calls[-1][1]
+
+    patch.setattr(owner, name, note)
+    return calls
+
+
 class Counted:
     """How often functions made something: each a module or a class and its attribute, by a name of its own."""
 

@@ -19,6 +19,7 @@ from proving.cases import EPS, Case, Tensors, cases, doubled, formula, operands
 
 from ..calling import each_of, refusals
 from .groups import close, hold, innermost
+from .models import noted
 
 
 def both(shape: tuple[int, ...], *vary: str, **at: Any) -> list[Case]:
@@ -102,18 +103,12 @@ def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Neither layout of x is, nor a gradient in x's layout; kernels read the very memory."""
     from normforge.calls import launch
 
-    read: set[int] = set()
-    run_sized = launch.run_sized
-
-    def seen(plan: Any, sized: Any, addresses: Any, *others: Any, **named: Any) -> Any:
-        read.update(addresses)
-        return run_sized(plan, sized, addresses, *others, **named)
-
-    monkeypatch.setattr(launch, "run_sized", seen)
+    launches = noted(monkeypatch, launch, "run_sized")
     case = both(SMALL, layout=layout)[0]
     given = operands(case)
     dy = torch.ones_like(given["x"])
     found = hold(case, given, dy)
+    read = {each for (_, _, addresses, *_), _ in launches for each in addresses}
     assert {given["x"].data_ptr(), dy.data_ptr()} <= read
     assert found["x"].stride() == given["x"].stride()
 

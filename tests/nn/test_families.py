@@ -34,7 +34,7 @@ from proving.cases import (
 
 from ..calling import FUNCTIONS, each_device, each_norm, plain, queried, table_at
 from ..thorough import THOROUGH
-from .models import WideLayerNorm
+from .models import WideLayerNorm, noted
 
 # Without torch's own types, which it lacks.
 forward_ad: Any = torch.autograd.forward_ad
@@ -48,17 +48,9 @@ def over(case: Case, names: list[str]) -> Callable[..., tuple[torch.Tensor, ...]
 
 
 @pytest.fixture
-def by_kernels(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def by_kernels(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """What is added to at each backward pass of rows in parts that is like none before: whether kernels computed it."""
-    found: list[bool] = []
-    takes = Backward.takes
-
-    def noted(*given: Any) -> bool:
-        found.append(takes(*given))
-        return found[-1]
-
-    monkeypatch.setattr(Backward, "takes", noted)
-    return found
+    return noted(monkeypatch, Backward, "takes")
 
 
 # Every pipeline's lengths, ragged and not.
@@ -100,12 +92,12 @@ def test_a_gradient_arrives_at_one_output_alone(case: Case, at: int, device: str
 @each_device
 @pytest.mark.parametrize("n", [100, 700, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1500, 9000))])
 @pytest.mark.parametrize("case", cases(*BOTH, vary=("norm_before_gate",)), ids=str)
-def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels: list[bool]) -> None:
+def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels: list[Any]) -> None:
     long = case.but(shape=(2, 8, n))
     check(long, operands(long, device))
     narrow = long.but(group_size=n // 2) if case.family == "gated" else long.but(norm="rms", dtype=torch.bfloat16)
     check(narrow, operands(narrow, device))
-    assert by_kernels == [True, True]
+    assert [are for _, are in by_kernels] == [True, True]
 
 
 @each_device
@@ -113,12 +105,12 @@ def test_gradients_in_each_pipeline(case: Case, n: int, device: str, by_kernels:
     ("kind", "rows", "kernels"), [("sample", 9, True), ("sample", 7, False), ("all", 3, True), ("row", 9, False)]
 )
 def test_which_backward_passes_of_modulated_norms_are_kernels(
-    kind: str, rows: int, kernels: bool, device: str, by_kernels: list[bool]
+    kind: str, rows: int, kernels: bool, device: str, by_kernels: list[Any]
 ) -> None:
     """Of eight rows a sample and more."""
     (case,) = cases("modulated", vary=(), norm="rms", sharing=(kind,) * 3, shape=(3, rows, 40))
     check(case, operands(case, device))
-    assert by_kernels == [kernels]
+    assert [are for _, are in by_kernels] == [kernels]
 
 
 def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor]) -> Any:
@@ -260,11 +252,11 @@ def test_only_what_asks_for_a_gradient_has_one(case: Case, device: str) -> None:
 @each_device
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "gapped", "offset", "negated"])
 @each_case("with gradients anywhere")
-def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device: str, by_kernels: list[bool]) -> None:
+def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device: str, by_kernels: list[Any]) -> None:
     given = operands(case, device)
     arrived = LAYOUTS[layout](torch.randn_like(given["x"]))
     check(case, given, [arrived] * (2 if "residual" in given else 1))
-    assert by_kernels == [layout != "negated"] * (case.family in BOTH)
+    assert [are for _, are in by_kernels] == [layout != "negated"] * (case.family in BOTH)
 
 
 @pytest.mark.gpu

@@ -147,24 +147,15 @@ def test_a_shape_of_any_kind_is_taken_again(shape: Any) -> None:
         assert not normforge.layer_norm(torch.ones(2, 3, 64), shape).any()
 
 
-PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
-    torch.nn.LayerNorm: normforge.LayerNorm,
-    torch.nn.RMSNorm: normforge.RMSNorm,
-}
-ADDING: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
-    torch.nn.LayerNorm: normforge.AddLayerNorm,
-    torch.nn.RMSNorm: normforge.AddRMSNorm,
-}
+Pair = tuple[type[torch.nn.Module], type[torch.nn.Module]]
+PAIRS: list[Pair] = [(torch.nn.LayerNorm, normforge.LayerNorm), (torch.nn.RMSNorm, normforge.RMSNorm)]
+WITH_SUMS: list[Pair] = [
+    *((torch.nn.LayerNorm, ours) for ours in (normforge.AddLayerNorm, normforge.LayerNormAdd)),
+    *((torch.nn.RMSNorm, ours) for ours in (normforge.AddRMSNorm, normforge.RMSNormAdd)),
+]
 
-ADDED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
-    torch.nn.LayerNorm: normforge.LayerNormAdd,
-    torch.nn.RMSNorm: normforge.RMSNormAdd,
-}
-
-each_pair = pytest.mark.parametrize(("theirs", "ours"), PAIRS.items(), ids=["LayerNorm", "RMSNorm"])
-every_pair = pytest.mark.parametrize(
-    ("theirs", "ours"), [*PAIRS.items(), *ADDING.items(), *ADDED.items()], ids=lambda c: c.__name__
-)
+each_pair = pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=["LayerNorm", "RMSNorm"])
+every_pair = pytest.mark.parametrize(("theirs", "ours"), [*PAIRS, *WITH_SUMS], ids=lambda c: c.__name__)
 
 FLAGS: list[dict[str, Any]] = [
     {},
@@ -225,7 +216,7 @@ def test_constructed_like_torchs(theirs: type[torch.nn.Module], ours: type[torch
 def test_a_cpu_without_the_interpreter_runs_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     assert normforge.backend(torch.randn(1)) == normforge.backend(torch.empty(1, device="meta")) == "torch"
-    for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS.items()):
+    for dtype, (theirs, ours) in product((torch.float64, torch.float32, torch.bfloat16), PAIRS):
         x = torch.randn(4, 3, 8).to(dtype)
         found, wanted = (results(module((3, 8), dtype=dtype), x) for module in (ours, theirs))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -258,10 +249,6 @@ print("triton" in {*sys.modules} - brought)
 
 def test_a_cpu_under_the_interpreter_runs_kernels() -> None:
     assert normforge.backend(torch.randn(1)) == "kernel"
-
-
-FUNCTIONS: dict[str, Any] = {"layer": normforge.gated_layer_norm, "rms": normforge.gated_rms_norm}
-WITHOUT = ("weight", "bias")
 
 
 @each_device
@@ -299,7 +286,7 @@ def test_what_kernels_cannot_walk_is_copied() -> None:
 
 @each_device
 @pytest.mark.parametrize(
-    "case", cases("gated", vary=("norm", "activation", "norm_before_gate"), without=WITHOUT), ids=str
+    "case", cases("gated", vary=("norm", "activation", "norm_before_gate"), without=("weight", "bias")), ids=str
 )
 def test_rows_that_are_hard(case: Case, device: str) -> None:
     """All equal, far from 0, a gate far below 0, and infinities and NaNs that stay in their own rows."""
@@ -333,12 +320,11 @@ def test_modules_are_the_functions_with_parameters(norm: str) -> None:
     x, gate = torch.randn(2, 3, 48).chunk(2, -1)
     options: dict[str, Any] = {"activation": "sigmoid", "norm_before_gate": False, "group_size": 8, "eps": 1e-3}
     made: Any = normforge.GatedLayerNorm if norm == "layer" else normforge.GatedRMSNorm
+    function: Any = getattr(normforge, f"gated_{norm}_norm")
     module = made(24, **options)
     assert torch.equal(module.weight, torch.ones(24))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_()
-    assert torch.equal(module(x, gate), FUNCTIONS[norm](x, gate, *module.parameters(), **options))
+    randomised(module)
+    assert torch.equal(module(x, gate), function(x, gate, *module.parameters(), **options))
     assert repr(module).endswith("Norm(24, eps=0.001, group_size=8, norm_before_gate=False, activation='sigmoid')")
 
 

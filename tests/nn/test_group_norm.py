@@ -26,7 +26,7 @@ from proving.cases import FLOATS, LAYOUTS, Case, doubled, formula, operands
 
 from ..thorough import THOROUGH
 from .groups import close, group, hold, innermost, tiled
-from .models import ResidualGroups
+from .models import ResidualGroups, noted
 
 PROBLEMS = {
     "positions of a power of two": partial(group, (2, 8, 4, 4), 4),
@@ -100,18 +100,11 @@ def test_saved_tensors_may_come_back_at_any_address(monkeypatch: pytest.MonkeyPa
     """Kernels for aligned addresses read several statistics at once, which a GPU refuses at other addresses."""
     from normforge.families.group import row
 
-    planned: list[set[str]] = []
-    slots_of = row.slots_of
-
-    def seen(*given: Any) -> set[str]:
-        planned.append(slots_of(*given))
-        return planned[-1]
-
-    monkeypatch.setattr(row, "slots_of", seen)
+    planned = noted(monkeypatch, row, "slots_of")
     case = group((2, 12, 3, 4), 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, LAYOUTS["offset"]):
         hold(case)
-    assert planned[-1] == {"x_ptr", "weight_ptr", "mean_ptr", "rstd_ptr"}
+    assert planned[-1][1] == {"x_ptr", "weight_ptr", "mean_ptr", "rstd_ptr"}
 
 
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceL
 from ..calling import table_at
 from . import models
 from .decoders import LlamaLayer
-from .models import WIDTH, BiasedRMSNorm, assert_same_results, norm, randomised, twins, written
+from .models import WIDTH, BiasedRMSNorm, assert_same_results, norm, noted, randomised, twins, written
 from .test_forms import ByFunction, Parts, Plainly, form, modulated
 
 llama, olmo2, l2 = (cls.forward for cls in (models.LlamaRMSNorm, models.Olmo2RMSNorm, models.L2Norm))
@@ -586,14 +586,7 @@ def test_kernels_compute_them_and_compiled_code_is_the_same(name: str, monkeypat
 
 def test_permuted_channels_are_normalised_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contiguous images stay so, where torch's forward returns a permuted tensor."""
-    given: list[Any] = []
-    backward = row.launched_backward
-
-    def seen(*arguments: Any) -> Any:
-        given.append(arguments[0])
-        return backward(*arguments)
-
-    monkeypatch.setattr(row, "launched_backward", seen)
+    calls = noted(monkeypatch, row, "launched_backward")
     for name in ("channels", "torch's method"):
         make, _, shape = REPLACED[name]
         _, patched = twins(randomised(make()))
@@ -601,8 +594,8 @@ def test_permuted_channels_are_normalised_in_place(monkeypatch: pytest.MonkeyPat
         y = patched(x)
         y.sum().backward()
         assert y.is_contiguous()
-        assert given[-1].x.data_ptr() == x.data_ptr()
-    assert len(given) == 2
+        assert calls[-1][0][0].saved[0].data_ptr() == x.data_ptr()
+    assert len(calls) == 2
 
 
 def test_batch_invariance_is_kept_or_refused() -> None:

@@ -15,6 +15,7 @@ from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, op
 
 from ..calling import FUNCTIONS, each_device, pieces, plain
 from ..thorough import THOROUGH
+from .models import randomised
 
 M, N = 3, 96
 
@@ -128,8 +129,7 @@ def test_a_module_is_its_function_with_parameters_of_its_own(norm: str) -> None:
     # weight + weight_offset is 1 at first, and x_bias 0.
     plain = module_call(MODULES[norm](N, EPS), given)
     assert all(map(torch.equal, module_call(module, given), plain))
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
+    randomised(module)
     given |= dict(module.named_parameters())
     assert set(given) == set(tensors(norm, torch.float32))
     check(case_of(norm, offset=1.0), given, run=partial(module_call, module))

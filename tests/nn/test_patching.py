@@ -380,20 +380,19 @@ def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
     tokens = torch.randint(17, (2, 5))
     wanted = model(tokens).detach()
     done = normforge.patch(model, fuse=False).swapped
-    norms, classes = [swapped.path for swapped in done], [swapped.old for swapped in done]
-    for path in norms:
-        fully_shard(model.get_submodule(path), mesh=mesh)
+    norms = [model.get_submodule(swapped.path) for swapped in done]
+    for module in norms:
+        fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert normforge.patch(model, fuse=False) == normforge.Patch((), ())
     assert len(normforge.unpatch(model)) == len(norms)
-    for path, cls in zip(norms, classes, strict=True):
-        module = model.get_submodule(path)
+    for module, swapped in zip(norms, done, strict=True):
         assert isinstance(module, FSDPModule)
-        assert type(module).__bases__ == (FSDPModule, cls)
+        assert type(module).__bases__ == (FSDPModule, swapped.old)
         module.unshard()
         module.reshard()
     # Modules that shared a class do so still.
-    assert len({type(model.get_submodule(path)) for path in norms}) == 2
+    assert len({type(module) for module in norms}) == 2
     actual = model(tokens)
     torch.testing.assert_close(actual, wanted)
     actual.sum().backward()

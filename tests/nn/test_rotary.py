@@ -798,7 +798,8 @@ def test_a_mean_far_from_zero() -> None:
     ],
     ids=str,
 )
-def test_compile(case: Case, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cold_cache")
+def test_compile(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both directions launch one kernel, and gradients of weights another; so does one that writes to a cache."""
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
         _trained(case, given(case))
@@ -814,7 +815,6 @@ def test_compile(case: Case, target: Target, tmp_path: Path, monkeypatch: pytest
     (key,) = cached
     with monkeypatch.context() as frozen:
         frozen.setenv("NORMFORGE_FROZEN", "1")
-        frozen.setenv("TRITON_CACHE_DIR", str(tmp_path))
         with pytest.raises(errors.FrozenError, match="by making the call once"):
             compile_for(key, resolve_name(key.kernel), target)
     for key in met:

@@ -214,6 +214,7 @@ def _together(met: Iterable[KernelKey]) -> list[KernelKey]:
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("cold_cache")
 def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it lacks is refused by a frozen process."""
     path, out, target = tmp_path / "needed.yaml", tmp_path / "kernels", named_target("sm_90")
@@ -226,7 +227,6 @@ def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: 
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
         normforge.rms_norms(problems(((5, 384, GROUPS), (5, 512, GROUPS))))
     (other,) = _together(met)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     with pytest.raises(errors.FrozenError, match=r"by making the call once .*, or of calls that were recorded"):
         compile_for(other, resolve_name(other.kernel), target)
 

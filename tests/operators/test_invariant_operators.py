@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,10 +117,9 @@ def given(norm: str, **others: Any) -> tuple[Any, ...]:
     return arguments(norm, {"x": torch.randn(M, COLUMNS), **vectors, "residual": None, "x_bias": None, **others})
 
 
-def at_once(norm: str) -> Callable[..., Any]:
+def at_once(norm: str) -> Any:
     operator: Any = registered.FORWARD[norm]
-    function: Callable[..., Any] = operator.at_once
-    return function
+    return operator.at_once
 
 
 def function(norm: str, *values: Any) -> list[torch.Tensor]:
@@ -161,14 +160,6 @@ def test_who_sees_operators_sees_them(norm: str, is_at_once: bool) -> None:
         assert all(map(same_bits, functionalised(*values), run(*values)))
 
 
-@pytest.fixture
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
-        yield
-    torch._dynamo.reset()
-
-
 def block(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return normforge.rms_norm(normforge.layer_norm(x, (COLUMNS,), weight), (COLUMNS,), weight)
 
@@ -178,7 +169,6 @@ def written(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.T
     return out
 
 
-@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize(
     ("call", "trains"),
     [(block, False), pytest.param(block, True, marks=THOROUGH), pytest.param(written, False, marks=THOROUGH)],
@@ -191,7 +181,8 @@ def test_inductors_code_calls_no_operator(call: Callable[..., torch.Tensor], tra
         y = function(*leaves, torch.empty(M, COLUMNS))
         return (y, *torch.autograd.grad(y.sum(), leaves)) if trains else (y,)
 
-    found, codes = run_and_get_code(run, torch.compile(call, dynamic=True, fullgraph=True))
+    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        found, codes = run_and_get_code(run, torch.compile(call, dynamic=True, fullgraph=True))
     assert all(map(same_bits, found, run(call)))
     assert len(codes) == 1 + trains
     for code in codes:

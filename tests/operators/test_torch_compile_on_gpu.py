@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +19,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
+def _nothing_counted(fresh_dynamo: None) -> None:
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def rows(m: int, n: int = N, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

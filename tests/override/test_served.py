@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,7 @@ from normforge.override.served import OPERATORS
 from normforge.override.switch import Switch, TorchOverride
 from proving.cases import EPS, LAYOUTS
 
-from ..calling import each_device, printed
+from ..calling import captured, each_device, printed
 from ..conformance.test_opinfo import TOLERANCE as OF_SAMPLES
 from ..conformance.test_opinfo import called, in_fp64
 from ..nn.test_transforms import TRANSFORMS, Call, M, N, Transform, leaf
@@ -278,15 +279,13 @@ def test_a_captured_graph(norm: str, ran: list[str]) -> None:
     """What was called before is captured; what was not is torch's kernel in the graph."""
     for n, warm in ((1024, True), (1032, False)):
         x = torch.randn(8, n, device="cuda")
-        expected = normalised(norm, x, (n,), None, None)
-        ran.clear()
+        call = partial(normalised, norm, x, (n,), None, None)
+        expected = call()
         with override("cuda"):
             if warm:
-                normalised(norm, x, (n,), None, None)
+                call()
             ran.clear()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                actual = normalised(norm, x, (n,), None, None)
+            graph, actual = captured(call)
             assert ran == (SERVED[norm][:1] if warm else [])
         graph.replay()
         alike(actual, expected)

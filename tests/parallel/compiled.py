@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import normforge
 from normforge.parallel import split_layer_norm, split_rms_norm
 
+from ..calling import pieces
 from .ranks import Cases
 from .sharded import N, communicates, mesh, placed, same
 
@@ -28,20 +29,17 @@ def compiled_norms() -> None:
             whole = [torch.randn(2, 6, N) for _ in range(count)]
             parts = [placed(each.requires_grad_(), Shard(1)) for each in whole]
             compiled = torch.compile(module, fullgraph=True, backend=backend)
-            found, expected = compiled(*parts), module(*parts)
-            for one, other in zip(_several(found), _several(expected), strict=True):
+            found: Any = pieces(compiled(*parts))
+            expected: Any = pieces(module(*parts))
+            for one, other in zip(found, expected, strict=True):
                 same(one, other.full_tensor(), Shard(1))
             leaves = [*parts, *module.parameters()]
             dys = [placed(torch.randn(2, 6, N), Shard(1)) for _ in range(count)]
             with communicates():
-                gradients = torch.autograd.grad(_several(found), leaves, dys)
-            theirs: Any = torch.autograd.grad(_several(expected), leaves, dys)
+                gradients = torch.autograd.grad(found, leaves, dys)
+            theirs: Any = torch.autograd.grad(expected, leaves, dys)
             for gradient, leaf, their in zip(gradients, leaves, theirs, strict=True):
                 same(gradient, their.full_tensor(), Shard(1) if leaf.dim() > 1 else Partial())
-
-
-def _several(outputs: Any) -> list[Any]:
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 @CASES.case

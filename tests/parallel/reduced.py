@@ -6,13 +6,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,15 +61,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@contextmanager
-def in_two_steps(yes: bool) -> Iterator[None]:
+def in_two_steps(yes: bool) -> AbstractContextManager[object]:
     """Have each rank add up a share of the rows, or all of them."""
-    before = all_reduce._ONE_SHOT_BYTES
-    all_reduce._ONE_SHOT_BYTES = {} if yes else dict.fromkeys(range(1, 9), float("inf"))
-    try:
-        yield
-    finally:
-        all_reduce._ONE_SHOT_BYTES = before
+    most: dict[int, float] = {} if yes else dict.fromkeys(range(1, 9), float("inf"))
+    return mock.patch.object(all_reduce, "_ONE_SHOT_BYTES", most)
 
 
 QUANTISED: tuple[dict[str, Any], ...] = (
@@ -96,14 +91,10 @@ def rows_are_kept_until_a_slow_rank_reads_them() -> None:
         time.sleep(0.1)
         return receive(*arguments)
 
-    if dist.get_rank() == last:
-        peers.receive = read_late
-    try:
+    with mock.patch.object(peers, "receive", read_late if dist.get_rank() == last else receive):
         xs = torch.randn(4, 1, 64)
         for found, x in zip([kernel(x, torch.zeros(1, 64)).residual_out for x in xs], xs, strict=True):
             assert torch.equal(found, summed(x, None))
-    finally:
-        peers.receive = receive
 
 
 @CASES.case
@@ -125,14 +116,12 @@ def every_form_is_that_of_the_sum() -> None:
         assert (found.residual_out is None) is (added is None)
         if added is not None:
             assert torch.equal(found.residual_out, total)
-        function = getattr(normforge, f"{'quantised_' if options else ''}{norm}_norm")
-        shape = () if options else ((N,),)
-        expected = function(total, *shape, weight, eps=1e-5 if norm == "layer" else 1e-6, **own, **given)
-        close(found.y, expected.y if options else expected)
+        expected = normalised(norm, total, weight, given, **own)
+        close(found.y, expected.y)
         for each in (found.y, found.y_scale, found.unquantised):
             if each is not None:
                 assert all(torch.equal(bits(each), other) for other in gathered(bits(each)))
-        if options and expected.y_scale is not None:
+        if expected.y_scale is not None:
             close(found.y_scale, expected.y_scale)
 
 
@@ -177,12 +166,12 @@ def shares_of_rows_are_scattered_and_gathered() -> None:
     refused("ranks share equally", partial(kernel, x[1:], collective="reduce_scatter"), errors.ShapeError)
 
 
-def normalised(norm: str, total: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> Any:
+def normalised(norm: str, total: torch.Tensor, weight: torch.Tensor, options: dict[str, Any], **own: Any) -> Any:
     """The norm of rows by one rank alone."""
-    eps = 1e-5 if norm == "layer" else 1e-6
+    own["eps"] = 1e-5 if norm == "layer" else 1e-6
     if options:
-        return getattr(normforge, f"quantised_{norm}_norm")(total, weight, eps=eps, **options)
-    y = getattr(normforge, f"{norm}_norm")(total, (N,), weight, eps=eps)
+        return getattr(normforge, f"quantised_{norm}_norm")(total, weight, **own, **options)
+    y = getattr(normforge, f"{norm}_norm")(total, (N,), weight, **own)
     return normforge.QuantisedOutput(y, None, None, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,21 +69,13 @@ def a_llama_patched_within_ddp() -> None:
     agree(wrap)
 
 
-def fsdp1(model: Llama, *, keeps_parameters: bool) -> torch.nn.Module:
-    """Wrap each layer, and the model."""
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Layer}),
-        use_orig_params=keeps_parameters,
-        device_id=torch.device("cpu"),
-    )
-
-
 @CASES.case
 def a_patched_llama_under_fsdp1() -> None:
     """Weights are views of one flat parameter, or parameters that keep their names and are views while a layer runs."""
+    # Each layer is wrapped, and the model.
+    told: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Layer}), "device_id": torch.device("cpu")}
     for keeps_parameters in (False, True):
-        agree(partial(fsdp1, keeps_parameters=keeps_parameters))
+        agree(partial(FullyShardedDataParallel, use_orig_params=keeps_parameters, **told))
 
 
 @CASES.case

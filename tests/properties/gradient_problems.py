@@ -16,18 +16,7 @@ from proving.cases import AXES, IMAGES, LAYOUTS, Case, Tensors, arriving_at, axe
 from ..calling import BACKWARD, BACKWARD_ORACLE, ORACLE
 from . import oracle
 from .memory import Memory, row_strides
-from .problems import (
-    CASTS,
-    FLOATS,
-    MOST_ELEMENTS,
-    ROWS,
-    VECTORS,
-    Choose,
-    Kind,
-    Made,
-    Options,
-    draw_leading,
-)
+from .problems import CASTS, FLOATS, MOST_ELEMENTS, ROWS, VECTORS, Choose, Kind, Made, Options, draw_leading
 
 
 def _some(*names: str) -> list[tuple[str, ...]]:

@@ -151,11 +151,7 @@ def compile_ahead(kinds: Pool, device: torch.device) -> None:
         PROBLEMS[what].draw(choose, kind, (leading,)) for what in kinds for kind in kinds[what] for leading in _CLASSES
     ]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        wait([threads.submit(_run, problem, device) for problem in problems])
-
-
-def _run(problem: Any, device: torch.device) -> None:
-    problem.made(device).run()
+        wait([threads.submit(lambda each: each.made(device).run(), problem) for problem in problems])
 
 
 def kind_for(choose: Choose, device: str, what: str = "calls") -> Kind:

@@ -23,7 +23,13 @@ from normforge.selection.table import FORMAT
 from ..calling import check, printed, table_at
 from ..folders import PLAIN, RMS, instance, write
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = pytest.mark.usefixtures("_strict")
+
+
+@pytest.fixture
+def _strict(fresh_table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh table beside which nothing is generated: what a table does not hold is missing."""
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
 
 
 def names() -> list[str]:

@@ -28,7 +28,6 @@ from normforge.codegen.tiling import ladder_of
 from normforge.errors import CacheError, MissingInstanceError, RecordError, SettingError
 from normforge.selection import dispatch, on_demand, recording
 from normforge.tools.cli import main
-from normforge.tools.cli import main as normforge_command
 
 from ..calling import check, each_norm, each_pipeline, in_threads, printed, printed_at_once, python
 from ..folders import PLAIN, RMS, instance, write
@@ -346,7 +345,7 @@ def of_two(tmp_path: Path) -> list[Path]:
 
 
 def merged(out: Path, *paths: Path) -> int:
-    return normforge_command(["merge", "--out", str(out), *map(str, paths)])
+    return main(["merge", "--out", str(out), *map(str, paths)])
 
 
 def test_recordings_are_merged(of_two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,15 +385,10 @@ groups:
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    manifest, folder = tmp_path / "mine.yaml", tmp_path / "kernels"
-    manifest.write_text(MANIFEST)
-    assert main(["generate", "--manifest", str(manifest), "--out", str(folder)]) == 0
-    return folder
-
-
-def test_a_manifests_kernels_serve_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifests_kernels_serve_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = tmp_path / "mine.yaml", tmp_path / "kernels"
+    path.write_text(MANIFEST)
+    assert main(["generate", "--manifest", str(path), "--out", str(folder)]) == 0
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
     normforge.load_instances(folder)
     assert {"gn_fwd_fp32_n64", "gn_bwd_fp32_silu_nbig"} <= {entry.name for entry in normforge.instances()}

@@ -34,11 +34,19 @@ _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 SMALL = ("run", "-m=3", "-n=48")
 
 
+# From what a call returns, and what `out` and `residual_out` held before.
+Spoil = Callable[..., LayerNormOutput]
+
+
 @pytest.fixture
-def replace_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def replace_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Put another kernel call in LayerNorm's place; the reference stays."""
 
-    def replace(forward: Callable[..., LayerNormOutput]) -> None:
+    def replace(spoil: Spoil) -> None:
+        def forward(*args: Any, out: torch.Tensor, residual_out: torch.Tensor | None = None, **keywords: Any) -> Any:
+            before = out.clone(), None if residual_out is None else residual_out.clone()
+            return spoil(normforge.layernorm2d_fwd(*args, out=out, residual_out=residual_out, **keywords), *before)
+
         monkeypatch.setitem(checked_run._FORWARD, Norm.LAYER, (forward, normforge.reference.layernorm2d_fwd))
 
     return replace
@@ -124,13 +132,9 @@ def test_without_validation_nothing_is_claimed(capsys: pytest.CaptureFixture[str
 
 
 def test_a_mismatch_exits_1_and_names_the_output(
-    replace_forward: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    replace_forward: Callable[[Spoil], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def off_by_a_tenth(*args: Any, **keywords: Any) -> LayerNormOutput:
-        result = normforge.layernorm2d_fwd(*args, **keywords)
-        return result._replace(rstd=there(result.rstd) * 1.1)
-
-    replace_forward(off_by_a_tenth)
+    replace_forward(lambda result, *_: result._replace(rstd=there(result.rstd) * 1.1))
     assert status(*SMALL, "-save_mv=1") == 1
     assert "no: rstd differ from the reference" in capsys.readouterr().out
     assert status(*SMALL, "-save_mv=1", "-json") == 1
@@ -138,24 +142,20 @@ def test_a_mismatch_exits_1_and_names_the_output(
 
 
 @pytest.mark.parametrize("argv", ["", "-prec_o fp32", "-fquant 2", "-fquant 2 -prec_o fp8", "-fadd 1"])
-def test_an_output_left_unwritten_is_a_mismatch(argv: str, replace_forward: Callable[..., None]) -> None:
-    def lazy(*args: Any, out: torch.Tensor, residual_out: torch.Tensor | None = None, **keywords: Any) -> Any:
-        untouched = out.clone()
-        stored = None if residual_out is None else residual_out.clone()
-        result = normforge.layernorm2d_fwd(*args, out=out, residual_out=residual_out, **keywords)
-        # One output a time is left alone: the sum where there is one.
-        return result._replace(y=untouched) if stored is None else result._replace(residual_out=stored)
-
-    replace_forward(lazy)
+def test_an_output_left_unwritten_is_a_mismatch(argv: str, replace_forward: Callable[[Spoil], None]) -> None:
+    """One output a time is left alone: the sum where there is one."""
+    replace_forward(
+        lambda result, y, total: result._replace(**({"y": y} if total is None else {"residual_out": total}))
+    )
     assert status(*SMALL, *argv.split()) == 1
 
 
-def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(replace_forward: Callable[..., None]) -> None:
-    def skips_zeros(*args: Any, out: torch.Tensor, **keywords: Any) -> LayerNormOutput:
-        untouched = out.clone()
-        result = normforge.layernorm2d_fwd(*args, out=out, **keywords)
+def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(
+    replace_forward: Callable[[Spoil], None],
+) -> None:
+    def skips_zeros(result: LayerNormOutput, y: torch.Tensor, _: None) -> LayerNormOutput:
         assert (result.y == 0).any()
-        return result._replace(y=torch.where(result.y == 0, untouched, result.y))
+        return result._replace(y=torch.where(result.y == 0, y, result.y))
 
     replace_forward(skips_zeros)
     assert status("run", "-m", "16", "-n", "64", "-fquant", "2") == 1
@@ -204,12 +204,10 @@ def test_demo_agrees_with_the_reference(capsys: pytest.CaptureFixture[str]) -> N
     assert "GB/s" not in printed
 
 
-def test_demo_fails_with_its_kernels(replace_forward: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    def shifted(*args: Any, **keywords: Any) -> LayerNormOutput:
-        result = normforge.layernorm2d_fwd(*args, **keywords)
-        return result._replace(y=result.y + 1)
-
-    replace_forward(shifted)
+def test_demo_fails_with_its_kernels(
+    replace_forward: Callable[[Spoil], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_forward(lambda result, *_: result._replace(y=result.y + 1))
     assert status("demo") == 1
     assert "FAIL: y" in capsys.readouterr().out
 

@@ -57,12 +57,10 @@ class GroupNormSequential(Replacing, torch.nn.Sequential):
     def forward(self, input: Any) -> Any:
         """Call the modules in turn."""
         modules: list[Any] = list(self)
-        skips = False
-        for module, behind in zip(modules, [*modules[1:], None], strict=True):
-            if skips:
-                skips = False
-            elif behind is not None and _are_one(module, behind) and _is_taken(input, module):
-                skips = True
+        while modules:
+            module = modules.pop(0)
+            if modules and _are_one(module, modules[0]) and _is_taken(input, module):
+                modules.pop(0)
                 input = group_norm(input, module.num_groups, module.weight, module.bias, module.eps, activation="silu")
             else:
                 input = module(input)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import compress
 from operator import index, itemgetter
 from typing import Any
 
@@ -21,8 +20,8 @@ from ...calls.native import is_last
 from ...calls.plan import Key, Plan, PlannedCall, Sized, addresses_of, make_of, plan_of, remember
 from ...calls.record import (
     BackwardPass,
+    Gradients,
     Launched,
-    Learnt,
     Recording,
     arrived_in_memory,
     record,
@@ -41,7 +40,7 @@ from ...selection import dispatch
 from ...selection.invariance import is_on
 from ...upstream.torch_internals import eager_only, is_sharded
 from .. import eager
-from ..operands import DEFAULT_EPS, GroupArrived, GroupNormGradients, GroupOperands, GroupOptions, Operands, Options
+from ..operands import DEFAULT_EPS, GroupOperands, GroupOptions, Operands, Options
 from ..plain_calls import by_parts, checked, handed_on, is_handed_on
 from ..plain_calls import normalise as normalise_rows
 
@@ -199,36 +198,31 @@ def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: 
 
 
 @eager_only
-def launched_backward(
-    arrived: GroupArrived, due: Sequence[bool] = (), learnt: Learnt | None = None
-) -> GroupNormGradients:
-    """Compute the gradients in `wants` by kernels; dy is copied unless its layout is x's.
+def launched_backward(call: BackwardPass) -> Gradients:
+    """Compute the gradients that are due by kernels; dy is copied unless its layout is x's.
 
-    Args:
-        arrived: the call.
-        due: which operands have a gradient that is asked for, as a look-up takes them.
-        learnt: the key and tensors of a look-up, by which calls like this one become known; None has them stay unknown.
+    The statistics of each group are one tensor, (2, samples, groups), fp32.
     """
-    gradient, x, weight, bias, statistics, options, wants = arrived
+    gradient: Any = call.dy
+    (x, weight, bias, statistics), (options, *_), due = call.saved, call.args, call.due
     require_device(x)
     plans = dispatch.plans
     x, weight, bias = _readable(x, weight, bias)
     dy = _aligned(_with_channels(gradient, last=are_channels_last(x)).resolve_neg())
-    call = BackwardPass((), _args(options, weight, bias), dy, None, tuple(due), learnt=learnt)
-    learnt, known = looked_up_again("group_gradients", call)
+    learnt, known = looked_up_again("group_gradients", call._replace(dy=dy))
     if known is not None:
-        return GroupNormGradients(*known)
-    vectors = {"dweight": weight, "dbias": bias}
-    summed = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
+        return known
+    gradients = {"dx": x, "dweight": weight, "dbias": bias}
+    wanted = {
+        name: own for (name, own), is_due in zip(gradients.items(), due, strict=True) if is_due and own is not None
+    }
     if not x.numel():
-        zeros = {name: torch.zeros_like(vector) for name, vector in summed.items()}
-        dx = torch.empty_like(x) if "dx" in wants else None
-        return GroupNormGradients(dx, zeros.get("dweight"), zeros.get("dbias"))
+        return [torch.zeros_like(wanted[name]) if name in wanted else None for name in gradients]
     # A hook of saved tensors may bring the statistics back at any address.
     tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias, "mean": statistics}
-    dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
+    dtypes = {"dx": x.dtype, **{name: own.dtype for name, own in wanted.items()}}
     # Kernels write dx whether a call wants dx or not.
-    order = itemgetter(0 if "dx" in wants else 3, 1, 2)
+    order = itemgetter(0 if due[0] else 3, 1, 2)
     plan = _plan(Direction.BACKWARD, tensors, options, dtypes)
     ready = Ready(plan, _INPUTS, order, _sized_by(plan, x, options.num_groups))
     launched = (dy, None, x, weight, bias, statistics)
@@ -236,11 +230,11 @@ def launched_backward(
     outputs = ready.run(launched, addresses)
     assert outputs is not None
     if learnt is not None:
-        key, own = learnt
+        key, arrived = learnt
         # No call is known whose kernels read copies.
-        if addresses == addresses_of(own):
-            remember(plans, key, own, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
-    return GroupNormGradients(*outputs)
+        if addresses == addresses_of(arrived):
+            remember(plans, key, arrived, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
+    return outputs
 
 
 def normalise_checked(operands: GroupOperands, options: GroupOptions, key_args: KeyArgs) -> torch.Tensor:
@@ -268,28 +262,22 @@ def normalise_checked(operands: GroupOperands, options: GroupOptions, key_args: 
     return y
 
 
-def _args(options: GroupOptions, weight: _Vector, bias: _Vector) -> tuple[GroupOptions, bool, bool]:
-    """Return what backward calls are known by besides their tensors: the options, and which vectors there are."""
-    return options, weight is None, bias is None
-
-
 def _launch_recorded(call: tuple[GroupOptions, Recorded | None], operands: GroupOperands) -> Launched:
     options, recorded = call
     if recorded is None:
         y, statistics = operator(NAME)(*operands, *options, True)
         recorded = y, None, statistics, is_on()
     y, _, statistics, is_invariant = recorded
-    return y, None, (*operands, statistics), _args(options, *operands[1:]), is_invariant
+    # Backward calls are known by the options, and by which vectors there are.
+    args = options, *[vector is None for vector in operands[1:]]
+    return y, None, (*operands, statistics), args, is_invariant
 
 
-def _gradients(call: BackwardPass) -> Sequence[torch.Tensor | None]:
-    dy: Any = call.dy
-    x, weight, bias, statistics = call.saved
-    wants = list(compress(GroupNormGradients._fields, call.due))
-    arrived = GroupArrived(dy, x, weight, bias, statistics, call.args[0], wants)
-    if call.by_formula or not arrived_in_memory((dy,)):
-        return eager.group_gradients(arrived)
-    return launched_backward(arrived, call.due, call.learnt)
+def _gradients(call: BackwardPass) -> Gradients:
+    if call.by_formula or not arrived_in_memory((call.dy,)):
+        return eager.group_gradients(call)
+    gradients: Gradients = launched_backward(call)
+    return gradients
 
 
 _RECORDING = Recording(_launch_recorded, _gradients, "group_gradients")

@@ -39,19 +39,18 @@ def test_variants_share_parameters_and_nothing_else(monkeypatch: pytest.MonkeyPa
 
 def test_names_set_in_a_models_module_are_there_for_that_variant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Liger's functions set the rotary embedding of every model of a family."""
-    home = steps
-    monkeypatch.setattr(nn.Sequential, "__module__", home.__name__)
-    before = home.LOGITS
+    monkeypatch.setattr(nn.Sequential, "__module__", steps.__name__)
+    before = steps.LOGITS
 
     def change(model: Any) -> None:
-        home.LOGITS = "others"
+        steps.LOGITS = "others"
 
     add_variant(monkeypatch, "global", change)
     varied = vary(make(TOY, TOY.tiny, CPU, torch.bfloat16), TOY, VARIANTS["global"])
-    assert before == home.LOGITS
+    assert before == steps.LOGITS
     with varied.within():
-        assert home.LOGITS == "others"
-    assert before == home.LOGITS
+        assert steps.LOGITS == "others"
+    assert before == steps.LOGITS
 
 
 @THOROUGH

@@ -7,6 +7,23 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """The tensor-parallel group: all processes that there are."""
+
+    def __init__(self) -> None:
+        self.device_group = dist.group.WORLD
+        self.world_size = dist.get_world_size()
+
+
+def all_reduced(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tensor-parallel ranks."""
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:

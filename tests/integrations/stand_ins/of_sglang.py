@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
-from . import install
+from . import Group, all_reduced, install
 
 LAYERS = "sglang.srt.layers.layernorm"
 
@@ -158,20 +157,10 @@ def modules() -> dict[str, dict[str, Any]]:
     }
 
 
-class Group:
-    """The tensor-parallel group: all processes that there are."""
-
-    def __init__(self) -> None:
-        self.device_group = dist.group.WORLD
-        self.world_size = dist.get_world_size()
-
-
 def _apart(
     norm: Any, x: Any, residual: Any = None, post_residual_addition: Any = None, use_attn_tp_group: bool = True
 ) -> Any:
-    total = x.clone()
-    dist.all_reduce(total)
-    return norm(total, residual, post_residual_addition)
+    return norm(all_reduced(x), residual, post_residual_addition)
 
 
 def executed(trainer: str | None = None) -> Any:

@@ -76,8 +76,8 @@ def _apply(registry: dict[str, Any], asked: OverrideConfig, root: Any) -> None:
                 setattr(root, each.name, factory(getattr(root, each.name)))
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool = False) -> dict[str, Any]:
-    """Have these be TorchTitan, of a release whose overrides have names or not; returns what is registered."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool) -> None:
+    """Have these be TorchTitan, of a release whose overrides have names or not."""
     registry: dict[str, Any] = {}
 
     def override(*, target: type, description: str = "", exact: bool = False) -> Any:
@@ -112,4 +112,3 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, names: bool = False) -> dict[st
             },
         },
     )
-    return registry

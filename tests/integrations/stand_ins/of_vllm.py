@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.library import infer_schema
 from torch.nn import functional
 
-from . import install
+from . import Group, all_reduced, install
 
 LAYERS = "vllm.model_executor.layers.layernorm"
 CUSTOM = "vllm.model_executor.custom_op"
@@ -30,8 +29,6 @@ QUANTISER = "vllm.model_executor.layers.quantization.input_quant_fp8"
 DEEP_GEMM = "vllm.utils.deep_gemm"
 MXFP8 = "vllm.model_executor.layers.quantization.utils.mxfp8_utils"
 NVFP4 = "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
-
-RESERVED = ("native", "unfused")
 
 
 class Impl(NamedTuple):
@@ -60,7 +57,7 @@ class Op:
         supports_args: Callable[..., bool] | None = None,
         inplace: bool = False,
     ) -> Callable[[Callable[..., Any]], Impl]:
-        assert provider not in RESERVED
+        assert provider not in ("native", "unfused")
 
         def register(function: Callable[..., Any]) -> Impl:
             assert provider not in self.impls
@@ -241,15 +238,14 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             return self.forward_cuda(*arguments, **named)
 
         @classmethod
-        def register_oot(cls, op_cls: type | None = None, name: str | None = None) -> Any:
+        def register_oot(cls, *, name: str) -> Any:
             def register(op_cls: Any) -> Any:
-                registered = name if name is not None else cls.__name__
-                assert registered not in swapped
-                op_cls.name = registered
-                swapped[registered] = op_cls
+                assert name not in swapped
+                op_cls.name = name
+                swapped[name] = op_cls
                 return op_cls
 
-            return register if op_cls is None else register(op_cls)
+            return register
 
     class RMSNorm(CustomOp):
         name = "rms_norm"
@@ -301,21 +297,6 @@ def _norms() -> tuple[dict[str, Any], dict[str, type]]:
             return functional.layer_norm(x.to(wide), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
 
     return {each.__name__: each for each in (CustomOp, RMSNorm, GemmaRMSNorm, LayerNorm)}, swapped
-
-
-class Group:
-    """The tensor-parallel group: all processes that there are."""
-
-    def __init__(self) -> None:
-        self.device_group = dist.group.WORLD
-        self.world_size = dist.get_world_size()
-
-
-def all_reduced(x: Tensor) -> Tensor:
-    """The sum over the tensor-parallel ranks."""
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
 
 
 class Platform:
