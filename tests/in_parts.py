@@ -14,6 +14,7 @@ import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,11 +68,17 @@ class Parts:
         self._deadline = float(os.environ.get(_DEADLINE, "inf")) if config.option.minutes is not None else float("inf")
         self._here = {} if self._file is None else environment()
         try:
-            self._passed = frozenset[str](parts.read(self._file, self._here)[0])
+            sent = getattr(config, "workerinput", {}).get("passed")
+            self._passed = frozenset[str](parts.read(self._file, self._here)[0] if sent is None else sent)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from error
         # Passed so far, of the phases of one test: a failed teardown is a failure too.
         self._is_passing: dict[str, bool] = {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker what passed before the run began: one in place of another must collect the same tests."""
+        node.workerinput["passed"] = sorted(self._passed)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

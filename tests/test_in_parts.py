@@ -77,3 +77,11 @@ def test_parts_leave_out_what_passed_and_fail_while_tests_are_left(
     status, said = run(folder, repository, "--resume", "part.txt")
     assert status == 0
     assert "3 passed in earlier parts" in said
+
+
+@THOROUGH
+def test_a_worker_that_dies_is_replaced(folder: Path, repository: Path) -> None:
+    """By one that collects the same tests, whatever has passed since the run began."""
+    (folder / "test_then.py").write_text("import os\ndef test_dies():\n    os._exit(1)\ndef test_last():\n    pass\n")
+    _, said = run(folder, repository, "--resume", "part.txt", "-n", "1")
+    assert "2 failed, 3 passed, 1 error" in said

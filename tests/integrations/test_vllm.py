@@ -213,7 +213,6 @@ def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -
 
     with torch.inference_mode():
         expected = by("native", run)
-        assert ran == []
         by("normforge", run)
         graph, found = by("normforge", lambda: captured(run))
         graph.replay()
