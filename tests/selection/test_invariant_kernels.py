@@ -56,7 +56,8 @@ def test_any_mode_has_one_kernel_for_every_m_and_place(arch: str) -> None:
     legal = [mode for mode in legal_modes() if not mode.reduce.exchanges]
     shared = [mode for mode in legal if mode.shares or mode.modulated or mode.gating.gates]
     backward = [mode for mode in shared if mode.is_backward]
-    served = [mode for mode in legal if mode.serves]
+    # Backward passes that round rows first are for a dy of 16 bits, and are listed with its type alone.
+    served = [mode for mode in legal if mode.serves and not (mode.is_backward and mode.cast.comes_first)]
     own = [Mode.from_name(name) for name in COMMITTED]
     for modes, many in ((own, 8), (shared, 4), (backward, 2), (served, 4)):
         for mode in pick.sample(modes, many):
