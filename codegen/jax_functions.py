@@ -214,7 +214,7 @@ _STATISTICS = FunctionalFunctions(
         )
         for norm in _NORMS
     },
-    returns=("rstd, behind the mean if the norm subtracts one: float32, x's shape without the last dimension.",),
+    returns=("mean and rstd, or rstd alone for an RMSNorm: float32, x's shape without the last dimension.",),
     raises=_RAISES,
 )
 

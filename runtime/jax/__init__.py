@@ -9,7 +9,7 @@ from ..upstream.jaxlib_triton import RANGE
 
 try:
     from .calls import Quantised as Quantised
-    from .functions import *  # noqa: F403 - its __all__ is what the rows say
+    from .functions import *  # noqa: F403 - the table of functions writes its __all__
     from .several import rms_norms as rms_norms
 except ImportError as error:
     if isinstance(error, JaxError):

@@ -514,7 +514,7 @@ def layer_statistics(
         eps: added to the variance; a number, and no array that is traced.
 
     Returns:
-        rstd, behind the mean if the norm subtracts one: float32, x's shape without the last dimension.
+        mean and rstd, or rstd alone for an RMSNorm: float32, x's shape without the last dimension.
 
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
@@ -541,7 +541,7 @@ def rms_statistics(
         eps: added to the mean square; a number, and no array that is traced.
 
     Returns:
-        rstd, behind the mean if the norm subtracts one: float32, x's shape without the last dimension.
+        mean and rstd, or rstd alone for an RMSNorm: float32, x's shape without the last dimension.
 
     Raises:
         ShapeError: x has no columns, or another array another shape than described here.
