@@ -97,7 +97,7 @@ def difference(expected: Sequence[Any], actual: Sequence[Any]) -> dict[str, str]
     """Say how many prompts have equal answers, and how near two different tokens were at most.
 
     The margin is what the log-probability of an expected token is above that of the token in its place, by the expected
-    answer, at the first difference of a prompt; inf if the latter is not the second likeliest.
+    answer, at the first difference of a prompt; inf if the latter is not among the likeliest twenty.
     """
     margins = []
     for (tokens, likeliest), (others, _) in zip(expected, actual, strict=True):
@@ -139,7 +139,7 @@ def summary(table: Table) -> str:
         [
             row["model"],
             *("/".join(row[name + of] or "-" for of in ("", "_gpu", "_norms")) for name in TIMED),
-            row["equal"],
+            f"{row['equal']} ({row['margin']})",
         ]
         for row in table.rows
     ]

@@ -78,9 +78,9 @@ def answer(rows: int, prompt: int, tokens: int) -> list[tuple[list[int], list[di
     """Continue random prompts with the likeliest tokens.
 
     Returns:
-        The tokens of each prompt, and for each token the likeliest two with their log-probabilities.
+        The tokens of each prompt, and for each token the likeliest twenty with their log-probabilities.
     """
-    outputs = [output.outputs[0] for output in _generate(rows, prompt, tokens, logprobs=2)]
+    outputs = [output.outputs[0] for output in _generate(rows, prompt, tokens, logprobs=20)]
     likeliest = [[{word: one.logprob for word, one in place.items()} for place in each.logprobs] for each in outputs]
     return [(list(each.token_ids), words) for each, words in zip(outputs, likeliest, strict=True)]
 
