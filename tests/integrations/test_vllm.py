@@ -198,7 +198,7 @@ def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", ["own"], indirect=True)
 def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -> None:
-    """Beside vLLM's formula: its kernels normalise the rounded sum."""
+    """Beside vLLM's formula, of the rounded sum: its formula of an add takes the sum before it is rounded."""
     ops = importlib.import_module("vllm.ir").ops
     x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
     norm = layers.RMSNorm(4096, dtype=x.dtype).to(x)
@@ -212,7 +212,8 @@ def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -
             return call()
 
     with torch.inference_mode():
-        expected = by("native", run)
+        y, _, total = by("native", run)
+        expected = y, by("native", lambda: norm(total)), total
         by("normforge", run)
         graph, found = by("normforge", lambda: captured(run))
         graph.replay()
