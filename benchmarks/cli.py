@@ -105,8 +105,9 @@ def _add_measuring(verbs: Verbs) -> None:
     reduced.add_argument("--soak", type=float, metavar="MINUTES", help="compare sums of random calls, and time nothing")
     reduced.set_defaults(verb="reduced:reduced")
 
-    both = verbs.add_parser("both-ways", help="time norms quantised along rows and columns, on a GPU")
+    both = verbs.add_parser("both-ways", help="time norms and gradients quantised along rows and columns, on a GPU")
     _write_to(both, "-both-ways")
+    _choose_cells(both)
     both.add_argument("--rows", type=int, help="no more rows and columns than this, to try the benchmark out")
     both.set_defaults(verb="both_ways:both_ways")
 
@@ -219,7 +220,11 @@ def _choose(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> Non
         metavar="SUITE",
         help=f"{', '.join(SUITES)}; default: {' '.join(default) or 'all'}",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")
+    _choose_cells(parser)
     parser.add_argument(
         "--seed", type=int, help="what the cells of the suite sweep are drawn by, any integer; default: 0"
     )
+
+
+def _choose_cells(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")
