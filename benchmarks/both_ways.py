@@ -1,4 +1,4 @@
-"""Norms quantised along rows and along columns, beside a copy of as many bytes, and a norm with a cast behind it.
+"""Norms and gradients quantised along rows and along columns, beside a copy of as many bytes, and casts behind either.
 
 The block of `examples/fp8_block.py` is timed forward and backward: with one kernel, with a norm and a cast, in bf16.
 """
@@ -6,23 +6,23 @@ The block of `examples/fp8_block.py` is timed forward and backward: with one ker
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import normforge
 
 from .cells import Method
-from .chosen import RESULTS
+from .chosen import RESULTS, matching
 from .environment import describe, folder_name, machine_here
-from .results import save_rows
-from .timing import measure, summarise
+from .errors import UsageError
+from .results import write
+from .timing import Call, measure, summarise
 
 SUITE = "both-ways"
 
@@ -31,27 +31,24 @@ _FORMS: dict[str, dict[str, Any]] = {
     "fp8": _E4M3 | {"group_size": 128},
     "mxfp8": _E4M3 | {"group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
 }
+# The columns of a table that are times over normforge's.
+_RATIOS = {"share": "copy", "ratio": "casts"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """Microseconds of a call, of rows alone, of a copy and of a norm and a compiled cast; and the copy's share."""
+class Cell(NamedTuple):
+    """A call that is timed by the ways that `_WAYS` has under `way`, and its sizes."""
 
+    way: str
     form: str
     norm: str
     add: bool
     m: int
     n: int
-    normforge: float
-    rows_alone: float
-    copy: float
-    norm_and_cast: float
-    share: float
 
-
-def _cast(y: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Quantise y by groups of columns, and its transpose by groups of rows."""
-    return *_quantise(y, size), *_quantise(y.t(), size)
+    @property
+    def id(self) -> str:
+        """Return the cell's name."""
+        return "-".join([self.way, self.form, self.norm, *["add"] * self.add, f"{self.m}x{self.n}"])
 
 
 def _quantise(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,19 +59,56 @@ def _quantise(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     return (groups / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2).contiguous(), scale
 
 
-@dataclass(frozen=True)
-class Step:
-    """Microseconds of the block's step in fp8, with casts apart and in bf16, and the time with casts in that in fp8."""
-
-    m: int
-    n: int
-    normforge: float
-    casts: float
-    bf16: float
-    ratio: float
+@cache
+def _cast(size: int, *_: int) -> Callable[[torch.Tensor], Any]:
+    """Compile, for one shape, a cast to groups of columns, and of the transpose to groups of rows."""
+    # Otherwise the shapes before count, and the last ones are not compiled.
+    torch.compiler.reset()
+    return torch.compile(lambda y: (*_quantise(y, size), *_quantise(y.t(), size)), dynamic=False)
 
 
-def _time_step(m: int, n: int, device: torch.device) -> Step:
+def _copy(x: torch.Tensor, size: int) -> Call:
+    """Return a copy that reads `size` bytes per element of x, and writes as many."""
+    source, target = torch.empty(2, x.numel() * size, dtype=torch.uint8, device=x.device)
+    return partial(target.copy_, source)
+
+
+def _forward(cell: Cell, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Mapping[str, Call]:
+    """Time rows alone as well."""
+    given: dict[str, Any] = {"residual": residual} if cell.add else {}
+    ours = partial(getattr(normforge, f"quantised_{cell.norm}_norm"), x, weight, **given, **_FORMS[cell.form])
+    norm = getattr(normforge, f"{cell.norm}norm2d_fwd")
+    plain = partial(norm, x, weight, **given, fadd="pre_add_store" if cell.add else "none")
+    cast = _cast(_FORMS[cell.form]["group_size"], *x.shape)
+    return {
+        "normforge": ours,
+        "rows_alone": partial(ours, columnwise="none"),
+        "copy": _copy(x, 4 if cell.add else 2),
+        "casts": lambda: cast(plain().y),
+    }
+
+
+def _backward(cell: Cell, x: torch.Tensor, dresidual: torch.Tensor, weight: torch.Tensor) -> Mapping[str, Call]:
+    """Time dx alone as well, in 16 bits, of a dy in 16 bits and of one in fp8 with scales of groups."""
+    name, form, dy = f"{cell.norm}norm2d", _FORMS[cell.form], torch.randn_like(x)
+    saved = getattr(normforge, f"{name}_fwd")(x, weight, save_mv=True)
+    given = {"x": x, "weight": weight, "rstd": saved.rstd}
+    given |= {"mean": saved.mean} if cell.norm == "layer" else {}
+    given |= {"dresidual_out": dresidual} if cell.add else {}
+    plain = partial(getattr(normforge, f"{name}_bwd"), **given, wants=("dx", "dweight"))
+    narrow, scale = _quantise(dy, form["group_size"])
+    scale = scale.to(torch.float8_e8m0fnu) if cell.form == "mxfp8" else scale
+    cast = _cast(form["group_size"], *x.shape)
+    return {
+        "normforge": partial(getattr(normforge, f"quantised_{name}_bwd"), dy, **given, **form, wants=("dweight",)),
+        "dx_alone": partial(plain, dy),
+        "dx_of_fp8_dy": partial(plain, narrow, dy_scale=scale),
+        "copy": _copy(x, 5 if cell.add else 4),
+        "casts": lambda: cast(plain(dy).dx),
+    }
+
+
+def _step(_: Cell, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Mapping[str, Call]:
     """Time the example's block, whose casts of gradients and of the projection are compiled for every way."""
     block: Any = import_module("examples.fp8_block")
     block.quantise = torch.compile(block.quantise, dynamic=False)
@@ -85,48 +119,42 @@ def _time_step(m: int, n: int, device: torch.device) -> Step:
         y, scale, columns, scales = cast(made.y)
         return normforge.ColumnwiseOutput(y, made.residual_out, scale, None, columns, scales, None, None, made.rstd)
 
-    x, residual, dout, dtotal = torch.randn(4, m, n, device=device).bfloat16()
-    projection = torch.randn(n, n, device=device).bfloat16()
-    operands = [each.requires_grad_() for each in (x, residual, torch.ones(n, device=device), projection)]
+    grads = torch.randn_like(x), torch.randn_like(x)
+    operands = [x, residual, weight.float(), torch.randn(x.shape[1], x.shape[1], device=x.device).bfloat16()]
+    operands = [each.requires_grad_() for each in operands]
 
     def step(way: Callable[..., Any], *others: Any) -> Any:
-        return torch.autograd.grad(way(*operands, *others), operands, (dout, dtotal))
+        return torch.autograd.grad(way(*operands, *others), operands, grads)
 
-    ours, casts = _us(device, step, block.NormLinear.apply), _us(device, step, block.NormLinear.apply, apart)
-    return Step(m, n, ours, casts, _us(device, step, block.in_bf16), casts / ours)
+    ways = {"normforge": (block.NormLinear.apply,), "casts": (block.NormLinear.apply, apart), "bf16": (block.in_bf16,)}
+    return {name: partial(step, *way) for name, way in ways.items()}
 
 
-def _us(device: torch.device, call: Callable[..., Any], *args: Any, **named: Any) -> float:
-    return summarise(measure(Method.COLD, [partial(call, *args, **named)], device, 50.0)).median
+# The calls of a cell by the column of their times, and the ending of the table's name.
+_WAYS = {"step": (_step, "-step"), "fwd": (_forward, ""), "bwd": (_backward, "-bwd")}
 
 
 def both_ways(options: argparse.Namespace, _: list[str]) -> int:
-    """Time all cells, and write the table."""
+    """Time all cells or those of `--only`, and write their tables."""
     machine = machine_here()
     out: Path = options.out or RESULTS / f"{folder_name(machine)}-both-ways"
     header, most = describe(machine, (), options.revision), options.rows or 1 << 14
     sizes = [sorted({min(size, most) for size in each}) for each in ((4096, 16384), (2048, 4096, 8192))]
-    step = _time_step(sizes[0][-1], min(4096, most), machine.device)
-    print(*asdict(step).values(), flush=True)
-    save_rows(out, f"{SUITE}-step", header, Step, [step])
-    rows = []
-    for (m, n), form, norm, add in product(product(*sizes), _FORMS, ("rms", "layer"), (False, True)):
-        if (norm, add) == ("rms", False):
-            # Otherwise the shapes before count, and the last ones are not compiled.
-            torch.compiler.reset()
-            cast = torch.compile(partial(_cast, size=_FORMS[form]["group_size"]), dynamic=False)
-        x, residual = torch.randn(2, m, n, device=machine.device).bfloat16()
-        weight = torch.rand(n, device=machine.device).bfloat16() + 0.5
-        given: dict[str, Any] = {"residual": residual} if add else {}
-        quantised: Callable[..., Any] = getattr(normforge, f"quantised_{norm}_norm")
-        fadd, function = "pre_add_store" if add else "none", getattr(normforge, f"{norm}norm2d_fwd")
-        plain: Callable[..., Any] = partial(function, x, weight, **given, fadd=fadd)
-        source, target = torch.empty(2, m * n * (4 if add else 2), dtype=torch.uint8, device=machine.device)
-        ours = _us(machine.device, quantised, x, weight, **given, **_FORMS[form])
-        alone = _us(machine.device, quantised, x, weight, **given, **(_FORMS[form] | {"columnwise": "none"}))
-        copy = _us(machine.device, target.copy_, source)
-        apart = _us(machine.device, lambda cast, plain: cast(plain().y), cast, plain)
-        rows.append(Row(form, norm, add, m, n, ours, alone, copy, apart, copy / ours))
-        print(*asdict(rows[-1]).values(), flush=True)
-        save_rows(out, SUITE, header, Row, rows)
+    kinds = product(product(*sizes), _FORMS, ("fwd", "bwd"), ("rms", "layer"), (False, True))
+    cells = [Cell("step", "fp8", "rms", True, sizes[0][-1], min(4096, most))]
+    cells += [Cell(way, form, norm, add, *size) for size, form, way, norm, add in kinds]
+    chosen, tables = matching(cells, options.only), dict[str, list[dict[str, Any]]]()
+    if not chosen:
+        raise UsageError(f"--only {' '.join(options.only)} matches no cell; ids are such as {cells[-1].id}")
+    for cell in chosen:
+        x, other = torch.randn(2, cell.m, cell.n, device=machine.device).bfloat16()
+        calls, ending = _WAYS[cell.way]
+        ways = calls(cell, x, other, torch.rand(cell.n, device=machine.device).bfloat16() + 0.5)
+        us = {name: summarise(measure(Method.COLD, [ways[name]], machine.device, 50.0)).median for name in ways}
+        ratios = {name: us[other] / us["normforge"] for name, other in _RATIOS.items() if other in us}
+        row = cell._asdict() | us | ratios
+        print(*row.values(), flush=True)
+        rows = tables.setdefault(ending, [])
+        rows.append(row)
+        write(out, SUITE + ending, header, row, rows)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
 
@@ -32,8 +32,8 @@ def of_seed(suites: Sequence[Suite], seed: int | None) -> list[Suite]:
     return [suite.of_seed(seed) for suite in suites]
 
 
-def matching(ids: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the ids that a pattern matches as a whole or is a part of; no patterns match all."""
+def matching(cells: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
+    """Return the cells whose id a pattern matches as a whole or is a part of; no patterns match all."""
     if not patterns:
-        return list(ids)
-    return [one for one in ids if any(pattern in one or fnmatch(one, pattern) for pattern in patterns)]
+        return list(cells)
+    return [cell for cell in cells if any(pattern in cell.id or fnmatch(cell.id, pattern) for pattern in patterns)]

@@ -56,9 +56,9 @@ def list_cells(options: argparse.Namespace, _: list[str]) -> int:
     from .suites import SUITES
 
     for suite in of_seed([SUITES[name] for name in options.suite or SUITES], options.seed):
-        cells = matching([cell.id for cell in suite.cells], options.only)
+        cells = matching(suite.cells, options.only)
         print(f"{suite.name}: {suite.title}, {len(cells)} of {len(suite.cells)} cells")
-        print("".join(f"  {cell}\n" for cell in cells), end="")
+        print("".join(f"  {cell.id}\n" for cell in cells), end="")
     present, absent = find_providers([])
     print(f"providers: {', '.join(present)}")
     for name, reason in absent.items():
@@ -77,15 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_measuring(verbs: Verbs) -> None:
     run = verbs.add_parser("run", help="measure; what a results file holds already is not measured again")
     _choose(run)
-    run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
+    _choose_names(run, "--providers")
     _write_to(run)
-    run.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
-    run.add_argument("--minutes", type=float, help="begin no cell after so long, and say what is left")
     run.add_argument("--budget-ms", type=float, default=50.0, help="device time of a provider on a cell (%(default)s)")
-    run.add_argument("--rounds", type=int, default=2, help="turns that providers take within that (%(default)s)")
     run.add_argument("--rows", type=int, help="no more rows than this, to try the benchmark out")
-    run.add_argument("--fresh", action="store_true", help="begin the results anew instead of going on with them")
-    run.add_argument("--retry", action="store_true", help="measure recorded failures again")
+    _go_on(run, "providers take within that time", 2)
     run.set_defaults(verb="run:run")
 
     show = verbs.add_parser("list", help="print cells and providers")
@@ -109,8 +105,9 @@ def _add_measuring(verbs: Verbs) -> None:
     reduced.add_argument("--soak", type=float, metavar="MINUTES", help="compare sums of random calls, and time nothing")
     reduced.set_defaults(verb="reduced:reduced")
 
-    both = verbs.add_parser("both-ways", help="time norms quantised along rows and columns, on a GPU")
+    both = verbs.add_parser("both-ways", help="time norms and gradients quantised along rows and columns, on a GPU")
     _write_to(both, "-both-ways")
+    _choose_cells(both)
     both.add_argument("--rows", type=int, help="no more rows and columns than this, to try the benchmark out")
     both.set_defaults(verb="both_ways:both_ways")
 
@@ -123,13 +120,7 @@ def _add_measuring(verbs: Verbs) -> None:
         "call launches: its time, grid, threads, registers, shared memory and estimated occupancy.",
     )
     _choose(profile, PROFILED)
-    profile.add_argument(
-        "--providers",
-        nargs="+",
-        default=["normforge"],
-        metavar="NAME",
-        help="names or shell patterns; default: normforge",
-    )
+    _choose_names(profile, "--providers", ["normforge"])
     _write_to(profile)
     profile.set_defaults(verb="profile:profile")
 
@@ -144,18 +135,14 @@ def _add_models(verbs: Verbs) -> None:
         "and with Liger's, eagerly and compiled. Each variant is checked against torch's model before it is timed; "
         "what the table holds already is not run again.",
     )
-    models.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
-    models.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
+    _choose_names(models, "--models")
+    _choose_names(models, "--variants")
     models.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
     models.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
     models.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="default: all")
     models.add_argument("--quick", action="store_true", help="two layers and few tokens, to try the benchmark out")
-    models.add_argument("--minutes", type=float, help="begin no variant after so long, and say what is left")
-    models.add_argument("--rounds", type=int, default=5, help="turns that variants take (%(default)s)")
-    models.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
     _write_to(models, "-models")
-    models.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
-    models.add_argument("--retry", action="store_true", help="run again what has no time")
+    _go_on(models, "variants take", 5)
     models.set_defaults(verb="models.command:models")
 
 
@@ -186,6 +173,20 @@ def _add_reading(verbs: Verbs) -> None:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb="reading:reach")
+
+
+def _choose_names(parser: argparse.ArgumentParser, option: str, default: Sequence[str] = ()) -> None:
+    words = f"names or shell patterns; default: {' '.join(default) or 'all'}"
+    parser.add_argument(option, nargs="+", default=default, metavar="NAME", help=words)
+
+
+def _go_on(parser: argparse.ArgumentParser, turns: str, rounds: int) -> None:
+    """Add the options of a verb that goes on with the results of an earlier run."""
+    parser.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
+    parser.add_argument("--minutes", type=float, help="begin nothing after so long, and say what is left")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns that {turns} (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="begin the results anew instead of going on with them")
+    parser.add_argument("--retry", action="store_true", help="measure recorded failures again")
 
 
 def _write_to(parser: argparse.ArgumentParser, suffix: str = "") -> None:
@@ -219,7 +220,11 @@ def _choose(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> Non
         metavar="SUITE",
         help=f"{', '.join(SUITES)}; default: {' '.join(default) or 'all'}",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")
+    _choose_cells(parser)
     parser.add_argument(
         "--seed", type=int, help="what the cells of the suite sweep are drawn by, any integer; default: 0"
     )
+
+
+def _choose_cells(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")

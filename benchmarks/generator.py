@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from tabulate import tabulate
 from .chosen import RESULTS
 from .environment import ROOT, revision_of
 from .progress import progress_over
-from .results import write
+from .results import save_rows
 
 SUITE = "generator"
 MOST_MIB = 1024
@@ -117,8 +117,7 @@ def main(runs: int) -> None:
     for case, samples in found.items():
         wall, cpu, peak = (median(values) for values in zip(*samples, strict=True))
         rows.append(Row(case.name, case.goal_s, runs, round(wall, 2), round(cpu, 2), round(peak)))
-    records = [asdict(row) for row in rows]
-    write(RESULTS / SUITE, SUITE, stated, list(records[0]), records)
+    save_rows(RESULTS / SUITE, SUITE, stated, Row, rows)
     print(table(rows))
     over = [row.case for row in rows if row.cpu_s > row.goal_s or row.peak_mib > MOST_MIB]
     print(f"over the goal: {', '.join(over)}" if over else f"all within their goals, and {MOST_MIB} MiB")

@@ -74,13 +74,9 @@ def _panels(results: Results) -> Panels:
     panels: Panels = {}
     for row in results.rows.values():
         if row.ok:
-            key = (row.task, row.kind, "") if _by_task(results) else (row.task, row.kind, row.group)
-            panels.setdefault(key, []).append(row)
+            group = "" if SUITES[results.suite].method is Method.HOST else row.group
+            panels.setdefault((row.task, row.kind, group), []).append(row)
     return panels
-
-
-def _by_task(results: Results) -> bool:
-    return SUITES[results.suite].method is Method.HOST
 
 
 def _position(results: Results, row: Row) -> int:

@@ -236,10 +236,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _choose(suites: Sequence[Suite], patterns: Sequence[str]) -> list[tuple[str, Cell]]:
-    chosen = []
-    for suite in suites:
-        ids = set(matching([cell.id for cell in suite.cells], patterns))
-        chosen += [(suite.name, cell) for cell in suite.cells if cell.id in ids]
+    chosen = [(suite.name, cell) for suite in suites for cell in matching(suite.cells, patterns)]
     if not chosen:
         names = ", ".join(suite.name for suite in suites)
         raise UsageError(f"--only {' '.join(patterns)} matches no cell of {names}; see `python -m benchmarks list`")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from .beside import compare, describe, moved
 from .errors import SHORT, UsageError
@@ -14,7 +13,7 @@ from .pictures import draw_all
 from .reach import RULES, check
 from .reach import describe as describe_goals
 from .report import markdown, page, pictures_of
-from .results import Results, load
+from .results import load
 from .suites import SUITES
 
 
@@ -37,7 +36,9 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
         raise UsageError(f"no results are in {', '.join(empty)}; make some with `python -m benchmarks run`")
     if options.pictures:
         for folder in options.results:
-            _draw([results for name in SUITES if (results := load(folder, name)) is not None], folder)
+            found = [results for name in SUITES if (results := load(folder, name)) is not None]
+            for path in draw_all(found, folder):
+                print(f"drawn: {path}", file=sys.stderr)
     if options.into is None:
         options.out.write_text(page(options.results, overview(options.results)))
         print(f"written: {options.out}")
@@ -73,8 +74,3 @@ def reach(options: argparse.Namespace, _: list[str]) -> int:
     checked = [check(rule, results.get(rule.suite)) for rule in RULES]
     print(describe_goals(checked, every=options.all))
     return 0 if all(one.met for one in checked) else SHORT
-
-
-def _draw(found: list[Results], folder: Path) -> None:
-    for path in draw_all(found, folder):
-        print(f"drawn: {path}", file=sys.stderr)

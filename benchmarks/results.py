@@ -178,10 +178,7 @@ def load(folder: Path, suite: str) -> Results | None:
     found = load_rows(folder, suite, Row)
     if found is None:
         return None
-    results = Results(suite, found[0])
-    for row in found[1]:
-        results.add(row)
-    return results
+    return Results(suite, found[0], {(row.cell, row.provider): row for row in found[1]})
 
 
 def read(folder: Path, suite: str, columns: Collection[str]) -> tuple[dict[str, str], list[dict[str, str]]] | None:

@@ -89,8 +89,7 @@ def _select(
     work = []
     for suite in of_seed([SUITES[name] for name in dict.fromkeys(options.suite or SUITES)], options.seed):
         cells = at_most(suite.cells, options.rows)
-        ids = set(matching([cell.id for cell in cells], options.only))
-        if chosen := tuple(cell for cell in cells if cell.id in ids):
+        if chosen := tuple(matching(cells, options.only)):
             work.append((suite, chosen, _open(suite, header, out, options)))
     if not work:
         raise UsageError(f"--only {' '.join(options.only)} matches no cell; see `python -m benchmarks list`")

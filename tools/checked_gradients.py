@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -13,18 +14,30 @@ from .. import reference
 from ..calls import road
 from ..calls.check import check
 from ..calls.functions import completed
-from ..calls.outputs import NormGradients, dtypes_of
+from ..calls.outputs import NormGradients, QuantisedGradients, QuantisedOutput, dtypes_of
 from ..calls.record import BackwardPass
 from ..codegen.families import Kind
-from ..codegen.parameters import BACKWARD, FORWARD, family_of
+from ..codegen.model import Mode
+from ..codegen.parameters import BACKWARD, FORWARD, QUANTISED_BWD, family_of
+from ..dtypes import TORCH_DTYPES
 from ..families import public
 from ..families.gated import row as gated
 from ..families.modulated import row as modulated
 from ..families.operands import GatedSaved, ModulatedSaved
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
+from ..reference import quantised as quantisation_reference
 from ..selection import dispatch
-from .compare import Finding, GatedGradients, ModulatedGradients, compare_gradients
+from .compare import (
+    Finding,
+    GatedGradients,
+    ModulatedGradients,
+    columns_of,
+    compare_columns,
+    compare_gradients,
+    compare_quantised,
+    numbers_of,
+)
 from .measured_run import Run, names_of
 from .problem import Problem
 from .problem_tensors import gradients_in, inputs
@@ -41,14 +54,18 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     return (_prepare_gated if problem.mode.gating.gates else _prepare_plain)(problem, device)
 
 
-def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]:
+def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients | QuantisedGradients]:
     """Prepare the backward pass of a norm that is neither gated nor modulated.
 
     The gradients of a fused add are those of the stored sum, which the backward kernel reads. The sum includes x_bias
-    already: an x_bias of zeros makes the kernel sum dx over rows before rounding, as in autograd's calls.
+    already: an x_bias of zeros makes the kernel sum dx over rows before rounding, as in autograd's calls. A mode with
+    columns quantises dx, and y of the forward pass stays in 16 bits.
     """
-    arguments = inputs(problem, device)
-    mode = problem.mode
+    quantised, family = problem.mode, QUANTISED_BWD if problem.mode.columnwise.writes else BACKWARD
+    if family is QUANTISED_BWD:
+        mode = Mode(quantised.norm, quantised.dtype_in, quantised.dtype_in, fadd=quantised.fadd, cast=quantised.cast)
+        problem = replace(problem, mode=mode)
+    arguments, mode = inputs(problem, device), problem.mode
     forward = getattr(public, FORWARD.functions[mode.norm])(**arguments | {"save_mv": True})
     operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
     if mode.norm.centres:
@@ -63,20 +80,51 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     if mode.dropout:
         operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
         wants.append("ddropped")
-    run = getattr(public, BACKWARD.functions[mode.norm])
+    form: dict[str, Any] = {}
+    if family is QUANTISED_BWD:
+        axes = ("group_size", "scale_format", "columnwise")
+        form = {axis: getattr(quantised, axis) for axis in axes} | {"scale_layout": problem.scale_layout}
+        form["out_dtype"] = TORCH_DTYPES[quantised.dtype_out]
+    run = getattr(public, family.functions[mode.norm])
 
     oracle = reference.BACKWARD[mode.norm]
 
-    def validate(gradients: NormGradients) -> tuple[Finding, ...]:
-        return tuple(compare_gradients(gradients, oracle(**operands), wants))
+    def validate(gradients: NormGradients | QuantisedGradients) -> tuple[Finding, ...]:
+        both_ways = []
+        if isinstance(gradients, QuantisedGradients):
+            both_ways = _compare_both_ways(gradients, quantised)
+            gradients = NormGradients(gradients.dx, gradients.dweight, gradients.dbias, None)
+        return (*compare_gradients(gradients, oracle(**operands), wants), *both_ways)
 
-    taken = check(BACKWARD.functions[mode.norm], operands).mode
+    taken = check(family.functions[mode.norm], operands | form).mode
     return Run(
         names=lambda: names_of(dispatch.find(taken, problem.n), problem.rows, problem.n, device),
-        call=partial(run, **operands, wants=wants),
+        call=partial(run, **operands, **form, wants=wants),
         validate=validate,
         operands=tuple(operands.values()),
     )
+
+
+def _compare_both_ways(gradients: QuantisedGradients, mode: Mode) -> list[Finding]:
+    """Hold dx quantised along rows and along columns against dx as it was returned."""
+    dx, rowwise = gradients.dx.flatten(0, -2), gradients.rowwise.flatten(0, -2)
+    form: dict[str, Any] = {
+        "group_size": mode.group_size,
+        "scale_format": mode.scale_format,
+        "out_dtype": rowwise.dtype,
+    }
+    expected = quantisation_reference.quantised_by(_unchanged, dx, **form)
+    scale = numbers_of(gradients.rowwise_scale, mode, expected.amax.shape).reshape(expected.amax.shape)
+    found = compare_quantised(QuantisedOutput(rowwise, None, None, None), scale, expected)
+    names = {"y": "rowwise", "y_scale": "rowwise_scale"}
+    by_row = [finding._replace(name=names[finding.name]) for finding in found]
+    return [*by_row, *compare_columns(columns_of(gradients, mode), expected)]
+
+
+def _unchanged(x: torch.Tensor, *_: Any, **__: Any) -> reference.ReferenceOutput:
+    """Return x as an oracle's y that nothing has rounded."""
+    z = x.double()
+    return reference.ReferenceOutput(x, None, None, None, None, z, terms=torch.zeros_like(z))
 
 
 class _Forward(NamedTuple):

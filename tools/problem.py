@@ -53,7 +53,7 @@ class Problem:
         m: rows.
         n: row length.
         mode: what is computed, forward; every tensor besides x is of its operand_dtype that is of no type of its own.
-        backward: whether its gradients are computed instead.
+        backward: whether its gradients are computed instead; what a mode with columns says of y is then of dx.
         prec_sm: smooth_scale's type.
         eps: None becomes the norm's default.
         strides: None becomes what `Strides.usual` says.
@@ -151,7 +151,9 @@ class Problem:
     @property
     def dtypes(self) -> str:
         """The dtypes of x and y, in prose."""
-        return f"{self.mode.dtype_in.value} " + ("backward" if self.backward else f"-> {self.mode.dtype_out.value}")
+        direction = "backward " if self.backward else ""
+        quantised = f"-> {self.mode.dtype_out.value}" if self.mode.columnwise.writes or not self.backward else ""
+        return f"{self.mode.dtype_in.value} {direction}{quantised}".rstrip()
 
     def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the (m, n) rows, or (tokens, heads, n) or (samples, rows, n), at the start of each row of a tensor."""

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,18 @@ from ..codegen.groups import GROUP
 from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
-from ..codegen.values import FP8_INPUT_DTYPES, DType, DyFormat, FusedAdd, FusedQuant, GateActivation, Gating, Norm
+from ..codegen.values import (
+    FP8_INPUT_DTYPES,
+    Columnwise,
+    Direction,
+    DType,
+    DyFormat,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+)
 from . import group_problem, rotary_problem
 from .group_problem import GroupProblem, listed, refuse_unread
 from .problem import DEFAULT_EPS, Problem, SeveralProblem, Strides
@@ -186,7 +197,14 @@ OPTIONS = (
     Option("scale_ub", float, 0.0, None, "with -fquant 1 and 2 to fp8, the upper bound of max|y|; 0: no bound"),
     Option("warmup", int, 5, None, "the number of runs before the timed runs; not milliseconds"),
     Option("repeat", int, 20, None, "the number of timed runs, each with a cold L2 cache; the median is reported"),
-    Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
+    Option(
+        "bwd",
+        int,
+        0,
+        tuple(_FLAG),
+        "1: time and check the backward pass; with -fadd 1 the sum has a gradient too, with -fquant 2 and -columnwise "
+        "dx is quantised along rows and along columns",
+    ),
     Option(
         "dy_format",
         str,
@@ -387,6 +405,9 @@ def _problem(args: argparse.Namespace) -> Problem:
         **{name: words[getattr(args, name)] for name, words in _OWN.items()},
         **_served(args),
     )
+    if args.bwd and mode.columnwise.writes:
+        # Refuses what goes with columns forward alone.
+        replace(mode, direction=Direction.BACKWARD)
     if family_of(mode) is QUANTISED:
         _check_beside(args, f"norms of {QUANTISED.functions[mode.norm]}")
     usual = Strides.usual(args.n, args.heads)
@@ -497,14 +518,20 @@ def _check_backward(args: argparse.Namespace) -> None:
     _check_used("dy_format", args.dy_format, DyFormat.FLOAT.value, takes_fp8, reason)
     if not args.bwd:
         return
+    quantises = args.columnwise != Columnwise.NONE.value
+    prec_o = AUTO if quantises else args.prec_o
     for name, value, reason in (
-        ("fquant", args.fquant, "quantised outputs have no gradient"),
+        (
+            "fquant",
+            0 if quantises else args.fquant,
+            "quantised outputs have no gradient; -columnwise quantises dx",
+        ),
         ("prec_i", "" if args.prec_i in _FLOATS else args.prec_i, "norms of fp8 have no gradient"),
         ("save_mv", args.save_mv, "mean and rstd are always saved for it"),
         ("fadd", args.fadd if args.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
         ("fadd", args.fadd if _FADDS[args.fadd].is_after else 0, "its kernels are those of -fadd 0"),
         ("fadd", args.fadd if _FADDS[args.fadd].renorms else 0, "its kernels are those of -fadd 0 and 1"),
-        ("prec_o", 0 if args.prec_o == AUTO else args.prec_o, "gradients are of the types of what they belong to"),
+        ("prec_o", 0 if prec_o == AUTO else prec_o, "gradients are of the types of what they belong to"),
     ):
         if value:
             raise ValueError(f"-{name} {value} does not go with -bwd 1: {reason}")

@@ -88,10 +88,6 @@ class Table:
     header: dict[str, str]
     rows: dict[Key, Row] = field(default_factory=dict)
 
-    def add(self, row: Row) -> None:
-        """Add a row, in place of an earlier one of the same."""
-        self.rows[row.key] = row
-
     def due(self, keys: Iterable[Key]) -> list[Key]:
         """Return the keys that have no final row."""
         return [key for key in keys if key not in self.rows or not self.rows[key].final]
@@ -110,8 +106,7 @@ def extend(folder: Path, header: Mapping[str, str], rows: Iterable[Row]) -> Tabl
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / f"{SUITE}.lock"):
         table = load(folder, header) or Table(dict(header))
-        for row in rows:
-            table.add(row)
+        table.rows |= {row.key: row for row in rows}
         # Whichever process was the first to end.
         order = {name: place for place, name in enumerate(SPECS)}
         table.rows = dict(sorted(table.rows.items(), key=lambda item: order.get(item[0].model, len(order))))
@@ -130,10 +125,7 @@ def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:
         return None
     if header is not None:
         require_header(folder / f"{SUITE}.csv", found[0], header)
-    table = Table(found[0])
-    for row in found[1]:
-        table.add(row)
-    return table
+    return Table(found[0], {row.key: row for row in found[1]})
 
 
 def tables_of(table: Table) -> list[Grid]:

@@ -62,7 +62,7 @@ VANISHING = 2.0**1000
 VALUE_ERROR = 2.0**-22
 
 
-def _quantised(
+def quantised_by(
     norm: Oracle,
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -115,7 +115,7 @@ def _quantised(
 
 
 FORWARD: Mapping[Norm, Callable[..., ReferenceQuantised]] = {
-    norm: partial(_quantised, plain) for norm, plain in PLAIN.items()
+    norm: partial(quantised_by, plain) for norm, plain in PLAIN.items()
 }
 
 

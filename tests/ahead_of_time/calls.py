@@ -16,7 +16,7 @@ from normforge.families import plain_calls
 from normforge.families.group import row as group
 from normforge.families.operands import GroupOptions
 from normforge.kernels.gpu import KernelKey, target_of
-from proving.cases import cases, gradients, operands
+from proving.cases import Case, cases, gradients, operands
 
 from ..calling import table_at
 from ..nn.groups import innermost
@@ -58,17 +58,17 @@ def quantised(m: int) -> None:
     normforge.rmsnorm2d_fwd(rows(m), ones(), **given)
 
 
+def train(case: Case) -> None:
+    """Make a training step of a kind of call."""
+    given = operands(case)
+    outputs = case.run(given)
+    gradients(outputs, given, outputs)
+
+
 def trained(family: str, **at: Any) -> Callable[[int], None]:
     """Return a training step of a kind of call, of any number of rows."""
     (case,) = cases(family, vary=(), dtype=BF16, vectors=BF16, residual=BF16, **at)
-
-    def step(m: int) -> None:
-        sized = case.but(shape=(m, N))
-        given = operands(sized)
-        outputs = sized.run(given)
-        gradients(outputs, given, outputs)
-
-    return step
+    return lambda m: train(case.but(shape=(m, N)))
 
 
 def dropped_and_trained(m: int) -> None:

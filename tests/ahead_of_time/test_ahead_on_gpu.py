@@ -117,7 +117,8 @@ def run():
 """
 
 
-# Queries and keys of a packed tensor, trained and not; latents of MLA; L2 norms, channels, statistics, and sums behind.
+# Queries and keys of a packed tensor, trained and not; latents of MLA; L2 norms, channels, statistics, sums behind, and
+# gradients quantised both ways.
 HEAD_CALLS = """
 def run_heads():
     q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
@@ -139,7 +140,9 @@ def run_heads():
         sum(map(torch.sum, function(rows, rows, weight, next_norm=True))).backward()
     normforge.l2_norm(rows).sum().backward()
     with torch.no_grad():
-        normforge.layer_statistics(rows), normforge.rms_statistics(rows)
+        mean, rstd = normforge.layer_statistics(rows)
+        normforge.quantised_layernorm2d_bwd(rows, rows, weight, mean=mean, rstd=rstd, wants=("dweight", "dbias"))
+        normforge.quantised_rmsnorm2d_bwd(rows, rows, rstd=normforge.rms_statistics(rows), group_size=32)
     torch.cuda.synchronize()
 """
 

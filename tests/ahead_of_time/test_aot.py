@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -31,13 +32,14 @@ from normforge.selection import dispatch
 from normforge.tools import cli
 from normforge.tools.arguments import check_folder
 from normforge.upstream import triton_launcher
-from proving.cases import Case, cases, gradients, operands
+from proving.cases import cases
 
 from ..calling import there
 from ..folders import RMS, instance, write
 from ..launching import launching_nothing
 from ..stand_in_driver import Driver, driving
 from ..thorough import first_of_each
+from .calls import CALLS, train
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -110,27 +112,25 @@ def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypa
         assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
 
 
-WALKED = first_of_each(
-    [
-        *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
-        *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
-        *cases("added", "renormed", vary=("norm",), dtype=torch.bfloat16),
-    ],
-    lambda case: case.family,
-    lambda case: f"{case}-{case['norm']}",
-)
+TRAINED = [
+    *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
+    *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
+    *cases("added", "renormed", vary=("norm",), dtype=torch.bfloat16),
+]
+# A kind of calls, a name and a call.
+WALKED = [(case.family, f"{case}-{case['norm']}", partial(train, case)) for case in TRAINED]
+WALKED += [("both ways", name, row["call"]) for name, row in CALLS.items() if name.endswith("both ways")]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("case", WALKED)
+@pytest.mark.parametrize("walked", first_of_each(WALKED, lambda row: row[0], lambda row: row[1]))
 def test_a_frozen_process_takes_what_was_recorded(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    walked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """From a training step, by a recording and a folder, to kernels without the compiler."""
-    path, out, given = tmp_path / "needed.yaml", tmp_path / "kernels", operands(case)
+    path, out = tmp_path / "needed.yaml", tmp_path / "kernels"
     with launching_nothing(TARGET) as met, normforge.record(path):
-        outputs = case.run(given)
-        gradients(outputs, given, outputs)
+        walked[2]()
     keys = normforge.recorded_keys(path, arch="sm_90")
     made(out, keys)
     assert set(read(out).rows) == {key.portable for key in met}

@@ -108,10 +108,10 @@ def test_a_call_of_nothing_is_taken_off_each() -> None:
 
 
 REFUSED = [
-    *((["beside", "old", "new", f"--within={bound}"], f"{bound!r} is no bound") for bound in ("-0.1", "nan", "3%")),
-    (["beside", "old", "new", "--within=inf"], "'inf' is no bound; give a share of the old time, such as 0.03 for 3 %"),
+    *((["beside", "a", "b", f"--within={w}"], f"{w!r} is no bound; give a") for w in ("-0.1", "nan", "3%", "inf")),
     *((["parts", "--seconds", s], f"{s!r} is no time; give seconds, such as 20") for s in ("soon", "-1", "inf")),
     (["list", "--suite", "forward", "--seed", "9"], "--seed 9 draws no cell of --suite forward; leave it out, or add"),
+    (["both-ways", "--only", "sideways"], "--only sideways matches no cell; ids are such as bwd-mxfp8-layer-add-"),
 ]
 
 
