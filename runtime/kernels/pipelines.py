@@ -117,9 +117,9 @@ FORWARD: dict[Pipeline, Row] = {
 # Values of a tile of y that is quantised along columns, one block of rows. The interpreter takes as long for a narrow
 # program as for a wide program.
 _COLUMN_VALUES, _INTERPRETED_COLUMN_VALUES = 4096, 131072
-# By whether a tile is of dx, whose groups of a row are in it too. Microseconds of 16384x4096 on an H200, both kernels:
-# y in fp8 116 us with 4 warps, 121 with 2; in MXFP8 116 with 1, 120 with 2, 162 with 4. dx in fp8 215 us with 4 warps,
-# 223 with 8; in MXFP8 212 with 2, 218 with 1, 227 with 4.
+# By whether a tile is of dx, whose groups of a row are in it too, or of LayerNorm's y. Microseconds of 16384x4096 on an
+# H200, both kernels: RMSNorm's y in fp8 116 with 4 warps, 121 with 2; in MXFP8 115 with 1, 119 with 2, 162 with 4;
+# LayerNorm's 139 with 1, 133 with 2. dx in fp8 214 with 4 warps, 223 with 8; in MXFP8 212 with 2, 218 with 1.
 _ROWS_A_WARP, _MOST_COLUMN_WARPS = {False: 32, True: 16}, 4
 
 
@@ -156,7 +156,8 @@ def row_of(mode: Mode, pipeline: Pipeline, target: Target) -> Row:
     rows, values = mode.group_size.code, _COLUMN_VALUES if target.compiles else _INTERPRETED_COLUMN_VALUES
     # Both ways, groups of a row are in one program.
     block = max(values // rows, LONGEST_GROUP if mode.is_backward else 1)
-    own = Tile(Pipeline.ROWS, rows, block, min(rows // _ROWS_A_WARP[mode.is_backward], _MOST_COLUMN_WARPS))
+    wide = mode.is_backward or mode.norm.centres
+    own = Tile(Pipeline.ROWS, rows, block, min(rows // _ROWS_A_WARP[wide], _MOST_COLUMN_WARPS))
     part = Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
     step = Step(grid=_blocks_of_rows, part=part, tile=lambda _: own, columns=column_blocks)
     # The forward rows' kernel stores what the kernel of columns normalises by.
