@@ -159,8 +159,6 @@ MOST_BYTES = 3_000_000
 # What two tables of one run may differ in: what only some of them used, or were given.
 OWN = {"shape", "beside", "seed", "rows", "jax", "transformers", "timm"}
 
-each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-
 
 def headers(folder: Path) -> Iterator[dict[str, str]]:
     """Yield what the header of each table, or file of text, of a folder states."""
@@ -169,7 +167,7 @@ def headers(folder: Path) -> Iterator[dict[str, str]]:
         yield dict(re.findall(head, path.read_text(), re.MULTILINE))
 
 
-@each_folder
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_a_folder_is_of_one_revision_and_one_machine(folder: Path) -> None:
     found = list(headers(folder))
     for key in {key for header in found for key in header} - OWN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 from collections.abc import Callable
@@ -125,6 +124,16 @@ def test_what_cannot_be_done_is_refused(
     assert status_of(cli.main, argv) == cli.USAGE
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@THOROUGH
+def test_gradients_are_timed_both_ways(tmp_path: Path) -> None:
+    """Of one cell: its table is written, and no other."""
+    cell = "bwd-mxfp8-layer-add-128x128"
+    assert cli.main(["both-ways", "--rows", "128", "--only", cell, "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["both-ways-bwd.csv"]
+    (row,) = there(read(tmp_path, "both-ways-bwd", ["dx_alone", "dx_of_fp8_dy", "share"]))[1]
+    assert float(row["ratio"]) == float(row["casts"]) / float(row["normforge"])
 
 
 LARGE, LONG = (Cell(Task.FORWARD, Norm.LAYER, 32768 * 4096 // n, n, group="256 MiB") for n in (4096, 8192))
@@ -259,8 +268,7 @@ def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.M
     cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
     monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0
-    lines = (tmp_path / "profile.csv").read_text().splitlines()
-    (row,) = csv.DictReader(line for line in lines if not line.startswith("# "))
+    (row,) = there(read(tmp_path, "profile", ["status"]))[1]
     ((key, _),) = obtaining.obtained()
     assert (row["status"], row["kernel"], row["launches"]) == ("ok", key.symbol, "1")
     assert int(row["threads"]) == 32 * dict(key.options)["num_warps"]

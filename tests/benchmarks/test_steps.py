@@ -29,13 +29,9 @@ FORWARD, BACKWARD = (
 
 # Bytes that a thread moves at once of x and y, and of weight and bias, where a row of 1000 bf16 columns is compiled.
 WIDTHS = {
-    "three sweeps": (2, 2),
-    "held": (2, 2),
-    "pivot": (2, 2),
+    **dict.fromkeys(("three sweeps", "held", "pivot"), (2, 2)),
     "exact N": (2, 16),
-    "alignment": (16, 16),
-    "several rows": (16, 16),
-    "emitted": (16, 16),
+    **dict.fromkeys(("alignment", "several rows", "emitted"), (16, 16)),
 }
 
 
