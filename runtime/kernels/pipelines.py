@@ -121,7 +121,7 @@ _COLUMN_VALUES, _COLUMN_WARPS = 4096, 2
 _INTERPRETED_COLUMN_VALUES = 131072
 
 
-_TERMS = ("pivot_ptr", "shift_ptr")
+_TERMS = ("pivot_ptr", "pivot_shift_ptr")
 
 
 def _blocks_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
