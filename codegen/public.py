@@ -215,10 +215,14 @@ _QUANTISED = PublicFunctions(
             QUANTISED["scale"],
             f"(B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). {_FLOATS}, on "
             "any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised. With "
-            'shift and fquant "dynamic", without x_bias.',
+            'shift and fquant "dynamic", without x_bias and cast.',
         ),
         QUANTISED["shift"],
-        QUANTISED["gate"],
+        _as(
+            QUANTISED["gate"],
+            "(B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added. "
+            "Requires residual and scale.",
+        ),
         QUANTISED["smooth_scale"],
         _as(
             QUANTISED["fquant"],

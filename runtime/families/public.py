@@ -922,10 +922,10 @@ def quantised_layer_norm(
         x_bias: (N,), added to every row of x before anything else, or None.
         scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
             fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
-            With shift and fquant "dynamic", without x_bias.
+            With shift and fquant "dynamic", without x_bias and cast.
         shift: (B, N), x's shape or (N,), as scale; added after the multiplication.
         gate: (B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added.
-            Requires residual.
+            Requires residual and scale.
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3), which divides by the scale passed as y_scale.
         out_dtype: torch.int8 (also if None), torch.float8_e4m3fn or torch.float8_e5m2; with one scale per row and no
@@ -1028,10 +1028,10 @@ def quantised_rms_norm(
         x_bias: (N,), added to every row of x before anything else, or None.
         scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
             fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
-            With shift and fquant "dynamic", without x_bias.
+            With shift and fquant "dynamic", without x_bias and cast.
         shift: (B, N), x's shape or (N,), as scale; added after the multiplication.
         gate: (B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added.
-            Requires residual.
+            Requires residual and scale.
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3), which divides by the scale passed as y_scale.
         out_dtype: torch.int8 (also if None), torch.float8_e4m3fn or torch.float8_e5m2; with one scale per row and no
