@@ -57,7 +57,9 @@ def legal_modes() -> Iterator[Mode]:
                 yield from _reduced(served)
             for gated in bools:
                 with suppress(IllegalCombinationError):
-                    yield replace(mode, modulated=True, x_gate=gated)
+                    modulated = replace(mode, modulated=True, x_gate=gated)
+                    yield modulated
+                    yield from _served(modulated)
 
 
 def _is_legal(norm: Norm, dtype_in: DType, dtype_out: DType, fadd: FusedAdd, fquant: FusedQuant) -> bool:
@@ -82,7 +84,8 @@ def _served(mode: Mode) -> Iterator[Mode]:
     if mode.fquant.quantises:
         # If a second output is illegal, so are all these forms.
         with suppress(IllegalCombinationError):
-            kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
+            bare: dict[str, Any] = {"fadd": FusedAdd.NONE, "x_bias": False, "x_gate": False, "cast": Cast.AFTER_WEIGHT}
+            kind = replace(mode, save_unquant=True, **bare)
             if mode.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE):
                 for form in _forms(kind):
                     # A bias on x leaves no columns.
@@ -112,7 +115,7 @@ def _quantised_gradients(mode: Mode) -> Iterator[Mode]:
 
 @cache
 def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
-    """Return the legal quantised forms of modes that differ from `kind` only in the sum, x's bias or the cast."""
+    """Return the legal quantised forms of modes that differ from `kind` in the sum, x's bias or gate, or the cast."""
     bools = (False, True)
     forms = []
     # fp4 has no plain form, so its forms are listed with those of one fp8 dtype.

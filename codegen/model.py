@@ -268,7 +268,7 @@ class Mode:
             scale_dtype=self.scale_dtype is DType.FP32,
             rounding=not self.rounding.truncates,
             save_mv=not self.save_mv,
-            modulated=not self.modulated,
+            modulated=not (self.modulated and self.is_backward),
             gating=not self.gating.gates,
             dropout=not self.dropout,
         )
@@ -345,7 +345,9 @@ class Mode:
 
     def _check_modulated(self) -> None:
         if not self.modulated:
-            raise IllegalCombinationError("x_gate is for modulated norms; use modulated true, or leave x_gate out")
+            raise IllegalCombinationError(
+                "x_gate is for modulated norms; use modulated true (scale and shift of a call), or leave x_gate out"
+            )
         if self.x_gate and not (self.fadd.stores or self.is_backward):
             raise IllegalCombinationError(
                 f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "

@@ -665,6 +665,16 @@ QUANTISED = Family(
             functional=True,
         ),
         FORWARD["x_bias"],
+        replace(MODULATED["scale"], default=_each("None"), positional=False, axis="modulated", wanted="modulated"),
+        replace(
+            MODULATED["shift"],
+            default=_each("None"),
+            positional=False,
+            wanted="modulated",
+            absent="scale was passed, which multiplies rows, and no shift to add to them; pass shift",
+            unused="shift was passed, which is added to rows that a scale multiplies, and no scale; pass scale",
+        ),
+        MODULATED["gate"],
         replace(FORWARD["smooth_scale"], functional=True),
         Parameter(
             "static_scale",
@@ -1024,12 +1034,12 @@ def family_of(mode: AnyMode) -> Family:
     """Return the family whose functions serve a mode."""
     if isinstance(mode, GroupMode):
         return GROUP_BWD if mode.is_backward else GROUP
+    if mode.serves:
+        return QUANTISED_BWD if mode.is_backward else QUANTISED
     if mode.modulated:
         return MODULATED_BWD if mode.is_backward else MODULATED
     if mode.gating.gates:
         return GATED_BWD if mode.is_backward else GATED
-    if mode.serves:
-        return QUANTISED_BWD if mode.is_backward else QUANTISED
     if mode.fadd.renorms:
         return RENORMED
     if mode.statistics_only:

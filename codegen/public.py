@@ -211,6 +211,18 @@ _QUANTISED = PublicFunctions(
         _OFFSET,
         _as(QUANTISED["residual"], f"x's shape, {_FLOATS}: added to x, and the sum is returned as residual_out."),
         QUANTISED["x_bias"],
+        _as(
+            QUANTISED["scale"],
+            f"(B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). {_FLOATS}, on "
+            "any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised. With "
+            'shift and fquant "dynamic", without x_bias and cast.',
+        ),
+        QUANTISED["shift"],
+        _as(
+            QUANTISED["gate"],
+            "(B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added. "
+            "Requires residual and scale.",
+        ),
         QUANTISED["smooth_scale"],
         _as(
             QUANTISED["fquant"],
@@ -304,8 +316,8 @@ _QUANTISED = PublicFunctions(
         "elements, the last of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in "
         "groups of 128), and 1 if max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or "
         "Inf has a scale that is NaN or Inf. With save_unquant, unquantised and residual_out are differentiable in x, "
-        "residual, x_bias, weight and bias, straight through the quantisation; no other output is, and a call without "
-        "save_unquant refuses operands that require a gradient while gradients are enabled."
+        "residual, x_bias, weight, bias, scale, shift and gate, straight through the quantisation; no other output is, "
+        "and a call without save_unquant refuses operands that require a gradient while gradients are enabled."
     ),
     returns=f"`QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, {_EVERY_OUTPUT}",
 )

@@ -54,10 +54,21 @@ def _writes_y(mode: Mode) -> bool:
     return not mode.statistics_only
 
 
+_MODULATION = (
+    _Row("scale_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
+    _Row("shift_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
+)
+_MODULATION_STRIDES = (
+    _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
+    _Row("shift_row_stride", "elements", lambda m, p: m.modulated),
+)
+
 # The kernel of columns subtracts both from a row.
 _PIVOT = (
     _Row("pivot_ptr", "(M,) fp32", lambda m, p: m.columnwise.writes and m.norm.centres),
-    _Row("shift_ptr", "(M,) fp32, from the pivot to the mean", lambda m, p: m.columnwise.writes and m.norm.centres),
+    _Row(
+        "pivot_shift_ptr", "(M,) fp32, from the pivot to the mean", lambda m, p: m.columnwise.writes and m.norm.centres
+    ),
 )
 
 _FORWARD = (
@@ -74,8 +85,7 @@ _FORWARD = (
     _Row("bias_ptr", "(groups, N) or None", lambda m, p: m.norm.centres and m.grouped),
     _Row("next_weight_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms),
     _Row("next_bias_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms and m.norm.centres),
-    _Row("scale_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
-    _Row("shift_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
+    *_MODULATION,
     _Row("smooth_scale_ptr", "(N,)", lambda m, p: m.fquant.smooths),
     _Row("static_scale_ptr", "(1,) fp32", lambda m, p: m.fquant.takes_scale),
     _Row("global_scale_ptr", "(1,) fp32", lambda m, p: m.scale_format.takes_global),
@@ -109,8 +119,7 @@ _FORWARD = (
         "elements, from group to group, and 0 from row to row",
         lambda m, p: m.grouped and m.norm.centres,
     ),
-    _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
-    _Row("shift_row_stride", "elements", lambda m, p: m.modulated),
+    *_MODULATION_STRIDES,
     _Row("y_row_stride", "elements", lambda m, p: _writes_y(m) and p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
     _Row("unquantised_row_stride", "elements", lambda m, p: m.save_unquant),
@@ -163,12 +172,14 @@ _COLUMNS = (
     _Row("residual_out_ptr", "(M, N), the rows to normalise", lambda m, p: m.fadd.stores),
     _Row("weight_ptr", "(N,) or None"),
     _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres),
+    *_MODULATION,
     *_PIVOT,
     _Row("rstd_ptr", "(M,) fp32"),
     _Row("y_ptr", "(M, N) {dtype_out}, which says what rows are rounded to", lambda m, p: m.cast.comes_first),
     *_COLUMNWISE,
     _Row("x_row_stride", "elements", lambda m, p: not m.fadd.stores),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
+    *_MODULATION_STRIDES,
     _Row("M", "rows"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     *_COLUMNWISE_STRIDES,

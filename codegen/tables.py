@@ -68,7 +68,8 @@ class Table(NamedTuple):
         numbers: eps, weight_offset and dropout_p, as far as the family has them.
         inputs: the number of operands that are read; the operands after them are written.
         x: the operand whose rows are normalised.
-        samples: whether the key holds the sizes of x, because a plan depends on the rows or positions per sample.
+        samples: the bits of the operands with which the key holds the sizes of x, because a plan then depends on the
+            rows or positions per sample.
         mean: the operand that holds the rows' means, or -1 in a forward call.
         rstd: the operand that holds the rows' rstd, or both where the means are not passed; or -1.
         dropout: the index of dropout_p, which dropout_rng follows, or -1.
@@ -131,7 +132,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         numbers=tuple(_number(row, names, is_functional=norm is None) for row in numbers),
         inputs=len(family.inputs),
         x=operands.index("x"),
-        samples=int(any(row.kind in (Kind.SAMPLES, Kind.IMAGES) for row in every)),
+        samples=sum(1 << at for at, row in enumerate(every) if row.kind in (Kind.SAMPLES, Kind.IMAGES)),
         mean=index(operands, "mean"),
         rstd=index(operands, "rstd"),
         dropout=index(names, "dropout_p"),

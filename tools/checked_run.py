@@ -137,6 +137,7 @@ def validate_quantised(
 ) -> tuple[Finding, ...]:
     """Return the worst finding of each output of a quantised norm, with scales decoded from their storage."""
     findings: list[Finding] = []
+    each = problem.m // problem.samples if problem.samples else problem.heads
     largest: list[quantisation_reference.ReferenceQuantised] = []
     columns = amax = None
     if isinstance(result, ColumnwiseOutput):
@@ -155,7 +156,7 @@ def validate_quantised(
         expected = oracle(**sliced)
         findings += compare_quantised(result._replace(**parts), None if scale is None else scale[rows], expected)
         if columns is not None:
-            findings += compare_columns(columns, expected, rows.start * problem.heads)
+            findings += compare_columns(columns, expected, rows.start * each)
         if amax is not None:
             largest.append(expected)
     return worst_of([*findings, *([compare_amax(amax, largest)] if amax is not None else [])])

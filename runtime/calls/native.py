@@ -194,7 +194,7 @@ class Lookup:
                 m = x.numel() // n
                 for tensor in present.of_rows(tensors):
                     gaps = gaps or not tensor.is_contiguous()
-            if gaps or table.samples:
+            if gaps or present.mask & table.samples:
                 # Row strides are then found from all sizes but the first, and strides, together.
                 key = (*key, gaps, shape[1:])
             for known in self.plans_of.plans.get(key, ()):

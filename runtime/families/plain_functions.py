@@ -87,11 +87,8 @@ def layer_norm(
     options = ("layer", eps, weight_offset, None, cast)
     if dim != -1 or activation is not None:
         return normalise_channels(operands, options, dim, activation, normalized_shape)
-    y: torch.Tensor | None = None
-    if not is_dynamo_compiling():
-        y = native.calls.recorded.normalise(operands, options, normalized_shape)
-    if y is None:
-        y = normalise_first(operands, normalized_shape, options)
+    known = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
+    y: torch.Tensor = normalise_first(operands, normalized_shape, options) if known is None else known
     return y
 
 
@@ -159,11 +156,8 @@ def rms_norm(
     options = ("rms", eps, weight_offset, None, cast)
     if dim != -1 or activation is not None:
         return normalise_channels(operands, options, dim, activation, normalized_shape)
-    y: torch.Tensor | None = None
-    if not is_dynamo_compiling():
-        y = native.calls.recorded.normalise(operands, options, normalized_shape)
-    if y is None:
-        y = normalise_first(operands, normalized_shape, options)
+    known = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
+    y: torch.Tensor = normalise_first(operands, normalized_shape, options) if known is None else known
     return y
 
 

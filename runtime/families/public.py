@@ -883,6 +883,9 @@ def quantised_layer_norm(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "dynamic",
     out_dtype: torch.dtype | None = None,
@@ -906,9 +909,9 @@ def quantised_layer_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight and bias,
-    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
-    a gradient while gradients are enabled.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight, bias, scale,
+    shift and gate, straight through the quantisation; no other output is, and a call without save_unquant refuses
+    operands that require a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
@@ -917,6 +920,12 @@ def quantised_layer_norm(
         eps: added to the variance.
         residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
         x_bias: (N,), added to every row of x before anything else, or None.
+        scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
+            fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
+            With shift and fquant "dynamic", without x_bias and cast.
+        shift: (B, N), x's shape or (N,), as scale; added after the multiplication.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added.
+            Requires residual and scale.
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3), which divides by the scale passed as y_scale.
         out_dtype: torch.int8 (also if None), torch.float8_e4m3fn or torch.float8_e5m2; with one scale per row and no
@@ -964,7 +973,7 @@ def quantised_layer_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, bias, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
+    operands = (x, weight, bias, residual, x_bias, scale, shift, gate, smooth_scale, None, None, global_scale, scale_ub)
     options = (
         "layer", eps, 0.0, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
         save_unquant, columnwise, amax_out,
@@ -980,6 +989,9 @@ def quantised_rms_norm(
     weight_offset: float = 0.0,
     residual: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "dynamic",
     out_dtype: torch.dtype | None = None,
@@ -1003,9 +1015,9 @@ def quantised_rms_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight and bias,
-    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
-    a gradient while gradients are enabled.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight, bias, scale,
+    shift and gate, straight through the quantisation; no other output is, and a call without save_unquant refuses
+    operands that require a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
@@ -1014,6 +1026,12 @@ def quantised_rms_norm(
         weight_offset: added to every weight, in fp32.
         residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
         x_bias: (N,), added to every row of x before anything else, or None.
+        scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
+            fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
+            With shift and fquant "dynamic", without x_bias and cast.
+        shift: (B, N), x's shape or (N,), as scale; added after the multiplication.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1: x is multiplied by gate before residual is added.
+            Requires residual and scale.
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3), which divides by the scale passed as y_scale.
         out_dtype: torch.int8 (also if None), torch.float8_e4m3fn or torch.float8_e5m2; with one scale per row and no
@@ -1061,7 +1079,7 @@ def quantised_rms_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, None, residual, x_bias, smooth_scale, None, None, global_scale, scale_ub)
+    operands = (x, weight, None, residual, x_bias, scale, shift, gate, smooth_scale, None, None, global_scale, scale_ub)
     options = (
         "rms", eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
         save_unquant, columnwise, amax_out,

@@ -26,17 +26,15 @@ from ..calls.road import FamilyCalls, Options, Outs, calls_of
 from ..calls.row_layout import elements_overlap
 from ..codegen.families import Kind
 from ..codegen.model import Mode
-from ..codegen.parameters import QUANTISED, QUANTISED_BWD
-from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.parameters import FORWARD, QUANTISED, QUANTISED_BWD
+from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import ALIGNMENT
 from ..selection.invariance import is_on
 from ..upstream.dynamo_guards import contiguous_strides
 from . import plain
-
-# The functions that return y unquantised.
-_UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
+from .modulated import row as modulated
 
 
 def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | ColumnwiseOutput:
@@ -61,11 +59,13 @@ def returned(outputs: QuantisedOutput | ColumnwiseOutput) -> QuantisedOutput | C
 
 def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOutput) -> ColumnwiseOutput:
     """Have autograd record y unquantised, and the sum, as the outputs of the norm alone."""
-    # The norm, eps, weight_offset and cast.
+    named = road.named(CALLS, operands, options)
+    calls = plain.CALLS if named["scale"] is None else modulated.CALLS
+    # The norm, eps, weight_offset and cast, of which modulated norms read the first three.
     settled = plain.full_options(operands, (*options[:3], None, options[5]), saves=True)
     statistics = packed_of(*[each for each in made[-2:] if each is not None])
-    # The operands of the norm alone come first.
-    y = plain.record(plain.CALLS, operands[:5], settled, (made.unquantised, made.residual_out, statistics, is_on()))
+    recorded = made.unquantised, made.residual_out, statistics, is_on()
+    y = calls.record(calls, road.operands_of(calls, named), settled, recorded)
     y, total = y if isinstance(y, tuple) else (y, None)
     return made._replace(unquantised=y, residual_out=total)
 
@@ -105,9 +105,8 @@ def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQu
 def _check(call: Call, outs: Outs, addressed: bool) -> None:
     """Check what quantises, and where outputs go."""
     if not call.mode.fquant.quantises:
-        raise ConflictError(
-            f"fquant 'none' quantises nothing; call normforge.{_UNQUANTISED[call.mode.norm]}, or pass fquant='dynamic'"
-        )
+        other = FORWARD.functions[call.mode.norm]
+        raise ConflictError(f"fquant 'none' quantises nothing; call normforge.{other}, or pass fquant='dynamic'")
     if call.scale_layout is not ScaleLayout.ROW_MAJOR and not call.mode.group_size.code:
         raise ConflictError(
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
@@ -247,11 +246,8 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     # In bytes if an int32 packs the scales of four groups.
     unit = scale.element_size() if kind.stores_exponents else 1
     # A dimension of one row may have any stride.
-    at = scale.dim() - 2
-    while at > 0 and scale.shape[at] == 1:
-        at -= 1
-    row = scale.stride(at) if at >= 0 else 0
-    return row * unit, scale.stride(-1) * unit
+    rows = [stride for size, stride in zip(scale.shape[:-1], scale.stride()[:-1], strict=True) if size != 1]
+    return rows[-1] * unit if rows else 0, scale.stride(-1) * unit
 
 
 CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch, record=_record)

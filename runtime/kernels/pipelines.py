@@ -123,7 +123,7 @@ _COLUMN_VALUES, _INTERPRETED_COLUMN_VALUES = 4096, 131072
 _ROWS_A_WARP, _MOST_COLUMN_WARPS = {False: 32, True: 16}, 4
 
 
-_TERMS = ("pivot_ptr", "shift_ptr")
+_TERMS = ("pivot_ptr", "pivot_shift_ptr")
 
 
 def _blocks_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:

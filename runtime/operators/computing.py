@@ -53,8 +53,7 @@ def run(function: str, args: Mapping[str, Any]) -> Results:
         require_device(check(function, args).x)
         # An operator returns contiguous tensors that alias no argument.
         return [None if each is None else _apart(each, args.values()) for each in _gradients(function, args)]
-    options = road.options_of(calls, takes.norm.value, args)
-    results = road.launched(calls, road.operands_of(calls, args), options)
+    results = road.launched(calls, road.operands_of(calls, args), road.options_of(calls, takes.norm.value, args))
     return results
 
 

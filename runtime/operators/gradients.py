@@ -15,6 +15,7 @@ from ..calls.road import ROWS, operands_of, options_of
 from ..calls.row_layout import walkable
 from ..calls.traced import operator
 from ..codegen.families import Kind
+from ..codegen.parameters import MODULATED_GRADIENTS
 from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
 from .kernels import register_autograd
@@ -22,6 +23,7 @@ from .kernels import register_autograd
 # The incoming gradients, and the summands of the stored sum.
 _ARRIVE = ("dy", "dresidual_out")
 _UNSAVED = "mean and rstd were not saved; pass save_mv=True, or of a quantised norm save_unquant=True"
+_UNSTORED = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
 _SUMMED = ("x", "residual", "x_bias", "gate")
 
 
@@ -31,16 +33,19 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
     Args:
         library: the library that defines the operator.
         forward: the operator's name.
-        backward: the name of the operator that computes the gradients.
+        backward: the name of the operator that computes the gradients, of rows that are not modulated.
     """
-    takes, computes = OPERATORS[forward], OPERATORS[backward]
-    statistics = [name for name, kind, _ in computes.tensors if kind is Kind.PER_ROW]
-    kept = [name for name, _, _ in computes.tensors if name not in (*_ARRIVE, *statistics)]
-    rows = {name: kind for name, kind, _ in computes.tensors}
-    shared = [name for name in takes.passed if name in computes.passed and name not in kept]
+    takes = OPERATORS[forward]
+    of_rows = any(name == "x" and kind.has_row_stride for name, kind, _ in takes.tensors)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         args = dict(takes.defaults) | dict(zip(takes.passed, inputs, strict=True))
+        # Quantised rows are modulated, or not.
+        ctx.backward = backward if args.get("scale") is None else MODULATED_GRADIENTS.functions[takes.norm]
+        computes = OPERATORS[ctx.backward]
+        statistics = [name for name, kind, _ in computes.tensors if kind is Kind.PER_ROW]
+        kept = [name for name, _, _ in computes.tensors if name not in (*_ARRIVE, *statistics)]
+        ctx.kept = (*kept, *statistics)
         if not takes.family_name:
             _refuse(args)
         fadd = "none" if args.get("residual") is None else args.get("fadd", "pre_add_store")
@@ -49,13 +54,10 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         if args["x"].dtype is output[at].dtype is torch.float32:
             # With x and y in fp32 nothing is rounded before weight, whatever the dtype of the stored sum.
             args["cast"] = "after_weight"
-        stores, is_after, refusal = fadd == "pre_add_store", fadd == "post_add", None
-        if fadd == "pre_add":
-            refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
-        elif not args.get("save_unquant", args.get("save_mv", False)):
-            refusal = _UNSAVED
-        ctx.refusal, ctx.at = refusal, at
-        ctx.shared = {name: args[name] for name in shared}
+        stores, is_after = fadd == "pre_add_store", fadd == "post_add"
+        unsaved = None if args.get("save_unquant", args.get("save_mv", False)) else _UNSAVED
+        ctx.refusal, ctx.at = _UNSTORED if fadd == "pre_add" else unsaved, at
+        ctx.shared = {name: args[name] for name in takes.passed if name in computes.passed and name not in kept}
         ctx.dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, torch.Tensor)}
         # The gradient of a residual that is added behind the norm is dy.
         ctx.added = ctx.dtypes.pop("residual") if is_after else None
@@ -67,7 +69,7 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         # A quantised output has no gradient, although fp8 is a floating-point dtype of torch.
         carry = (at, 1)[: 1 + sum_is_due] if output[at].dtype in FLOATS else ()
         ctx.mark_non_differentiable(*[each for place, each in enumerate(output) if place not in carry])
-        if refusal is None:
+        if ctx.refusal is None:
             held = {**args, "gated": None if args.get("gate") is None else args["x"]}
             if stores:
                 # The sum includes x_bias already.
@@ -77,18 +79,18 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         _refuse_unsaved(ctx.refusal)
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
-        args = ctx.shared | dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
+        args = ctx.shared | dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         # Without a stored sum no gradient can be computed of a call that adds.
         stores = "residual" in ctx.dtypes
         dy = arrived[ctx.at]
         for name, gradient in zip(_ARRIVE, (dy, arrived[1] if stores else None), strict=True):
-            args[name] = gradient if gradient is None or not rows[name].has_row_stride else walkable(gradient)
+            args[name] = gradient if gradient is None or not of_rows else walkable(gradient)
         due: dict[str, torch.Tensor] = {}
         if ctx.added is not None and dy is not None and "residual" in needed:
             needed.remove("residual")
             due["residual"] = dy.to(ctx.added)
         if needed:
-            due |= _compute(forward, backward, ctx.dtypes, needed, args)
+            due |= _compute(forward, ctx.backward, ctx.dtypes, needed, args)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(library, forward, differentiate, keep)

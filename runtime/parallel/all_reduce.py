@@ -296,16 +296,13 @@ def _alone(norm: str, named: dict[str, Any]) -> QuantisedOutput:
     return QuantisedOutput(y, None, None, None)
 
 
-# Arguments that follow from others, or that kernels behind an all-reduce do not take.
-_SETTLED = {"fadd", "save_mv", "static_scale", "column_scale", "x_bias", "columnwise", "save_amax"}
-
-
 @cache
 def _defaults(norm: str, *, quantises: bool) -> tuple[road.FamilyCalls, dict[str, Any]]:
     """Return the road's row of calls, and the arguments that they may have, with their defaults."""
     calls = quantised.CALLS if quantises else plain.CALLS
     takes = FUNCTIONS[calls.functions[norm]]
-    names = {*calls.inputs, *calls.options}.intersection(takes.passed) - _SETTLED
+    # Others follow from these, or kernels behind an all-reduce do not take them.
+    names = {*calls.inputs, *calls.options}.intersection(takes.passed, (*_TENSORS, *_OTHERS))
     defaults = {name: each for name, each in takes.defaults if name in names}
     return calls, defaults | ({"y_scale": None} if quantises else {})
 

@@ -16,13 +16,11 @@ from .norms import PLAIN, Oracle, ReferenceOutput, quantised_rows
 
 def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Repeat a modulation to one row per row of x."""
-    wide = operand.double()
-    if operand.dim() == 2 and x.dim() > 2:
-        wide = torch.stack([row.expand(x.shape[1:]) for row in wide])
-    return wide.expand(x.shape)
+    leading = (len(operand), *[1] * (x.dim() - 2)) if operand.dim() == 2 else operand.shape[:-1]
+    return operand.double().view(*leading, x.shape[-1]).expand(x.shape)
 
 
-def _modulated(
+def modulated(
     norm: Oracle,
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -59,7 +57,7 @@ def _modulated(
     return rows._replace(y=y, residual_out=residual_out, y_scale=y_scale, z=z, sums=sums, terms=terms)
 
 
-FORWARD: Mapping[Norm, Oracle] = {norm: partial(_modulated, plain) for norm, plain in PLAIN.items()}
+FORWARD: Mapping[Norm, Oracle] = {norm: partial(modulated, plain) for norm, plain in PLAIN.items()}
 
 
 def gradients(

@@ -10,6 +10,7 @@ import torch
 
 from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup
 from ..dtypes import DTYPES, word
+from .modulated import modulated
 from .norms import PLAIN, Oracle, ReferenceOutput, quantise, stored_scale
 
 
@@ -69,13 +70,14 @@ def quantised_by(
     **asked: Any,
 ) -> ReferenceQuantised:
     """Compute in fp64 what a norm's quantised function should return, given the operator's arguments."""
-    passed: dict[str, Any] = {
-        name: asked[name] for name in ("bias", "eps", "weight_offset", "x_bias", "cast") if name in asked
-    }
-    if asked.get("residual") is not None:
-        passed |= {"residual": asked["residual"], "fadd": "pre_add_store"}
+    names = ("bias", "eps", "weight_offset", "x_bias", "cast", "residual", "scale", "shift", "gate")
+    passed = {name: asked[name] for name in names if asked.get(name) is not None}
+    if "scale" in passed:
+        norm = partial(modulated, norm)
+    elif "residual" in passed:
+        passed["fadd"] = "pre_add_store"
     # Rows that are rounded first are rounded to x's 16 bits: y has fewer.
-    rows = norm(x, weight, **passed, out_dtype=x.dtype, save_mv=True)
+    rows = norm(x, weight=weight, **passed, out_dtype=x.dtype, save_mv=True)
     assert rows.terms is not None
     z, terms = rows.z, rows.terms
     unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open

@@ -12,7 +12,7 @@
 
 #include "cuda.h"
 
-#define MOST_ARGUMENTS 48
+#define MOST_ARGUMENTS 64
 #define MOST_NUMBERS 3
 #define MOST_KEPT 256
 /* The index of an argument that a function lacks. */
@@ -187,7 +187,7 @@ static int describe(Lookup *self, Call *call) {
     parts[at++] = call->values[number_at(self->words, each)];
   for (Py_ssize_t each = 0; each < PyBytes_GET_SIZE(self->coded); ++each)
     parts[at++] = (PyObject *)Py_TYPE(call->values[number_at(self->coded, each)]);
-  if (gaps || self->samples) {
+  if (gaps || mask & self->samples) {
     parts[at++] = gaps ? Py_True : Py_False;
     parts[at++] = keep(call, PyTuple_GetSlice(call->shape, 1, last + 1));
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,42 @@ def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> N
     alone = FUNCTION[norm](x, weight, **given, **asked)
     assert all(same_bits(one, other) for one, other in zip(alone[:4], made[:4], strict=True))
     assert (made.columnwise is None, made.columnwise_scale is None, made.amax) == (False, False, None)
+
+
+def modulations(*sizes: int, gates: bool = False) -> dict[str, torch.Tensor]:
+    """Return a scale and a shift of some sizes, and, if rows are to be gated, a gate."""
+    return {name: rows(*sizes) for name in ("scale", "shift", *["gate"] * gates)}
+
+
+@each_norm
+@each_format
+@each_layout
+@pytest.mark.parametrize("added", ["", "residual", "gate"])
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        # Samples that end within a tile, of one row, as many as rows, in several tiles, and a row for all.
+        ((3, 43, 300), (3, 300)),
+        ((130, 1, 64), (130, 64)),
+        ((130, 64), (130, 64)),
+        ((2, 2, 65, 33), (2, 33)),
+        ((5, 5000), (5000,)),
+        ((2, 3, 20000), (2, 20000)),
+    ],
+)
+def test_modulated_rows_in_both_directions(
+    norm: str, name: str, layout: str, added: str, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    """And their amax; a row of NaN and a sample of zeros with neither bias nor shift spoil no others."""
+    (asked, _), n = BLOCKS[name], shape[-1]
+    given: dict[str, Any] = {"residual": rows(*shape) if added else None}
+    given |= modulations(*sizes, gates=added == "gate")
+    x, weight = rows(*shape) * torch.exp2(torch.randint(-20, 20, (*shape[:-1], 1))).bfloat16(), rows(n)
+    x[-1], given["shift"][-1 if len(sizes) > 1 else n // 2 :] = 0.0, 0.0
+    x[0].view(-1, n)[-1, n // 2] = torch.nan
+    made = check(norm, x, weight, **given, **asked, columnwise=layout, amax_out=torch.zeros(1))
+    alone = FUNCTION[norm](x, weight, **given, **asked, amax_out=torch.zeros(1))
+    assert all(same_bits(one, other) for one, other in zip(alone[:4], made[:4], strict=True))
 
 
 @each_norm
@@ -171,19 +208,22 @@ def test_an_infinite_amax() -> None:
     assert amax.item() == float("inf")
 
 
+@pytest.mark.parametrize("modulates", [False, True])
 @pytest.mark.parametrize("asked", [{**FP8, "columnwise": "transposed"}, {**SWIZZLED, "columnwise": "untransposed"}])
-def test_traced_calls(asked: dict[str, Any]) -> None:
+def test_traced_calls(asked: dict[str, Any], modulates: bool) -> None:
     """One operator returns both directions, and the amax is accumulated in the tensor that was passed."""
-    x, weight, residual = rows(40, 96).requires_grad_(), rows(96), rows(40, 96)
+    x, weight, residual = rows(4, 10, 96).requires_grad_(), rows(96), rows(4, 10, 96)
     given: dict[str, Any] = {"residual": residual, "save_unquant": True, **asked}
+    given |= {name: each.requires_grad_() for name, each in modulations(4, 96, gates=True).items()} if modulates else {}
     torch.compiler.reset()
     compiled = torch.compile(FUNCTION["rms"], backend="aot_eager", fullgraph=True)
     eager, traced = torch.full((1,), 1e-3), torch.full((1,), 1e-3)
     one = FUNCTION["rms"](x, weight, **given, amax_out=eager)
     other = compiled(x, weight, **given, amax_out=traced)
     assert all(same_bits(each, its) for each, its in zip(one, other, strict=True))
-    dx, its = (torch.autograd.grad(made.unquantised, x, residual) for made in (one, other))
-    assert same_bits(*dx, *its)
+    due = [x, *[given[name] for name in ("scale", "shift", "gate") if modulates]]
+    gradients, its = (torch.autograd.grad(made.unquantised, due, residual) for made in (one, other))
+    assert all(map(same_bits, gradients, its))
     assert other.amax is traced
     assert there(other.columnwise).stride() == there(one.columnwise).stride()
 
@@ -200,26 +240,35 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 
 def of_doubles(norm: str, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and the sum of operands in fp64, of which the sum is rounded to 16 bits and differentiated unrounded."""
-    added = [operands[name] for name in ("x", "x_bias", "residual") if name in operands]
-    total = added[0] + sum(added[1:])
+    scale, shift, gate = (operands.get(name, torch.zeros(1, 1)).unsqueeze(1) for name in ("scale", "shift", "gate"))
+    added = [operands[name] for name in ("x_bias", "residual") if name in operands]
+    total = operands["x"] * (gate if "gate" in operands else 1.0) + sum(added)
     total = total + (total.bfloat16().double() - total).detach()
     vectors = [operands[name] for name in ("weight", "bias") if name in operands]
-    return getattr(torch.nn.functional, f"{norm}_norm")(total, total.shape[-1:], *vectors, eps=1e-5), total
+    y = getattr(torch.nn.functional, f"{norm}_norm")(total, total.shape[-1:], *vectors, eps=1e-5)
+    return y * (1.0 + scale) + shift, total
 
 
 @each_norm
-@pytest.mark.parametrize("added", ["", "residual", "x_bias"])
-@pytest.mark.parametrize("form", STRAIGHT)
+@pytest.mark.parametrize(
+    ("form", "added"),
+    [
+        *product(STRAIGHT, ("", "residual", "x_bias")),
+        # Modulated rows, of which no call has a static scale or a cast before the weight.
+        *product(("rows", "columns", "rounded"), ("scale shift", "scale shift gate residual")),
+    ],
+)
 def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added: str) -> None:
     """By kernels, and of the gradients again, as fp64 differentiates the norm alone; columns have no x_bias."""
     asked = {name: torch.full((1,), each) if isinstance(each, float) else each for name, each in STRAIGHT[form].items()}
     if added == "x_bias":
         asked["columnwise"] = "none"
-    names = ["x", "weight", *(["bias"] if norm == "layer" else []), *([added] if added else [])]
-    given = {name: rows(*((2, 5) if name in ("x", "residual") else ()), 96).requires_grad_() for name in names}
+    names = ["x", "weight", *(["bias"] if norm == "layer" else []), *added.split()]
+    leading = {"x": (2, 9), "residual": (2, 9), "scale": (2,), "shift": (2,), "gate": (2,)}
+    given = {name: rows(*leading.get(name, ()), 96).requires_grad_() for name in names}
     wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
-    expected, arrived = of_doubles(norm, wide), (rows(2, 5, 96), rows(2, 5, 96))
-    kept = 2 if added == "residual" else 1
+    expected, arrived = of_doubles(norm, wide), (rows(2, 9, 96), rows(2, 9, 96))
+    kept = 2 if "residual" in names else 1
 
     def made_of() -> Any:
         return FUNCTION[norm](**given, eps=1e-5, save_unquant=True, **asked)
@@ -359,11 +408,13 @@ def test_an_amax_in_memory_that_is_read_is_refused() -> None:
 
 
 def test_several_norms_in_one_launch_have_no_columns() -> None:
-    """Each takes launches of its own, with the same results."""
+    """Each takes launches of its own, with the same results; modulated rows alone take one launch."""
     asked = {**FP8, "columnwise": "transposed"}
     for _ in range(4):
         # Of so many short rows a program has several, and columns have a launch of their own.
-        x, other = rows(300, 64), rows(300, 96)
-        expected = FUNCTION["rms"](other, **asked)
+        x, other, modulated = rows(2, 150, 64), rows(300, 96), {**FP8, **modulations(2, 64)}
+        expected, first = FUNCTION["rms"](other, **asked), FUNCTION["rms"](x, **modulated)
         _, second = normforge.rms_norms([(x, None, FP8), (other, None, asked)])
         assert same_bits(second.columnwise, expected.columnwise)
+        found, _ = normforge.rms_norms([(x, None, modulated), (other, None, FP8)])
+        assert all(map(same_bits, found, first))

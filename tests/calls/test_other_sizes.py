@@ -71,6 +71,11 @@ def scaled(form: Callable[[torch.Tensor], torch.Tensor]) -> Call:
     return lambda m: normforge.rmsnorm2d_fwd(rows(m).to(fp8), x_scale=form(rows(m).abs()), out_dtype=torch.bfloat16)
 
 
+def _quantised(samples: int, tokens: int, **given: Any) -> Any:
+    x = rows(samples * tokens).view(samples, tokens, N)
+    return normforge.quantised_rms_norm(x, **given, group_size=32, out_dtype=torch.float8_e4m3fn)
+
+
 BARE = ("gate", "residual", "weight", "bias")
 (PLAIN, MODULATED, GATED), (GROUP,) = (
     cases("plain", "modulated", "gated", vary=(), shape=(3, N)),
@@ -92,6 +97,9 @@ CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
     # One row's or sample's stride is its own where rows are apart. How many samples share a gradient is part of a kind.
     "modulated, gapped": (called(MODULATED.but(layout="gapped"), "contiguous"), (2, 1), (2, 1)),
     "modulated, a sum": (called(MODULATED.but(without=("weight", "bias")), "contiguous"), (2,), (2,)),
+    # Of any number of tokens, unless samples are modulated, of which a kind has any number.
+    "quantised, tokens": (partial(_quantised, 2), (3,), (7, 2)),
+    "quantised, modulated": (lambda m: _quantised(m, 4, scale=rows(m), shift=rows(m)), (2,), (3, 5)),
     "gated, sigmoid": (called(GATED.but(norm="rms"), "contiguous"), (3,), (9, 1)),
     "gated in groups": (called(GATED.but(group_size=16), "contiguous"), (3,), (9, 1)),
     "gated, gapped": (called(GATED.but(layout="gapped"), "contiguous"), (3, 1), (9, 2)),

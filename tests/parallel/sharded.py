@@ -239,6 +239,7 @@ def quantised_rows_with_a_gate_are_of_each_ranks() -> None:
         alike(lambda **given: tuple(operated("gated_layer_norm", given)), given, lies, Shard(0))
 
 
+_MODULATE = ("scale", "shift", "gate")
 # What the quantised norms are called with; of vectors the name and a scale.
 _WIDE = 160
 QUANTISED: tuple[dict[str, Any], ...] = (
@@ -250,6 +251,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
     {"group_size": 64, "scale_layout": "column_major"},
     {"group_size": 64, "scale_format": "ue8m0_packed", "scale_layout": "column_major", "residual": 1},
     {"group_size": 32, "scale_format": "ue8m0"},
+    {"group_size": 64, "scale": (2, _WIDE), "shift": _WIDE, "gate": (2, 5, _WIDE), "residual": 1, "save_unquant": True},
     # Pairs, which are half as many.
     {"group_size": 16, "scale_format": "e4m3", "global_scale": 1, "out_dtype": torch.float4_e2m1fn_x2},
 )
@@ -258,7 +260,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 @CASES.case
 def quantised_norms_are_of_each_ranks_rows() -> None:
     """With no communication; scales lie with their rows, in the layout that each part would have by itself."""
-    rows_of, vectors = ("x", "residual"), ("y_scale", "scale_ub", "x_bias", "smooth_scale", "global_scale")
+    rows_of, vectors = ("x", "residual"), ("y_scale", "scale_ub", "x_bias", "smooth_scale", "global_scale", *_MODULATE)
     for options, name in product(QUANTISED, ("quantised_layer_norm", "quantised_rms_norm")):
         function = getattr(normforge, name)
         given = {"out_dtype": torch.float8_e4m3fn, "x": 1, "weight": _WIDE} | options
