@@ -24,7 +24,8 @@ from ..calling import FUNCTIONS, backward, each_device, each_function, pieces, p
 from ..calls.test_quantised import NVFP4
 from ..calls.test_wrong_tensors import MXFP8
 from ..nn import models
-from ..nn.models import WIDTH, Transformer
+from ..nn.decoders import made
+from ..nn.models import WIDTH
 from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -223,7 +224,7 @@ def trained(
 
 @THOROUGH
 def test_a_patched_model() -> None:
-    model = Transformer()
+    model = made("torch")
     original = trained(model, model)
     normforge.patch(model)
     function, counter = compiled(model)
