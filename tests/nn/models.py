@@ -89,19 +89,6 @@ class Qwen2RMSNorm(LlamaRMSNorm):
         self.eps = eps
 
 
-class EpsRMSNorm(torch.nn.Module):
-    """Llama's formula, with an epsilon that is called `eps` alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-        self.eps = 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
-
-
 class GemmaRMSNorm(_Weighted):
     """Multiplies by 1 + weight in fp32, then rounds."""
 
@@ -189,6 +176,17 @@ class L2Norm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class EpsRMSNorm(L2Norm):
+    """Llama's formula, with an epsilon that is called `eps` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * super().forward(x)
 
 
 class DimlessRMSNorm(torch.nn.Module):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 import normforge
+from proving.cold_warm.contexts import CONTEXTS
 
 from ..calling import FLOATS, each_device, each_float, in_threads
 from . import models
@@ -79,33 +79,15 @@ def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
     assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps, weight_offset=offset))
 
 
-@contextmanager
-def fp64_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+ON_A_GPU = pytest.param("default cuda", marks=pytest.mark.gpu)
 
 
-CONTEXTS = [
-    pytest.param(lambda: torch.device("meta"), id="on_meta_by_default"),
-    pytest.param(lambda: torch.device("cuda"), id="on_a_gpu_by_default", marks=pytest.mark.gpu),
-    pytest.param(fp64_by_default, id="fp64_by_default"),
-    pytest.param(torch.inference_mode, id="inference"),
-    pytest.param(torch.no_grad, id="no_gradients"),
-    pytest.param(lambda: torch.autocast("cpu", dtype=torch.bfloat16), id="autocast"),
-]
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("where", ["default meta", "default fp64", "inference", "no_grad", "bf16 autocast", ON_A_GPU])
 @each_hugging_face
-def test_what_is_found_does_not_depend_on_where_patch_is_called(
-    cls: Callable[[], torch.nn.Module], context: Callable[[], AbstractContextManager[object]]
-) -> None:
+def test_what_is_found_does_not_depend_on_where_patch_is_called(cls: Callable[[], torch.nn.Module], where: str) -> None:
     modules = [cls(), cls()]
     normforge.patch(modules[0])
-    with context():
+    with torch.device("cuda") if where == "default cuda" else CONTEXTS[where]():
         assert len(normforge.patch(modules[1]).swapped) == 1
     assert type(modules[1]) is type(modules[0]) is not cls
     assert vars(modules[1]).keys() == vars(modules[0]).keys()
