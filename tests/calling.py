@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -27,7 +28,7 @@ from normforge.codegen.values import FusedQuant, Rounding
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.selection import dispatch
 from normforge.tools.compare import compare, compare_gradients
-from proving.cases import Case, cases
+from proving.cases import LAYOUTS, Case, cases, with_tuples
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -259,7 +260,7 @@ def in_threads(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
         return list(pool.map(run, given))
 
 
-def table_at(path: Path, names: dict[str, Any]) -> Any:
+def table_at(path: Path, names: dict[str, Any] | None = None) -> Any:
     """Return the contents of a YAML file, where text that begins with `=` is an expression of names, torch and np."""
 
     def read(node: Any) -> Any:
@@ -268,20 +269,29 @@ def table_at(path: Path, names: dict[str, Any]) -> Any:
         if isinstance(node, list):
             return [*map(read, node)]
         is_expression = isinstance(node, str) and node.startswith("=")
-        return eval(node[1:], names, {"torch": torch, "np": np}) if is_expression else node
+        return eval(node[1:], names or {}, {"torch": torch, "np": np}) if is_expression else node
 
     return read(yaml.safe_load(path.read_text()))
 
 
-def queried(queries: Sequence[Mapping[str, Any]]) -> list[Case]:
-    """Return the cases that queries ask for, each once: families, arguments of `cases`, and values to combine."""
-    found: list[Case] = []
-    for query in queries:
-        asked = dict(query)
-        each = asked.pop("each", {})
-        for case in cases(*asked.pop("of", ()), **asked):
-            found += [case.but(**dict(zip(each, values, strict=True))) for values in product(*each.values())]
-    return [*dict.fromkeys(found)]
+def slices(path: Path) -> dict[str, list[Case]]:
+    """Return the slices of the table of cases that a YAML file asks for, by name, each case once."""
+    table = with_tuples(table_at(path, {"FLOATS": FLOATS, "LAYOUTS": LAYOUTS}))
+    return {
+        name: [*dict.fromkeys(case for query in queries for case in _queried(**query))]
+        for name, queries in table.items()
+    }
+
+
+def _queried(of: Sequence[str] = (), each: Mapping[str, Any] | None = None, **asked: Any) -> Iterator[Case]:
+    """Yield the cases of families, by arguments of `cases` and by values to combine."""
+    for case in cases(*of, **asked):
+        yield from (case.but(**at) for at in combined(each or {}))
+
+
+def combined(each: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of values by name."""
+    yield from (dict(zip(each, values, strict=True)) for values in product(*each.values()))
 
 
 # By error and name: what is passed, and what the message begins with or holds.
@@ -290,7 +300,9 @@ Refused = Mapping[type[Exception], Mapping[str, tuple[dict[str, Any], str]]]
 
 def refusals(path: Path, names: dict[str, Any]) -> Refused:
     """Return a table of refusals that a YAML file holds; see `table_at`."""
-    return {getattr(errors, error): rows for error, rows in table_at(path, names).items()}
+    return {
+        getattr(builtins, error, None) or getattr(errors, error): rows for error, rows in table_at(path, names).items()
+    }
 
 
 def each_of(refused: Refused) -> pytest.MarkDecorator:

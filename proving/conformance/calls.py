@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +26,19 @@ def results(case: Case, given: Tensors) -> Tensors:
         # Autograd casts dy to y's dtype, and its functions return x's.
         return _direct(case, given)
     leaves = {name: given[name].detach().requires_grad_() for name in LEAVES if name in given}
-    outputs = family(case).run(leaves | {"x": laid_out(case, leaves["x"])})
+    return recorded(case, given, leaves, cases.Case.run)
+
+
+def recorded(case: Case, given: Tensors, leaves: Tensors, run: Callable[..., tuple[torch.Tensor, ...]]) -> Tensors:
+    """Return the outputs that `run` computes from a case of the table of families, and the gradients of leaves."""
+    outputs = run(family(case), leaves | {"x": laid_out(case, leaves["x"])})
     named = dict(zip((Y, RESIDUAL_OUT, "keep"), outputs, strict=False))
     found = {name: as_rows(case, output.detach()) for name, output in named.items()}
-    return found | {f"d{name}": gradient for name, gradient in gradients(case, given, leaves, named).items()}
-
-
-def gradients(case: Case, given: Tensors, leaves: Tensors, named: Tensors) -> Tensors:
-    """Return the gradients of leaves for those that arrive at outputs by name."""
     arriving = [
         laid_out(case, given[f"d{name}"].to(y.dtype)).reshape(y.shape) if name in case.arriving else None
         for name, y in named.items()
     ]
-    return cases.gradients([*named.values()], leaves, arriving)
+    return found | {f"d{name}": each for name, each in cases.gradients(outputs, leaves, arriving).items()}
 
 
 def arguments(case: Case, given: Tensors) -> dict[str, Any]:

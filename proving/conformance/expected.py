@@ -14,8 +14,8 @@ from normforge.random_mask import dropout_mask
 from .. import cases
 from ..accuracy.units import statistics
 from ..cases import Tensors
-from .calls import LEAVES, as_rows, backward, family, forward, gradients, laid_out
-from .case import RESIDUAL_OUT, Case, Y
+from .calls import LEAVES, backward, forward, recorded
+from .case import Case
 
 # The reference holds some ten fp64 copies of what it is given.
 _AT_ONCE = 1 << 23
@@ -96,7 +96,4 @@ def _gradients(case: Case, given: Tensors, mask: dict[str, Any]) -> dict[str, Wa
 def _by_formula(case: Case, given: Tensors) -> dict[str, Want]:
     """Return the results of another family's call, with gradients by autograd."""
     leaves = cases.doubled({name: given[name] for name in LEAVES if name in given})
-    outputs = cases.formula(family(case), leaves | {"x": laid_out(case, leaves["x"])})
-    named = dict(zip((Y, RESIDUAL_OUT), outputs, strict=False))
-    found = {name: Want(as_rows(case, output.detach())) for name, output in named.items()}
-    return found | {f"d{name}": Want(each) for name, each in gradients(case, given, leaves, named).items()}
+    return {name: Want(each) for name, each in recorded(case, given, leaves, cases.formula).items()}

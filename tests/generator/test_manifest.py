@@ -111,31 +111,30 @@ def refused(path: Path, message: str) -> None:
     assert str(caught.value) == f"{path}{message}"
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere.yaml", ": there is no such manifest; name one with --manifest FILE")
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "latin.yaml"
-    path.write_bytes("groups:\n  # größer\n".encode("latin-1"))
-    refused(path, ":2: the manifest is not UTF-8 text; save it as UTF-8")
-
-
-def test_what_might_never_end_is_no_manifest(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        refused(
-            path,
-            ": the manifest is no regular file, and might never end; name one with --manifest FILE, or pipe it in as "
-            "/dev/stdin",
-        )
-
-
-def test_a_manifest_that_is_far_too_long(tmp_path: Path) -> None:
-    path = tmp_path / "long.yaml"
+def make_long(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    refused(path, ": the manifest is longer than 16 MiB; split it in several")
+
+
+ENDLESS = (
+    ": the manifest is no regular file, and might never end; name one with --manifest FILE, or pipe it in as /dev/stdin"
+)
+UNREAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, ": there is no such manifest; name one with --manifest FILE"),
+    "no text": (
+        lambda path: path.write_bytes("groups:\n  # größer\n".encode("latin-1")),
+        ":2: the manifest is not UTF-8 text; save it as UTF-8",
+    ),
+    "a pipe": (os.mkfifo, ENDLESS),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), ENDLESS),
+    "far too long": (make_long, ": the manifest is longer than 16 MiB; split it in several"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNREAD.values(), ids=UNREAD)
+def test_a_file_that_is_no_manifest(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    make(tmp_path / "mine.yaml")
+    refused(tmp_path / "mine.yaml", message)
 
 
 @pytest.mark.parametrize(("path", "said"), [("a\0b", "is no path"), ("/", "cannot be read: Is a directory")])

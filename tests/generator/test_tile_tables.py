@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from normforge.codegen import emit, tile_tables
 from normforge.codegen.candidates import candidates
@@ -98,8 +97,8 @@ def one(tile: str, bucket: str = "1..1024", kind: str = "fwd_16bit") -> str:
 
 
 # By class and lengths of rows, tiles and messages.
-IMPOSSIBLE: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = yaml.safe_load(
-    Path(__file__).with_name("impossible_tiles.yaml").read_text()
+IMPOSSIBLE: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = table_at(
+    Path(__file__).with_name("impossible_tiles.yaml")
 )
 
 RIGHT = {

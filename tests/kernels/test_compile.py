@@ -108,12 +108,16 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(n: int, vector: str | None
         assert any(f"ld.global.{vector}" in line for line in rows)
 
 
-@pytest.mark.parametrize("n", [1501, 4099])
+@pytest.mark.parametrize("n", [1501, pytest.param(4099, marks=THOROUGH), 5137])
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int) -> None:
-    """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread."""
+    """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread.
+
+    Weight and bias stay in registers as pairs, without a spill.
+    """
     mode = Mode(norm, DType.BF16, DType.BF16)
     tile = window_tile(mode, instance(mode, n).tile, n, few=False)
+    usage(compiled(mode, n, part=Part.WINDOW, operands=torch.bfloat16)).assert_fits(tile)
     # Operands of fp32 are moved by 32 bits as well.
     ptx = compiled(mode, n, part=Part.WINDOW).asm["ptx"]
     moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
@@ -122,15 +126,6 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int) -> None:
     assert sum(".b16" in line for line in moves["ld"]) == 2 * (1 + ends * tile.block // (32 * tile.warps))
     assert sum(".b16" in line for line in moves["st"]) == 1
     assert len(moves["st"]) == -(-(n + 7) // tile.block) + 1
-
-
-@pytest.mark.parametrize("n", [1501, pytest.param(4099, marks=THOROUGH), 5137])
-@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
-def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int) -> None:
-    """As pairs, without a spill."""
-    mode = Mode(norm, DType.BF16, DType.BF16)
-    tile = window_tile(mode, instance(mode, n).tile, n, few=False)
-    usage(compiled(mode, n, part=Part.WINDOW, operands=torch.bfloat16)).assert_fits(tile)
 
 
 def spreading(mode: Mode, n: int) -> set[Tile]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .models import WIDTH, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
+from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
 
 VOCABULARY = 17
 
@@ -211,8 +211,8 @@ class Decoder(torch.nn.Module):
         return tokens
 
 
-def layer_norm() -> torch.nn.Module:
-    return torch.nn.LayerNorm(WIDTH)
+def layer_norm(bias: bool = True) -> torch.nn.Module:
+    return torch.nn.LayerNorm(WIDTH, bias=bias)
 
 
 # Per family: how to make a model, the names of the norms that its blocks call directly behind a sum, and of those whose
@@ -230,6 +230,8 @@ FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[
     ),
     "Olmo2": (lambda: Decoder(lambda: Olmo2Layer(Olmo2RMSNorm), Olmo2RMSNorm), (), ()),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
+    # Attention is torch's own, which has no cache.
+    "torch": (lambda: Decoder(Block, lambda: layer_norm(bias=False)), ("second",), ("first",)),
     "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
 }
 

@@ -1,4 +1,4 @@
-"""Models to patch: a tiny transformer, and norms like those of Hugging Face; a model beside a patched copy."""
+"""Models to patch: a block, and norms like those of Hugging Face; a model beside a patched copy."""
 
 from __future__ import annotations
 
@@ -38,29 +38,11 @@ class Block(torch.nn.Module):
         self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
         self.narrow = torch.nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
         h = self.first(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
         h = self.narrow(functional.gelu(self.wide(self.second(x))))
         return torch.add(x, h)
-
-
-class Transformer(torch.nn.Module):
-    """Two blocks between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(17, WIDTH)
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.last = torch.nn.LayerNorm(WIDTH, bias=False)
-        self.head = torch.nn.Linear(WIDTH, 17)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.last(x))
-        return logits
 
 
 class _Weighted(torch.nn.Module):
@@ -105,19 +87,6 @@ class Qwen2RMSNorm(LlamaRMSNorm):
     def __init__(self, n: int = WIDTH, eps: float = 1e-6) -> None:
         super().__init__(n, eps)
         self.eps = eps
-
-
-class EpsRMSNorm(torch.nn.Module):
-    """Llama's formula, with an epsilon that is called `eps` alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-        self.eps = 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
 
 
 class GemmaRMSNorm(_Weighted):
@@ -207,6 +176,17 @@ class L2Norm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class EpsRMSNorm(L2Norm):
+    """Llama's formula, with an epsilon that is called `eps` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * super().forward(x)
 
 
 class DimlessRMSNorm(torch.nn.Module):

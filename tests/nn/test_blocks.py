@@ -23,7 +23,7 @@ from .models import WIDTH, Counted, LlamaRMSNorm, assert_near, copies, twins
 
 # Interpreted kernels take a tenth of a second each.
 each_family = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "Llama" else [THOROUGH]) for name in FAMILIES]
+    "family", [pytest.param(name, marks=[] if name in ("Llama", "torch") else [THOROUGH]) for name in FAMILIES]
 )
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -180,7 +180,7 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Ten
     "dropout in evaluation": (with_dropout, lambda model, given: loss_of(model.eval(), given), CLOSE),
     "hooks on hidden states": (partial(made, "Llama"), hooked, CLOSE),
     "saved tensors offloaded": (partial(made, "Llama"), offloaded, CLOSE),
-    "autocast": (partial(made, "Llama"), with_autocast, (1e-2, 5e-2)),
+    **{f"autocast, {name}": (partial(made, name), with_autocast, (1e-2, 5e-2)) for name in ("Llama", "torch")},
     # The norm is of another sum, that of a branch between.
     "an encoder's output": (partial(made, "GPT2"), partial(loss_of, encoded=torch.randn(2, 3, WIDTH)), CLOSE),
 }

@@ -29,10 +29,9 @@ from proving.cases import (
     doubled,
     formula,
     operands,
-    with_tuples,
 )
 
-from ..calling import FUNCTIONS, each_device, each_norm, plain, queried, table_at
+from ..calling import FUNCTIONS, each_device, each_norm, plain, slices
 from ..thorough import THOROUGH
 from .models import WideLayerNorm, noted
 
@@ -55,10 +54,7 @@ def by_kernels(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> list[tup
 
 # Every pipeline's lengths, ragged and not.
 SHAPES = ((5, 1), (3, 13), (2, 2, 100), (7, 1024), (3, 1500), (2, 4099), (1, 20000))
-SLICES = {
-    name: queried(queries)
-    for name, queries in with_tuples(table_at(Path(__file__).with_name("families.yaml"), globals())).items()
-}
+SLICES = slices(Path(__file__).with_name("families.yaml"))
 # LayerNorm of one element is constant; of a sum that was rounded to be stored, its gradient is rounding error.
 OF_ALL_PIPELINES = [
     plain(norm, shape=shape, dtype=dtype, residual=torch.float32 if shape == SHAPES[0] else dtype)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.nn import functional
 
 import normforge
@@ -19,7 +18,7 @@ from normforge.errors import NormforgeError, SettingError
 from normforge.families import post_add
 from normforge.patching import modulating
 
-from ..calling import each_device
+from ..calling import each_device, table_at
 from ..thorough import THOROUGH
 from .models import (
     WIDTH,
@@ -93,7 +92,7 @@ def form(first: str, name: str, *body: str, **counts: int) -> Any:
     return cls
 
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text())["forms"]
+TABLE: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("forms.yaml"))["forms"]
 FORMS = [form(row.pop("first"), name, *row.pop("body"), **row) for name, row in TABLE.items()]
 PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut, *_ = FORMS
 modulated = partial(form, "shift, scale = self.said(c)", modulation=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ from normforge.calls import road
 from normforge.errors import ArgumentError
 from proving.cases import EPS, Case, cases, check, close, doubled, formula, gradients, operands
 
-from ..calling import backward, each_add, each_device, each_float, each_norm, plain, printed, same_bits
+from ..calling import each_add, each_device, each_float, each_function, each_norm, plain, printed, same_bits
 from .models import randomised, results
 
 TORCH: dict[str, Callable[..., torch.Tensor]] = {"layer": functional.layer_norm, "rms": functional.rms_norm}
@@ -83,26 +84,28 @@ def test_signatures_are_torchs(norm: str) -> None:
     assert [p.default for p in ours] == [p.default for p in theirs]
 
 
-@each_norm
-def test_a_weight_of_any_stride(norm: str) -> None:
-    case = plain(norm, shape=(3, 64))
-    check(case, operands(case) | {"weight": torch.randn(128)[::2].requires_grad_()})
-
-
 @each_device
 @each_norm
-def test_a_gradient_of_another_type(norm: str, device: str) -> None:
+def test_a_weight_of_any_stride_and_a_gradient_of_another_type(norm: str, device: str) -> None:
     case = plain(norm, shape=(3, 130))
-    check(case, operands(case, device), [torch.randn(3, 130, device=device, dtype=torch.bfloat16)])
+    given = operands(case, device) | {"weight": torch.randn(260, device=device)[::2].requires_grad_()}
+    check(case, given, [torch.randn(3, 130, device=device, dtype=torch.bfloat16)])
 
 
-@each_norm
-def test_changing_x_before_the_backward_pass_is_noticed(norm: str) -> None:
-    x = torch.randn(3, 64, requires_grad=True) * 1
-    y = OURS[norm](x, (64,))
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward(y.sum())
+@pytest.mark.parametrize("name", ["x", "x_bias", "weight"])
+@each_function
+def test_changing_x_before_the_backward_pass_is_noticed(norm: str, name: str) -> None:
+    """Of what is kept: an add keeps the sum, and neither x nor a bias of x."""
+    case = plain(norm, x_bias=True, shape=(3, 64))
+    given = operands(case)
+    changed = given[name] * 1
+    y, *_ = case.run({**given, name: changed})
+    changed.data.add_(0)
+    with torch.no_grad():
+        changed.add_(1)
+    kept = "add" not in norm or name == "weight"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") if kept else nullcontext():
+        torch.autograd.grad(y.sum(), given[name])
 
 
 @each_device

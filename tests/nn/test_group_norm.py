@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,33 +23,17 @@ from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.dtypes import DTYPES
 from proving.cases import FLOATS, LAYOUTS, Case, doubled, formula, operands
 
+from ..calling import slices
 from ..thorough import THOROUGH
 from .groups import close, group, hold, innermost, tiled
 from .models import ResidualGroups, noted
 
-PROBLEMS = {
-    "positions of a power of two": partial(group, (2, 8, 4, 4), 4),
-    "odd positions": partial(group, (2, 6, 5, 7), 3),
-    "one position": partial(group, (3, 12), 4),
-    "a sequence": partial(group, (2, 20, 3), 10),
-    "a volume": partial(group, (1, 8, 3, 4, 5), 2),
-    "one group": partial(group, (2, 6, 9), 1),
-    "a channel a group": partial(group, (2, 6, 8, 8), 6),
-    "one element a group": partial(group, (2, 4, 1, 1), 4),
-    "tiles of several blocks of channels": partial(group, (1, 40, 8, 8), 2),
-    "several programs a group": partial(group, (2, 16, 17, 24), 1),
-    "wide groups of one position": partial(group, (2, 5000), 1),
-    "bf16": partial(group, (2, 12, 7, 5), 3, dtype=torch.bfloat16),
-    "fp16": partial(group, (2, 12, 7, 5), 3, dtype=torch.float16),
-    "no weight and no bias": partial(group, (2, 6, 5), 2, without=("weight", "bias")),
-}
 
-
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("problem", slices(Path(__file__).with_name("groups.yaml"))["results"], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_results(problem: Callable[..., Case], channels_last: bool, activation: str) -> None:
-    case = problem(channels_last=channels_last, activation=activation)
+def test_results(problem: Case, layout: str, activation: str) -> None:
+    case = problem.but(layout=layout, activation=activation)
     given = operands(case)
     found = hold(case, given)
     assert found["y"].stride() == found["x"].stride() == given["x"].stride()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 import normforge
+from proving.cold_warm.contexts import CONTEXTS
 
-from ..calling import FLOATS, backward, each_device, each_float, in_threads
+from ..calling import FLOATS, each_device, each_float, in_threads
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
-from .models import WIDTH, Counted, LlamaRMSNorm, Transformer, assert_near, norm, randomised, results, twins
+from .models import WIDTH, Counted, LlamaRMSNorm, assert_near, norm, randomised, results, twins
 from .test_forms import BetweenNorms, ByFunction, InABranch, Plainly
 
 llama, t5 = models.LlamaRMSNorm.forward, models.T5LayerNorm.forward
@@ -79,33 +79,15 @@ def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
     assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps, weight_offset=offset))
 
 
-@contextmanager
-def fp64_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+ON_A_GPU = pytest.param("default cuda", marks=pytest.mark.gpu)
 
 
-CONTEXTS = [
-    pytest.param(lambda: torch.device("meta"), id="on_meta_by_default"),
-    pytest.param(lambda: torch.device("cuda"), id="on_a_gpu_by_default", marks=pytest.mark.gpu),
-    pytest.param(fp64_by_default, id="fp64_by_default"),
-    pytest.param(torch.inference_mode, id="inference"),
-    pytest.param(torch.no_grad, id="no_gradients"),
-    pytest.param(lambda: torch.autocast("cpu", dtype=torch.bfloat16), id="autocast"),
-]
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("where", ["default meta", "default fp64", "inference", "no_grad", "bf16 autocast", ON_A_GPU])
 @each_hugging_face
-def test_what_is_found_does_not_depend_on_where_patch_is_called(
-    cls: Callable[[], torch.nn.Module], context: Callable[[], AbstractContextManager[object]]
-) -> None:
+def test_what_is_found_does_not_depend_on_where_patch_is_called(cls: Callable[[], torch.nn.Module], where: str) -> None:
     modules = [cls(), cls()]
     normforge.patch(modules[0])
-    with context():
+    with torch.device("cuda") if where == "default cuda" else CONTEXTS[where]():
         assert len(normforge.patch(modules[1]).swapped) == 1
     assert type(modules[1]) is type(modules[0]) is not cls
     assert vars(modules[1]).keys() == vars(modules[0]).keys()
@@ -228,11 +210,6 @@ def on_meta() -> torch.nn.Module:
 # Models, the paths of the modules that patch swaps, and how many blocks it fuses.
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, int]] = {
     **{f"blocks of {family}": (partial(made, family), None, 2) for family in FAMILIES},
-    "transformer": (
-        Transformer,
-        ("blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second", "last"),
-        2,
-    ),
     "groups with SiLU": (models.ResidualGroups, None, 0),
     "a norm alone": (lambda: torch.nn.RMSNorm(WIDTH), ("",), 0),
     "ours": (
@@ -294,20 +271,6 @@ def test_only_the_classes_change(
     assert {path for path, _, _ in back} == changed
     assert {path: (module, type(module), dict(vars(module))) for path, module in model.named_modules()} == before
     assert normforge.unpatch(model) == ()
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@each_device
-def test_a_patched_transformer_computes_what_it_did(device: str, autocast: bool) -> None:
-    tokens = torch.randint(17, (2, 5), device=device)
-    found = []
-    for model in twins(Transformer().to(device)):
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            logits = model(tokens)
-        backward(functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
-        found.append((logits, {name: parameter.grad for name, parameter in model.named_parameters()}))
-    tolerance = 5e-2 if autocast else None
-    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +339,7 @@ def test_parametrising_a_patched_norm(make: Callable[[], torch.nn.Module], unpat
 
 
 def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
-    model = Transformer()
+    model = made("torch")
     tokens = torch.randint(17, (2, 5))
     wanted = model(tokens).detach()
     done = normforge.patch(model, fuse=False).swapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -25,9 +25,9 @@ from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch, recording
 from proving import cases
-from proving.cases import coarser, gradients
+from proving.cases import coarser, gradients, with_tuples
 
-from ..calling import counted, each_device, each_of, refusals, same_bits
+from ..calling import combined, counted, each_device, each_of, refusals, same_bits, table_at
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transforms import M, N, alike
@@ -58,33 +58,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
 
-CASES = (
-    *(Case(interleaved=each, norm=norm) for each in (False, True) for norm in ("rms", "layer", "l2")),
-    *(Case(n=n, rotary_dim=n, interleaved=each) for n, each in product((80, 96, 128, 192, 256), (False, True))),
-    Case(n=80, rotary_dim=32, norm="layer", interleaved=True, positions=True, dtype=torch.float32),
-    Case(n=80, rotary_dim=32, norm="l2", dtype=torch.float32),
-    Case(n=96, rotary_dim=96, positions=True, dtype=torch.float16),
-    *(Case(n=n, rotary_dim=48, interleaved=each, whole=True) for n, each in ((48, False), (80, True))),
-    Case(n=128, rotary_dim=64, weights=False),
-    # Gemma adds 1 to the weight.
-    Case(weight_offset=1.0, eps=0.0, q_heads=3, k_heads=1),
-    Case(cast="before_weight", tokens=1),
-    Case(n=6, rotary_dim=2, q_heads=1, k_heads=1, eps=0.5, dtype=torch.float32),
-    # Qwen2-VL, an axis without pairs, and Qwen3-VL, whose first axis takes what two others leave.
-    Case(positions=True, mrope_section=(8, 12, 12)),
-    Case(n=80, rotary_dim=64, positions=True, mrope_section=(16, 16, 0), interleaved=True, norm="layer"),
-    *(
-        Case(positions=True, mrope_section=section, mrope_interleaved=True, interleaved=each, dtype=torch.float32)
-        for section, each in (((12, 10, 10), False), ((24, 3, 5), True), ((4, 20, 8), False))
-    ),
-    # Programs with several tiles.
-    Case(tokens=70, dtype=torch.float32),
-    # OLMo 2, and heads and columns that fill no tile: rows are all heads of a token.
-    *(Case(n=16, rotary_dim=16, norm=f"{norm}_across_heads", interleaved=norm == "layer") for norm in ("rms", "layer")),
-    Case(n=20, rotary_dim=12, q_heads=5, k_heads=3, norm="layer_across_heads", tokens=70, eps=0.5, dtype=torch.float32),
-    Case(n=20, rotary_dim=12, q_heads=3, k_heads=3, norm="l2_across_heads", weights=False, positions=True),
-    Case(n=8, rotary_dim=8, q_heads=3, k_heads=1, norm="rms_across_heads", weight_offset=1.0, cast="before_weight"),
-)
+def _calls(each: Any = None, **at: Any) -> list[Case]:
+    return [Case(**at, **own) for own in combined(each or {})]
+
+
+TABLE = with_tuples(table_at(Path(__file__).with_name("rotary_cases.yaml")))
+CASES = [case for row in TABLE for case in _calls(**row)]
 EXACT = Case(n=80, rotary_dim=32, norm="layer", interleaved=True, dtype=torch.float32)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -482,7 +461,7 @@ def test_gradients_are_written_to_heads_of_one_tensor(case: Case, device: str) -
 
 
 def test_gradients_by_other_ways() -> None:
-    """Traced, by torch's operators, of no tokens; and what is refused."""
+    """Traced, by torch's operators, and of no tokens."""
     for case in (Case(), Case(dtype=torch.float64), Case(tokens=0)):
         operands = given(case)
         due = {f"d{name}_out": torch.randn_like(operands[name]) for name in ("q", "k")}
@@ -493,15 +472,6 @@ def test_gradients_by_other_ways() -> None:
         for compute in (run, torch.compile(run, backend="aot_eager")):
             for found, its in zip(compute(due | operands, out=out), wanted, strict=True):
                 torch.testing.assert_close(found, its)
-    for changed, error, message in (
-        ({"dq_out": Q.half()}, errors.DTypeError, "dq_out has dtype"),
-        ({"dk_out": K[:, :1]}, errors.ShapeError, "dk_out has shape"),
-        ({"dk_out": None}, errors.DTypeError, "dk_out is a NoneType"),
-        ({"q_weight": TRAINED}, errors.GradientError, "q_weight requires a gradient and qk_norm_rope_bwd records none"),
-        ({"out": (Q, K.clone())}, errors.LayoutError, r"out \(dq\) overlaps q"),
-    ):
-        with pytest.raises(error, match=message):
-            normforge.qk_norm_rope_bwd(**({"dq_out": Q.clone(), "dk_out": K.clone()} | GIVEN | changed))
     with pytest.raises(errors.TransformError, match="dq_out is wrapped by a transform"):
         torch.vmap(lambda dq_out: normforge.qk_norm_rope_bwd(dq_out, K, **GIVEN))(Q.expand(2, *Q.shape))
 
@@ -517,9 +487,10 @@ TRAINED = WEIGHT.clone().requires_grad_()
 def test_what_is_refused(given: Tensors, error: type[Exception], message: str) -> None:
     """Also of a call that is known but for that."""
     call(Case(), GIVEN)
+    function = normforge.qk_norm_rope_bwd if "dq_out" in given else normforge.qk_norm_rope
     for _ in range(2):
         with pytest.raises(error, match=message):
-            normforge.qk_norm_rope(**(GIVEN | given))
+            function(**(GIVEN | given))
 
 
 def test_tokens_of_a_result_are_one_stride_apart() -> None:

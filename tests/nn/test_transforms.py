@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
-import yaml
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ from normforge import errors
 from normforge.families import plain_calls, post_add
 from proving.cases import cases, formula, operands
 
-from ..calling import FUNCTIONS, each_device, each_function, plain, python, same_bits
+from ..calling import FUNCTIONS, each_device, each_function, plain, python, same_bits, table_at
 from ..operators.registered import Seen
 from ..thorough import THOROUGH
 from .models import Asked, randomised
@@ -163,7 +162,7 @@ def compiled(f: Call, *operands: torch.Tensor, backend: str = "aot_eager") -> An
         torch._dynamo.reset()
 
 
-TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("transforms.yaml").read_text())
+TABLES: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("transforms.yaml"))
 TRANSFORMS, BY_TORCH = (
     {name: eval(f"lambda f, x, t: {text}") for name, text in TABLES[table].items()}
     for table in ("transforms", "by torch")

@@ -21,7 +21,7 @@ from normforge.calls.outputs import NormGradients
 from normforge.calls.traced import INVARIANT
 from proving.cases import Case, Tensors, cases, check, operands
 
-from ..calling import BACKWARD, backward_operands, each_device, each_norm, same_bits
+from ..calling import BACKWARD, backward_operands, each_device, each_norm, same_bits, slices
 from ..thorough import THOROUGH, first_of_each
 from . import registered
 from .registered import forward, seen, step
@@ -29,53 +29,20 @@ from .registered import forward, seen, step
 M, N = 3, 64
 HALF = torch.bfloat16
 
-# Nine rows per sample are enough for kernels to compute gradients, and three are not.
-STEPS = [
-    *cases("plain", "l2", "channels", "added", "modulated", "gated", "group", vary=("norm",)),
-    # Statistics of two norms lie in one tensor with gaps that nothing writes to, unless rows fill 16 bytes.
-    *cases("renormed", vary=("norm",), shape=(3, 8, 40)),
-    *cases("plain", vary=("norm",), dropout_p=0.3),
-    *cases("plain", vary=("norm",), without=("residual",), weight_offset=1.0),
-    *cases("plain", vary=("norm",), without=("residual", "x_bias", "weight", "bias")),
-    *(case.but(cast="before_weight") for case in cases("plain", vary=("norm",), dtype=HALF, vectors=HALF)),
-    *cases("plain", vary=("norm",), residual=HALF, shape=(2, 3, 40)),
-    *cases("modulated", vary=("norm",), residual=HALF, shape=(2, 3, 40)),
-    *cases("modulated", vary=("norm",), without=("gate", "residual", "weight", "bias")),
-    *cases("gated", vary=("norm",), group_size=8),
-    *cases("gated", vary=("norm",), without=("weight", "bias"), shape=(2, 3, 40), norm_before_gate=False),
-    *cases("group", vary=(), layout="channels last", activation="silu"),
-]
-each_step = pytest.mark.parametrize("case", first_of_each(STEPS, lambda case: case.family, str))
+SLICES = slices(Path(__file__).with_name("slices.yaml"))
+each_step = pytest.mark.parametrize("case", first_of_each(SLICES["steps"], lambda case: case.family, str))
 
-# Options of forward functions that no gradient follows, and what the calls lack.
-QUANTISED: dict[str, Any] = {"fquant": "dynamic", "out_dtype": torch.int8}
-SMOOTH = {"fquant": "smooth_dynamic", "out_dtype": torch.float8_e4m3fn, "scale_dtype": torch.float16}
-ALONE = ("residual", "x_bias")
-FORWARD: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-    ("plain", ALONE, {}),
-    ("plain", ALONE, {"out_dtype": HALF}),
-    ("plain", ALONE, {"out_dtype": torch.float16, "cast": "before_weight", "save_mv": True}),
-    ("plain", ("x_bias",), {"fadd": "pre_add"}),
-    ("plain", ALONE, {"fquant": "dynamic", "rounding": "truncate", "save_mv": True}),
-    ("plain", (), {"fadd": "pre_add_store", **SMOOTH}),
-    ("modulated", (), QUANTISED),
-    ("modulated", ("gate", "residual"), QUANTISED),
-    ("gated", (), QUANTISED),
-]
-MODES = [
-    pytest.param(case, options, id=f"{case}-{'-'.join(map(str, options.values()))}")
-    for family, without, options in FORWARD
-    for case in cases(family, vary=("norm",), without=without, shape=(2, M, N))
-]
-each_mode = pytest.mark.parametrize(("case", "options"), MODES)
+each_mode = pytest.mark.parametrize("case", SLICES["forward"], ids=str)
+# Options of forward functions, which a case may have for axes.
+OPTIONS = ("out_dtype", "fadd", "fquant", "rounding", "cast", "save_mv", "scale_dtype")
 
 
-def of_mode(case: Case, options: dict[str, Any], device: str = "cpu") -> tuple[Tensors, Callable[[Tensors], Any]]:
+def of_mode(case: Case, device: str = "cpu") -> tuple[Tensors, Callable[[Tensors], Any]]:
     """Return the tensors of a forward call, and the call."""
     given = {name: tensor.detach() for name, tensor in operands(case, device).items()}
-    if options.get("fquant") == "smooth_dynamic":
+    if case["fquant"] == "smooth_dynamic":
         given["smooth_scale"] = torch.rand(N, device=device) + 0.5
-    return given, partial(forward, case, **options)
+    return given, partial(forward, case, **{name: case[name] for name in OPTIONS if case[name] is not None})
 
 
 @each_device
@@ -87,8 +54,8 @@ def test_torchs_checks_of_the_operators_of_a_step(case: Case, device: str) -> No
 
 @each_device
 @each_mode
-def test_torchs_checks_of_a_forward_operator(case: Case, options: dict[str, Any], device: str) -> None:
-    given, run = of_mode(case, options, device)
+def test_torchs_checks_of_a_forward_operator(case: Case, device: str) -> None:
+    given, run = of_mode(case, device)
     for operator, values in seen(run, given):
         torch.library.opcheck(operator, values)
 
@@ -119,8 +86,8 @@ def test_a_traced_step_has_the_bits_of_an_eager_one(case: Case) -> None:
 
 
 @each_mode
-def test_a_traced_call_returns_what_an_eager_one_does(case: Case, options: dict[str, Any]) -> None:
-    given, run = of_mode(case, options)
+def test_a_traced_call_returns_what_an_eager_one_does(case: Case) -> None:
+    given, run = of_mode(case)
     hold_traced(run, given, {name: tensor.flip(-1) for name, tensor in given.items()})
 
 
@@ -208,7 +175,7 @@ def test_what_kept_too_little_has_no_gradient(case: Case, options: dict[str, Any
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [*cases("plain", vary=("norm",), without=ALONE), *cases("modulated", "gated", vary=("norm",))],
+    [*cases("plain", vary=("norm",), without=("residual", "x_bias")), *cases("modulated", "gated", vary=("norm",))],
     ids=str,
 )
 def test_a_quantised_operator_has_no_gradient(case: Case, dtype: torch.dtype) -> None:

@@ -12,19 +12,30 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-import yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
-from proving.cases import Case, Tensors, cases, check, operands
+from proving.cases import Case, Tensors, check, operands
 
-from ..calling import FUNCTIONS, backward, each_device, each_function, pieces, plain, printed, same_bits
+from ..calling import (
+    FUNCTIONS,
+    backward,
+    each_device,
+    each_function,
+    pieces,
+    plain,
+    printed,
+    same_bits,
+    slices,
+    table_at,
+)
 from ..calls.test_quantised import NVFP4
 from ..calls.test_wrong_tensors import MXFP8
 from ..nn import models
-from ..nn.models import WIDTH, Transformer
+from ..nn.decoders import made
+from ..nn.models import WIDTH
 from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -77,16 +88,8 @@ def sweep(norm: str, sizes: tuple[int, ...], backend: str = BACKEND, device: str
     assert counter.frame_count == compilations
 
 
-COMPILED = [
-    *cases("plain", "l2", "added", "renormed", "statistics", "channels", "modulated", vary=("norm",), layout="gapped"),
-    *cases("gated", vary=("norm",), layout="gapped", norm_before_gate=False, group_size=8),
-    *cases("group", vary=(), activation="silu"),
-    *cases("group", vary=(), layout="channels last", activation="silu"),
-]
-
-
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=THOROUGH)])
-@pytest.mark.parametrize("case", COMPILED, ids=str)
+@pytest.mark.parametrize("case", slices(Path(__file__).with_name("slices.yaml"))["compiled"], ids=str)
 def test_a_compiled_call_has_the_outputs_and_gradients_of_the_formula(case: Case, backend: str) -> None:
     function, told = case.function, case.arguments
 
@@ -223,7 +226,7 @@ def trained(
 
 @THOROUGH
 def test_a_patched_model() -> None:
-    model = Transformer()
+    model = made("torch")
     original = trained(model, model)
     normforge.patch(model)
     function, counter = compiled(model)
@@ -354,8 +357,7 @@ W, B = torch.linspace(0.5, 2.0, COLUMNS), torch.linspace(-1.0, 1.0, COLUMNS)
 FORMATS = {"MXFP8": MXFP8, "NVFP4": NVFP4}
 
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    name: eval(f"lambda x: {text}")
-    for name, text in yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text()).items()
+    name: eval(f"lambda x: {text}") for name, text in table_at(Path(__file__).with_name("calls.yaml")).items()
 }
 # Calls that only the graph of all calls has.
 BESIDE: tuple[Callable[[torch.Tensor], Any], ...] = (

@@ -12,7 +12,8 @@ import normforge
 
 from ..calling import FORWARD, each_function, each_norm, same_bits
 from ..nn import models
-from ..nn.models import WIDTH, Transformer
+from ..nn.decoders import made
+from ..nn.models import WIDTH
 from .test_torch_compile import N, compiled, sweep, trained, writes
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def new_step() -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_patched_model_trains(mode: str) -> None:
-    model = Transformer().cuda()
+    model = made("torch", device="cuda")
     normforge.patch(model)
     function = torch.compile(model, mode=mode, fullgraph=True)
     generator = torch.Generator("cuda").manual_seed(0)

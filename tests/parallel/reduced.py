@@ -24,7 +24,7 @@ from normforge import errors
 from normforge.integrations import sglang, vllm
 from normforge.parallel import AllReduceNorm, all_reduce
 
-from ..calling import captured, counted
+from ..calling import captured, counted, refusals
 from ..integrations.stand_ins import of_sglang, of_vllm
 from .ranks import DEVICE, Cases
 from .sharded import refused
@@ -294,22 +294,9 @@ def wrong_arguments_are_refused() -> None:
     """Each error says what was passed, before anything is sent."""
     kernel: Any = AllReduceNorm(None, ROWS, N, torch.bfloat16)
     x = torch.randn(2, N).bfloat16()
-    for text, error, given in (
-        (f"x has shape (2, {N - 1})", errors.ShapeError, {"x": x[:, 1:]}),
-        ("x has dtype torch.float32", errors.DTypeError, {"x": x.float()}),
-        ("residual has dtype torch.float32", errors.DTypeError, {"residual": x.float()}),
-        ("residual has shape", errors.ShapeError, {"residual": x[:1]}),
-        ("bias was passed", errors.ConflictError, {"bias": x[0]}),
-        ("norm is 'l2'", errors.ConflictError, {"norm": "l2"}),
-        ("collective is 'all_to_all'", errors.ConflictError, {"collective": "all_to_all"}),
-        ("'x_bias'", TypeError, {"x_bias": x[0]}),
-        ("'group_size'", TypeError, {"group_size": 64}),
-        ("fquant", errors.ConflictError, {"fquant": "fastest"}),
-        ("y_scale was passed", errors.ConflictError, {"fquant": "dynamic", "y_scale": x[:, 0].float()}),
-        ("scale_layout", errors.ConflictError, {"fquant": "dynamic", "scale_layout": "column_major"}),
-        ("all_gather takes", errors.ShapeError, {"x": x[0], "collective": "all_gather"}),
-    ):
-        refused(text, partial(kernel, **{"x": x, **given}), error)
+    for error, rows in refusals(Path(__file__).with_name("refused.yaml"), {"x": x}).items():
+        for given, text in rows.values():
+            refused(text, partial(kernel, **{"x": x, **given}), error)
     for text, error, most, n, dtype in (
         ("max_rows is 0", errors.ShapeError, 0, N, torch.bfloat16),
         ("n is 40000", errors.ShapeError, 1, 40000, torch.bfloat16),

@@ -14,7 +14,6 @@ from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, entries_of
 
-from ..calling import LENGTHS
 from ..folders import distinct_tiles
 
 TABLE = import_module("normforge.generated.dispatch").TABLE
@@ -105,37 +104,6 @@ def test_each_row_length_has_the_entry_whose_bucket_holds_it(n: int) -> None:
         assert dispatch.loaded().find(mode, n) is (holding[0] if holding else None)
         served += len(holding)
     assert served
-
-
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-# By mode x's type and the keywords of a call; vectors are of as many ones as rows have columns.
-WHICH: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "ln_fwd_fp32": (FP32, {}),
-    "rms_fwd_bf16": (BF16, {}),
-    "ln_fwd_fp16_addst_mv": (FP16, {"fadd": 1, "save_mv": True}),
-    "rms_fwd_fp16_add": (FP16, {"fadd": 2}),
-    "ln_fwd_bf16_int8_dq": (BF16, {"fquant": 2}),
-    "ln_fwd_fp16_fp32_xb": (FP16, {"out_dtype": FP32, "x_bias": 1}),
-    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": (
-        BF16,
-        {"fadd": 1, "fquant": 1, "smooth_scale": 1, "out_dtype": torch.float8_e4m3fn},
-    ),
-    "ln_fwd_fp32_int8_dq_trunc_sfp16": (FP32, {"fquant": 2, "rounding": "truncate", "scale_dtype": FP16}),
-}
-BUCKETS = {"rows": "n128", "one_pass": "n1536", "two_pass": "n65536"}
-
-
-@pytest.mark.parametrize("pipeline", LENGTHS)
-@pytest.mark.parametrize("mode", WHICH)
-def test_which(mode: str, pipeline: str) -> None:
-    (dtype, keywords), n = WHICH[mode], LENGTHS[pipeline]
-    x = torch.empty(2, n, dtype=dtype)
-    keywords = keywords | {name: torch.ones(n) for name in ("x_bias", "smooth_scale") if name in keywords}
-    if "fadd" in keywords:
-        keywords["residual"] = x.clone()
-    before, norm = normforge.instances(), "rms" if mode.startswith("rms") else "layer"
-    assert normforge.which(x, **keywords, norm=norm) == f"{mode}_{BUCKETS[pipeline]}"
-    assert normforge.instances() == before, "which() generates nothing"
 
 
 def test_which_takes_what_the_call_takes() -> None:
