@@ -38,13 +38,13 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_103,
+    "all by hand": 15_101,
     "C": 776,
     "emitted": 1_408,
     "ahead_of_time": 685,
     "calls": 2_342,
     "families": 2_525,
-    "compiled": 538,
+    "compiled": 536,
     "integrations": 478,
     "jax": 807,
     "kernels": 1_282,
