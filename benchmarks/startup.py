@@ -20,7 +20,7 @@ from statistics import median
 
 from tabulate import tabulate
 
-from normforge.kernels.gpu import architecture
+from normforge.kernels.gpu import target_of
 
 from .chosen import RESULTS
 from .environment import ROOT, describe, find_gpu, folder_name
@@ -93,7 +93,7 @@ def startup(options: argparse.Namespace, _: list[str]) -> int:
     machine = find_gpu("startup")
     header = describe(machine, (), options.revision)
     with tempfile.TemporaryDirectory(prefix="normforge-startup-") as base:
-        arch = architecture(machine.device)
+        arch = target_of(machine.device).arch
         rows = measure(Path(base), options.runs, lambda folder: compile_ahead(folder, arch), start)
     save_rows(options.out or RESULTS / folder_name(machine), SUITE, header, Row, rows)
     print(table(rows))

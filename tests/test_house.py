@@ -38,23 +38,23 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_122,
-    "C": 779,
+    "all by hand": 15_101,
+    "C": 776,
     "emitted": 1_408,
     "ahead_of_time": 685,
     "calls": 2_342,
     "families": 2_525,
-    "compiled": 538,
+    "compiled": 536,
     "integrations": 478,
     "jax": 807,
-    "kernels": 1_294,
+    "kernels": 1_282,
     "normforge": 496,
-    "operators": 576,
+    "operators": 573,
     "override": 191,
     "parallel": 492,
     "patching": 1_889,
     "reference": 634,
-    "selection": 729,
+    "selection": 728,
     "upstream": 667,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.

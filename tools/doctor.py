@@ -19,7 +19,7 @@ from .._version import __version__
 from ..codegen.command import DIFFERS, DONE
 from ..errors import NormforgeError
 from ..kernels import binaries
-from ..kernels.gpu import architecture, interpreting
+from ..kernels.gpu import interpreting, target_of
 from ..selection import dispatch
 from ..selection.on_demand import cache_folder
 from ..settings import why_open
@@ -93,7 +93,7 @@ class _Report:
     def _gpu(self, interpreted: bool) -> None:
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-            arch = architecture(device)
+            arch = target_of(device).arch
             self.facts["GPU"] = f"{torch.cuda.get_device_name(device)} ({arch})"
             self.ask("tiles", lambda: _tiles(arch))
             return

@@ -68,10 +68,10 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
         return worst_of(findings)
 
     def names() -> tuple[str, str]:
-        length, target = problem.size.group_length, target_of(device)
+        is_group, size, target = mode.span.is_group, problem.size, target_of(device)
+        length = size.group_channels * size.positions
         entry = dispatch.find(mode, length)
         tiles = entry.choices(problem.rows, length, target.arch)
-        is_group, size = mode.span.is_group, problem.size
         tile = choose(mode, size, tiles, target)[0] if is_group else channel_tile(mode, size.channels)
         return entry.name, entry.kernel(tile.pipeline)
 

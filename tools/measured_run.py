@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..kernels.gpu import architecture
+from ..kernels.gpu import target_of
 from ..selection.table import Entry
 from .compare import Finding
 from .machine import Machine
@@ -70,7 +70,7 @@ def measured(run: Run[Any], machine: Machine, *, validate: bool, warmup: int, re
 
 def names_of(entry: Entry, rows: int, n: int, device: torch.device) -> tuple[str, str]:
     """Return the names of an instance of rows of n, and of the kernel that serves so many rows."""
-    return entry.name, entry.kernel(entry.tile(rows, n, architecture(device)).pipeline)
+    return entry.name, entry.kernel(entry.tile(rows, n, target_of(device).arch).pipeline)
 
 
 def _bytes(values: Iterable[object]) -> int:

@@ -20,7 +20,7 @@ from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass, power_of_two
 from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
-from ..kernels.gpu import architecture, target_of
+from ..kernels.gpu import target_of
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
 from . import group_run
@@ -200,7 +200,7 @@ class Case:
 
     def tiles(self, device: torch.device, many: Tile | None = None) -> list[Tile]:
         """List the tile in use, the tile for many rows if that is the fallback, and the candidates."""
-        arch = architecture(device)
+        arch = target_of(device).arch
         tiles = self.entry().tiles_on(arch)
         few, some, large = tiles.by_rows
         present = {
@@ -264,7 +264,7 @@ class Row:
         if not case.size.yields:
             return None
         won = [each.winner.tile for each in outcomes if each.case.size is Size.LARGE and each.winner is not None]
-        return won[0] if won else (self.kept or case.entry().tiles_on(architecture(device))).large
+        return won[0] if won else (self.kept or case.entry().tiles_on(target_of(device).arch)).large
 
 
 @cache

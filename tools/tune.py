@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..codegen.errors import TileTableError
 from ..codegen.instance import Tile
-from ..kernels.gpu import architecture
+from ..kernels.gpu import target_of
 from ..selection.on_demand import cache_folder
 from .budget import Budget, OutOfTimeError
 from .environment import describe, revision_of
@@ -185,7 +185,7 @@ def _record(arguments: argparse.Namespace, machine: Machine) -> Record | None:
     out: Path | None = arguments.out
     if out is None and arguments.report is None:
         return None
-    arch = architecture(machine.device)
+    arch = target_of(machine.device).arch
     if out is not None and out.name != f"{arch}.yaml":
         raise TileTableError(
             f"--out {out}: a table is called after its architecture, and this GPU's is {arch}; "

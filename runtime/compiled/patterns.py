@@ -171,13 +171,19 @@ def is_in_memory(node: Node, reader: Node) -> bool:
     return False
 
 
+def inserted(before: Node, operation: Any, args: tuple[Any, ...], result: Any, **options: Any) -> Node:
+    """Insert a call of an operator in front of a node, given the call's result."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(operation, args, options)
+    node.meta["val"] = result
+    return node
+
+
 def reshape(before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
     """Insert a reshape of a tensor to the shape of `like`, with `sizes` as its arguments."""
-    with before.graph.inserting_before(before):
-        reshaped = before.graph.call_function(_ATEN.reshape.default, (node, list(sizes)))
     with without_guards(like):
-        reshaped.meta["val"] = value(node).new_empty(like.shape)
-    return reshaped
+        reshaped = value(node).new_empty(like.shape)
+    return inserted(before, _ATEN.reshape.default, (node, list(sizes)), reshaped)
 
 
 def sizes_of(before: Node, node: Node) -> list[Any]:
@@ -185,9 +191,7 @@ def sizes_of(before: Node, node: Node) -> list[Any]:
     sizes: list[Any] = list(value(node).shape)
     for dimension, size in enumerate(sizes):
         if not isinstance(size, int):
-            with before.graph.inserting_before(before):
-                sizes[dimension] = before.graph.call_function(_ATEN.sym_size.int, (node, dimension))
-            sizes[dimension].meta["val"] = size
+            sizes[dimension] = inserted(before, _ATEN.sym_size.int, (node, dimension), size)
     return sizes
 
 
@@ -233,10 +237,10 @@ def zeros(graph: Graph, n: int, like: torch.Tensor) -> Node:
     known: list[Node] = [node for node in graph.nodes if node.meta.get("normforge_zeros") == (n, options)]
     if known:
         return known[0]
-    with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
-        row = graph.call_function(_ATEN.full.default, ([n], 0), options)
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with without_guards(like):
-        row.meta |= {"val": like.new_zeros(n), "normforge_zeros": (n, options)}
+        row = inserted(first, _ATEN.full.default, ([n], 0), like.new_zeros(n), **options)
+    row.meta["normforge_zeros"] = n, options
     return row
 
 
@@ -562,10 +566,7 @@ def _statistic(m: int, centres: bool, at: int, name: str, results: Mapping[str, 
     packed = results["rstd"]
     length, to_rstd = packing(m, centres)
     start = at * (value(packed).numel() - length) + (to_rstd // value(packed).itemsize if name == "rstd" else 0)
-    with packed.graph.inserting_after(packed):
-        rows = packed.graph.call_function(SLICE, (packed, 0, start, start + m))
-    rows.meta["val"] = value(packed)[start : start + m]
-    return rows
+    return inserted(packed.next, SLICE, (packed, 0, start, start + m), value(packed)[start : start + m])
 
 
 def _column_sum(node: Node) -> Iterator[Match]:

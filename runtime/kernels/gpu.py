@@ -121,11 +121,6 @@ def named_target(arch: str, multiprocessors: int | None = None) -> Target:
     return replace(known, multiprocessors=multiprocessors)
 
 
-def architecture(device: torch.device) -> str:
-    """Return a device's architecture as in tables of tiles, such as "sm_90" or "gfx942"; "cpu" for the interpreter."""
-    return target_of(device).arch
-
-
 @cache
 def target_of(device: torch.device) -> Target:
     """Return the target of a device; a CPU is the target of Triton's interpreter."""

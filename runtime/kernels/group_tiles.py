@@ -48,11 +48,6 @@ class Shape:
         """The channels per group."""
         return self.channels // self.groups
 
-    @property
-    def group_length(self) -> int:
-        """The elements per group: the row length of tables."""
-        return self.group_channels * self.positions
-
 
 @dataclass(frozen=True)
 class Cut:

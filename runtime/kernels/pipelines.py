@@ -28,27 +28,40 @@ REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
 
 
-# A function from a tile, the programs that share the columns of a row, a GPU, M and the programs that share the rows of
-# M to the grid of a launch: the programs in each dimension.
-GridOf = Callable[[Tile, int, Target, int, int], "Grid"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One kernel of a pipeline.
 
     Attributes:
-        grid: the grid of a launch.
+        counts: what there is a program for in each dimension of the grid, by the words of `grid`.
         part: the kernel; None is the kernel with the pipeline's name.
         tile: a function from the pipeline's tile to that of the kernel.
         columns: a function from the kernel's tile and N to the number of programs that share the columns of a row; None
             is the pipeline's.
     """
 
-    grid: GridOf
+    counts: tuple[str, ...]
     part: Part | None = None
     tile: Callable[[Tile], Tile] = lambda tile: tile
     columns: Callable[[Tile, int], int] | None = None
+
+    def grid(self, tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
+        """Return the programs in each dimension of a launch.
+
+        Args:
+            tile: the tile that the kernel runs with.
+            columns: the number of programs that share the columns of a row.
+            target: the GPU.
+            m: the number of rows.
+            programs: the number of programs that share the rows.
+        """
+        tiles = -(-m // tile.rows)
+        # If the number of programs is a multiple of VECTOR, all rows of a program have the same offset from a vector.
+        most = max(VECTOR, target.multiprocessors * tile.resident // VECTOR * VECTOR)
+        known = {"rows": m, "tiles": tiles, "blocks": tiles * columns, "windows": min(most, m)}
+        known |= {"columns": columns, "programs": programs}
+        first, second = (*[known[word] for word in self.counts], 1)[:2]
+        return first, second, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,31 +100,9 @@ def column_blocks(tile: Tile, n: int) -> int:
     return -(-n // tile.block)
 
 
-def _tiles_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    return -(-m // tile.rows), 1, 1
-
-
-def _windows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    # If the number of programs is a multiple of VECTOR, all rows of a program have the same offset from a vector.
-    most = max(VECTOR, target.multiprocessors * tile.resident // VECTOR * VECTOR)
-    return min(most, m), 1, 1
-
-
-def _sharing_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    return programs, 1, 1
-
-
-def _each_row(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    return m, 1, 1
-
-
-def _sharing_both(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    return columns, programs, 1
-
-
 FORWARD: dict[Pipeline, Row] = {
-    **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS), Row(steps=(Step(grid=_tiles_of_rows),))),
-    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=_slices, waits=True),
+    **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS), Row(steps=(Step(counts=("tiles",)),))),
+    Pipeline.SPREAD: Row(steps=(Step(counts=("columns", "programs")),), columns=_slices, waits=True),
 }
 
 # Values of a tile of y that is quantised along columns, one block of rows. The interpreter takes as long for a narrow
@@ -125,26 +116,21 @@ _ROWS_A_WARP, _MOST_COLUMN_WARPS = {False: 32, True: 16}, 4
 
 _TERMS = ("pivot_ptr", "pivot_shift_ptr")
 
-
-def _blocks_of_rows(tile: Tile, columns: int, target: Target, m: int, programs: int) -> Grid:
-    return -(-m // tile.rows) * columns, 1, 1
-
-
 # Replaces ONE_PASS or TWO_PASS in the forward pass if `takes_window` returns True.
-WINDOW = Row(steps=(Step(grid=_windows, part=Part.WINDOW),))
+WINDOW = Row(steps=(Step(counts=("windows",), part=Part.WINDOW),))
 
 BACKWARD: dict[Pipeline, Row] = {
-    **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS), Row(steps=(Step(grid=_sharing_rows),))),
+    **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS), Row(steps=(Step(counts=("programs",)),))),
     Pipeline.TWO_PASS: Row(
         steps=(
             # A thread holds as many values of one row as of a tile of several rows.
-            Step(grid=_each_row, part=Part.ROW_TERMS, tile=lambda tile: replace(tile, block=tile.rows * tile.block)),
-            Step(grid=_sharing_both),
+            Step(counts=("rows",), part=Part.ROW_TERMS, tile=lambda tile: replace(tile, block=tile.rows * tile.block)),
+            Step(counts=("columns", "programs")),
         ),
         columns=column_blocks,
         row_terms=("gh_mean_ptr", "g_mean_ptr"),
     ),
-    Pipeline.SPREAD: Row(steps=(Step(grid=_sharing_both),), columns=column_blocks, waits=True),
+    Pipeline.SPREAD: Row(steps=(Step(counts=("columns", "programs")),), columns=column_blocks, waits=True),
 }
 
 
@@ -159,7 +145,7 @@ def row_of(mode: Mode, pipeline: Pipeline, target: Target) -> Row:
     wide = mode.is_backward or mode.norm.centres
     own = Tile(Pipeline.ROWS, rows, block, min(rows // _ROWS_A_WARP[wide], _MOST_COLUMN_WARPS))
     part = Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
-    step = Step(grid=_blocks_of_rows, part=part, tile=lambda _: own, columns=column_blocks)
+    step = Step(counts=("blocks",), part=part, tile=lambda _: own, columns=column_blocks)
     # The forward rows' kernel stores what the kernel of columns normalises by.
     return replace(row, steps=(*row.steps, step), row_terms=row.row_terms if mode.is_backward else _TERMS)
 

@@ -125,14 +125,14 @@ def _register(name: str, takes: Function, into: bool = False) -> None:
     if not (into or takes.family_name):
         in_order = _in_order(name, len(takes.passed) + len(takes.outs))
         kernel = of_plain_tensors(in_order, kernel)
-    _define(own, _schema(takes, into), kernel, partial(_fake, name, into), in_order)
-    if into:
-        for defined in both(own, kernel):
-            _count_writes(defined, getattr(torch.ops.normforge, defined).default, len(takes.outs))
+    _define(own, _schema(takes, into), kernel, partial(_fake, name, into), in_order, writes=len(takes.outs) * into)
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any, shortest: Any = None) -> None:
-    """Define an operator and its batch-invariant twin; `shortest` is another kernel for Inductor's code."""
+def _define(name: str, schema: str, kernel: Any, fake: Any, shortest: Any = None, writes: int = 0) -> None:
+    """Define an operator that writes to its last arguments, or to none, and the operator's batch-invariant twin.
+
+    `shortest` is another kernel for Inductor's code.
+    """
     at = both(name, shortest or kernel)
     for defined, each in both(name, kernel).items():
         _library.define(f"{defined}{schema}", tags=_TAGS)
@@ -141,6 +141,8 @@ def _define(name: str, schema: str, kernel: Any, fake: Any, shortest: Any = None
         operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, at[defined])
+        if writes:
+            _count_writes(defined, operator, writes)
 
 
 def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], outs: int) -> None:
@@ -217,9 +219,7 @@ def _register_rotary() -> None:
     name, passed = "qk_norm_rope", f"{_HEADS}, {_ROTATION}"
     _define(name, f"({passed}) -> (Tensor, Tensor)", run, fake)
     schema = f"({_HEADS}, Tensor slot_mapping, Tensor? k_scale, {_ROTATION}, Tensor(a!) key_cache) -> (Tensor, Tensor)"
-    _define(f"{name}_cached", schema, run_cached, fake)
-    for defined in both(f"{name}_cached", run_cached):
-        _count_writes(defined, getattr(torch.ops.normforge, defined).default, 1)
+    _define(f"{name}_cached", schema, run_cached, fake, writes=1)
     schema = f"(Tensor dq_out, Tensor dk_out, {passed}, bool[] due) -> Tensor[]"
     _define(f"{name}_backward", schema, run_backward, fake_backward)
     register_autograd(_recording, name, differentiate, keep)

@@ -199,11 +199,10 @@ def import_folder(folder: Path) -> str:
         package, init, loader=loader, submodule_search_locations=[str(folder)]
     )
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[package] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[package]
         raise TableError(f"{init} cannot be imported ({error}); generate the folder anew") from error

@@ -60,12 +60,13 @@ typedef struct {
   /* The number of operands that are present, their places, and themselves. */
   size_t present;
   int place[MOST_ARGUMENTS];
-  PyObject *there[MOST_ARGUMENTS], *kept[MOST_KEPT];
+  /* `values` is behind the first of `passed`: in a call of `otherwise` the key precedes the arguments. */
+  PyObject *passed[1 + MOST_ARGUMENTS], *there[MOST_ARGUMENTS], *kept[MOST_KEPT];
 } Call;
 
-static void begin(Call *call, PyObject **values, PyObject *norm) {
+static void begin(Call *call, PyObject *norm) {
   memset(call, 0, offsetof(Call, place));
-  call->values = values;
+  call->values = call->passed + 1;
   call->norm = norm;
   call->key = Py_None;
 }
@@ -484,22 +485,21 @@ static void settle(Lookup *self, Call *call) {
 /* Run a call of a function of one norm, given all its arguments in order. */
 static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  /* The key precedes the arguments in a call of `otherwise`. */
-  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS + 1] = {NULL}, *made = NULL;
+  PyObject *results[RESULTS + 1] = {NULL}, *made = NULL;
   Call call;
   if (given != self->arguments)
     return PyErr_Format(PyExc_TypeError, "%U takes %zd arguments, and not %zd", self->head, self->arguments, given);
-  memcpy(values, args, (size_t)given * sizeof(*values));
-  begin(&call, values, self->norm);
+  begin(&call, self->norm);
+  memcpy(call.values, args, (size_t)given * sizeof(*args));
   settle(self, &call);
-  if (!call.failed && self->wants >= 0 && PyList_CheckExact(values[self->wants]))
-    values[self->wants] = keep(&call, PyList_AsTuple(values[self->wants]));
+  if (!call.failed && self->wants >= 0 && PyList_CheckExact(call.values[self->wants]))
+    call.values[self->wants] = keep(&call, PyList_AsTuple(call.values[self->wants]));
   if (!call.failed && look_up(self, &call) && may_write(self, &call)) {
     PyObject *const *forward = self->rstd >= 0 ? NULL : run_forward(self, &call, 0, results);
     made = self->rstd >= 0 ? run_backward(self, &call) : output_of(self, &call, forward, call.results);
   } else if (!call.failed) {
-    passed[0] = call.key;
-    made = apply(&call, self->otherwise, passed, (size_t)given + 1);
+    call.passed[0] = call.key;
+    made = apply(&call, self->otherwise, call.passed, (size_t)given + 1);
   }
   return end(&call, made);
 }
@@ -507,18 +507,17 @@ static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given)
 /* Return 1 if a normalized_shape is x's last dimension. The class of the size counts too, because 64.0 equals 64. */
 static int is_last(Call *call, PyObject *normalized) {
   PyObject *size = NULL;
-  int is_shape = PyTuple_CheckExact(normalized) || Py_IS_TYPE(normalized, Py_TYPE(call->shape));
-  if (is_shape && PyTuple_GET_SIZE(normalized) == 1)
-    size = PyTuple_GET_ITEM(normalized, 0);
-  else if (PyList_CheckExact(normalized) && PyList_GET_SIZE(normalized) == 1)
-    size = PyList_GET_ITEM(normalized, 0);
+  int is_shape = PyTuple_CheckExact(normalized) || PyList_CheckExact(normalized) ||
+                 Py_IS_TYPE(normalized, Py_TYPE(call->shape));
+  if (is_shape && PySequence_Fast_GET_SIZE(normalized) == 1)
+    size = PySequence_Fast_GET_ITEM(normalized, 0);
   return size != NULL && PyLong_CheckExact(size) &&
          is_equal(call, size, PyTuple_GET_ITEM(call->shape, PyTuple_GET_SIZE(call->shape) - 1));
 }
 
 /* Look up a call, given a tuple of its operands, and a tuple of its norm and options. */
-static int look_up_pair(Lookup *self, Call *call, PyObject **values, PyObject *const *args, Py_ssize_t given) {
-  begin(call, values, NULL);
+static int look_up_pair(Lookup *self, Call *call, PyObject *const *args, Py_ssize_t given) {
+  begin(call, NULL);
   PyObject *const *operands = given < 2 ? NULL : items_of(call, args[0], 1);
   PyObject *const *options = given < 2 ? NULL : items_of(call, args[1], 1);
   Py_ssize_t count = options == NULL ? -1 : PyTuple_GET_SIZE(args[0]);
@@ -527,11 +526,11 @@ static int look_up_pair(Lookup *self, Call *call, PyObject **values, PyObject *c
     call->failed = 1;
     return 0;
   }
-  memcpy(values, operands, (size_t)count * sizeof(*values));
-  memcpy(values + count, options + 1, (size_t)(self->arguments - count) * sizeof(*values));
+  memcpy(call->values, operands, (size_t)count * sizeof(*operands));
+  memcpy(call->values + count, options + 1, (size_t)(self->arguments - count) * sizeof(*options));
   call->norm = options[0];
   /* Only autograd knows whether a gradient is due. */
-  if (self->saves == self->arguments || (self->saves >= 0 && values[self->saves] == Py_None))
+  if (self->saves == self->arguments || (self->saves >= 0 && call->values[self->saves] == Py_None))
     call->records = is_yes(call, apply(call, self->is_grad_enabled, NULL, 0)) ? Py_True : Py_False;
   return !call->failed && look_up(self, call);
 }
@@ -543,9 +542,8 @@ static int is_recorded(Call *call) {
 /* Return the key, or None; whether a gradient is due; and what launches in Python take, or None. */
 static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  PyObject *values[MOST_ARGUMENTS];
   Call call;
-  int known = look_up_pair(self, &call, values, args, given);
+  int known = look_up_pair(self, &call, args, given);
   PyObject *records = known && is_recorded(&call) ? Py_True : Py_False;
   PyObject *made[] = {call.key, records, known ? planned_of(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 3));
@@ -555,9 +553,9 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
  * other call, and for a call with a normalized_shape that is not x's last dimension. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  PyObject *values[MOST_ARGUMENTS], *made[RESULTS + 1] = {NULL}, *found = Py_None;
+  PyObject *made[RESULTS + 1] = {NULL}, *found = Py_None;
   Call call;
-  int known = look_up_pair(self, &call, values, args, given);
+  int known = look_up_pair(self, &call, args, given);
   if (known && (given < 3 || is_last(&call, args[2]))) {
     int records = is_recorded(&call);
     PyObject *const *results = run_forward(self, &call, records, made);
@@ -575,9 +573,8 @@ static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t g
 /* Return the key of a backward pass, or None, and the gradients, or None if the pass is not known. */
 static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
-  PyObject *values[MOST_ARGUMENTS];
   Call call;
-  int known = look_up_pair(self, &call, values, args, given);
+  int known = look_up_pair(self, &call, args, given);
   PyObject *made[] = {call.key, known ? run_backward(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 2));
 }
@@ -586,7 +583,7 @@ static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t g
 static PyObject *known_gradients(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   Call call;
-  begin(&call, NULL, NULL);
+  begin(&call, NULL);
   PyObject *const *arrived = given == 3 ? items_of(&call, args[0], 3) : NULL;
   if (arrived == NULL)
     return PyErr_Format(PyExc_TypeError, "a %U call is looked up by tensors, arguments and what is due", self->head);

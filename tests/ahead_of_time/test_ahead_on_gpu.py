@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.kernels.gpu import architecture
+from normforge.kernels.gpu import target_of
 from normforge.upstream import triton_launcher
 
 from ..calling import ORACLE, agree, printed, python
@@ -68,7 +68,7 @@ def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> N
 def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same kernels, compiled into a folder by a process that sees no GPU."""
     base = tmp_path_factory.mktemp("ahead")
-    arch = architecture(torch.device("cuda", 0))
+    arch = target_of(torch.device("cuda", 0)).arch
     argv = ("aot", "--arch", arch, "--n", LENGTHS, "--out", str(base / "kernels"), *MODES)
     said = printed(command(*argv), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(base / "triton"))
     assert f"for {arch}" in said
@@ -158,7 +158,7 @@ print(*sorted({key.portable for key, _ in obtained()}), sep="\\n")
 """
     launched = printed(program + listed, NORMFORGE_RECORD=recording, TRITON_CACHE_DIR=str(tmp_path / "first"))
     here = torch.cuda.get_device_properties(0).multi_processor_count
-    argv = ("aot", "--arch", architecture(torch.device("cuda", 0)), "--multiprocessors", str(here), "--out", out)
+    argv = ("aot", "--arch", target_of(torch.device("cuda", 0)).arch, "--multiprocessors", str(here), "--out", out)
     said = printed(
         command(*argv, "--recorded", recording), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path / "triton")
     )

@@ -49,7 +49,7 @@ Clock = Callable[[Tile, Any], float]
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make a card of the interpreter, on which a tile takes as long as a test says, in graphs or not."""
     monkeypatch.setattr(tune, "find_gpu", lambda: CARD)
-    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "target_of", lambda device: named_target("sm_90"))
 
     def say(ms: Clock, in_graph: Clock | None = None) -> None:
         def timer(ms: Clock) -> Callable[..., float]:
@@ -259,7 +259,6 @@ MOST_TILES = 32
 def test_candidates_are_few_and_each_can_serve_its_bucket(
     arch: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_trials, "architecture", lambda device: arch)
     monkeypatch.setattr(tile_trials, "target_of", lambda device: named_target(arch))
     spread = set()
     for place, kind in enumerate(EVERY_CLASS):
@@ -329,7 +328,7 @@ def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     made = Bench()
     monkeypatch.setattr(tune, "find_gpu", lambda: CARD)
-    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "target_of", lambda device: named_target("sm_90"))
     monkeypatch.setattr(tile_trials, "decide", made.decide)
     monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
     monkeypatch.setattr(tune, "describe", lambda machine: HERE)
