@@ -193,13 +193,11 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
         return mode.parts(pipeline)
     if mode.is_backward:
         terms = (Part.ROW_TERMS,) if pipeline is Pipeline.TWO_PASS else ()
-        return (*terms, pipeline, *((Part.BOTH_WAYS,) if mode.columnwise.writes else ()))
-    if mode.columnwise.writes:
-        return (pipeline, Part.COLUMNS)
+        return (*terms, pipeline, *mode.column_parts)
     # For unaligned rows the window kernel replaces either: see `takes_window` in runtime/kernels/pipelines.py.
     if pipeline in (Pipeline.ONE_PASS, Pipeline.TWO_PASS) and mode.has_window:
         return (pipeline, Part.WINDOW)
-    return (pipeline,)
+    return (pipeline, *mode.column_parts)
 
 
 def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str, NormRow | None], ...]]:

@@ -303,15 +303,15 @@ class Mode:
             )
 
     def _check_trained(self) -> None:
-        """Refuse what y has beyond rows in 8-bit training: scales of whole columns or of callers, and a bias on x."""
+        """Refuse what y has beyond rows in 8-bit training: scales of callers, and a bias on x."""
         is_dynamic = self.fquant is FusedQuant.DYNAMIC
         bounds = {"scale_ub": not self.scale_ub, "x_bias": not self.x_bias}
         if self.columnwise.writes:
             self._check_others(
-                f"columnwise {self.columnwise.value} quantises blocks of 32, 64 or 128 rows to fp8 by the amax of "
-                "each, and has no {}",
+                f"columnwise {self.columnwise.value} quantises blocks of 32, 64 or 128 rows"
+                f"{'' if self.is_backward else ', or all rows,'} to fp8 by the amax of each, and has no {{}}",
                 "leave columnwise out",
-                group_size=self.group_size.code > 0,
+                group_size=self.group_size.code > 0 or not self.is_backward,
                 dtype_out=self.dtype_out.is_fp8,
                 fquant=is_dynamic,
                 **bounds,
@@ -492,6 +492,14 @@ class Mode:
     def scales_locally(self) -> bool:
         """Return True if an element's scale depends on less than its row: on its group, or on a static scale."""
         return self.fquant.is_static or bool(self.group_size.code)
+
+    @property
+    def column_parts(self) -> tuple[Part, ...]:
+        """Return the kernels that quantise along columns, in order: the scales of whole columns take another one."""
+        if not self.columnwise.writes:
+            return ()
+        parts = (Part.BOTH_WAYS,) if self.is_backward else (Part.COLUMN_AMAX, Part.COLUMNS)
+        return parts[-1:] if self.group_size.code else parts
 
     @property
     def _served(self) -> list[str]:

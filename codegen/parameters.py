@@ -772,7 +772,7 @@ QUANTISED = Family(
             "columnwise",
             Kind.WORD,
             default=_each('"none"'),
-            meaning=_first('"none", "untransposed" or "transposed": y quantised in blocks of group_size rows as well.'),
+            meaning=_first('"none", "untransposed" or "transposed": y quantised in blocks of rows as well.'),
             words=Columnwise,
             axis="columnwise",
             functional=True,

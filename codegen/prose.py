@@ -115,7 +115,8 @@ def _backward(mode: Mode) -> tuple[str, ...]:
 
 
 def _columns(mode: Mode) -> str:
-    return f"columns quantised too{', transposed' if mode.columnwise.transposes else ''}"
+    whole = "" if mode.group_size.code else "whole "
+    return f"{whole}columns quantised too{', transposed' if mode.columnwise.transposes else ''}"
 
 
 def _gated(mode: Mode) -> str:

@@ -278,8 +278,8 @@ _QUANTISED = PublicFunctions(
         _as(
             QUANTISED["columnwise"],
             '"untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows of the '
-            "M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (..., N) "
-            "or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.",
+            "M rows of x, the last of which may be shorter, or of all rows, as the gradient of a weight needs y: "
+            "columnwise, (..., N) or (N, M), and columnwise_scale. With fp8, and scales that y computes.",
         ),
         _row(
             "y_scale",

@@ -154,12 +154,13 @@ _COLUMNWISE = (
     _Row("columnwise_ptr", "(M, N) {dtype_out}", lambda m, p: not m.columnwise.transposes),
     _Row("columnwise_ptr", "(N, M) {dtype_out}", lambda m, p: m.columnwise.transposes),
     _Row("columnwise_scale_ptr", "fp32, per block of rows and column", lambda m, p: m.has_float_groups),
-    _Row("columnwise_scale_ptr", "exponents, per block of rows and column", lambda m, p: not m.has_float_groups),
+    _Row("columnwise_scale_ptr", "exponents, per block of rows and column", lambda m, p: m.scale_format.stores_bytes),
+    _Row("columnwise_scale_ptr", "(2, N) fp32, scales and the bits of amax", lambda m, p: not m.group_size.code),
 )
 _COLUMNWISE_STRIDES = (
     _Row("columnwise_vectors", "of 16 bytes, from column to column", lambda m, p: m.columnwise.transposes),
-    _Row("columnwise_scale_column_stride", "{scale_elements}", lambda m, p: not m.scale_layout.swizzles),
-    _Row("columnwise_scale_block_stride", "{scale_elements}{of_four}", lambda m, p: not m.scale_layout.swizzles),
+    _Row("columnwise_scale_column_stride", "{scale_elements}", lambda m, p: m.has_scale_strides),
+    _Row("columnwise_scale_block_stride", "{scale_elements}{of_four}", lambda m, p: m.has_scale_strides),
     _Row("N: tl.constexpr", "columns, exact"),
     _ALIGNMENT,
     _Row("ROWS: tl.constexpr", "rows a program"),
@@ -184,6 +185,8 @@ _COLUMNS = (
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     *_COLUMNWISE_STRIDES,
 )
+# The kernel that finds the amax of whole columns writes no columns.
+_COLUMN_AMAX = tuple(row for row in _COLUMNS if row.declaration not in ("columnwise_ptr", "columnwise_vectors"))
 
 _BOTH_WAYS = (
     _Row("dx_ptr", "(M, N), the rows to quantise"),
@@ -378,10 +381,16 @@ _CHANNEL_BACKWARD = (
 )
 
 
+_COLUMN_TABLES: dict[Pipeline | Part, tuple[_Row, ...]] = {
+    Part.COLUMN_AMAX: _COLUMN_AMAX,
+    Part.COLUMNS: _COLUMNS,
+    Part.BOTH_WAYS: _BOTH_WAYS,
+}
+
+
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     """Return the parameters of a kernel, which the runtime matches by name."""
-    own: dict[Pipeline | Part, tuple[_Row, ...]] = {Part.COLUMNS: _COLUMNS, Part.BOTH_WAYS: _BOTH_WAYS}
-    table = own.get(part, _BACKWARD if mode.is_backward else _FORWARD)
+    table = _COLUMN_TABLES.get(part, _BACKWARD if mode.is_backward else _FORWARD)
     return _listed(table, mode, part, _words(mode))
 
 
@@ -491,6 +500,8 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
     """Return the docstring of a kernel."""
     if mode.is_backward:
         return _BACKWARD_SUMMARIES[part]
+    if part is Part.COLUMN_AMAX:
+        return "The amax of each column, from the statistics of each row."
     if part is Part.COLUMNS:
         return "Blocks of rows, quantised by column, from the statistics of each row."
     if part is Part.WINDOW:

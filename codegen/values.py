@@ -641,6 +641,7 @@ class Part(Enum):
 
     ROW_TERMS = "row_terms"
     WINDOW = "window"
+    COLUMN_AMAX = "column_amax"
     COLUMNS = "columns"
     BOTH_WAYS = "both_ways"
     # GroupNorm's, forward and backward.

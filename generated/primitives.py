@@ -789,9 +789,13 @@ def raise_amax(ptr, y, mask):
 
     The order of programs does not matter. A value that is no less needs no atomic: programs would wait in line.
     """
-    bits = tl.max(magnitude_bits(y, mask))
-    place = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(place, bits, mask=bits > tl.load(place, volatile=True), sem="relaxed")
+    raise_bits(ptr.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(magnitude_bits(y, mask)), True)
+
+
+@triton.jit
+def raise_bits(places, bits, mask):
+    """Raise int32 values to bits, which are 0 where the mask is; see `raise_amax`."""
+    tl.atomic_max(places, bits, mask=bits > tl.load(places, mask=mask, other=0, volatile=True), sem="relaxed")
 
 
 @triton.jit

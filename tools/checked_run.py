@@ -166,7 +166,8 @@ def _row_slices(problem: Problem) -> Iterator[slice]:
     together, groups = problem.heads, problem.tokens
     if problem.samples:
         together, groups = problem.m // problem.samples, problem.samples
-    # Whole blocks of rows: no block has more than 128.
-    some = max(128, REFERENCE_ELEMENTS // (together * problem.n) // 128 * 128)
+    # Whole blocks of rows: no block has more than 128, but for whole columns, which are a block.
+    whole = problem.mode.columnwise.writes and not problem.mode.group_size.code
+    some = groups if whole else max(128, REFERENCE_ELEMENTS // (together * problem.n) // 128 * 128)
     for first in range(0, groups, some):
         yield slice(first, first + some)

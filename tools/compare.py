@@ -189,7 +189,7 @@ def columns_of(actual: ColumnwiseOutput | QuantisedGradients, mode: Mode) -> tup
     assert scale is not None
     if not mode.columnwise.transposes:
         data, scale = data.flatten(0, -2).t(), scale if mode.scale_layout.swizzles else scale.t()
-    shape = torch.Size((data.shape[0], -(-data.shape[1] // mode.group_size.code)))
+    shape = torch.Size((data.shape[0], -(-data.shape[1] // (mode.group_size.code or data.shape[1]))))
     return data, numbers_of(scale, mode, shape)
 
 
@@ -197,9 +197,11 @@ def compare_columns(
     columns: tuple[torch.Tensor, torch.Tensor], rows: ReferenceQuantised, first: int = 0
 ) -> list[Finding]:
     """Hold what `columns_of` returns for some rows, from the first row of a block on, against the oracle's rows."""
-    expected = columnwise(rows)
+    # One scale per column is that of all rows.
+    size = rows.size if columns[1].shape[1] > 1 else columns[0].shape[1]
+    expected = columnwise(rows, size)
     last = first + expected.z.shape[1]
-    data, scale = columns[0][:, first:last], columns[1][:, first // rows.size : -(-last // rows.size)]
+    data, scale = columns[0][:, first:last], columns[1][:, first // size : -(-last // size)]
     findings = compare_quantised(QuantisedOutput(data, None, None, None), scale, expected)
     names = {"y": "columnwise", "y_scale": "columnwise_scale"}
     return [finding._replace(name=names[finding.name]) for finding in findings]

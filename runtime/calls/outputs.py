@@ -65,8 +65,8 @@ class ColumnwiseOutput(NamedTuple):
 
     Attributes:
         y, residual_out, y_scale, unquantised: as `QuantisedOutput` has them.
-        columnwise: y quantised in blocks of B = ceil(M / group_size) for each column, of M rows in all: x's shape, or
-            transposed (N, M), of which each row starts at a multiple of 16 bytes.
+        columnwise: y quantised in blocks of B = ceil(M / group_size) for each column, of M rows in all, and B = 1
+            without groups: x's shape, or transposed (N, M), of which each row starts at a multiple of 16 bytes.
         columnwise_scale: (B, N), or with a transposed output (N, B); packed, four blocks in one; swizzled as y_scale of
             the transposed output.
         amax: the tensor that was passed as amax_out.
@@ -189,10 +189,8 @@ def group_scales(
     make: Make, leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
 ) -> Any:
     """Memory for the scales of groups, (*leading, columns), where leading sizes are m in all, or for tiles of them."""
-    if layout.swizzles:
-        return make(tiled_shape(m, columns), dtype=dtype)
-    if layout is ScaleLayout.ROW_MAJOR:
-        return make((*leading, columns), dtype=dtype)
+    if layout is not ScaleLayout.COLUMN_MAJOR:
+        return make(tiled_shape(m, columns) if layout.swizzles else (*leading, columns), dtype=dtype)
     step = _TMA // dtype.itemsize
     padded = -(-m // step) * step
     scales = make((columns, padded), dtype=dtype)
@@ -213,14 +211,17 @@ def columnwise_outputs(
         dtypes: of both.
         layout: of the scales.
     """
-    n, blocks = shape[-1], -(-m // (mode.group_size.code * mode.scale_format.packs))
+    n, blocks = shape[-1], scale_columns(mode, m)
     if mode.columnwise.transposes:
         padded = -(-m // _TMA) * _TMA
         data = make((n, padded), dtype=dtypes[0]).as_strided((n, m), (padded, 1))
     else:
         data = make(tuple(shape), dtype=dtypes[0])
     rows, columns = (n, blocks) if mode.columnwise.transposes or layout.swizzles else (blocks, n)
-    return data, group_scales(make, (rows,), rows, columns, dtypes[1], layout)
+    if mode.group_size.code:
+        return data, group_scales(make, (rows,), rows, columns, dtypes[1], layout)
+    # Behind the scales of whole columns is the amax of each.
+    return data, make((2, n), dtype=dtypes[1])[0].view(rows, columns)
 
 
 def y_shape(shape: Sequence[int], mode: Mode) -> tuple[int, ...]:
@@ -235,8 +236,8 @@ def tiled_shape(m: int, columns: int) -> tuple[int, int]:
 
 
 def scale_columns(mode: Mode, n: int) -> int:
-    """How many elements of y_scale a row of n elements has, of a mode of groups."""
-    return -(-n // (mode.group_size.code * mode.scale_format.packs))
+    """How many elements of y_scale a row of n elements has: one in a mode without groups."""
+    return -(-n // (mode.group_size.code * mode.scale_format.packs)) if mode.group_size.code else 1
 
 
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:

@@ -952,8 +952,8 @@ def quantised_layer_norm(
             False quantises y in fp32.
         save_unquant: return y in x's dtype too, before smooth_scale, with a gradient where one is due.
         columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
-            of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
-            N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.
+            of the M rows of x, the last of which may be shorter, or of all rows, as the gradient of a weight needs y:
+            columnwise, (..., N) or (N, M), and columnwise_scale. With fp8, and scales that y computes.
         y_scale: with fquant "static" the divisor of y: one fp32 value on x's device, which the host does not read, or
             (N,), one per column, fp16, bf16 or fp32. Otherwise the tensor that scales are written to, or None for a new
             tensor: in the scales' shape and dtype, or (..., 1) for one scale per row. Contiguous; scales of groups, in
@@ -1058,8 +1058,8 @@ def quantised_rms_norm(
             False quantises y in fp32.
         save_unquant: return y in x's dtype too, before smooth_scale, with a gradient where one is due.
         columnwise: "untransposed" or "transposed" returns y quantised along columns too, in blocks of group_size rows
-            of the M rows of x, the last of which may be shorter, as the gradient of a weight needs y: columnwise, (...,
-            N) or (N, M), and columnwise_scale. With group_size and fp8, and scales that y computes.
+            of the M rows of x, the last of which may be shorter, or of all rows, as the gradient of a weight needs y:
+            columnwise, (..., N) or (N, M), and columnwise_scale. With fp8, and scales that y computes.
         y_scale: with fquant "static" the divisor of y: one fp32 value on x's device, which the host does not read, or
             (N,), one per column, fp16, bf16 or fp32. Otherwise the tensor that scales are written to, or None for a new
             tensor: in the scales' shape and dtype, or (..., 1) for one scale per row. Contiguous; scales of groups, in

@@ -144,9 +144,8 @@ def _check_scale_out(call: Call, out: torch.Tensor, addressed: bool) -> None:
         raise ShapeError(f"y_scale has shape {tuple(out.shape)}; it takes {' or '.join(map(str, shapes))}")
     check_dtype("y_scale", out, (dtype,))
     check_device("y_scale", out, call.x)
-    strided = out.dim() == 2 and call.mode.has_scale_strides
     if not out.is_contiguous():
-        if not (strided and out.stride(0) > 0 and out.stride(1) > 0):
+        if not (call.mode.has_scale_strides and out.dim() == 2 and min(out.stride()) > 0):
             raise LayoutError(f"y_scale has strides {out.stride()}; pass a contiguous tensor")
         if elements_overlap(out):
             raise LayoutError(
@@ -174,7 +173,7 @@ def launch(
     out, residual_out, y_scale, *amax_out = outs
     mode, dtypes = plan.mode, plan.dtypes
     made, amax = (y_scale, None, None, ()), amax_out[0] if amax_out else None
-    if dtypes[2] is not None and mode.group_size.code:
+    if mode.group_size.code or mode.columnwise.writes:
         made = _scaled(planned, (dtypes[2], *dtypes[4:6]), options[_LAYOUT], y_scale)
     if mode.save_amax and amax is None:
         amax = plan.empty((1,), (1,), torch.float32).zero_()
@@ -203,7 +202,7 @@ def _launch_backward(planned: PlannedCall, options: Options, _: Outs) -> Quantis
     return QuantisedGradients._make(results)
 
 
-def _scaled(planned: PlannedCall, dtypes: Any, layout: Any, scale: torch.Tensor | None = None) -> Any:
+def _scaled(planned: PlannedCall, dtypes: Any, layout: Any, scale: Any = None) -> Any:
     """Return the scales of groups, columns and their scales or None, of these dtypes, and what launches bring of them.
 
     Scales that are passed are returned.
@@ -215,27 +214,29 @@ def _scaled(planned: PlannedCall, dtypes: Any, layout: Any, scale: torch.Tensor 
         made: torch.Tensor = plan.empty(tuple(sizes), contiguous_strides(tuple(sizes)), dtype)
         return made
 
-    if scale is None:
-        scale = group_scales(make, shape[:-1], m, scale_columns(mode, n), dtypes[0], layout)
-    _fill_up(scale, scale, m, n, mode, layout)
-    numbers = [] if layout.swizzles else [*_scale_strides(mode.scale_format, scale)]
+    if mode.group_size.code:
+        scale = group_scales(make, shape[:-1], m, scale_columns(mode, n), dtypes[0], layout) if scale is None else scale
+        _fill_up(scale, scale, m, n, mode, layout)
+    numbers = [*_scale_strides(mode.scale_format, scale)] if mode.has_scale_strides else []
     if not mode.columnwise.writes:
         return scale, None, None, numbers
     columnwise, columnwise_scale = columnwise_outputs(make, mode, shape, m, dtypes[1:], layout)
     by_column = columnwise_scale if mode.columnwise.transposes or layout.swizzles else columnwise_scale.t()
     _fill_up(columnwise_scale, by_column, n, m, mode, layout)
     numbers += [columnwise.stride(0) // ALIGNMENT] if mode.columnwise.transposes else []
-    numbers += [] if layout.swizzles else _scale_strides(mode.scale_format, by_column)
+    numbers += _scale_strides(mode.scale_format, by_column) if mode.has_scale_strides else []
     return scale, columnwise, columnwise_scale, numbers
 
 
 def _fill_up(scale: torch.Tensor, by_row: torch.Tensor, rows: int, n: int, mode: Mode, layout: ScaleLayout) -> None:
-    """Write zeros where scales of groups of n elements, in `rows` rows, have padding."""
+    """Write zeros where scales of groups of n elements, in `rows` rows, have padding, or an amax behind them."""
     columns = scale_columns(mode, n)
-    if layout.swizzles:
-        if scale.numel() != rows * columns:
-            # The padding of tiles.
-            scale.view(torch.uint8).zero_()
+    if not mode.group_size.code:
+        # Kernels raise the amax of whole columns. No kernel runs without rows, where scales are those of zeros.
+        scale.as_strided((rows,), (1,), rows if n else 0).fill_(n == 0)
+    elif layout.swizzles and scale.numel() != rows * columns:
+        # The padding of tiles.
+        scale.view(torch.uint8).zero_()
     elif n <= (columns * mode.scale_format.packs - 1) * mode.group_size.code:
         # The bytes of an int32 behind the last group.
         by_row[..., -1].zero_()

@@ -136,18 +136,18 @@ BACKWARD: dict[Pipeline, Row] = {
 
 def row_of(mode: Mode, pipeline: Pipeline, target: Target) -> Row:
     """Return the launch of a pipeline in the direction of a mode on a GPU."""
-    row = (BACKWARD if mode.is_backward else FORWARD)[pipeline]
-    if not mode.columnwise.writes:
+    row, parts = (BACKWARD if mode.is_backward else FORWARD)[pipeline], mode.column_parts
+    if not parts:
         return row
-    rows, values = mode.group_size.code, _COLUMN_VALUES if target.compiles else _INTERPRETED_COLUMN_VALUES
+    # Tiles of whole columns are as high as the highest block.
+    rows, values = mode.group_size.code or 128, _COLUMN_VALUES if target.compiles else _INTERPRETED_COLUMN_VALUES
     # Both ways, groups of a row are in one program.
     block = max(values // rows, LONGEST_GROUP if mode.is_backward else 1)
     wide = mode.is_backward or mode.norm.centres
     own = Tile(Pipeline.ROWS, rows, block, min(rows // _ROWS_A_WARP[wide], _MOST_COLUMN_WARPS))
-    part = Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
-    step = Step(counts=("blocks",), part=part, tile=lambda _: own, columns=column_blocks)
-    # The forward rows' kernel stores what the kernel of columns normalises by.
-    return replace(row, steps=(*row.steps, step), row_terms=row.row_terms if mode.is_backward else _TERMS)
+    steps = [Step(counts=("blocks",), part=part, tile=lambda _: own, columns=column_blocks) for part in parts]
+    # The forward rows' kernel stores what the kernels of columns normalise by.
+    return replace(row, steps=(*row.steps, *steps), row_terms=row.row_terms if mode.is_backward else _TERMS)
 
 
 # To start in a wave and to write partial sums takes a program about as long as `_START` rows.

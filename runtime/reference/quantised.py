@@ -121,10 +121,10 @@ FORWARD: Mapping[Norm, Callable[..., ReferenceQuantised]] = {
 }
 
 
-def columnwise(rows: ReferenceQuantised) -> ReferenceQuantised:
-    """Return what y should be along columns: of the transposed rows, in groups of as many neighbours."""
+def columnwise(rows: ReferenceQuantised, size: int) -> ReferenceQuantised:
+    """Return what y should be along columns: of the transposed rows, in groups of `size` neighbours."""
     z, terms, unsure = (each.reshape(-1, rows.z.shape[-1]).t() for each in (rows.z, rows.terms, rows.open))
-    turned = rows._replace(z=z, unquantised=z, open=unsure, unquantised_open=unsure, terms=terms)
+    turned = rows._replace(z=z, unquantised=z, open=unsure, unquantised_open=unsure, terms=terms, size=size)
     amax, out = turned.largest(z.abs()), DTYPES[rows.y.dtype]
     scale = turned.spread(scale_of(amax, out.qmax, rows.kind))
     return turned._replace(y=quantise(z / scale, out), scale=scale, amax=amax)

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import CompileKey
+from normforge.codegen import emit
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import WARP
@@ -38,8 +39,7 @@ LENGTHS: dict[Pipeline | Part, int] = {
     # Every row starts at a multiple of 16 bytes.
     Pipeline.ONE_PASS: 1904,
     Part.WINDOW: 1901,
-    Part.COLUMNS: 1904,
-    Part.BOTH_WAYS: 1904,
+    **dict.fromkeys((Part.COLUMN_AMAX, Part.COLUMNS, Part.BOTH_WAYS), 1904),
     Pipeline.TWO_PASS: 20000,
     Part.ROW_TERMS: 20000,
     # Only measured tables take it; these are tiles that an H200 prefers, and the last slice is ragged.
@@ -82,15 +82,9 @@ def columns(case: Case) -> tuple[Any, ...]:
     return (*axes_of(case.mode), case.part.name, case.target.arch)
 
 
-def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
+def parts_of(mode: Mode) -> Iterable[Pipeline | Part]:
     """Every kernel of a mode's module."""
-    yield from mode.pipelines
-    if mode.is_backward:
-        yield Part.ROW_TERMS
-    if mode.has_window:
-        yield Part.WINDOW
-    if mode.columnwise.writes:
-        yield Part.BOTH_WAYS if mode.is_backward else Part.COLUMNS
+    return dict.fromkeys(part for pipeline in mode.pipelines for part in emit.parts(mode, pipeline))
 
 
 @cache

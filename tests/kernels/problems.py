@@ -149,7 +149,7 @@ def assert_in_blocks(mode: Mode, rows: torch.Tensor, data: torch.Tensor, scale: 
     """Fail unless data are rows that were quantised in groups, each by its scale, to the bit; all of a NaN is open."""
     # On a card torch divides by a number otherwise, and powers of two may be a bit off.
     rows, data, scale = rows.cpu(), data.cpu(), scale.cpu()
-    size, n, smallest = mode.group_size.code, rows.shape[1], torch.finfo(torch.float32).smallest_normal
+    size, n, smallest = mode.group_size.code or rows.shape[1], rows.shape[1], torch.finfo(torch.float32).smallest_normal
     blocks = torch.nn.functional.pad(rows, (0, -n % size)).reshape(rows.shape[0], -1, size)
     largest = mode.dtype_out.qmax
     expected = blocks.abs().amax(-1) / largest

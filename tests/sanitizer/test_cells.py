@@ -54,7 +54,7 @@ def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> N
     }
     assert {(mode.direction, part) for mode, part in kernels()} == expected
     # The table has neither GroupNorm nor columns: see below.
-    of_table = {part for part in Part if not part.is_of_groups} - {Part.COLUMNS, Part.BOTH_WAYS}
+    of_table = {part for part in Part if not part.is_of_groups} - {Part.COLUMN_AMAX, Part.COLUMNS, Part.BOTH_WAYS}
     assert {part for _, part in expected} == {*Pipeline, *of_table}
     assert {direction for direction, _ in expected} == set(Direction)
     assert FINALISER in {key.symbol for cell in cells() for key in launched(cell)}
