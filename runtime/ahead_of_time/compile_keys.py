@@ -161,7 +161,7 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
 
 def keys_of(pairs: Sequence[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
     """Return the keys of modes at row lengths and shapes; see `compile_keys`."""
-    keys: dict[KernelKey, CompileKey] = {}
+    keys: dict[str, CompileKey] = {}
     groups = [mode for mode, _ in pairs if isinstance(mode, GroupMode)]
     # Calls of a forward mode save statistics if its backward mode is listed too.
     trained = {replace(mode, direction=Direction.FORWARD) for mode in groups if mode.is_backward}
@@ -228,17 +228,18 @@ def recorded_keys_for(
         )
     if classes is not None:
         kinds = frozenset(kind.with_rows(word) for kind in kinds for word in classes)
-    keys: dict[KernelKey, CompileKey] = {}
+    keys: dict[str, CompileKey] = {}
     for kind in sorted(kinds):
         for entry, launcher in launchers_of(kind, target):
             _add(keys, launcher, kind.n, entry.name if entry else kind.mode, kind.rows)
     return list(keys.values())
 
 
-def _add(keys: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
-    known = keys.get(launcher.key) or CompileKey(launcher.key, n, (), (), launcher.kernel)
+def _add(keys: dict[str, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
+    # Two tables in use, the committed one and one that grew on demand, have a copy each of what all modes share.
+    known = keys.get(launcher.key.portable) or CompileKey(launcher.key, n, (), (), launcher.kernel)
     instances, classes = dict.fromkeys((*known.instances, instance)), dict.fromkeys((*known.rows, rows))
-    keys[launcher.key] = replace(known, n=n, instances=tuple(instances), rows=tuple(classes))
+    keys[launcher.key.portable] = replace(known, n=n, instances=tuple(instances), rows=tuple(classes))
 
 
 def launchers_of(kind: CallKind, target: Target) -> list[tuple[Entry | None, Launcher]]:
