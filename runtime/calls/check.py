@@ -491,7 +491,7 @@ def refuse_gradient(call: Call) -> None:
     elif call.mode.fquant.quantises:
         reason = "a quantised output has none"
         if call.function.family_name == "quantised":
-            reason += "; save_unquant=True returns y unquantised too, with those of all operands that quantise nothing"
+            reason += "; save_unquant=True returns y unquantised too, with gradients in every operand of the norm"
     elif call.function.family_name:
         reason = f"the 2d functions compute none; call normforge.{call.function.family.functions[call.mode.norm]}"
     elif call.mode.dtype_in.is_fp8:

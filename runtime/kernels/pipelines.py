@@ -108,9 +108,9 @@ FORWARD: dict[Pipeline, Row] = {
 # Values of a tile of y that is quantised along columns, one block of rows. The interpreter takes as long for a narrow
 # program as for a wide program.
 _COLUMN_VALUES, _INTERPRETED_COLUMN_VALUES = 4096, 131072
-# By whether a tile is of dx, whose groups of a row are in it too, or of LayerNorm's y. Microseconds of 16384x4096 on an
-# H200, both kernels: RMSNorm's y in fp8 116 with 4 warps, 121 with 2; in MXFP8 115 with 1, 119 with 2, 162 with 4;
-# LayerNorm's 139 with 1, 133 with 2. dx in fp8 214 with 4 warps, 223 with 8; in MXFP8 212 with 2, 218 with 1.
+# Rows a warp, by whether a tile is of dx, which has groups of a row too, or of LayerNorm's y. 16384x4096 on an H200,
+# us of both kernels: RMSNorm's y in fp8 116 with 4 warps, 121 with 2; in MXFP8 115 with 1, 119 with 2, 162 with
+# 4; LayerNorm's 139 with 1, 133 with 2. dx in fp8 214 with 4 warps, 223 with 8; in MXFP8 212 with 2, 218 with 1.
 _ROWS_A_WARP, _MOST_COLUMN_WARPS = {False: 32, True: 16}, 4
 
 
