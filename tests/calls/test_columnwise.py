@@ -67,17 +67,16 @@ def modulations(*sizes: int, gates: bool = False) -> dict[str, torch.Tensor]:
 @each_norm
 @each_form
 @each_layout
-@pytest.mark.parametrize("added", ["", "residual", "gate"])
 @pytest.mark.parametrize(
-    ("shape", "sizes"),
+    ("added", "shape", "sizes"),
     [
         # Samples that end within a tile, of one row, as many as rows, in several tiles, and a row for all.
-        ((3, 43, 300), (3, 300)),
-        ((130, 1, 64), (130, 64)),
-        ((130, 64), (130, 64)),
-        ((2, 2, 65, 33), (2, 33)),
-        ((5, 5000), (5000,)),
-        ((2, 3, 20000), (2, 20000)),
+        ("gate", (3, 43, 300), (3, 300)),
+        ("", (130, 1, 64), (130, 64)),
+        ("residual", (130, 64), (130, 64)),
+        ("gate", (2, 2, 65, 33), (2, 33)),
+        ("", (5, 5000), (5000,)),
+        ("residual", (2, 3, 20000), (2, 20000)),
     ],
 )
 def test_modulated_rows_in_both_directions(
