@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from .lazy import cached_property
+
 
 @dataclass(frozen=True)
 class NormRow:
@@ -366,7 +368,8 @@ class ScaleGroup(Enum):
     G64 = "64"
     G128 = "128"
 
-    @property
+    # Each launch of a quantised call reads it several times.
+    @cached_property
     def code(self) -> int:
         """Return the size as a number; 0 for whole rows."""
         return 0 if self is ScaleGroup.NONE else int(self.value)
