@@ -30,6 +30,7 @@ _E4M3: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "columnwise": "transp
 _FORMS: dict[str, dict[str, Any]] = {
     "fp8": _E4M3 | {"group_size": 128},
     "mxfp8": _E4M3 | {"group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
+    "whole": _E4M3 | {"group_size": 0},
 }
 # The columns of a table that are times over normforge's.
 _RATIOS = {"share": "copy", "ratio": "casts"}
@@ -52,8 +53,8 @@ class Cell(NamedTuple):
 
 
 def _quantise(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise groups of a row; MXFP8's groups of 32 have powers of two as scales."""
-    groups = rows.float().reshape(len(rows), -1, size)
+    """Quantise groups of a row, or the whole row for 0; MXFP8's groups of 32 have powers of two as scales."""
+    groups = rows.float().reshape(len(rows), -1, size or rows.shape[1])
     scale = groups.abs().amax(-1).clamp(min=1e-30) / 448.0
     scale = torch.exp2(scale.log2().ceil()) if size == 32 else scale
     return (groups / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2).contiguous(), scale
@@ -142,7 +143,8 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
     sizes = [sorted({min(size, most) for size in each}) for each in ((4096, 16384), (2048, 4096, 8192))]
     kinds = product(product(*sizes), _FORMS, ("fwd", "bwd"), ("rms", "layer"), (False, True))
     cells = [Cell("step", "fp8", "rms", True, sizes[0][-1], min(4096, most))]
-    cells += [Cell(way, form, norm, add, *size) for size, form, way, norm, add in kinds]
+    # dx has scales of groups alone.
+    cells += [Cell(way, f, *kind, *size) for size, f, way, *kind in kinds if (way, f) != ("bwd", "whole")]
     chosen, tables = matching(cells, options.only), dict[str, list[dict[str, Any]]]()
     if not chosen:
         raise UsageError(f"--only {' '.join(options.only)} matches no cell; ids are such as {cells[-1].id}")
@@ -152,9 +154,8 @@ def both_ways(options: argparse.Namespace, _: list[str]) -> int:
         ways = calls(cell, x, other, torch.rand(cell.n, device=machine.device).bfloat16() + 0.5)
         us = {name: summarise(measure(Method.COLD, [ways[name]], machine.device, 50.0)).median for name in ways}
         ratios = {name: us[other] / us["normforge"] for name, other in _RATIOS.items() if other in us}
-        row = cell._asdict() | us | ratios
-        print(*row.values(), flush=True)
         rows = tables.setdefault(ending, [])
-        rows.append(row)
-        write(out, SUITE + ending, header, row, rows)
+        rows.append(cell._asdict() | us | ratios)
+        print(*rows[-1].values(), flush=True)
+        write(out, SUITE + ending, header, rows[-1], rows)
     return 0

@@ -110,7 +110,7 @@ REFUSED = [
     *((["beside", "a", "b", f"--within={w}"], f"{w!r} is no bound; give a") for w in ("-0.1", "nan", "3%", "inf")),
     *((["parts", "--seconds", s], f"{s!r} is no time; give seconds, such as 20") for s in ("soon", "-1", "inf")),
     (["list", "--suite", "forward", "--seed", "9"], "--seed 9 draws no cell of --suite forward; leave it out, or add"),
-    (["both-ways", "--only", "sideways"], "--only sideways matches no cell; ids are such as bwd-mxfp8-layer-add-"),
+    (["both-ways", "--only", "sideways"], "--only sideways matches no cell; ids are such as fwd-whole-layer-add-"),
 ]
 
 
