@@ -167,8 +167,7 @@ class GroupMode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Return the pipelines that have kernels."""
-        pipelines = (Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)
-        return pipelines if self.span.is_group and not self.is_backward else pipelines[:-1]
+        return (Pipeline.ONE_PASS, Pipeline.TWO_PASS)
 
     @cached_property
     def name(self) -> str:

@@ -280,19 +280,14 @@ def _sums_in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
     return mode.is_backward and not _holds(mode, part)
 
 
-def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return part is Pipeline.SPREAD
-
-
 def _activates(mode: GroupMode, part: Pipeline | Part) -> bool:
     return mode.activation.is_applied and part is not Part.MOMENTS
 
 
 _GROUP_SHAPE = (
     _Row("units", "positions of a channel / ALIGNMENT", lambda m, p: not _holds(m, p)),
-    _Row("first_item", "of this launch", lambda m, p: p is not Pipeline.SPREAD),
+    _Row("first_item", "of this launch"),
     _Row("part_tiles", "tiles a part, a multiple of HELD", _in_parts),
-    _Row("items", "runs of WIDTH channels, in all samples", _spreads),
 )
 _GROUP_CONSTANTS = (
     _Row("C: tl.constexpr", "channels"),
@@ -305,8 +300,7 @@ _GROUP_CONSTANTS = (
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
     _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
     _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums_in_parts),
-    _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
-    _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
+    _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p is Pipeline.TWO_PASS),
     _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: _holds(m, p) or _activates(m, p)),
     _PDL,
 )
@@ -316,7 +310,6 @@ _GROUP_FORWARD = (
     _Row("weight_ptr", "(C,) or None", _writes),
     _Row("bias_ptr", "(C,) or None", _writes),
     _Row("partials_ptr", "(groups, 4, parts) fp32", _in_parts),
-    _Row("exchange_ptr", "(groups, parts) int64, -1", _spreads),
     _Row("y_ptr", "x's shape", _writes),
     _Row("mean_ptr", "(groups,) fp32 or None", _writes),
     _Row("rstd_ptr", "(groups,) fp32 or None", _writes),
@@ -474,7 +467,6 @@ _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
     (False, Pipeline.ONE_PASS): "Whole groups, held in registers.",
     (False, Part.MOMENTS): "The moments of a part of a group.",
     (False, Pipeline.TWO_PASS): "A part of a group, from the moments of all its parts.",
-    (False, Pipeline.SPREAD): "Groups over several programs that exchange their moments.",
     (True, Pipeline.ONE_PASS): "Whole groups, held in registers.",
     (True, Part.TERMS): "What a part of a group adds to the sums that its gradients need.",
     (True, Pipeline.TWO_PASS): "A part of a group, from the sums of all its parts.",

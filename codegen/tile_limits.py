@@ -60,7 +60,7 @@ def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
     """Return why no GroupNorm kernel can take a tile; whether a group fits in registers depends on its shape too."""
     is_whole = tile.pipeline is Pipeline.ONE_PASS
     in_runs = tile.pipeline is Pipeline.TWO_PASS or (is_whole and tile.held)
-    if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and not in_runs):
+    if tile.pipeline not in (Pipeline.ONE_PASS, Pipeline.TWO_PASS) or (tile.rows != 1 and not in_runs):
         return (
             f"GroupNorm has no pipeline {tile.pipeline.value} with rows {tile.rows}; take one_pass with rows: 1, "
             "or two_pass, whose rows are runs of held tiles per program"
@@ -79,12 +79,8 @@ def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
             f"rows is {tile.rows}: sums around the mean of a part's first run lose accuracy with each further run; "
             f"write rows: {_MOST_RUNS} or less"
         )
-    if tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.BACKWARD:
-        return "pipeline spread is for forward GroupNorm; take two_pass"
-    if tile.pipeline is Pipeline.SPREAD and kind.itemsize > _MOST_SPREAD_BYTES:
-        return "pipeline spread exchanges means as fp32, too coarse for fp32 groups; take two_pass"
-    if tile.stages != 1 and tile.pipeline is not Pipeline.SPREAD:
-        return f"stages is {tile.stages}, and only spread has a loop over groups; leave stages out"
+    if tile.stages != 1:
+        return f"stages is {tile.stages}, and no program has a loop over groups; leave stages out"
     values = tile.block * max(tile.held, 1) * (2 if kind.direction is Direction.BACKWARD else 1)
     if values > _MOST_VALUES * WARP * tile.warps:
         return f"a program would hold {values} values on {tile.warps} warps; write a smaller block, held, or more warps"

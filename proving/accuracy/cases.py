@@ -248,7 +248,6 @@ def runs(mode: Mode, tile: Tile, n: int) -> bool:
 def group_cases(where: str) -> Iterator[GroupCase]:
     """Every mode of GroupNorm with every tile that there is a kernel for and that its groups fit."""
     for mode, (tile, n) in product(chain(*_GROUP_MODES.values()), _tiled(where, "groups")):
-        case, is_spread = GroupCase(mode, n, tile), tile.pipeline is Pipeline.SPREAD
-        has_kernel = tile.pipeline in mode.pipelines and not (is_spread and mode.dtype_in.itemsize > 2)
+        case, has_kernel = GroupCase(mode, n, tile), tile.pipeline in mode.pipelines
         if has_kernel and choose_of_groups(mode, case.shape, (tile,), named_target("sm_90"))[0] == tile:
             yield case

@@ -228,7 +228,7 @@ class Assembly:
     finisher: Recipe | None
     programs: Programs
     row_terms: tuple[str, ...]
-    exchange: Callable[[int], int] | None
+    exchange: Callable[[int], int] | None = None
     terms: Callable[[int], int] = lambda m: m
 
 
@@ -310,20 +310,18 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
     tile, cut = group_tiles.choose(mode, shape, choices, target)
     if facts.invariant:
         refuse_variant(mode, tile, facts.n, m)
-    spreads, alone = tile.pipeline is Pipeline.SPREAD, cut.parts == 1
+    alone = cut.parts == 1
     parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
     alignment = 1 if mode.channels_last else row_alignment(positions)
-    units, teams = positions // alignment, max(1, target.multiprocessors * tile.resident // cut.parts)
+    units = positions // alignment
     # Partial sums per part, or, in parts of several tiles of channels, per set of tiles held at once.
     sets = -(-positions // cut.block_s) // (cut.held if cut.is_alike(positions) else 1)
     summed = cut.parts if cut.width <= cut.block_c or tile.pipeline is Pipeline.ONE_PASS else sets
 
     def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
         items = m // groups * channels // cut.width
-        if spreads:
-            return [((cut.parts, min(teams, items), 1), (units, 0, 0, items))]
         return [
-            ((min(_MOST_ITEMS, items - first), cut.parts, 1), (units, first, cut.part_tiles, 0))
+            ((min(_MOST_ITEMS, items - first), cut.parts, 1), (units, first, cut.part_tiles))
             for first in range(0, items, _MOST_ITEMS)
         ]
 
@@ -335,11 +333,11 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
             types={
                 **facts.types,
                 "partials_ptr": _PARTIAL,
-                "exchange_ptr": _EXCHANGE,
+                "exchange_ptr": None,
                 **facts.numbers,
                 # The type of positions holds any offset within a group, and those of tiles beyond the group's end.
                 "units": row_count_type(facts.n),
-                **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
+                **dict.fromkeys(("first_item", "part_tiles"), "i32"),
             },
             constants={
                 **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
@@ -353,7 +351,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
                 "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
             },
             warps=tile.warps,
-            options=pipelines.compiler_options(tile, target, waits=spreads),
+            options=pipelines.compiler_options(tile, target, waits=False),
             grid=lambda m, programs: rounds(m)[0][0],
             rounds=rounds,
         )
@@ -364,7 +362,6 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
         finisher=finisher(channels, target, facts.sums),
         programs=lambda m, parts: m // groups * summed,
         row_terms=("partials_ptr",),
-        exchange=(lambda m: m * cut.parts) if spreads else None,
         terms=lambda m: m * kinds * cut.parts if len(parts) > 1 else 0,
     )
 
@@ -409,7 +406,6 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
         finisher=finisher(channels, facts.target, facts.sums),
         programs=lambda m, parts: min(most, m * tiles),
         row_terms=row.row_terms,
-        exchange=None,
         terms=lambda m: m * positions,
     )
 

@@ -23,6 +23,8 @@ _HELD_REGISTERS = 64
 _OTHER_REGISTERS = {False: 40, True: 68}
 # Channels of a backward tile, each of which is summed separately: more channels leave fewer warps, or one, to each.
 _MOST_BESIDE = 8
+# The fewest positions of a tile that has fewer than a channel, if the channel is longer: 128 bytes of 16-bit x.
+_LEAST_POSITIONS = 64
 # The most values that a program reads to merge parts.
 _MOST_PARTS = 1024
 
@@ -85,18 +87,27 @@ def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
     if mode.channels_last:
         width, block_c, block_s = _channels_innermost(shape, tile.block)
     else:
-        beside = gcd(shape.group_channels, _MOST_BESIDE) if mode.is_backward else 1
-        width, block_c, block_s = _positions_innermost(shape, tile.block, min(beside, tile.block))
+        channels = shape.group_channels
+        beside = gcd(channels, _MOST_BESIDE) if mode.is_backward else 1
+        most = beside if mode.is_backward else power_of_two(channels)
+        width, block_c, block_s = _positions_innermost(shape, tile.block, min(beside, tile.block), most)
     tiles = -(-width // block_c) * -(-shape.positions // block_s)
     held = tiles if tile.pipeline is Pipeline.ONE_PASS else min(tile.held, power_of_two(tiles))
     runs, most = -(-tiles // held), max(1, _MOST_PARTS // power_of_two(width // shape.group_channels))
-    each = 1 if tile.pipeline is Pipeline.SPREAD else min(max(tile.rows, -(-runs // most)), runs)
+    each = min(max(tile.rows, -(-runs // most)), runs)
     return Cut(width, block_c, block_s, tiles, held, -(-runs // each), held * each)
 
 
-def _positions_innermost(shape: Shape, block: int, beside: int) -> tuple[int, int, int]:
+def _positions_innermost(shape: Shape, block: int, least: int, most: int) -> tuple[int, int, int]:
+    """Return the width, channels and positions of tiles of `least` to `most` channels.
+
+    They are the fewest, which leave the fewest lanes idle, and the longest of those.
+    """
     channels = shape.group_channels
-    block_s = min(block // beside, power_of_two(shape.positions))
+    longest = min(block // least, power_of_two(shape.positions))
+    shortest = min(longest, max(_LEAST_POSITIONS, block // most))
+    lengths = (longest >> halvings for halvings in range((longest // shortest).bit_length()))
+    block_s = min(lengths, key=lambda length: -(-channels // (block // length)) * -(-shape.positions // length))
     room = block // block_s
     if power_of_two(channels) > room:
         return channels, room, block_s
@@ -158,9 +169,8 @@ def channel_tile(mode: GroupMode, channels: int) -> Tile:
 def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target) -> tuple[Tile, Cut]:
     """Return the first tile that fits a launch, with the tile's cut.
 
-    A tile fits if the groups fit into registers, if need be with fewer programs at once, or if the programs that wait
-    for one another all fit on the GPU. Groups that a tile of whole groups does not fit are read twice, if the tile says
-    in what runs. If no tile fits, several programs that do not wait share each group.
+    A tile of whole groups fits if registers hold the groups, if need be with fewer programs at once. Groups that it
+    does not fit are read twice, if the tile says in what runs. If no tile fits, several programs share each group.
     """
     parts = GROUP_PARTS_BACKWARD if mode.is_backward else GROUP_PARTS
     cuts = ((each, cut(mode, shape, each)) for tile in (*tiles, parts) for each in _tried(tile))
@@ -174,8 +184,6 @@ def _tried(tile: Tile) -> Iterator[Tile]:
 
 
 def _fits(mode: GroupMode, shape: Shape, tile: Tile, pieces: Cut, target: Target) -> bool:
-    if tile.pipeline is Pipeline.SPREAD:
-        return pieces.parts <= target.held_at_once(tile.resident) and (target.is_nvidia or not target.compiles)
     if tile.pipeline is Pipeline.TWO_PASS:
         return True
     # Only PTX keeps 16-bit values as they are until they are used.

@@ -30,7 +30,6 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 TILES = {
     Pipeline.ONE_PASS: Tile(Pipeline.ONE_PASS, 1, 2048, 8),
     Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 1, 2048, 8, held=2),
-    Pipeline.SPREAD: Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4, 2),
 }
 CHANNELS, GROUPS, POSITIONS = 320, 32, 256
 
@@ -40,7 +39,6 @@ CASES = [
     if mode.span.is_group
     for pipeline in mode.pipelines
     for arch in ARCHITECTURES
-    if pipeline is not Pipeline.SPREAD or (arch.startswith("sm_") and mode.dtype_in.itemsize == 2)
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ SHAPES = st.builds(
 )
 TILES = st.builds(
     lambda pipeline, runs, block, held: Tile(pipeline, runs, block, 8, held=held),
-    st.sampled_from((Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)),
+    st.sampled_from((Pipeline.ONE_PASS, Pipeline.TWO_PASS)),
     st.sampled_from((1, 4, 16)),
     st.sampled_from((4, 16, 1024, 4096)),
     st.sampled_from((2, 8)),
@@ -47,6 +48,19 @@ def test_tiles_have_every_element_and_programs_every_tile(
     assert found.held >= min(found.tiles, 2)
 
 
+@pytest.mark.parametrize(
+    ("channels", "positions", "least"),
+    # With one channel a tile there are 16, 20, 40, 10 and 16.
+    [(16, 48 * 48, 9), (20, 48 * 48, 15), (40, 24 * 24, 9), (10, 64 * 64, 10), (16, 56 * 56, 13)],
+)
+def test_tiles_of_several_channels_are_fewer(channels: int, positions: int, least: int) -> None:
+    found = cut(
+        GroupMode(DType.BF16), Shape(32 * channels, 32, positions, 2), Tile(Pipeline.TWO_PASS, 1, 4096, 16, 1, 4)
+    )
+    assert found.tiles == least
+    assert found.block_c * found.block_s == 4096
+
+
 def test_groups_that_do_not_fit_go_by_parts() -> None:
     tile, mode, target = Tile(Pipeline.ONE_PASS, 1, 1024, 2), GroupMode(DType.BF16), named_target("sm_90")
     assert choose(mode, Shape(64, 32, 1024, 2), (tile,), target)[0] == tile
@@ -59,10 +73,3 @@ def test_longer_groups_leave_room_for_fewer_programs_and_then_are_read_twice() -
     shapes = [Shape(32 * channels, 32, positions, 2) for channels, positions in ((20, 1024), (30, 1024), (20, 1023))]
     found = [(each.pipeline.value, each.resident) for each, _ in (choose(mode, s, (tile,), target) for s in shapes)]
     assert found == [("one_pass", 3), ("one_pass", 2), ("two_pass", 1)]
-
-
-def test_programs_that_wait_fit_the_gpu() -> None:
-    tile, mode = Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4), GroupMode(DType.BF16)
-    assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("sm_90"))[0] == tile
-    assert choose(mode, Shape(128, 32, 20 * 256 * 256, 2), (tile,), named_target("sm_90"))[0] == GROUP_PARTS
-    assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("gfx942"))[0] == GROUP_PARTS

@@ -21,11 +21,11 @@ from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tiling import class_of, standard_ladder
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.dtypes import DTYPES
-from proving.cases import FLOATS, LAYOUTS, Case, doubled, formula, operands
+from proving.cases import FLOATS, LAYOUTS, Case, operands
 
 from ..calling import slices
 from ..thorough import THOROUGH
-from .groups import close, group, hold, innermost, tiled
+from .groups import group, hold, innermost, tiled
 from .models import ResidualGroups, noted
 
 
@@ -100,29 +100,6 @@ def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         mode = GroupMode(DType.FP32, direction, Activation.NONE, channels_last)
         with tiled(mode, 6 * 27, Tile(Pipeline.TWO_PASS, 1, 16, 1, held=2)):
             hold(group((1, 12, 3, 9), 2, channels_last=channels_last))
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_programs_that_wait_for_one_another(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one after another: a second launch finds what the first one's programs published."""
-    from normforge.calls import launch
-    from normforge.kernels import group_tiles
-
-    exchanges: dict[int, torch.Tensor] = {}
-    monkeypatch.setattr(group_tiles, "_fits", lambda *_: True)
-    monkeypatch.setattr(
-        launch, "new_exchange", lambda _, count: exchanges.setdefault(count, torch.zeros(count, dtype=torch.int64))
-    )
-    case = group((2, 12, 3, 9), 2, dtype=torch.bfloat16, channels_last=channels_last, activation="silu")
-    given = operands(case)
-    mode = GroupMode(DType.BF16, Direction.FORWARD, Activation.SILU, channels_last)
-    with torch.no_grad(), tiled(mode, 6 * 27, Tile(Pipeline.SPREAD, 1, 32, 1, held=2)):
-        for _ in range(2):
-            (y,) = case.run(given)
-    (exchange,) = exchanges.values()
-    assert exchange.numel() > 2 * 2
-    (wanted,) = formula(case, doubled(given))
-    close(y, wanted)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -7,13 +7,10 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.codegen.groups import Activation, GroupMode
-from normforge.codegen.instance import Tile
-from normforge.codegen.values import Direction, DType, Pipeline
 from proving.cases import operands
 
 from ..calling import captured
-from .groups import close, group, hold, innermost, tiled
+from .groups import group, hold, innermost
 
 pytestmark = pytest.mark.gpu
 
@@ -41,26 +38,6 @@ def test_results(shape: str, dtype: torch.dtype, channels_last: bool, activation
     case = group(SHAPES[shape], 32, dtype=dtype, channels_last=channels_last, activation=activation)
     # Sums of a million terms.
     hold(case, device="cuda", sum_tolerance=1e-3)
-
-
-SPREAD = [
-    Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4),
-    Tile(Pipeline.SPREAD, 1, 4096, 8, 2, 4, 2),
-    Tile(Pipeline.SPREAD, 1, 4096, 16, 1, 4, 2),
-]
-
-
-@pytest.mark.parametrize("tile", SPREAD, ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("shape", [(2, 320, 64, 64), (3, 128, 100, 101), (1, 512, 128, 128)])
-def test_groups_over_programs_that_wait(tile: Tile, channels_last: bool, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) + 3
-    x = innermost(x) if channels_last else x
-    mode = GroupMode(DType.BF16, Direction.FORWARD, Activation.SILU, channels_last)
-    with tiled(mode, x.numel() // shape[0] // 32, tile):
-        for _ in range(5):
-            y = normforge.group_norm(x, 32, activation="silu")
-            close(y, functional.silu(functional.group_norm(x.double(), 32)))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

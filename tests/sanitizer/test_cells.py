@@ -110,7 +110,6 @@ def test_shares_are_every_cell_once() -> None:
 
 @pytest.mark.parametrize("step", sorted({cell.step for cell in beside()}))
 def test_what_the_table_lacks_is_called_in_every_pipeline(step: str) -> None:
-    """On the architecture; GroupNorm's spread is a table's, which there is none of."""
     with forgotten(), launching_nothing(named_target(ARCH)) as met:
         for cell in beside():
             if cell.step == step:
