@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput
@@ -19,19 +20,25 @@ from normforge.codegen import cli as generator
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.tools import checked_run, group_run, list_instances
-from normforge.tools.cli import VERBS
+from normforge.tools.cli import VERBS, main
 from normforge.tools.measured_run import Run
 from normforge.tools.problem import Problem, Strides
 from normforge.tools.run import PREPARE
 from normforge.tools.run_options import parse
 
-from ..calling import Done, command, printed, python, there
+from ..calling import Done, Outcome, command, outcome_of, printed, python, there
 from ..thorough import THOROUGH
-from .command_line import TABLE, status
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("run.yaml").read_text())
 
 _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 
 SMALL = ("run", "-m=3", "-n=48")
+
+
+def ended(*argv: str) -> Outcome:
+    """What a command line came to."""
+    return outcome_of(main, argv)
 
 
 # From what a call returns, and what `out` and `residual_out` held before.
@@ -75,11 +82,10 @@ STRIDES = {"x_stride": "x", "xr_stride": "residual", "y_stride": "y", "yr_stride
 
 
 @pytest.mark.parametrize(("argv", "instance", "checked"), [(argv, *expected) for argv, expected in lines("runs")])
-def test_a_run_agrees_with_the_reference(
-    argv: str, instance: str, checked: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status("run", "-json", *argv.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_run_agrees_with_the_reference(argv: str, instance: str, checked: str) -> None:
+    done = ended("run", "-json", *argv.split())
+    assert done.status == 0
+    found = json.loads(done.out)
     assert found["instance"] == instance
     assert list(found["errors"]) == checked.split()
     assert (found["valid"], found["interpreted"], found["gb_per_s"]) == (True, True, None)
@@ -95,50 +101,43 @@ VERBLESS = [("bench", ["no verb 'bench'", ", ".join(VERBS)]), ("", ["a verb is n
 
 
 @pytest.mark.parametrize(("argv", "said"), [*lines("refused"), *VERBLESS])
-def test_a_request_that_cannot_be_carried_out_says_why(
-    argv: str, said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status(*argv.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert [fragment for fragment in said if fragment not in " ".join(printed.err.split())] == []
+def test_a_request_that_cannot_be_carried_out_says_why(argv: str, said: list[str]) -> None:
+    done = ended(*argv.split())
+    assert (done.status, done.out) == (2, "")
+    assert [fragment for fragment in said if fragment not in " ".join(done.err.split())] == []
 
 
-def test_ck_tiles_other_spellings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ck_tiles_other_spellings(tmp_path: Path) -> None:
     records = tmp_path / "records.json"
-    for json_option in ("-json=1", "-json"):
-        assert status(*SMALL, "-fquant=1", "-prec_sx=bf16", json_option, f"-jsonfile={records}") == 0
-    printed = capsys.readouterr().out
+    argv = (*SMALL, "-fquant=1", "-prec_sx=bf16", f"-jsonfile={records}")
+    printed = "".join(ended(*argv, json_option).out for json_option in ("-json=1", "-json"))
     assert json.loads(printed.splitlines()[0])["arguments"]["prec_sm"] == "bf16"
     # A record is added to those that are there.
     assert records.read_text() == printed
-    assert status(*SMALL, "-json=0", "-jsonfile", str(records)) == 0
-    assert capsys.readouterr().out.startswith("problem")
+    assert ended(*SMALL, "-json=0", "-jsonfile", str(records)).out.startswith("problem")
     assert [json.loads(line)["valid"] for line in records.read_text().splitlines()] == [True] * 3
 
 
 @pytest.mark.parametrize("path", [".", "no/such/folder/records.json", "/dev/null/records.json"])
-def test_a_record_that_cannot_be_written_is_refused_first(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(*SMALL, "-jsonfile", path) == 2
-    assert f"-jsonfile {path} cannot be written; name a file" in capsys.readouterr().err
+def test_a_record_that_cannot_be_written_is_refused_first(path: str) -> None:
+    done = ended(*SMALL, "-jsonfile", path)
+    assert (done.status, done.out) == (2, "")
+    assert f"-jsonfile {path} cannot be written; name a file" in done.err
 
 
-def test_without_validation_nothing_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(*SMALL, "-v=0", "-kname=0") == 0
-    printed = capsys.readouterr().out
-    assert "not checked" in printed
-    assert "error" not in printed
-    assert "ln_fwd" not in printed
+def test_without_validation_nothing_is_claimed() -> None:
+    done = ended(*SMALL, "-v=0", "-kname=0")
+    assert done.status == 0
+    assert "not checked" in done.out
+    assert not [each for each in ("error", "ln_fwd") if each in done.out]
 
 
-def test_a_mismatch_exits_1_and_names_the_output(
-    replace_forward: Callable[[Spoil], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mismatch_exits_1_and_names_the_output(replace_forward: Callable[[Spoil], None]) -> None:
     replace_forward(lambda result, *_: result._replace(rstd=there(result.rstd) * 1.1))
-    assert status(*SMALL, "-save_mv=1") == 1
-    assert "no: rstd differ from the reference" in capsys.readouterr().out
-    assert status(*SMALL, "-save_mv=1", "-json") == 1
-    assert json.loads(capsys.readouterr().out)["valid"] is False
+    said, record = (ended(*SMALL, "-save_mv=1", *options) for options in ([], ["-json"]))
+    assert said.status == record.status == 1
+    assert "no: rstd differ from the reference" in said.out
+    assert json.loads(record.out)["valid"] is False
 
 
 @pytest.mark.parametrize("argv", ["", "-prec_o fp32", "-fquant 2", "-fquant 2 -prec_o fp8", "-fadd 1"])
@@ -147,7 +146,7 @@ def test_an_output_left_unwritten_is_a_mismatch(argv: str, replace_forward: Call
     replace_forward(
         lambda result, y, total: result._replace(**({"y": y} if total is None else {"residual_out": total}))
     )
-    assert status(*SMALL, *argv.split()) == 1
+    assert ended(*SMALL, *argv.split()).status == 1
 
 
 def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(
@@ -158,7 +157,7 @@ def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(
         return result._replace(y=torch.where(result.y == 0, y, result.y))
 
     replace_forward(skips_zeros)
-    assert status("run", "-m", "16", "-n", "64", "-fquant", "2") == 1
+    assert ended("run", "-m", "16", "-n", "64", "-fquant", "2").status == 1
 
 
 def prepared(argv: str) -> Run[Any]:
@@ -197,19 +196,15 @@ def test_the_rate_counts_every_tensor_once(argv: str, moved: str) -> None:
     assert run.moved(run.call()) == eval(moved)
 
 
-def test_demo_agrees_with_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("demo") == 0
-    printed = capsys.readouterr().out
-    assert "10 of 10 agree" in printed
-    assert "GB/s" not in printed
-
-
-def test_demo_fails_with_its_kernels(
-    replace_forward: Callable[[Spoil], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_agrees_with_the_reference_and_fails_with_its_kernels(replace_forward: Callable[[Spoil], None]) -> None:
+    done = ended("demo")
+    assert done.status == 0
+    assert "10 of 10 agree" in done.out
+    assert "GB/s" not in done.out
     replace_forward(lambda result, *_: result._replace(y=result.y + 1))
-    assert status("demo") == 1
-    assert "FAIL: y" in capsys.readouterr().out
+    done = ended("demo")
+    assert done.status == 1
+    assert "FAIL: y" in done.out
 
 
 COMMAND = ["run", "-m", "3", "-n", "48"]
@@ -222,24 +217,21 @@ def normforge_command(*argv: str, **environment: str) -> Done:
     return python(code, **(hidden | environment))
 
 
-def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_takes_globs() -> None:
     every = normforge.instances()
     first, *_, last = every
-    assert status("list", first.name, last.name) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ended("list", first.name, last.name).out.splitlines()
     assert [line.split()[0] for line in lines[2:4]] == [first.name, last.name]
     assert f"{first.first}..{first.last}" in lines[2]
     assert lines[-1] == f"2 of {len(every)} instances"
 
 
-def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(list_instances, "main", interrupt)
-    assert status("list") == 130
-    assert capsys.readouterr().err == "normforge list: interrupted\n"
     monkeypatch.setattr(generator, "render_folder", interrupt)
-    assert status("generate", "--manifest", "instances.yaml", "--out", "nowhere") == 130
-    assert capsys.readouterr().err == "normforge generate: interrupted\n"
+    for argv in (["list"], ["generate", "--manifest", "instances.yaml", "--out", "nowhere"]):
+        assert ended(*argv) == (130, "", f"normforge {argv[0]}: interrupted\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
@@ -330,12 +322,11 @@ def test_help_and_refusals_import_nothing_slow(argv: list[str], answers: dict[st
         ("normforge generate --manifest mi", {"mine.yaml"}),
     ],
 )
-def test_bash_completes(line: str, expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(line: str, expected: set[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
-    assert status("completion", "bash") == 0
     words = line.split(" ")
     asked = f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}"
-    script = f"{capsys.readouterr().out}\n{asked}\n_shtab_normforge\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
+    script = f"{ended('completion', 'bash').out}\n{asked}\n_shtab_normforge\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
     done = command("bash", "-c", script, cwd=tmp_path)
     assert expected <= set(done.stdout.split()), done.stderr
     if words[-1]:
