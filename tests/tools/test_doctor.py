@@ -6,14 +6,18 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import normforge
+from normforge.tools import doctor
 from normforge.tools.cli import main
 from normforge.tools.environment import NOT_KNOWN, describe, revision_of
 from normforge.tools.machine import Machine
+
+from ..calling import outcome_of, table_at
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +25,13 @@ def _no_variable_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NORMFORGE_PROPERTIES_SEED", raising=False)
 
 
-def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    status = main(["doctor", "--json"])
-    return status, json.loads(capsys.readouterr().out)
+def report() -> tuple[int, dict[str, Any]]:
+    done = outcome_of(main, ["doctor", "--json"])
+    return done.status, json.loads(done.out)
 
 
-def test_a_sound_installation_has_no_problems(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = report(capsys)
+def test_a_sound_installation_has_no_problems(empty_cache: Path) -> None:
+    status, found = report()
     assert (status, found["ok"], found["problems"]) == (0, True, [])
     facts = found["facts"]
     assert facts["normforge"] == normforge.__version__
@@ -40,60 +44,35 @@ def test_a_sound_installation_has_no_problems(empty_cache: Path, capsys: pytest.
     assert not list(empty_cache.glob("*")) if empty_cache.exists() else True
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("NORMFORGE_ON_MISS", "foo", "NORMFORGE_ON_MISS='foo' is no policy"),
-        ("NORMFORGE_FROZEN", "yes", "NORMFORGE_FROZEN='yes' is neither 1"),
-        ("NORMFORGE_FROZE", "1", "NORMFORGE_FROZE is no setting of normforge's"),
-        ("NORMFORGE_AOT", "nowhere", "nowhere holds no compiled kernels"),
-        ("NORMFORGE_RECORD", "%x", "NORMFORGE_RECORD='%x' has '%x'"),
-        ("NORMFORGE_CACHE", __file__, "cannot be written"),
-        # Root may write anywhere by its permissions, and no file can be made in /proc.
-        ("NORMFORGE_CACHE", "/proc/normforge", "; set NORMFORGE_CACHE to another folder"),
-        ("TRITON_CACHE_DIR", "/proc/triton", "; set TRITON_CACHE_DIR to another folder"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "problem"), table_at(Path(__file__).with_name("doctor.yaml"), globals()))
 @pytest.mark.usefixtures("fresh_table")
-def test_a_setting_that_is_wrong_is_a_problem(
-    name: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_that_is_wrong_is_a_problem(name: str, value: str, problem: str, monkeypatch: Any) -> None:
     monkeypatch.setenv(name, value)
-    status, found = report(capsys)
+    status, found = report()
     assert (status, found["ok"]) == (1, False)
     assert any(problem in each for each in found["problems"]), found["problems"]
     assert len(set(found["problems"])) == len(found["problems"])
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_without_a_compiler_the_report_asks_for_one(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_compiler_the_report_asks_for_one(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton needs the compiler too, on a GPU alone."""
-    from normforge.tools import doctor
     from normforge.upstream import triton_launcher
 
-    def load(**_: Any) -> None:
-        raise RuntimeError("Failed to find C compiler.")
-
-    monkeypatch.setattr(triton_launcher, "load", load)
+    monkeypatch.setattr(triton_launcher, "load", Mock(side_effect=RuntimeError("Failed to find C compiler.")))
     monkeypatch.setattr(doctor._Report, "_gpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    status, found = report(capsys)
+    status, found = report()
     assert "Failed to find C compiler." in found["facts"]["C launcher"]
     assert "needs gcc or clang" in found["facts"]["C launcher"]
     assert status == has_gpu
     assert all("name a compiler in CC" in each for each in found["problems"])
 
 
-def test_without_gpu_and_interpreter_the_report_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from normforge.tools import doctor
-
+def test_without_gpu_and_interpreter_the_report_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    status, found = report(capsys)
+    status, found = report()
     assert status == 1
     assert any("set TRITON_INTERPRET=1" in each for each in found["problems"])
 

@@ -31,7 +31,7 @@ from normforge.selection import dispatch
 from normforge.selection.table import source_of
 from normforge.tools.cli import main
 
-from ..calling import module_at
+from ..calling import module_at, outcome_of
 from ..fire.world import snapshot
 from ..thorough import THOROUGH
 
@@ -111,9 +111,7 @@ def test_layers_are_what_kernels_takes(package: Any) -> None:
         assert layer.can_torch_compile
 
 
-def test_a_folder_is_brought_up_to_date_and_others_files_are_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_brought_up_to_date_and_others_files_are_left(tmp_path: Path) -> None:
     main(["hub", str(tmp_path)])
     once = snapshot(tmp_path)
     source = tmp_path / "torch-ext" / "normforge_norms"
@@ -124,13 +122,10 @@ def test_a_folder_is_brought_up_to_date_and_others_files_are_left(
     assert snapshot(tmp_path) == once | {theirs: b"import torch\n"}
     (source / "layers.py").write_text("mine = True\n")
     (tmp_path / "build.toml").unlink()
-    with pytest.raises(SystemExit):
-        main(["hub", str(tmp_path)])
-    assert "layers.py is there already and normforge did not write it" in capsys.readouterr().err
+    refused = outcome_of(main, ["hub", str(tmp_path)])
+    assert "layers.py is there already and normforge did not write it" in refused.err
     assert not (tmp_path / "build.toml").exists()
-    with pytest.raises(SystemExit):
-        main(["hub", str(tmp_path), "--owner", "a/b"])
-    assert "is no name on the Hub" in capsys.readouterr().err
+    assert "is no name on the Hub" in outcome_of(main, ["hub", str(tmp_path), "--owner", "a/b"]).err
 
 
 # Layers' numbers

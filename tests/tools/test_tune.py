@@ -29,7 +29,7 @@ from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Tried, 
 from normforge.tools.tune_options import parse
 from normforge.tools.tune_record import Record
 
-from ..calling import in_threads, there
+from ..calling import in_threads, table_at, there
 from ..thorough import THOROUGH
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
@@ -114,28 +114,12 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
 MANY = Tile(Pipeline.ROWS, 2, 128, 8)
 
 
-# The times of the first tiles for many rows and for a few, and the place of the tile that wins.
 @pytest.mark.usefixtures("few_tiles")
-@pytest.mark.parametrize(
-    ("size", "ms", "few_ms", "wins"),
-    [
-        # The present tile, which is the first, stays unless another is clearly faster.
-        (Size.LARGE, [1.0, 0.995], [], 0),
-        (Size.LARGE, [1.0, 0.98], [], 1),
-        # The tile for every M is fast for many rows, and the fastest of those for a few.
-        (Size.INVARIANT, [1.0, 1.02, 1.05], [1.0, 0.9, 0.1], 1),
-        (Size.INVARIANT, [1.0, 1.02, 1.05], [1.0, 0.995, 0.1], 0),
-        (Size.INVARIANT, [1.2, 1.02, 1.0], [0.1, 0.9, 0.8], 2),
-        # Some rows get a tile that is clearly faster than that for many, which is the second.
-        (Size.SOME, [2.0, 1.0, 0.98], [2.0, 1.0, 0.98], 2),
-        (Size.SOME, [2.0, 1.0, 0.995], [2.0, 1.0, 0.995], 1),
-        (Size.SOME, [0.98, 1.0, 0.975], [0.98, 1.0, 0.975], 0),
-        (Size.SOME, [0.995, 1.0, 0.99], [0.995, 1.0, 0.99], 1),
-    ],
-)
+@pytest.mark.parametrize(("word", "ms", "few_ms", "wins"), table_at(Path(__file__).with_name("tune.yaml")))
 def test_the_tile_that_wins(
-    size: Size, ms: list[float], few_ms: list[float], wins: int, clock: Callable[..., None]
+    word: str, ms: list[float], few_ms: list[float], wins: int, clock: Callable[..., None]
 ) -> None:
+    size = Size[word.upper()]
     case, many = Case(PLAIN, N128, size), MANY if size is Size.SOME else None
     tiles = case.tiles(CARD.device, many)
     of_many, of_few = (dict(zip(tiles, times, strict=False)) for times in (ms, few_ms))
@@ -225,9 +209,7 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
 
 
 @THOROUGH
-def test_what_is_written_is_what_the_generator_takes(
-    clock: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_is_what_the_generator_takes(clock: Callable[..., None], tmp_path: Path) -> None:
     clock(lambda tile, _: 1.0 / tile.warps)
     out = tmp_path / "sm_90.yaml"
     assert run("--out", out, "--only", "fwd_16bit", "--n", "100") == 0
