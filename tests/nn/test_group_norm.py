@@ -1,8 +1,9 @@
-"""GroupNorm's functional form and module: what torch computes, in both layouts, forward and backward."""
+"""GroupNorm and norms over the channels of (B, C, ...): what the formula gives, in both layouts, both ways."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,28 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import normforge
-from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.groups import Activation, GroupMode, Span
 from normforge.codegen.instance import Tile
 from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tiling import class_of, standard_ladder
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.dtypes import DTYPES
-from proving.cases import FLOATS, LAYOUTS, Case, operands
+from normforge.errors import NormforgeError
+from normforge.kernels import pipelines
+from normforge.kernels.group_tiles import channel_tile
+from normforge.selection import dispatch
+from proving.cases import EPS, FLOATS, LAYOUTS, Case, Tensors, cases, doubled, formula, operands
 
-from ..calling import slices
+from ..calling import captured, each_device, each_of, refusals, slices
 from ..thorough import THOROUGH
-from .groups import group, hold, innermost, tiled
+from .groups import close, group, hold, innermost, tiled
 from .models import ResidualGroups, noted
 
+SLICES = slices(Path(__file__).with_name("groups.yaml"))
+each_layout = pytest.mark.parametrize("channels_last", [False, True])
 
-@pytest.mark.parametrize("problem", slices(Path(__file__).with_name("groups.yaml"))["results"], ids=str)
+
+@pytest.mark.parametrize("problem", SLICES["results"], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("activation", ["none", "silu"])
 def test_results(problem: Case, layout: str, activation: str) -> None:
@@ -38,6 +46,40 @@ def test_results(problem: Case, layout: str, activation: str) -> None:
     found = hold(case, given)
     assert found["y"].stride() == found["x"].stride() == given["x"].stride()
     assert found["y"].dtype is case["dtype"]
+
+
+@pytest.mark.parametrize("case", SLICES["channels"], ids=str)
+def test_results_of_channels(case: Case) -> None:
+    """Also of a call that is known; memory with gaps is copied."""
+    for seed in range(2):
+        y = hold(case, operands(case, seed=seed))["y"]
+        assert (y.movedim(1, -1) if case["layout"] == "channels last" else y).is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SLICES["on a card"], ids=str)
+def test_results_of_images(case: Case) -> None:
+    # Sums of a million terms.
+    hold(case, device="cuda", sum_tolerance=1e-3)
+
+
+@pytest.mark.gpu
+def test_more_than_an_i32_counts() -> None:
+    """Elements of a tensor, 4.5 GiB."""
+    x = torch.randn(9, 256, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    y = normforge.group_norm(x, 32)
+    torch.testing.assert_close(y[-1:], functional.group_norm(x[-1:], 32), rtol=1.6e-2, atol=1.6e-2)
+
+
+def both(shape: tuple[int, ...], **at: Any) -> list[Case]:
+    """Return the cases of LayerNorm, RMSNorm and the clamped L2 norm of channels, whose kernels differ."""
+    return [case for case in cases("channels", vary=("norm",), shape=shape, **at) if case["norm"] != "l2"]
+
+
+def agree(case: Case, given: Tensors, sum_tolerance: float = 0.0) -> None:
+    """Fail unless y is that of the formula; no gradient is asked for."""
+    with torch.no_grad():
+        close(case.run(given)[0], formula(case, doubled(given))[0], sum_tolerance)
 
 
 TILES = {
@@ -49,15 +91,15 @@ TILES = {
 }
 
 
-def normalised(x: torch.Tensor, channels_last: bool, tile: Tile, eps: float = 1e-5) -> torch.Tensor:
-    """Return a GroupNorm of two groups by a tile."""
+def normalised(x: torch.Tensor, channels_last: bool, tile: Tile | None, eps: float = 1e-5) -> torch.Tensor:
+    """Return a GroupNorm of two groups by a tile; None is that of the table."""
     mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
-    with tiled(mode, x[0].numel() // 2, tile):
+    with nullcontext() if tile is None else tiled(mode, x[0].numel() // 2, tile):
         return normforge.group_norm(innermost(x) if channels_last else x, 2, eps=eps)
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("channels_last", [False, True])
+@each_layout
 @pytest.mark.parametrize("direction", list(Direction))
 def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
     """However groups are cut, whole or in parts, with tiles that reach beyond their channels and positions, or runs."""
@@ -67,16 +109,19 @@ def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
             hold(group(shape, 2, channels_last=channels_last, activation="silu"))
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_memory_around_x_is_never_read(tile: str) -> None:
-    """Six channels of four positions fill tiles of 16 by their positions, and not by their channels."""
-    case = group((1, 12, 2, 2), 2)
+# Six channels of four positions fill tiles of 16 by their positions, and not by their channels.
+@pytest.mark.parametrize(
+    ("case", "tile"), [*product([group((1, 12, 2, 2), 2)], TILES.values()), *product(both((2, 20, 9)), [None])], ids=str
+)
+def test_memory_around_x_is_never_read_nor_written(case: Case, tile: Tile | None) -> None:
     given = operands(case)
     around = torch.full((3, given["x"].numel()), math.nan)
     around[1] = given["x"].detach().flatten()
-    given["x"] = around[1].view(given["x"].shape).requires_grad_()
-    with tiled(GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, False), 24, TILES[tile]):
+    given["x"] = around[1].view(case["shape"]).requires_grad_()
+    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, False)
+    with nullcontext() if tile is None else tiled(mode, 24, tile):
         hold(case, given)
+    assert around[::2].isnan().all()
 
 
 def test_saved_tensors_may_come_back_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,25 +147,60 @@ def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
             hold(group((1, 12, 3, 9), 2, channels_last=channels_last))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.gpu
+def test_autocast_is_torchs() -> None:
+    x = torch.randn(2, 8, 6, 6, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, want = normforge.group_norm(x, 2), functional.group_norm(x, 2)
+    assert y.dtype is want.dtype
+    torch.testing.assert_close(y, want)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph() -> None:
+    x = torch.randn(2, 320, 32, 32, device="cuda", dtype=torch.bfloat16)
+    normforge.group_norm(x, 32)
+    graph, y = captured(lambda: normforge.group_norm(x, 32))
+    x.copy_(torch.randn_like(x) + 1)
+    graph.replay()
+    torch.testing.assert_close(y, functional.group_norm(x, 32), rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
+@each_layout
+def test_torch_compile(channels_last: bool) -> None:
+    case = group((2, 64, 17, 16), 32, dtype=torch.bfloat16, channels_last=channels_last)
+    x = operands(case, "cuda")["x"]
+    module = normforge.GroupNorm(32, 64, activation="silu", device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(module, fullgraph=True)
+    y, want = compiled(x), functional.silu(functional.group_norm(x.float(), 32))
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y.float(), want, rtol=1.6e-2, atol=1.6e-2)
+    torch.autograd.grad(y.sum(), (x, *module.parameters()))
+
+
+@each_device
+@each_layout
 @pytest.mark.parametrize(
     "tile",
     [
+        None,
         Tile(Pipeline.ONE_PASS, 1, 64, 8),
         Tile(Pipeline.TWO_PASS, 1, 64, 8, held=2),
         Tile(Pipeline.TWO_PASS, 16, 64, 8, held=2),
     ],
 )
-def test_a_large_mean_beside_a_small_deviation(channels_last: bool, tile: Tile) -> None:
-    """1e4 with deviations of 1e-2, of which E[x**2] - E[x]**2 leaves nothing."""
-    x = torch.randn(1, 8, 12, 11) * 1e-2 + 1e4
+def test_a_large_mean_beside_a_small_deviation(tile: Tile | None, channels_last: bool, device: str) -> None:
+    """1e4 with deviations of 1e-2, of which E[x**2] - E[x]**2 leaves nothing; on a card of large images, too."""
+    size = (96, 96) if device == "cuda" and tile is None else (12, 11)
+    x = torch.randn(1, 8, *size, device=device) * 1e-2 + 1e4
     y = normalised(x, channels_last, tile, 1e-12)
     torch.testing.assert_close(y.double(), functional.group_norm(x.double(), 2, eps=1e-12), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("channels_last", [False, True])
+@each_layout
 @pytest.mark.parametrize("value", [1e20, 1e30])
 def test_groups_whose_squares_overflow_are_zeros(value: float, channels_last: bool, tile: str) -> None:
     """As rows of LayerNorm are, docs/reference/numerics.md says: rstd is 0, and nothing is NaN."""
@@ -130,7 +210,7 @@ def test_groups_whose_squares_overflow_are_zeros(value: float, channels_last: bo
     assert torch.equal(normalised(x, channels_last, TILES[tile]), torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@each_layout
 @pytest.mark.parametrize("far", [1e2, 1e4, 1e6, -3e7])
 def test_a_part_whose_first_values_are_far_from_the_others(channels_last: bool, far: float) -> None:
     """Sums around a mean that is far off lose what values differ by; but then those far off are the variance.
@@ -159,17 +239,33 @@ def test_constant_groups_are_the_bias() -> None:
     assert torch.equal(y, bias[:, None, None].expand_as(x))
 
 
-def test_what_is_not_finite_stays_in_its_group() -> None:
-    for channels_last in (False, True):
-        x = torch.randn(2, 8, 3, 3)
-        want = functional.group_norm(x, 4)
-        x[0, 2, 1, 1] = float("nan")
-        x[1, 7, 0, 0] = float("inf")
-        y = normforge.group_norm(innermost(x) if channels_last else x, 4)
-        hit = torch.zeros(2, 8, dtype=torch.bool)
-        hit[0, 2:4] = hit[1, 6:8] = True
-        assert y[hit].isnan().all()
-        torch.testing.assert_close(y[~hit], want[~hit])
+@pytest.mark.parametrize(
+    ("case", "values", "hit"),
+    [
+        *(
+            (
+                group((2, 8, 3, 3), 4, channels_last=channels_last),
+                {(0, 2, 1, 1): math.nan, (1, 7, 0, 0): math.inf},
+                [(0, slice(2, 4)), (1, slice(6, 8))],
+            )
+            for channels_last in (False, True)
+        ),
+        (both((2, 20, 30))[0], {(0, 3, 7): math.inf, (1, 3, 9): math.nan}, [(0, ..., 7), (1, ..., 9)]),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_stays_in_its_group_or_position(
+    case: Case, values: dict[Any, float], hit: list[Any]
+) -> None:
+    given = {name: tensor.detach() for name, tensor in operands(case).items()}
+    (clean,) = case.run(given)
+    for at, value in values.items():
+        given["x"][at] = value
+    (y,) = case.run(given)
+    for at in hit:
+        assert y[at].isnan().all()
+        y[at] = clean[at]
+    assert torch.equal(y, clean)
 
 
 def test_channels_that_are_almost_innermost_stay_so() -> None:
@@ -210,6 +306,93 @@ def test_no_positions() -> None:
         for norm in (normforge.group_norm, functional.group_norm)
     )
     torch.testing.assert_close(found, want, equal_nan=True)
+
+
+def test_positions_far_from_zero_keep_their_precision() -> None:
+    """An fp32 mean of 1e4 is off by 5e-4, much beside a spread of 1."""
+    for channels in (40, 2060):
+        case = both((1, channels, 20))[0]
+        given = operands(case)
+        agree(case, {**given, "x": given["x"] + 1e4}, 2e-5)
+
+
+def test_operators_refuse_other_numbers_of_groups_and_other_layouts() -> None:
+    call: Any = torch.ops.normforge.group_norm
+    x, *vectors = operands(both((2, 20, 6, 7))[0]).values()
+    for changed, groups, says in ((x, -4, "num_groups is -4"), (innermost(x), 0, "a contiguous x")):
+        with pytest.raises(NormforgeError, match=says):
+            call(changed, *vectors, groups, EPS, "none", None, False)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+def test_nothing_is_copied_of_channels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither layout of x is, nor a gradient in x's layout; kernels read the very memory."""
+    from normforge.calls import launch
+
+    launches = noted(monkeypatch, launch, "run_sized")
+    case = both((2, 20, 6, 7), layout=layout)[0]
+    given = operands(case)
+    dy = torch.ones_like(given["x"])
+    found = hold(case, given, dy)
+    read = {each for (_, _, addresses, *_), _ in launches for each in addresses}
+    assert {given["x"].data_ptr(), dy.data_ptr()} <= read
+    assert found["x"].stride() == given["x"].stride()
+
+
+@pytest.mark.parametrize("channels", [40, 1030])
+def test_several_tiles_of_channels_a_program(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over positions are those of all tiles that a program takes."""
+    monkeypatch.setattr(pipelines.Row, "programs", lambda *_: 2)
+    with dispatch.using(dispatch.loaded()):
+        hold(both((3, channels, 70))[0])
+
+
+def test_an_invariant_kernel_is_that_of_any_image() -> None:
+    def compilations(space: str) -> list[Any]:
+        shapes, modes = [f"2x24x{space}/1"], ["cln_fwd_bf16", "cln_bwd_bf16"]
+        return [each.key for each in normforge.compile_keys(modes=modes, shapes=shapes, arch="sm_90")]
+
+    assert compilations("7x7") != compilations("56x56")
+    with normforge.batch_invariant():
+        assert compilations("7x7") == compilations("56x56")
+
+
+@pytest.mark.parametrize("channels", [24, 1030, 2049])
+def test_batch_invariance_of_channels(channels: int) -> None:
+    """A position's bits depend on neither its place, the number of samples nor the size of the image."""
+    for case in both((3, channels, 33)):
+        given = operands(case)
+        part = {**given, "x": given["x"].detach()[1:2, :, 5:21].clone().requires_grad_()}
+        with normforge.batch_invariant():
+            (whole, dx), (alone, dx_alone) = (
+                (y := case.run(each)[0], torch.autograd.grad(y.sum(), each["x"])[0]) for each in (given, part)
+            )
+        assert torch.equal(whole[1:2, :, 5:21], alone)
+        assert torch.equal(dx[1:2, :, 5:21], dx_alone)
+
+
+@each_of(refusals(Path(__file__).with_name("channels.yaml"), {}))
+def test_what_is_refused_of_channels(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    usual: dict[str, Any] = {"x": torch.ones(2, 12, 5), "normalized_shape": (12,), "weight": torch.ones(12), "dim": 1}
+    # A known call is refused alike.
+    for _ in range(2):
+        normforge.layer_norm(**usual)
+        with pytest.raises(error, match=message):
+            normforge.layer_norm(**{**usual, **given})
+
+
+@pytest.mark.parametrize("channels", [1, 3, 17, 96, 100, 768, 1000, 1024, 1025, 2048, 2049, 30000])
+def test_tiles_of_channels_fit_and_have_every_channel(channels: int) -> None:
+    for direction in Direction:
+        for dtype in (DType.BF16, DType.FP32):
+            tile = channel_tile(GroupMode(dtype, direction, span=Span.CHANNELS), channels)
+            chunks = -(-channels // tile.block)
+            held = tile.pipeline is Pipeline.ONE_PASS
+            values = tile.rows * tile.block * (chunks if held else 1) // (32 * tile.warps)
+            # Registers hold 16-bit values in pairs where they are loaded so.
+            assert values * dtype.itemsize * (1 + (direction is Direction.BACKWARD)) <= 256
+            assert tile.rows * dtype.itemsize >= 32
+            assert not held or chunks <= max(8, channels // 16 + 1)
 
 
 # (samples, groups, channels of a group, positions): small, so that tiles are many and few of them are full.
