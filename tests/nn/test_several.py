@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -22,38 +22,16 @@ from normforge.tools import cli
 from proving import cases
 from proving.cases import LAYOUTS, Case
 
-from ..calling import captured, counted, each_device, each_of, pieces, refusals, same_bits
+from ..calling import captured, counted, each_device, each_of, pieces, refusals, same_bits, table_at
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
 from .test_transforms import Call, M, N, alike
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
-E4M3 = torch.float8_e4m3fn
-GROUPS: dict[str, Any] = {"fquant": "dynamic", "group_size": 128, "out_dtype": E4M3}
-MXFP8: dict[str, Any] = {"group_size": 32, "out_dtype": E4M3, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
-SMOOTH, STATIC = (
-    {"fquant": "smooth_dynamic", "smooth_scale": "columns", "x_bias": "columns"},
-    {"fquant": "static", "out_dtype": E4M3},
-)
-ADDED: dict[str, Any] = {"residual": "rows"}
-# The rows, columns and options of each problem; a word stands for a tensor of such a shape.
-Sizes = tuple[tuple[int, int, dict[str, Any]], ...]
-MIXES: Mapping[str, Sizes] = {
-    # The latents of queries and of keys and values of DeepSeek-V3.
-    "latents": ((5, 1536, GROUPS), (5, 512, GROUPS)),
-    "plain": ((5, 96, {"residual": None}), (5, 40, {"eps": 1e-3, "weight_offset": 1.0})),
-    "added": ((3, 1500, ADDED), (3, 600, {**ADDED, "cast": "before_weight"})),
-    # Their kernels' names are too long for the name of one.
-    "four": (
-        (4, 128, {**MXFP8, "quantise_rounded": True, "save_unquant": True}),
-        (1, 256, {**STATIC, "y_scale": "value"}),
-        (300, 130, {**SMOOTH, **ADDED, "cast": "before_weight"}),
-        (9, 72, {"x_bias": "columns", "cast": "before_weight"}),
-    ),
-    "three": ((2, 64, {}), (7, 64, {}), (2, 64, {**GROUPS, "x_bias": "columns"})),
-    "pipelines": ((300, 64, {}), (4, 1500, {}), (2, 33000, {})),
-}
+# The rows, columns and options of each problem.
+Sizes = Sequence[tuple[int, int, dict[str, Any]]]
+MIXES: Mapping[str, Sizes] = table_at(Path(__file__).with_name("several_cases.yaml"))
 each_mix = pytest.mark.parametrize("mix", MIXES)
 
 
@@ -137,7 +115,7 @@ def test_what_one_launch_cannot_serve(monkeypatch: pytest.MonkeyPatch, launches:
         (q.double(), of_q.double()),
         (LAYOUTS["negated"](q.float()), of_q),
         (q[:0], of_q, groups),
-        (q, of_q, {**groups, "out": torch.empty(q.shape, dtype=E4M3)}),
+        (q, of_q, {**groups, "out": torch.empty_like(q, dtype=groups["out_dtype"])}),
         (q, of_q, {"residual": q, "dropout_p": 0.5, "dropout_rng": (1, 2)}),
         (torch.randn(8, 131, dtype=torch.bfloat16),),
     ):
@@ -180,21 +158,6 @@ def test_transforms(name: str, device: str) -> None:
     alike(name, *both, device)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-@each_mix
-def test_a_recording_comes_to_what_calls_launch(mix: str, arch: str, invariant: bool, tmp_path: Path) -> None:
-    path, target = tmp_path / "needed.yaml", named_target(arch)
-    recorded = dispatch.using(dispatch.loaded()), launching_nothing(target), normforge.record(path)
-    with recorded[0], recorded[1] as met, recorded[2], normforge.batch_invariant(invariant):
-        normforge.rms_norms(problems(MIXES[mix]))
-    with normforge.record(path):
-        pass
-    assert {key.key.portable for key in recorded_keys_for(path, target, None)} == {key.portable for key in met}
-    assert invariant or len(_together(met)) == 1
-    assert recorded_keys_for(path, target, ["few", "many"])
-
-
 def _together(met: Iterable[KernelKey]) -> list[KernelKey]:
     return [key for key in met if key.symbol.startswith("several_")]
 
@@ -210,8 +173,9 @@ def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     for key in recorded_keys_for(path, target, None):
         assert binaries.read(out).find(key.key, key.function, target) is not None
+    (*_, groups), last = MIXES["latents"]
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
-        normforge.rms_norms(problems(((5, 384, GROUPS), (5, 512, GROUPS))))
+        normforge.rms_norms(problems([(5, 384, groups), last]))
     (other,) = _together(met)
     with pytest.raises(errors.FrozenError, match=r"by making the call once .*, or of calls that were recorded"):
         compile_for(other, resolve_name(other.kernel), target)
