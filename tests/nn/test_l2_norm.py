@@ -61,14 +61,6 @@ def test_a_row_has_one_statistic_which_tells_whether_it_was_clamped(norm: Norm, 
     agree(torch.autograd.grad(y, x, dy)[0], wanted.double())
 
 
-def test_heads_of_a_packed_tensor_are_read_where_they_are() -> None:
-    """Queries and keys: rows on two strides."""
-    qkv = torch.randn(3, 12, 64).bfloat16()
-    y = normforge.l2_norm(qkv[:, :4], eps=EPS)
-    assert y.shape == (3, 4, 64)
-    agree(y, exact(Norm.L2, qkv[:, :4]))
-
-
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18])
 @each_norm
 def test_rows_of_any_size(norm: Norm, value: float) -> None:

@@ -296,32 +296,26 @@ def backward_of(dy: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "functionalize"])
+# By transform, what is said of an argument that nothing follows.
+REFUSED = dict.fromkeys(
+    ("grad", "vmap", "jvp", "functionalize"),
+    r"^{} is wrapped by a transform of torch\.func .* call normforge\.layer_norm, rms_norm .* or make",
+)
+REFUSED |= {
+    "fx.symbolic_trace": r"^{} is a Proxy, and torch\.fx\.symbolic_trace records no kernel; call normforge\.layer_norm",
+    "jit.trace": r"^torch\.jit\.trace records no kernel; record with torch\.export",
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", REFUSED)
 @pytest.mark.parametrize("name", UNFOLLOWED)
 def test_the_forward_functions_refuse_a_transform(name: str, transform: str) -> None:
     argument, call = UNFOLLOWED[name]
     x = torch.randn(M, N)
     call(x)
-    says = rf"^{argument} is wrapped by a transform of torch\.func .* call normforge\.layer_norm, rms_norm .* or make"
-    with pytest.raises(errors.TransformError, match=says):
+    with pytest.raises(errors.TransformError, match=REFUSED[transform].format(argument)):
         TRANSFORMS[transform](call, x, x.cos())
-
-
-@pytest.mark.parametrize("name", [name for name in UNFOLLOWED if name != "weight"])
-def test_the_forward_functions_refuse_proxies(name: str) -> None:
-    argument, call = UNFOLLOWED[name]
-    fx: Any = torch.fx
-    says = rf"^{argument} is a Proxy, and torch\.fx\.symbolic_trace records no kernel; call normforge\.layer_norm"
-    with pytest.raises(errors.TransformError, match=says):
-        fx.symbolic_trace(lambda x: call(x))
-
-
-@pytest.mark.parametrize("given", [{}, {"fquant": "dynamic"}], ids=["plain", "quantised"])
-def test_the_forward_functions_refuse_to_be_traced(given: dict[str, Any]) -> None:
-    x = torch.randn(M, N)
-    normforge.rmsnorm2d_fwd(x, **given)
-    with pytest.raises(errors.TransformError, match=r"^torch\.jit\.trace records no kernel; record with torch\.export"):
-        jit.trace(lambda x: normforge.rmsnorm2d_fwd(x, **given).y, x)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -363,14 +357,6 @@ def test_jit_script_is_refused(module: torch.nn.Module) -> None:
         errors.TransformError, match=r"^torch\.jit\.script cannot compile normforge\..*unpatch\(model\)"
     ):
         jit.script(model)
-
-
-def test_a_model_is_scripted_once_it_is_unpatched() -> None:
-    model = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N))
-    normforge.patch(model)
-    normforge.unpatch(model)
-    x = torch.randn(M, N)
-    assert same_bits(jit.script(model)(x), model(x))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 0.5, "x_bias": True, "cast": "before_weight"}], ids=len)
