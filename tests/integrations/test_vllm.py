@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from normforge.integrations import serving
 from normforge.integrations import vllm as plug
 
-from ..calling import captured
 from ..nn.models import randomised
 from .engines import Leaves, N, alike, rows
 from .stand_ins import of_vllm
@@ -193,29 +191,3 @@ def test_vllms_own_norms_are_served(layers: Any, ran: list[str]) -> None:
         last = layer.forward_cuda(x) if swapped else layer(x)
         alike((norm(x), *norm(x, residual), last), due)
     assert ran == ["rmsnorm2d_fwd"] * 2 + ["layernorm2d_fwd"] * swapped
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["own"], indirect=True)
-def test_a_graph_of_vllms_own_norms_holds_kernels(layers: Any, ran: list[str]) -> None:
-    """Beside vLLM's formula, of the rounded sum: its formula of an add takes the sum before it is rounded."""
-    ops = importlib.import_module("vllm.ir").ops
-    x, residual = torch.randn(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
-    norm = layers.RMSNorm(4096, dtype=x.dtype).to(x)
-    norm.weight.data.normal_()
-
-    def run() -> Any:
-        return norm(x.clone()), *norm(x.clone(), residual.clone())
-
-    def by(provider: str, call: Callable[[], Any]) -> Any:
-        with ops.rms_norm.set_priority([provider, "native"]), ops.fused_add_rms_norm.set_priority([provider, "native"]):
-            return call()
-
-    with torch.inference_mode():
-        y, _, total = by("native", run)
-        expected = y, by("native", lambda: norm(total)), total
-        by("normforge", run)
-        graph, found = by("normforge", lambda: captured(run))
-        graph.replay()
-        alike(found, expected)
-    assert ran == ["rmsnorm2d_fwd"] * 4
