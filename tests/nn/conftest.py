@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normforge.families import post_add
-from normforge.patching import modulating, sums
+from normforge.patching import modulating, rotating, sums
 
 from .models import Counted
 
@@ -23,4 +23,5 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Counted:
         # And with another norm behind the sum behind.
         norm_behind=(post_add, "add_ahead"),
         modulation=(modulating.Formula, "fused"),
+        rotations=(rotating, "_normalised_and_rotated"),
     )

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
+from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Make, Olmo2RMSNorm
 
 VOCABULARY = 17
 
@@ -81,7 +81,7 @@ def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 class LlamaLayer(CheckpointingLayer):
     """Pre-norm; each sum is named twice."""
 
-    def __init__(self, norm: Callable[[], torch.nn.Module] = LlamaRMSNorm, p: float = 0.0) -> None:
+    def __init__(self, norm: Make = LlamaRMSNorm, p: float = 0.0) -> None:
         super().__init__()
         self.self_attn = Attention()
         self.mlp = MLP()
@@ -131,7 +131,7 @@ class GPT2Layer(torch.nn.Module):
 class GemmaLayer(LlamaLayer):
     """Norms around attention and MLP; the results of those behind are added to the residual."""
 
-    def __init__(self, norm: Callable[[], torch.nn.Module] = GemmaRMSNorm) -> None:
+    def __init__(self, norm: Make = GemmaRMSNorm) -> None:
         super().__init__(norm)
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
@@ -179,7 +179,7 @@ class PostNormLayer(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """An embedding, two layers, a last norm and a head."""
 
-    def __init__(self, layer: Callable[[], torch.nn.Module], norm: Callable[[], torch.nn.Module]) -> None:
+    def __init__(self, layer: Make, norm: Make) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.layers = torch.nn.ModuleList([layer() for _ in range(2)])
@@ -217,7 +217,7 @@ def layer_norm(bias: bool = True) -> torch.nn.Module:
 
 # Per family: how to make a model, the names of the norms that its blocks call directly behind a sum, and of those whose
 # input they add again.
-FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[str, ...]]] = {
+FAMILIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "Llama": (
         lambda: Decoder(LlamaLayer, LlamaRMSNorm),
         ("post_attention_layernorm",),

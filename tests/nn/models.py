@@ -19,6 +19,9 @@ from ..calling import counted
 
 WIDTH = 32
 
+# What makes a model.
+Make = Callable[[], torch.nn.Module]
+
 
 def randomised(module: torch.nn.Module) -> torch.nn.Module:
     """Draw a module's parameters at random."""

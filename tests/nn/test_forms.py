@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ def form(first: str, name: str, *body: str, **counts: int) -> Any:
     return cls
 
 
-TABLE: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("forms.yaml"))["forms"]
-FORMS = [form(row.pop("first"), name, *row.pop("body"), **row) for name, row in TABLE.items()]
+TABLE: dict[str, Any] = table_at(Path(__file__).with_name("forms.yaml"))
+FORMS = [form(row.pop("first"), name, *row.pop("body"), **row) for name, row in TABLE["forms"].items()]
 PreNorm, InABranch, Plainly, BetweenNorms, ByFunction, WrittenOut, *_ = FORMS
 modulated = partial(form, "shift, scale = self.said(c)", modulation=1)
 # A sum with what is not the condition of each sample.
@@ -192,21 +193,10 @@ def test_types_and_shapes_of_a_sum() -> None:
         torch.testing.assert_close(patched(each, each), model(each, each))
 
 
-@pytest.mark.parametrize(
-    ("shape", "condition", "dtype", "count"),
-    [
-        ((SAMPLES, 3, 4), (SAMPLES, 1), torch.float32, 0),
-        ((TOKENS,), (TOKENS,), torch.float32, 0),
-        ((SAMPLES, 1), (SAMPLES,), torch.float32, 1),
-        # One sample, whose operands serve all.
-        ((SAMPLES, TOKENS), (1,), torch.float32, 0),
-        # A wider modulation makes a wider result.
-        ((SAMPLES, TOKENS), (SAMPLES,), torch.bfloat16, 0),
-    ],
-)
+@pytest.mark.parametrize(("shape", "condition", "dtype", "count"), TABLE["modulations"])
 @each(ByFunction, WrittenOut)
 def test_shapes_and_types_of_a_modulation(
-    form: Any, shape: tuple[int, ...], condition: tuple[int, ...], dtype: torch.dtype, count: int, fused: Counted
+    form: Any, shape: list[int], condition: list[int], dtype: torch.dtype, count: int, fused: Counted
 ) -> None:
     model, patched = twins(form())
     x, c = torch.randn(*shape, WIDTH).to(dtype), torch.randn(*condition, WIDTH)
@@ -297,15 +287,11 @@ def test_a_threshold_that_is_no_number_is_refused(setting: str, monkeypatch: pyt
         normforge.patch(Plainly())
 
 
-def refused(*_: Any) -> None:
-    raise NormforgeError("no kernel")
-
-
 @pytest.mark.usefixtures("fused")
 def test_a_sum_that_no_kernel_serves_is_added_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     model, patched = twins(Plainly())
     x, _ = given()
-    monkeypatch.setattr(post_add, "normalise", refused)
+    monkeypatch.setattr(post_add, "normalise", Mock(side_effect=NormforgeError("no kernel")))
     for _ in range(2):
         torch.testing.assert_close(patched(x), model(x))
     assert caplog.text.count("a residual add and LayerNorm are left two kernels: no kernel") == 1

@@ -30,7 +30,7 @@ from normforge.patching.huggingface import HuggingFaceGatedRMSNorm, HuggingFaceL
 from ..calling import table_at
 from . import models
 from .decoders import LlamaLayer
-from .models import WIDTH, BiasedRMSNorm, assert_same_results, norm, noted, randomised, twins, written
+from .models import WIDTH, BiasedRMSNorm, Make, assert_same_results, norm, noted, randomised, twins, written
 from .test_forms import ByFunction, Parts, Plainly, form, modulated
 
 llama, olmo2, l2 = (cls.forward for cls in (models.LlamaRMSNorm, models.Olmo2RMSNorm, models.L2Norm))
@@ -205,9 +205,7 @@ def optionally_weighted(m: Any, x: torch.Tensor) -> Any:
 
 WEIGHT, GAMMA = (torch.nn.Parameter(torch.ones(shape)) for shape in ((WIDTH,), (WIDTH, 1, 1)))
 
-SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = table_at(
-    Path(__file__).with_name("left_alone.yaml"), globals()
-)
+SKIPPED: dict[str, tuple[Make, str]] = table_at(Path(__file__).with_name("left_alone.yaml"), globals())
 
 
 def test_what_the_garbage_collector_calls_is_no_part_of_a_forward() -> None:
@@ -237,7 +235,7 @@ def test_what_torch_calls_on_the_way_is_no_part_of_a_backward_pass(
 
 
 @pytest.mark.parametrize("case", SKIPPED.values(), ids=[name.replace(" ", "_") for name in SKIPPED])
-def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], torch.nn.Module], str]) -> None:
+def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Make, str]) -> None:
     make, reason = case
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), make())
     cls, attributes = type(model[1]), copy.copy(vars(model[1]))
@@ -282,7 +280,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("make", TAKEN.values(), ids=[name.replace(" ", "_") for name in TAKEN])
-def test_what_changes_no_result_may_be_read(make: Callable[[], torch.nn.Module]) -> None:
+def test_what_changes_no_result_may_be_read(make: Make) -> None:
     module = make()
     assert len(normforge.patch(module).swapped) == 1
 
@@ -528,7 +526,7 @@ def centred(m: Any, x: torch.Tensor) -> Any:
 
 
 # Norms, the class of ours that they get, and the shape of an x; norms of 16 bits say so.
-REPLACED: dict[str, tuple[Callable[[], torch.nn.Module], type, tuple[int, ...]]] = {
+REPLACED: dict[str, tuple[Make, type, tuple[int, ...]]] = {
     "channels": (lambda: LayerNorm2d(WIDTH), CallingNorm, (2, WIDTH, 3, 2)),
     "channels and columns": (lambda: LayerNorm2d((2, WIDTH)), CallingNorm, (2, WIDTH, 3, 2)),
     "fp32 by super": (lambda: GroupNorm32(4, WIDTH), CallingNorm, (2, WIDTH, 5)),
@@ -631,7 +629,7 @@ def gated_first(m: Any, x: torch.Tensor, gate: torch.Tensor | None = None) -> An
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
-GATED: dict[str, Callable[[], torch.nn.Module]] = {
+GATED: dict[str, Make] = {
     "silu": norm(gated, activation="silu"),
     "sigmoid": norm(gated, activation="sigmoid"),
     "rounded once": norm(gated_once, activation="sigmoid"),
@@ -643,9 +641,7 @@ each_gated = pytest.mark.parametrize("make", GATED.values(), ids=GATED)
 @pytest.mark.parametrize("cast_before_weight", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_gated
-def test_gated_norms_keep_their_results(
-    make: Callable[[], torch.nn.Module], dtype: torch.dtype, cast_before_weight: bool
-) -> None:
+def test_gated_norms_keep_their_results(make: Make, dtype: torch.dtype, cast_before_weight: bool) -> None:
     original = randomised(make()).to(dtype)
     patched = copy.deepcopy(original)
     normforge.patch(patched, cast_before_weight=cast_before_weight)

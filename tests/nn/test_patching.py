@@ -23,7 +23,7 @@ from proving.cold_warm.contexts import CONTEXTS
 from ..calling import FLOATS, each_device, each_float, in_threads
 from . import models
 from .decoders import FAMILIES, LlamaLayer, made
-from .models import WIDTH, Counted, LlamaRMSNorm, assert_near, norm, randomised, results, twins
+from .models import WIDTH, Counted, LlamaRMSNorm, Make, assert_near, norm, randomised, results, twins
 from .test_forms import BetweenNorms, ByFunction, InABranch, Plainly
 
 llama, t5 = models.LlamaRMSNorm.forward, models.T5LayerNorm.forward
@@ -48,7 +48,7 @@ each_hugging_face = pytest.mark.parametrize("cls", HUGGING_FACE, ids=lambda cls:
 @pytest.mark.parametrize("cls", [*HUGGING_FACE, *WEIGHTLESS], ids=lambda cls: cls.__name__)
 @each_device
 def test_hugging_face_classes_keep_their_results(
-    cls: Callable[[], torch.nn.Module], dtype: torch.dtype, weight: torch.dtype, device: str
+    cls: Make, dtype: torch.dtype, weight: torch.dtype, device: str
 ) -> None:
     original, patched = twins(randomised(cls()).to(device, weight))
     assert isinstance(patched, normforge.RMSNorm)
@@ -70,7 +70,7 @@ def test_hugging_face_classes_keep_their_results(
 
 
 @each_hugging_face
-def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
+def test_one_rounding_if_asked_for(cls: Make) -> None:
     module = randomised(cls()).bfloat16()
     eps, weight = 1e-6, module.get_parameter("weight")
     normforge.patch(module, cast_before_weight=False)
@@ -84,7 +84,7 @@ ON_A_GPU = pytest.param("default cuda", marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize("where", ["default meta", "default fp64", "inference", "no_grad", "bf16 autocast", ON_A_GPU])
 @each_hugging_face
-def test_what_is_found_does_not_depend_on_where_patch_is_called(cls: Callable[[], torch.nn.Module], where: str) -> None:
+def test_what_is_found_does_not_depend_on_where_patch_is_called(cls: Make, where: str) -> None:
     modules = [cls(), cls()]
     normforge.patch(modules[0])
     with torch.device("cuda") if where == "default cuda" else CONTEXTS[where]():
@@ -94,7 +94,7 @@ def test_what_is_found_does_not_depend_on_where_patch_is_called(cls: Callable[[]
 
 
 @pytest.mark.parametrize("cls", KEYWORD, ids=["Llama", "T5"])
-def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
+def test_the_input_by_its_own_name(cls: Make) -> None:
     module = randomised(cls())
     x = torch.randn(2, WIDTH)
     wanted = module(hidden_states=x)
@@ -208,7 +208,7 @@ def on_meta() -> torch.nn.Module:
 
 
 # Models, the paths of the modules that patch swaps, and how many blocks it fuses.
-MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, int]] = {
+MODELS: dict[str, tuple[Make, tuple[str, ...] | None, int]] = {
     **{f"blocks of {family}": (partial(made, family), None, 2) for family in FAMILIES},
     "groups with SiLU": (models.ResidualGroups, None, 0),
     "a norm alone": (lambda: torch.nn.RMSNorm(WIDTH), ("",), 0),
@@ -236,9 +236,7 @@ OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
 @pytest.mark.parametrize("case", MODELS.values(), ids=[name.replace(" ", "_") for name in MODELS])
-def test_only_the_classes_change(
-    case: tuple[Callable[[], torch.nn.Module], tuple[str, ...] | None, int], fuse: bool
-) -> None:
+def test_only_the_classes_change(case: tuple[Make, tuple[str, ...] | None, int], fuse: bool) -> None:
     """Also not by the trial: no hook of a module runs, and random numbers come as they would have."""
     make, paths, blocks = case
     model = make()
@@ -312,7 +310,7 @@ class Doubled(torch.nn.Module):
 
 @pytest.mark.parametrize("unpatched", ["while parametrised", "afterwards"])
 @pytest.mark.parametrize("make", [lambda: torch.nn.LayerNorm(WIDTH), models.LlamaRMSNorm], ids=["torch", "Llama"])
-def test_parametrising_a_patched_norm(make: Callable[[], torch.nn.Module], unpatched: str) -> None:
+def test_parametrising_a_patched_norm(make: Make, unpatched: str) -> None:
     """The class that torch derives from ours stays what it is, on the class that was there before patch."""
     model = torch.nn.Sequential(randomised(make()))
     cls, x = type(model[0]), torch.randn(2, WIDTH)
@@ -427,7 +425,7 @@ def layers() -> torch.nn.Module:
 
 # Models, and modules of theirs: norms, each of which is computed together with something else unless a hook is on it,
 # and what is between them.
-FUSED: dict[str, tuple[Callable[[], torch.nn.Module], str, tuple[torch.Tensor | None, ...]]] = {
+FUSED: dict[str, tuple[Make, str, tuple[torch.Tensor | None, ...]]] = {
     "alone": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(WIDTH)), "0", ()),
     "with a sum": (InABranch, "norm", (None,)),
     "with the sum behind": (Plainly, "norm", ()),

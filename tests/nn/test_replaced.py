@@ -15,14 +15,14 @@ import normforge
 from ..calling import backward
 from ..calls.test_foreign import Wrapper
 from . import models
-from .models import WIDTH, Asked, copies, randomised, twins
+from .models import WIDTH, Asked, Make, copies, randomised, twins
 from .test_forms import Plainly, PreNorm, form
 from .test_left_alone import LayerNorm2d
 
 ROWS = (3, 5)
 
 # Norms, and the shape of an x.
-REPLACED: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+REPLACED: dict[str, tuple[Make, tuple[int, ...]]] = {
     "LayerNorm": (lambda: torch.nn.LayerNorm(WIDTH), (2, WIDTH)),
     "RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH), (2, WIDTH)),
     "GroupNorm": (lambda: torch.nn.GroupNorm(2, WIDTH), (2, WIDTH)),
@@ -40,7 +40,7 @@ each_replaced = pytest.mark.parametrize(
 )
 
 
-def called(make: Callable[[], torch.nn.Module], shape: tuple[int, ...]) -> tuple[torch.nn.Module, torch.nn.Module]:
+def called(make: Make, shape: tuple[int, ...]) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return a module, and a patched copy that was called before."""
     module, ours = twins(randomised(make()))
     assert type(ours) is not type(module)
@@ -113,7 +113,7 @@ LEFT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @each_replaced
 @pytest.mark.parametrize("change", LEFT.values(), ids=LEFT)
 def test_what_no_kernel_takes_is_computed_as_before(
-    make: Callable[[], torch.nn.Module],
+    make: Make,
     shape: tuple[int, ...],
     change: Callable[[torch.Tensor], torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,9 +161,7 @@ def test_rounding_once_holds_where_no_kernel_runs() -> None:
 
 
 @each_replaced
-def test_it_is_still_of_its_class_and_can_be_copied_pickled_and_unpatched(
-    make: Callable[[], torch.nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_it_is_still_of_its_class_and_can_be_copied_pickled_and_unpatched(make: Make, shape: tuple[int, ...]) -> None:
     module, ours = called(make, shape)
     cls, x = type(module), torch.randn(shape)
     assert isinstance(ours, cls)
@@ -240,9 +238,7 @@ def test_what_is_exported_to_onnx_holds_operators_of_torch_alone(
 
 @pytest.mark.parametrize("eps", [-1e-3, float("inf")])
 @each_replaced
-def test_an_epsilon_that_no_kernel_takes_is_as_before(
-    make: Callable[[], torch.nn.Module], shape: tuple[int, ...], eps: float
-) -> None:
+def test_an_epsilon_that_no_kernel_takes_is_as_before(make: Make, shape: tuple[int, ...], eps: float) -> None:
     """Set after patch, which leaves a norm with such an epsilon alone."""
     module, ours = called(make, shape)
     for norm in (ours, module):

@@ -6,6 +6,7 @@ import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from normforge.patching import modulating, rotating
 
 from .models import Counted, GemmaRMSNorm, LlamaRMSNorm, assert_same_results, copies, randomised, twins, written
 
+pytestmark = pytest.mark.usefixtures("fused")
+
 SAMPLES, TOKENS, WIDTH, COLUMNS = 2, 5, 48, 8
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
@@ -26,15 +31,13 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
     """Rotate all columns, as Llama does."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + halves(q) * sin, k * cos + halves(k) * sin
 
 
-def rotate_some(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_some(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
     """Rotate as many columns as the tables have, as GPT-NeoX does."""
     columns = cos.shape[-1]
     turned = rotate(q[..., :columns], k[..., :columns], cos, sin)
@@ -42,18 +45,14 @@ def rotate_some(
     return torch.cat((turned[0], passed[0]), -1), torch.cat((turned[1], passed[1]), -1)
 
 
-def rotate_pairs(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_pairs(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
     """Rotate columns that adjoin by the first half of the tables, as GLM does."""
     cos, sin = (each[..., : each.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for each in (cos, sin))
     q_beside, k_beside = (torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k))
     return q * cos + q_beside * sin, k * cos + k_beside * sin
 
 
-def rotate_wide_tables(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_wide_tables(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
     """Rotate by tables in fp32, and return the rows' dtype, as OLMo 2 does."""
     turned = rotate(q, k, cos, sin)
     return turned[0].to(q.dtype), turned[1].to(k.dtype)
@@ -132,52 +131,45 @@ def inputs(samples: int = 1, dtype: torch.dtype = torch.float32) -> tuple[torch.
     return torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@pytest.fixture(autouse=True)
-def computed(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """How many rotations were computed together with norms, few rows as well."""
-    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
-    return Counted(monkeypatch, rotations=(rotating, "_normalised_and_rotated"))
-
-
 @pytest.mark.parametrize("name", [*FUSED, *WHOLE, *ALONE])
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_norms_are_computed_with_their_rotation(name: str, norm: Any, computed: Counted) -> None:
+def test_norms_are_computed_with_their_rotation(name: str, norm: Any, fused: Counted) -> None:
     # A LayerNorm's bias has no place in the kernel.
     norms = (lambda n: torch.nn.LayerNorm(n, bias=False)) if norm is torch.nn.LayerNorm else norm
     model, calls = _attention_of(name, norms=staticmethod(norms)), 2 if name in ALONE else 1
     patched = twins(model)[1]
     for samples in (1, SAMPLES):
         assert_same_results(patched, model, *inputs(samples))
-    assert computed.counts() == {"rotations": 2 * calls}
+    assert fused.counts() == {"rotations": 2 * calls}
     bf16 = [each.bfloat16() for each in (patched, model)]
     assert_same_results(*bf16, *inputs(dtype=torch.bfloat16), tolerance=4e-2)
-    assert computed.counts() == {"rotations": calls}
+    assert fused.counts() == {"rotations": calls}
 
 
-def test_the_report_names_them_and_copies_keep_them(computed: Counted) -> None:
+def test_the_report_names_them_and_copies_keep_them(fused: Counted) -> None:
     model, patched = twins(randomised(Pickled()))
     given = inputs()
     for each in (patched, *copies(patched)):
         assert "q_norm, k_norm with the rotary embedding" in repr(each)
         assert_same_results(each, model, *given)
-    assert computed.counts() == {"rotations": 3}
+    assert fused.counts() == {"rotations": 3}
     normforge.unpatch(patched)
     assert type(patched) is type(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tables_are_of_the_dtype_that_a_function_takes(dtype: torch.dtype, computed: Counted) -> None:
+def test_tables_are_of_the_dtype_that_a_function_takes(dtype: torch.dtype, fused: Counted) -> None:
     lines = (*PROJECTED, *TRANSPOSED, *NORMALISED, "q, k = rotate_wide_tables(q, k, cos, sin)")
     model, ours = (each.to(dtype) for each in twins(attention(lines)))
     x, *tables = inputs()
     assert_same_results(ours, model, x.to(dtype), *tables, tolerance=2e-5 if dtype is torch.float32 else 4e-2)
-    assert computed.counts() == {"rotations": 1}
+    assert fused.counts() == {"rotations": 1}
     assert_same_results(ours, model, *inputs(dtype=dtype), tolerance=2e-5 if dtype is torch.float32 else 4e-2)
-    assert computed.counts() == ({"rotations": 1} if dtype is torch.float32 else {})
+    assert fused.counts() == ({"rotations": 1} if dtype is torch.float32 else {})
 
 
 @pytest.mark.parametrize("name", ["rows_that_are_viewed", "norms_in_place_of_rows", "one_by_one"])
-def test_norms_that_differ_or_do_more_are_called(name: str, computed: Counted) -> None:
+def test_norms_that_differ_or_do_more_are_called(name: str, fused: Counted) -> None:
     """A norm with a hook, and one with another epsilon; but one norm may serve both."""
     model = _attention_of(name)
     given, seen = inputs(), []
@@ -190,10 +182,10 @@ def test_norms_that_differ_or_do_more_are_called(name: str, computed: Counted) -
         assert_same_results(each, wanted, *given)
     assert seen == [(SAMPLES, TOKENS, *((4 * COLUMNS,) if name in WHOLE else (4, COLUMNS)))]
     # A rotation of one tensor needs no other's norm.
-    assert computed.counts() == {"rotations": 5 if name in ALONE else 1}
+    assert fused.counts() == {"rotations": 5 if name in ALONE else 1}
     for tables in ((given[1].clone().requires_grad_(), given[2]), (given[1].double(), given[2].double())):
         torch.testing.assert_close(ours[2](given[0], *tables), shared(given[0], *tables), rtol=2e-6, atol=2e-6)
-    assert computed.counts() == {}
+    assert fused.counts() == {}
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -204,7 +196,7 @@ def test_other_forwards_are_left_alone(name: str) -> None:
     assert_same_results(ours, model, *inputs())
 
 
-def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -> None:
+def test_calls_that_no_kernel_serves_are_computed_as_before(fused: Counted) -> None:
     model, ours = twins(attention(FUSED["norms_of_transposed_rows"]))
     x, cos, sin = inputs()
     for tables in (
@@ -216,10 +208,10 @@ def test_calls_that_no_kernel_serves_are_computed_as_before(computed: Counted) -
         torch.testing.assert_close(ours(x, *tables), model(x, *tables), rtol=2e-6, atol=2e-6)
     model.q_norm.variance_epsilon = ours.q_norm.variance_epsilon = 0.5
     torch.testing.assert_close(ours(x, cos, sin), model(x, cos, sin), rtol=2e-6, atol=2e-6)
-    assert computed.counts() == {}
+    assert fused.counts() == {}
 
 
-def test_few_rows_without_gradients_are_rotated_apart(computed: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_without_gradients_are_rotated_apart(fused: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel would take the host longer, and batch invariance lets no row depend on how many there are."""
     model, ours = twins(attention(FUSED["pairs"]))
     given = inputs()
@@ -228,22 +220,20 @@ def test_few_rows_without_gradients_are_rotated_apart(computed: Counted, monkeyp
         monkeypatch.setenv("NORMFORGE_FUSE_FROM", str(least))
         with torch.no_grad():
             torch.testing.assert_close(ours(*given), model(*given), rtol=2e-6, atol=2e-6)
-        assert computed.counts() == counts
+        assert fused.counts() == counts
     with torch.no_grad(), normforge.batch_invariant():
         ours(*given)
-    assert computed.counts() == {"rotations": 1}
+    assert fused.counts() == {"rotations": 1}
 
 
 def test_where_no_kernel_is_loaded_both_are_left_apart(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def refuse(*args: Any, **named: Any) -> None:
-        raise FrozenError("no kernel here")
-
-    monkeypatch.setattr(rotating, "qk_norm_rope", refuse)
+    monkeypatch.setattr(rotating, "qk_norm_rope", Mock(side_effect=FrozenError("no kernel here")))
     model, ours = twins(attention(FUSED["pairs"]))
     for _ in range(2):
         assert_same_results(ours, model, *inputs())
-    (message,) = {record.message for record in caplog.records}
-    assert message == "a rotary embedding and LlamaRMSNorm are left two kernels: no kernel here"
+    assert [record.message for record in caplog.records] == [
+        "a rotary embedding and LlamaRMSNorm are left two kernels: no kernel here"
+    ]
 
 
 @pytest.mark.parametrize("write", ["rows.mul_(2)", "rows[0] = 2", "rows += 2", "torch.mul(rows, 2, out=rows)"])
