@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from normforge.codegen.values import Direction, DType, Norm
 from normforge.errors import IllegalCombinationError
 from normforge.tools.compare import TOLERANCES
 
-from ..calling import FLOATS, same_bits
+from ..calling import FLOATS, same_bits, table_at
 
 EPS = 0.5
 
@@ -84,15 +85,7 @@ def test_a_graph_writes_where_it_is_told() -> None:
     agree(out, exact(Norm.L2, x))
 
 
-BESIDE: dict[str, dict[str, Any]] = {
-    "fadd pre_add": {"fadd": "pre_add"},
-    "x_bias true": {"x_bias": True},
-    "cast before_weight": {"cast": "before_weight"},
-    "modulated true": {"modulated": True},
-    "gating after_norm": {"gating": "after_norm"},
-    "group_size 32": {"group_size": "32", "dtype_out": "fp8_e4m3fn", "fquant": "dynamic"},
-    "fquant static, quantise_rounded": {"fquant": "static", "dtype_out": "int8", "quantise_rounded": True},
-}
+BESIDE: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("l2_norm.yaml"))
 
 
 @pytest.mark.parametrize(("said", "axes"), BESIDE.items(), ids=BESIDE)

@@ -276,6 +276,8 @@ def test_tokens_of_several_dimensions(device: str) -> None:
         for name, result, its in zip(("q", "k"), call(flat, operands | split | others), wanted, strict=True):
             assert result.shape == split[name].shape
             torch.testing.assert_close(result.view(its.shape), its)
+    none = {name: each[:0] for name, each in (split | doubled).items()}
+    assert [each.shape for each in call(flat, operands | none)] == [none["q"].shape, none["k"].shape]
 
 
 @each_device
@@ -500,18 +502,6 @@ def test_dtensors_are_refused(mesh: DeviceMesh) -> None:
     }
     with pytest.raises(errors.DeviceError, match="was given a DTensor"):
         call(Case(), whole)
-
-
-@each_device
-@pytest.mark.parametrize("tokens", [(0,), (2, 0)])
-def test_no_tokens(tokens: tuple[int, ...], device: str) -> None:
-    leaves = leaves_of({name: torch.ones(*tokens, heads, 64, device=device) for name, heads in (("q", 4), ("k", 2))})
-    weights = [torch.ones(64, device=device, requires_grad=True) for _ in "qk"]
-    angles = [torch.ones(*tokens, 32, device=device) for _ in "cs"]
-    results = normforge.qk_norm_rope(leaves["q"], leaves["k"], *weights, *angles)
-    assert [each.shape for each in results] == [leaves["q"].shape, leaves["k"].shape]
-    torch.autograd.backward([each.sum() for each in results])
-    assert all(each.grad is not None and not each.grad.any() for each in weights)
 
 
 @each_device
