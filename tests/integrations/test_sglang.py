@@ -107,33 +107,29 @@ def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(sglangs: An
     leaves(serving, "rmsnorm2d_fwd", lambda: (hooked(x), bare(x)), "calls to SGLang's own norms")
 
 
-@pytest.mark.parametrize("named", [None, "", "another"])
-def test_nothing_is_hooked_unless_sglangs_list_names_us(
-    named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("named", "missing", "hooks", "says"),
+    [
+        *((named, (), 0, "SGLANG_PLUGINS does not name it") for named in (None, "", "another")),
+        # A release without these norms starts all the same.
+        ("normforge", ("GemmaRMSNorm", "LayerNorm"), 3, "normforge serves in SGLang: RMSNorm, Gemma3RMSNorm"),
+    ],
+)
+def test_what_is_hooked(
+    named: str | None, missing: tuple[str, ...], hooks: int, says: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
+    """Nothing is unless SGLang's list names us."""
     of_sglang.stand_in(monkeypatch)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     if named is not None:
         monkeypatch.setenv("SGLANG_PLUGINS", named)
-    with caplog.at_level(logging.INFO, "normforge"):
-        plug.register()
-    registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
-    assert registry.HookRegistry.hooks == {}
-    assert "SGLANG_PLUGINS does not name it" in caplog.text
-
-
-def test_a_release_without_a_norm_starts_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    of_sglang.stand_in(monkeypatch)
-    monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
-    for norm in ("GemmaRMSNorm", "LayerNorm"):
+    for norm in missing:
         monkeypatch.delattr(sys.modules[of_sglang.LAYERS], norm)
     with caplog.at_level(logging.INFO, "normforge"):
         plug.register()
     registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
-    assert len(registry.HookRegistry.hooks) == 3
-    assert "normforge serves in SGLang: RMSNorm, Gemma3RMSNorm" in caplog.text
+    assert len(registry.HookRegistry.hooks) == hooks
+    assert says in caplog.text
 
 
 @pytest.fixture
