@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Make, Olmo2RMSNorm
+from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Make
 
 VOCABULARY = 17
 
@@ -150,15 +150,6 @@ class GemmaLayer(LlamaLayer):
         return hidden_states  # noqa: RET504  # as the models write it
 
 
-class Olmo2Layer(LlamaLayer):
-    """Norms behind attention and MLP alone, within the sums."""
-
-    def forward(self, x: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        x = x + self.input_layernorm(self.self_attn(x, cache, **kwargs)[0])
-        total: torch.Tensor = self.post_attention_layernorm(self.mlp(x)) + x
-        return total
-
-
 class PostNormLayer(torch.nn.Module):
     """The sum is the norm's argument."""
 
@@ -228,7 +219,6 @@ FAMILIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
         ("pre_feedforward_layernorm",),
         ("input_layernorm", "pre_feedforward_layernorm"),
     ),
-    "Olmo2": (lambda: Decoder(lambda: Olmo2Layer(Olmo2RMSNorm), Olmo2RMSNorm), (), ()),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
     # Attention is torch's own, which has no cache.
     "torch": (lambda: Decoder(Block, lambda: layer_norm(bias=False)), ("second",), ("first",)),

@@ -30,7 +30,6 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 # By family, the norms of each layer that are computed together with the sum of their result.
 ADDED: dict[str, tuple[str, ...]] = {
     "Gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "Olmo2": ("input_layernorm", "post_attention_layernorm"),
     "GPT2": ("ln_cross",),
 }
 

@@ -252,7 +252,7 @@ def test_constant_groups_are_the_bias() -> None:
         ),
         (both((2, 20, 30))[0], {(0, 3, 7): math.inf, (1, 3, 9): math.nan}, [(0, ..., 7), (1, ..., 9)]),
     ],
-    ids=str,
+    ids=["groups", "groups, channels last", "positions"],
 )
 def test_what_is_not_finite_stays_in_its_group_or_position(
     case: Case, values: dict[Any, float], hit: list[Any]
