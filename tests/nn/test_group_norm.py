@@ -383,14 +383,15 @@ def test_what_is_refused_of_channels(given: dict[str, Any], error: type[Exceptio
 
 @pytest.mark.parametrize("channels", [1, 3, 17, 96, 100, 768, 1000, 1024, 1025, 2048, 2049, 30000])
 def test_tiles_of_channels_fit_and_have_every_channel(channels: int) -> None:
-    for direction in Direction:
+    for direction, tensors in ((Direction.FORWARD, 1), (Direction.BACKWARD, 2)):
         for dtype in (DType.BF16, DType.FP32):
             tile = channel_tile(GroupMode(dtype, direction, span=Span.CHANNELS), channels)
             chunks = -(-channels // tile.block)
             held = tile.pipeline is Pipeline.ONE_PASS
             values = tile.rows * tile.block * (chunks if held else 1) // (32 * tile.warps)
-            # Registers hold 16-bit values in pairs where they are loaded so.
-            assert values * dtype.itemsize * (1 + (direction is Direction.BACKWARD)) <= 256
+            # Registers hold 16-bit values in pairs where they are loaded so. Of channels that are read twice they hold
+            # fp32 sums, of which a thread adds few from first to last.
+            assert values * dtype.itemsize * tensors <= (256 if held or tensors == 2 else 32)
             assert tile.rows * dtype.itemsize >= 32
             assert not held or chunks <= max(8, channels // 16 + 1)
 
