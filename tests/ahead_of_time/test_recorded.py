@@ -25,30 +25,20 @@ from proving.cold_warm.functions import one_of
 from proving.cold_warm.outcome import Subject
 from proving.cold_warm.session import Session, forgotten
 
+from ..calling import table_at
 from ..launching import SomeTable, launching_nothing
 from ..thorough import first_of_each
 from .calls import BF16, N, ones, rows
 
-STRIDES: dict[str, tuple[RowStride, ...]] = {
-    "adjoining": (4096,),
-    "even": (4098, 5002),
-    "a pair of four": (4100, 12292),
-    "whole vectors": (4104,),
-    "aligned": (4112, 6144, 3 * 4096),
-    "one for all": (0,),
-    "beyond an i32": (2**31, 2**31 + 16, 2**33),
-    "odd and beyond": (2**31 + 1, 2**32 + 7),
-    "heads": (RowWalk((6144, 128), (32,)), RowWalk((8192, 256), (7,))),
-    "heads of odd": (RowWalk((6141, 127), (32,)), RowWalk((639, 129), (4,))),
-    "transposed": (RowWalk((1 << 20, 128, 4096), (32, 5)), RowWalk((2048, 256, 512), (2, 3))),
-    "jumps beyond an i32": (RowWalk((2**34, 128), (32,)), RowWalk((2**40, 4096), (9,))),
-    "of samples": (RowWalk((4096, 0), (9,)), RowWalk((8192, 0), (257,))),
-    "of groups": (RowWalk((0, 4096), (4,)), RowWalk((0, 128), (64,))),
+TABLES: dict[str, Any] = table_at(Path(__file__).with_name("recorded.yaml"))
+STRIDES: dict[str, list[RowStride]] = {
+    name: [RowWalk(*each) if isinstance(each, list) else each for each in alike]
+    for name, alike in TABLES["alike"].items()
 }
 
 
 @pytest.mark.parametrize("alike", STRIDES.values(), ids=STRIDES)
-def test_strides_are_told_by_what_compilations_depend_on(alike: tuple[RowStride, ...]) -> None:
+def test_strides_are_told_by_what_compilations_depend_on(alike: list[RowStride]) -> None:
     """Alignment, 32 bits or 64 and how many there are: no more, so that recordings do not grow with batches."""
 
     def seen(stride: RowStride) -> tuple[object, ...]:
@@ -137,40 +127,19 @@ def test_several_architectures_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--multiprocessors is of one GPU" in capsys.readouterr().err
 
 
-OLD = """# Recorded by normforge: the instances that a program asked for. To build them, with this file as FILE:
-# python generate.py --manifest FILE --out DIR, or normforge generate --manifest FILE --out DIR
-groups:
-  rms_fwd_fp32:
-    norm: rms
-    dtype_in: fp32
-    n: [n128]
-"""
-
-
-def with_line(line: str) -> str:
-    return f"{OLD}calls:\n  - {line}\n"
+OLD: str = TABLES["instances"]
 
 
 def of_kind(**different: Any) -> str:
     """A recording of one kind of call, with other properties."""
-    return with_line(json.dumps({"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"]} | different))
+    kind = json.dumps({"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"]} | different)
+    return f"{OLD}calls:\n  - {kind}\n"
 
 
 DAMAGED = {
-    "an old one": (OLD, "version of normforge that kept instances and no calls; remove it, and record anew"),
     "a manifest": (OLD.partition("DIR\n")[2], "is no recording .*; record a program: NORMFORGE_RECORD=FILE"),
-    "nothing launched": (f"{OLD}calls: []\n", "keeps no call: nothing was launched while it was recorded"),
-    "no json": (with_line("{"), "line 9 is no call"),
-    "no item": (f"{OLD}calls:\n- 1\n", "line 9 is no call .it does not start with '  - '"),
-    "no mode": (with_line("{}"), "line 9 is no call .it names no mode"),
-    "mode": (of_kind(mode="rms_fwd_fp33"), "line 9 is no call .*rms_fwd_fp33"),
-    "no length": (of_kind(n=None), "n is None, and takes a whole number from 1"),
-    "rows": (of_kind(rows=[]), r"rows is \[\], and takes some of few, some"),
-    "a later one": (of_kind(b=1), "'b' is none of mode, n"),
-    "dtype": (of_kind(dtypes={"x": "float7"}), "no tensor of it is of 'float7'; the recording was changed"),
-    "type": (of_kind(dtypes={"x": "complex64"}), "no kernel takes 'complex64'; the recording was changed"),
-    "tensor": (of_kind(dtypes={"xx": "float32"}), "it has no 'xx'; the recording was changed"),
-    "strides": (of_kind(strides={"x": "5x5"}), "strides is .*, and takes words by the names of tensors"),
+    **{name: (OLD + behind, message) for name, (behind, message) in TABLES["damaged"].items()},
+    **{name: (of_kind(**different), message) for name, (different, message) in TABLES["of a kind"].items()},
 }
 
 

@@ -17,20 +17,7 @@ AXES_OF_MODES = (
     "dy_format, n"
 )
 
-TWO_GROUPS = """\
-buckets:
-  n1024: 1..1024
-  nbig: 1025..
-groups:
-  plain:
-    norm: [layer, rms]
-    dtype_in: [fp16, bf16]
-  quantised:
-    norm: layer
-    dtype_in: bf16
-    dtype_out: int8
-    fquant: [smooth_dynamic, dynamic]
-"""
+TWO_GROUPS = Path(__file__).with_name("two_groups.yaml").read_text()
 
 
 def contents(folder: Path | str) -> dict[str, str]:

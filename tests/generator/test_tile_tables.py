@@ -37,18 +37,7 @@ PLAIN = TileClass(Direction.FORWARD, 2)
 BACKWARD = TileClass(Direction.BACKWARD, 4)
 LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 
-TABLE = """\
-fwd_16bit:
-  1..300:
-    large: {pipeline: rows, rows: 4, block: 512, warps: 2}
-    small: {pipeline: one_pass, rows: 1, block: 512, warps: 4}
-  1025..4096:
-    large: {pipeline: one_pass, rows: 1, block: 256, warps: 1}
-    small: {pipeline: one_pass, rows: 1, block: 4096, warps: 16}
-  40000..:
-    large: {pipeline: two_pass, rows: 1, block: 4096, warps: 8}
-    small: {pipeline: two_pass, rows: 1, block: 8192, warps: 32}
-"""
+TABLES = {"sm_90": read_table(Path(__file__).with_name("sm_90.yaml"))}
 
 
 @pytest.mark.parametrize(
@@ -64,22 +53,18 @@ fwd_16bit:
     ],
     ids=lambda value: str(value),
 )
-def test_a_bucket_takes_the_range_that_holds_its_longest_row(
-    bucket: Bucket, block: int | None, file: Callable[..., Path]
-) -> None:
-    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml"))}
+def test_a_bucket_takes_the_range_that_holds_its_longest_row(bucket: Bucket, block: int | None) -> None:
     generic = generic_tiles(PLAIN, bucket)
-    by_arch = dict(tiles_of(LN_BF16, bucket, tables))
+    by_arch = dict(tiles_of(LN_BF16, bucket, TABLES))
     assert list(by_arch) == [ANY, "sm_90"]
     assert by_arch[ANY] == generic
     assert by_arch["sm_90"].large.block == (generic.large.block if block is None else block)
 
 
-def test_another_class_keeps_the_rule(file: Callable[..., Path]) -> None:
-    tables = {"sm_90": read_table(file(TABLE, "sm_90.yaml"))}
+def test_another_class_keeps_the_rule() -> None:
     mode = Mode(Norm.RMS, DType.FP32, DType.FP32)
     for bucket in standard_ladder():
-        assert dict(tiles_of(mode, bucket, tables))["sm_90"] == generic_tiles(class_of(mode), bucket)
+        assert dict(tiles_of(mode, bucket, TABLES))["sm_90"] == generic_tiles(class_of(mode), bucket)
 
 
 TILE = "{pipeline: one_pass, rows: 1, block: 512, warps: 4}"

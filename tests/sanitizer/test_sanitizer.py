@@ -6,40 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from proving.sanitizer.cells import every
 from proving.sanitizer.command import Outcome, main, summary, table
 from proving.sanitizer.log import read
 
-OUT_OF_BOUNDS = """\
-========= Invalid __global__ read of size 4 bytes
-=========     at ln_fwd_bf16_window+0x5c0 in primitives.py:564
-=========     by thread (17,0,0) in block (2,0,0)
-=========     Access at 0x7f5a3ba00258 is out of bounds
-=========     and is 1 bytes after the nearest allocation at 0x7f5a3ba00000 of size 600 bytes
-=========     Saved host backtrace up to driver entry point at kernel launch time
-=========         Host Frame: launch in __triton_launcher.so
-=========
-"""
-RACE = """\
-========= Error: Race reported between Write access at rms_bwd_bf16_rows+0x620 in rms_bwd_bf16.py:60
-=========     and Read access at rms_bwd_bf16_rows+0x7a0 in rms_bwd_bf16.py:61 [256 hazards]
-=========
-"""
-UNINITIALISED = """\
-========= Uninitialized __global__ memory read of size 16 bytes
-=========     at {kernel}+0xc0
-=========     by thread (0,0,0) in block (0,0,0)
-=========     Access at 0x7f5a3ba00000
-=========
-"""
-TORCHS = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int, T2)"
-API = """\
-========= Program hit CUDA_ERROR_NOT_FOUND (error 500) due to "named symbol not found" on CUDA API call to cuInit.
-=========     Saved host backtrace up to driver entry point at error
-=========
-"""
-DIED = "========= Error: process didn't terminate successfully\n=========     The application crashed.\n"
+REPORTS: dict[str, tuple[str, int, int]] = yaml.safe_load(Path(__file__).with_name("reports.yaml").read_text())
+OUT_OF_BOUNDS = REPORTS["bounds"][0]
 
 
 def printed(reports: str, tail: str = "sanitizer done: 2\n", errors: int = 0) -> str:
@@ -49,23 +23,9 @@ def printed(reports: str, tail: str = "sanitizer done: 2\n", errors: int = 0) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("reports", "ours", "others"),
-    [
-        ("", 0, 0),
-        (OUT_OF_BOUNDS, 1, 0),
-        (RACE, 1, 0),
-        (UNINITIALISED.format(kernel="sum_partials"), 1, 0),
-        (UNINITIALISED.format(kernel=TORCHS), 0, 1),
-        (UNINITIALISED.format(kernel=TORCHS) + OUT_OF_BOUNDS + OUT_OF_BOUNDS, 2, 1),
-        (API, 0, 0),
-        (DIED, 1, 0),
-        ("========= Something that no version said before\n", 1, 0),
-    ],
-    ids=["clean", "bounds", "race", "read", "torch's", "both", "api", "died", "unknown"],
-)
+@pytest.mark.parametrize(("reports", "ours", "others"), REPORTS.values(), ids=REPORTS)
 def test_reports_of_our_kernels_count(reports: str, ours: int, others: int) -> None:
-    log = read(printed(reports))
+    log = read(printed("".join(reports)))
     assert len(log.errors) == ours
     assert len(log.reports) == ours + others
     assert log.cells == ["one", "two"]
