@@ -16,11 +16,9 @@ from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.errors import ConflictError, GradientError, ShapeError
-from normforge.families import eager
-from normforge.tools import cli
 from proving.cases import Case, Tensors, cases, operands
 
-from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, pieces, printed, same_bits
+from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits
 from ..kernels.problems import Problem
 from ..operators.registered import step
 from ..thorough import THOROUGH, first_of_each
@@ -228,29 +226,6 @@ def test_outputs_are_written_where_the_caller_says(n: int, device: str) -> None:
             assert same_bits(total, wanted.residual_out)
 
 
-# A length of each pipeline, ragged or not.
-LENGTHS = (1, 13, 100, 1024, 1500, 4099, 20000)
-
-
-@each_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_statistics_are_those_of_fp64_and_those_that_norms_save(
-    norm: str, n: int, dtype: torch.dtype, device: str
-) -> None:
-    x = (torch.randn(3, 2, n) + 2).to(device, dtype)
-    found = pieces(normforge.rms_statistics(x, eps=1e-6) if norm == "rms" else normforge.layer_statistics(x))
-    saved = [each for each in FORWARD[norm](x, save_mv=True)[3:] if each is not None]
-    *means, rstd = eager.statistics(norm, x.double(), 1e-5 if norm == "layer" else 1e-6)
-    wanted = [each for each in (*means, rstd) if each is not None]
-    assert [each.shape for each in found] == [x.shape[:-1]] * len(wanted)
-    for each, its, beside in zip(found, wanted, saved, strict=True):
-        assert each.dtype is torch.float32
-        torch.testing.assert_close(each.double(), its, rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(each, beside, rtol=2e-6, atol=2e-6)
-
-
 def test_none_is_the_eps_of_rms_norm_and_a_known_call_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     x, wanted = torch.zeros(2, 8), torch.full((2,), torch.finfo(torch.float32).eps).rsqrt()
     assert torch.equal(normforge.rms_statistics(x), wanted)
@@ -270,12 +245,6 @@ def test_modes_that_write_no_y_lack_what_y_follows_from(beside: dict[str, Any], 
         return
     with pytest.raises(IllegalCombinationError, match=f"writes no y, and has {message}; use another"):
         Mode(Norm.RMS, DType.BF16, DType.BF16, **axes)
-
-
-def test_the_command_runs_and_holds_them_against_the_oracle(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("-m=3", "-n=300", "-norm=layer", "-save_mv=1", "-statistics_only=1", "-repeat=1", "-warmup=0")
-    assert cli.main(["run", *options]) == 0
-    assert "ln_fwd_fp16_mv_only" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("function", [normforge.rms_statistics, normforge.layer_statistics])

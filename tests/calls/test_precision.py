@@ -26,18 +26,6 @@ from ..thorough import THOROUGH
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-@each_pipeline
-@pytest.mark.parametrize("offset", [1e4, -1e4])
-@pytest.mark.parametrize("noise", [1e-2, 1.0])
-def test_layernorm_far_from_zero(offset: float, noise: float, n: int) -> None:
-    """A kernel that takes E[s^2] - mean^2 is off by more than 1 here, one whose mean is rounded by 0.05."""
-    x = offset + noise * torch.randn(3, n)
-    oracle = ORACLE["layer"](x, save_mv=True)
-    actual = FORWARD["layer"](x, save_mv=True)
-    assert (actual.y - oracle.z).abs().max() < 1e-5
-    assert (there(actual.rstd) / there(oracle.rstd) - 1).abs().max() < 1e-5
-
-
 def _outliers(n: int) -> dict[str, torch.Tensor]:
     """Rows of 16 bits whose first values, which kernels take their pivots from, are unlike the rest."""
     noise = torch.randn(n)

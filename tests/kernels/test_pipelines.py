@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ from normforge.kernels.strides import row_alignment
 from normforge.selection import dispatch
 from normforge.upstream.dynamo_guards import allocator
 
+from ..calling import table_at
+
 SM_90 = named_target("sm_90")
+TABLES: dict[str, list[Any]] = table_at(Path(__file__).with_name("pipelines.yaml"), globals())
 LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
 
 
@@ -61,16 +65,7 @@ def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
         assert programs <= m
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "n", "apart", "misaligned", "window"),
-    [
-        *(("one_pass", 4099, 0, name, name not in ("x", "y")) for name in ("", "x", "y", "weight")),
-        ("one_pass", 4099, 2, "", False),
-        # What reads a row twice reads it element by element where no vector starts it.
-        *(("one_pass", 8191, 0, "", True), ("two_pass", 4099, 0, "", True)),
-        *(("two_pass", n, 0, "", False) for n in (8191, 4096)),
-    ],
-)
+@pytest.mark.parametrize(("pipeline", "n", "apart", "misaligned", "window"), TABLES["windows"])
 def test_a_window_needs_rows_of_x_and_y_that_start_alike(
     pipeline: str, n: int, apart: int, misaligned: str, window: bool
 ) -> None:
@@ -96,30 +91,7 @@ TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
 UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
 
 
-@pytest.mark.parametrize(
-    ("n", "itemsizes", "together", "target", "expected"),
-    [
-        # 26 KiB a program: rows of 4, 6, 8 and 12 KiB.
-        (1024, (2, 2), 2, SM_90, 6),
-        (1024, (4, 2), 2, SM_90, 5),
-        (1024, (4, 4), 2, SM_90, 4),
-        (1024, (4, 4, 4), 2, SM_90, 3),
-        # A ragged row takes whole chunks.
-        (1025, (4, 4), 2, SM_90, 2),
-        # Elements of 2 bytes one by one are too short to be copied, those of 4 are not.
-        (1024, (2, 2), 1, SM_90, 1),
-        (1024, (4, 2), 1, SM_90, 1),
-        (1023, (4, 4), 1, SM_90, 4),
-        # Another byte a column leaves no room for the third of 13 KiB.
-        (1024, (4, 4, 4, 1), 4, SM_90, 3),
-        (1024, (4, 4, 4, 2), 2, SM_90, 2),
-        (1024, (2, 2), 2, named_target("sm_80"), 5),
-        (1024, (2, 2), 2, named_target("sm_89"), 3),
-        (1024, (2, 2), 2, named_target("sm_100"), 6),
-        (1024, (2, 2), 2, named_target("gfx942"), 1),
-        (1024, (2, 2), 2, Target("cpu", 32, 1, compiles=False), 1),
-    ],
-)
+@pytest.mark.parametrize(("n", "itemsizes", "together", "target", "expected"), TABLES["stages"])
 def test_as_many_stages_as_a_launch_has_room_for(
     n: int, itemsizes: Sequence[int], together: int, target: Target, expected: int
 ) -> None:
@@ -127,18 +99,7 @@ def test_as_many_stages_as_a_launch_has_room_for(
     assert tile == (UNSTAGED if expected == 1 else replace(TILE, stages=expected))
 
 
-@pytest.mark.parametrize(
-    ("itemsizes", "resident", "expected"),
-    [
-        # 26 KiB a program and, at half as many, 55: slices of 4096 columns are 8, 16, 24 and 32 KiB.
-        ((2,), 8, 4),
-        ((2, 2), 8, 2),
-        ((2, 4), 8, 2),
-        ((4, 4), 8, 1),
-        ((2, 2), 4, 4),
-        ((2, 4), 4, 3),
-    ],
-)
+@pytest.mark.parametrize(("itemsizes", "resident", "expected"), TABLES["stages of spread"])
 def test_a_residual_of_more_bits_leaves_room_for_fewer_stages(
     itemsizes: Sequence[int], resident: int, expected: int
 ) -> None:
@@ -146,25 +107,14 @@ def test_a_residual_of_more_bits_leaves_room_for_fewer_stages(
     assert with_room(tile, itemsizes, "sm_90") == replace(tile, stages=expected)
 
 
-@pytest.mark.parametrize(
-    ("n", "dy", "misaligned", "expected"),
-    [
-        (4096, torch.bfloat16, (), ("one_pass", 3)),
-        (4096, torch.float32, (), ("one_pass", 3)),
-        (4095, torch.bfloat16, (), ("one_pass", 1)),
-        (4096, torch.bfloat16, ("x",), ("one_pass", 1)),
-        (768, torch.bfloat16, (), ("one_pass", 3)),
-        # What other architectures take.
-        (767, torch.bfloat16, (), ("rows", None)),
-    ],
-)
+@pytest.mark.parametrize(("n", "dy", "misaligned", "expected"), TABLES["stages of gradients"])
 def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
-    n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: tuple[str, int | None]
+    n: int, dy: torch.dtype, misaligned: list[str], expected: list[Any]
 ) -> None:
     lies: dict[str, Any] = {"dy_dtypes": [dy], "misaligned": [misaligned], "rows": ["many"]}
     keys = [each.key for each in normforge.compile_keys([n], ["ln_bwd_bf16"], arch="sm_90", **lies)]
     walkers = [(key.symbol.removeprefix("ln_bwd_bf16_"), dict(key.arguments).get("STAGES")) for key in keys]
-    assert {walker for walker in walkers if walker[0] != "sum_partials"} == {expected}
+    assert {walker for walker in walkers if walker[0] != "sum_partials"} == {(*expected,)}
 
 
 def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
@@ -216,18 +166,6 @@ def test_a_kernel_is_launched_early_if_and_only_if_it_waits(arch: str, launches_
     assert not any({"launch_pdl", "launch_cooperative_grid"} <= dict(key.key.options).keys() for key in found)
 
 
-@pytest.mark.parametrize(
-    ("strides", "alignment"),
-    [
-        ((4096,), 16),
-        ((1000,), 8),
-        ((4104, 4096), 8),
-        ((4096, 4100), 4),
-        ((1002, 0), 2),
-        ((0, 0, 48), 16),
-        ((4096, 4099), 1),
-        ((1,), 1),
-    ],
-)
-def test_alignment(strides: tuple[int, ...], alignment: int) -> None:
+@pytest.mark.parametrize(("strides", "alignment"), TABLES["alignment"])
+def test_alignment(strides: list[int], alignment: int) -> None:
     assert row_alignment(*strides) == alignment

@@ -13,9 +13,8 @@ import triton.language as tl
 import normforge
 from normforge import LayerNormOutput
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, DType, FusedAdd, Norm
+from normforge.codegen.values import Direction, DType, Norm
 from normforge.families.public import layernorm2d_bwd
-from proving.cases import FULL
 
 from ..calling import FORWARD, ORACLE, agree, captured
 from .problems import Problem
@@ -73,14 +72,6 @@ def test_long_rows_that_cannot_be_read_in_pairs(case: str, norm: str) -> None:
         weight.float() if case == "fp32 weight" else None if case in ("no weight", "nothing") else weight,
         None if case == "nothing" else bias,
     )
-
-
-@pytest.mark.parametrize("norm", FULL, ids=lambda norm: norm.value)
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("fadd", [FusedAdd.NONE, FusedAdd.PRE_ADD_STORE], ids=lambda fadd: fadd.value)
-@pytest.mark.parametrize("n", [3072, 4096, 5120, 7168, 8192, 12288, 65536])
-def test_gradients(n: int, fadd: FusedAdd, dtype: DType, norm: Norm) -> None:
-    Problem(Mode(norm, dtype, dtype, fadd, direction=Direction.BACKWARD), GRADIENT_ROWS, n).check("cuda")
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
