@@ -23,13 +23,9 @@ from normforge.codegen.values import (
     DType,
     FusedAdd,
     FusedQuant,
-    Gating,
     Norm,
     Part,
     Pipeline,
-    ScaleFormat,
-    ScaleGroup,
-    ScaleLayout,
 )
 from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
@@ -70,22 +66,15 @@ def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(n: int
 
 @pytest.mark.parametrize("n", [100, 1000, 8192])
 @pytest.mark.parametrize(
-    "mode",
-    [
-        replace(LAYER_BF16, gating=Gating.BEFORE_NORM),
-        replace(LAYER_BF16, modulated=True, x_gate=True, fadd=FusedAdd.PRE_ADD_STORE),
-        replace(LAYER_BF16, dropout=True, fadd=FusedAdd.PRE_ADD),
-        replace(LAYER_BF16, x_bias=True),
-    ],
-    ids=lambda mode: mode.name,
+    "mode", ["ln_fwd_bf16_gb", "ln_fwd_bf16_xg_addst_mod", "ln_fwd_bf16_drop_add", "ln_fwd_bf16_xb"]
 )
-def test_lanes_have_the_same_pivot(mode: Mode, n: int) -> None:
+def test_lanes_have_the_same_pivot(mode: str, n: int) -> None:
     """A sum across lanes is fused with no multiplication: each lane would round all products but its own.
 
     The mean of a gated row whose first values were large was off by 340 units.
     """
     tile = Tile(Pipeline.ONE_PASS, 1, 4096, 16) if n > 4096 else Tile(Pipeline.ONE_PASS, 1, 1024, 4)
-    ptx = compiled(mode, n, tile=tile).asm["ptx"]
+    ptx = compiled(Mode.from_name(mode), n, tile=tile).asm["ptx"]
     others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
     assert others
     fused = re.findall(r"fma\.rn\.f32\s+%\w+, (.*);", ptx)
@@ -185,12 +174,13 @@ def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: tor
         assert "cp.async" in found.asm["ptx"]
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS], ids=lambda p: p.value)
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize(
+    ("target", "pipeline"), [(target, each) for target in TARGETS for each in Pipeline if each.runs_on(target.arch)]
+)
 def test_a_bf16_and_an_fp16_are_added_in_fp32(target: Target, pipeline: Pipeline) -> None:
     """LLVM would add in fp16, where a large bf16 is infinite, because the sum is rounded to fp16."""
-    mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
-    tile = Tile(pipeline, 2 if pipeline is Pipeline.ROWS else 1, 1024, 4, 1)
+    mode, tile = Mode.from_name("rms_fwd_bf16_addst"), Tile(pipeline, 1 + (pipeline is Pipeline.ROWS), 1024, 4, held=1)
+    tile = tile if pipeline is Pipeline.SPREAD else replace(tile, held=0)
     llir = compiled(mode, 1024, target, tile, operands=torch.bfloat16, residual=torch.float16).asm["llir"]
     adds = re.findall(r"fadd [^%]*", llir)
     assert adds
@@ -218,11 +208,7 @@ PREFERRED_SPILLS = {(Norm.RMS, 131072): 88}
 BACKWARD_LENGTHS = (*filter(None, STANDARD_LENGTHS), 20000)
 
 
-BACKWARD_MODES = (
-    LAYER_BWD_BF16,
-    replace(LAYER_BWD_BF16, fadd=FusedAdd.PRE_ADD_STORE),
-    Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
-)
+BACKWARD_MODES = [*map(Mode.from_name, ("ln_bwd_bf16", "ln_bwd_bf16_addst", "rms_bwd_fp16"))]
 BACKWARD_INSTANCES = [instance(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
 ONE_A_PIPELINE = first_of_each(
     zip(BACKWARD_INSTANCES, BACKWARD_LENGTHS * len(BACKWARD_MODES), strict=True),
@@ -276,49 +262,33 @@ def test_each_thread_reads_the_scales_of_its_rows_once(n: int) -> None:
 
 
 # Groups of a warp's width, and what block-scaled products take, in tiles.
-_SCALED: dict[str, dict[str, Any]] = {
-    **{
-        kind.value: {"group_size": ScaleGroup.G128, "scale_format": kind}
-        for kind in (ScaleFormat.FLOAT, ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED)
-    },
-    "mxfp8": {
-        "group_size": ScaleGroup.G32,
-        "scale_format": ScaleFormat.UE8M0,
-        "scale_layout": ScaleLayout.SWIZZLED_128X4,
-    },
-    "nvfp4": {
-        "group_size": ScaleGroup.G16,
-        "scale_format": ScaleFormat.E4M3,
-        "scale_layout": ScaleLayout.SWIZZLED_128X4,
-        "dtype_out": DType.FP4_E2M1FN,
-    },
-}
+_SCALED = ("fp8_e4m3fn_addst_dq_g128", "fp8_e4m3fn_addst_dq_g128_ue8m0", "fp8_e4m3fn_addst_dq_g128_ue8m0p")
+_SCALED += ("fp8_e4m3fn_addst_dq_g32_ue8m0_swz", "fp4_e2m1fn_addst_dq_g16_e4m3_swz")
 
 
-def _ptx_of_chunks(n: int, **scaled: Any) -> str:
-    """PTX of quantised rows, whose scales are given unless they are of groups: a warp has a group of each chunk."""
-    mode = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
-    if scaled:
-        mode = replace(mode, fquant=FusedQuant.DYNAMIC, **scaled)
-    return str(compiled(mode, n, tile=Tile(Pipeline.ONE_PASS, 1, 1024, 8)).asm["ptx"])
+def _ptx_of_chunks(n: int, mode: str = _SCALED[0]) -> str:
+    """PTX of quantised rows: where scales are of groups, a warp has a group of each chunk."""
+    tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
+    return str(compiled(Mode.from_name(f"rms_fwd_bf16_{mode}"), n, tile=tile).asm["ptx"])
 
 
-@pytest.mark.parametrize("scaled", _SCALED.values(), ids=_SCALED)
-def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", _SCALED)
+def test_scales_of_groups_are_stored_by_threads_that_have_them(mode: str) -> None:
     """No barrier beyond those of a kernel whose scale is given."""
-    assert _ptx_of_chunks(4096, **scaled).count("bar.sync") == _ptx_of_chunks(4096).count("bar.sync")
+    given = _ptx_of_chunks(4096, "fp8_e4m3fn_addst_sq")
+    assert _ptx_of_chunks(4096, mode).count("bar.sync") == given.count("bar.sync")
 
 
 def test_chunks_with_scales_of_groups_are_under_way_together() -> None:
     """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
-    ptx = _ptx_of_chunks(5120, group_size=ScaleGroup.G128)
+    ptx = _ptx_of_chunks(5120)
     assert ptx.rindex("ld.global") < ptx.index("@there st.global")
     assert "div.rn" not in ptx
 
 
 def test_addresses_of_scales_are_multiplied_once_a_row() -> None:
     def multiplications(n: int) -> int:
-        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(n, group_size=ScaleGroup.G128)))
+        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(n)))
 
     assert multiplications(7168) == multiplications(5120)
 
@@ -485,11 +455,7 @@ TILES = {
     Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
     Pipeline.SPREAD: Tile(Pipeline.SPREAD, 2, 512, 4, held=2),
 }
-MODES = (
-    Mode(Norm.LAYER, DType.BF16, DType.BF16, save_mv=True),
-    Mode(Norm.RMS, DType.FP16, DType.INT8, FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC),
-    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
-)
+MODES = [*map(Mode.from_name, ("ln_fwd_bf16_mv", "rms_fwd_fp16_int8_addst_sdq", "ln_bwd_bf16_addst"))]
 KERNELS = [
     (mode, pipeline, part) for mode in MODES for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
 ]
