@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 import normforge
 
-from ..cases import Case, cases, operands
+from ..cases import Case, cases, operands, with_tuples
 
 
 @dataclass(frozen=True)
@@ -83,33 +84,13 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 TABLE = yaml.safe_load(Path(__file__).with_name("cells.yaml").read_text())
-_AFFINE = ("weight", "bias")
 
 
 def beside() -> Iterator[Beside]:
     """Yield all of them."""
-    bf16, fp32 = ({"dtype": dtype, "vectors": dtype, "residual": dtype} for dtype in (torch.bfloat16, torch.float32))
-    gate = ("norm", "norm_before_gate")
-
-    def shapes(name: str) -> list[tuple[int, ...]]:
-        return [tuple(shape) for shape in TABLE[name]]
-
-    def several(step: str, vary: tuple[str, ...], **at: Any) -> Iterator[Beside]:
-        family = {"dropped": "plain", "grouped": "group"}.get(step, step.partition("_")[0])
-        yield from (Beside(step, case) for case in cases(family, vary=vary, **at))
-
-    for shape, dtypes in (*((shape, bf16) for shape in shapes("rows")), ((5, 1001), fp32)):
-        yield from several("dropped", ("norm",), shape=shape, without=("x_bias",), dropout_p=0.3, **dtypes)
-        yield from several("gated", (*gate, "activation"), shape=shape, **dtypes)
-        yield from several("gated_quantised", ("norm",), shape=shape, **dtypes)
-        yield from several("plain_columns", ("norm",), shape=shape, without=("x_bias",), **dtypes)
-    for shape, dtypes in (*((shape, bf16) for shape in shapes("samples")), ((2, 3, 1001), fp32)):
-        yield from several("modulated", ("norm",), shape=shape, without=("gate", "residual", *_AFFINE), **dtypes)
-        yield from several("modulated", ("norm",), shape=shape, without=_AFFINE, **dtypes)
-        yield from several("modulated_quantised", ("norm",), shape=shape, without=_AFFINE, **dtypes)
-    for dtypes in (bf16, fp32):
-        yield from several("gated", gate, shape=(5, 96), group_size=24, **dtypes)
-        for shape, groups in TABLE["groups"]:
-            for layout in ("contiguous", "channels last"):
-                at = {"shape": tuple(shape), "num_groups": groups, "layout": layout}
-                yield from several("grouped", ("activation",), **at, **dtypes)
+    for kind in with_tuples(TABLE["beside"]):
+        for dtype, shapes in kind["of"].items():
+            of = dict.fromkeys(("dtype", "vectors", "residual"), getattr(torch, dtype))
+            for shape, (step, vary, at) in product(shapes, kind["calls"]):
+                family = {"dropped": "plain", "grouped": "group"}.get(step, step.partition("_")[0])
+                yield from (Beside(step, case) for case in cases(family, vary=vary, shape=shape, **of, **at))

@@ -29,6 +29,7 @@ from proving.accuracy.run import attempt, outcome_of, run
 from proving.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
 from proving.cases import FULL
 from proving.evidence import EVIDENCE, load
+from tests.calling import table_at
 from tests.thorough import THOROUGH, first_of_each
 
 # NumPy, which interprets kernels, remarks on squares that overflow.
@@ -167,40 +168,17 @@ def further(honest: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "layout", "place", "spoiler", "outputs"),
-    [
-        # Of rstd off by 1e-5, as a variance around a bad pivot is.
-        ("rms_fwd_bf16_fp32_mv", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "rstd"}),
-        # The kernel rounds to bf16, and what it is held against does not, or rounds to another type.
-        ("rms_fwd_bf16_fp32_cbw_mv", Layout.ADJOINING, "measure._first_rounded_to", said(None), {"y"}),
-        ("ln_fwd_fp32_bf16_cbw_mv", Layout.ADJOINING, "measure._first_rounded_to", said(torch.float16), {"y"}),
-        ("rms_bwd_bf16_cbw", Layout.ADJOINING, "measure._first_rounded_to", said(None), {"dweight"}),
-        ("rms_fwd_bf16_mv", Layout.HEADS, "ours.laid", further, {"y", "rstd"}),
-        ("rms_bwd_bf16", Layout.HEADS, "ours.laid", further, {"dx", "dweight"}),
-        ("rms_fwd_fp32", Layout.TOGETHER, "ours.forward", off(1e-5), {"y"}),
-        ("rms_fwd_fp32_mv", Layout.CHANNELS, "ours.forward", off(1e-5), {"y", "rstd"}),
-        ("ln_bwd_fp32", Layout.CHANNELS, "ours.backward", off(1e-4), {"dx", "dweight", "dbias"}),
-        ("l2_fwd_fp32_mv", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "rstd"}),
-        ("l2_bwd_fp32", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dweight"}),
-        ("rms_fwd_fp32_postaddnorm", Layout.ADJOINING, "ours.forward", off(1e-5), {"y", "residual_out"}),
-        ("ln_fwd_fp32", Layout.ROTATED, "ours.forward", off(1e-5), {"y"}),
-        ("rms_bwd_fp32", Layout.ROTATED, "ours.backward", off(1e-4), {"dx", "dweight"}),
-        # What is computed, or what both it and torch's are held against.
-        ("rms_fwd_fp32_drop_addst_mv", Layout.ADJOINING, "measure.dropped", off(1e-4), {"y", "rstd"}),
-        ("rms_bwd_fp32_drop", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dweight", "ddropped"}),
-        ("rms_fwd_fp32_ga_mv", Layout.ADJOINING, "peer.activated", off(1e-4), {"y"}),
-        ("rms_bwd_fp32_ga", Layout.ADJOINING, "ours.backward", off(1e-4), {"dx", "dgate", "dweight"}),
-    ],
+    ("name", "layout", "place", "spoiler", "outputs"), table_at(Path(__file__).with_name("off.yaml"), globals())
 )
 def test_what_is_off_is_told(
-    name: str, layout: Layout, place: str, spoiler: Spoiler, outputs: set[str], monkeypatch: pytest.MonkeyPatch
+    name: str, layout: str, place: str, spoiler: Spoiler, outputs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, function = place.partition(".")
     home = import_module(f"proving.accuracy.{module}")
     monkeypatch.setattr(home, function, spoiler(getattr(home, function)))
-    case = next(c for c in cases(CPU) if c.mode.name == name and c.n == 100 and c.layout is layout)
+    case = next(c for c in cases(CPU) if c.mode.name == name and c.n == 100 and c.layout.value == layout)
     found = [cell for cell in measure(case, CPU, SEED) if cell.kind in ("random", "outlier")]
-    assert {cell.output for cell in found if not cell.ok} == outputs
+    assert {cell.output for cell in found if not cell.ok} == {*outputs}
 
 
 def test_a_case_that_cannot_run_is_told() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 from proving.cases import cases, gradients, operands
 
-from ..calling import pieces
+from ..calling import pieces, table_at
 from .ranks import DEVICE, WORLD, Cases
 
 CASES = Cases()
@@ -148,29 +149,7 @@ def alike(
     return parts, list(found)
 
 
-# What the operators are called with besides tensors, and which tensors.
-FORWARD_MODES: tuple[dict[str, Any], ...] = (
-    {},
-    {"weight": 1, "bias": 1, "save_mv": True, "out_dtype": torch.bfloat16},
-    {"weight": 1, "residual": 1, "fadd": "pre_add_store", "save_mv": True},
-    {"weight": 1, "residual": 1, "fadd": "pre_add", "x_bias": 1},
-    {"weight": 1, "residual": 1, "fadd": "post_add"},
-    {"weight": 1, "smooth_scale": 1, "fquant": "smooth_dynamic", "save_mv": True},
-    {"weight": 1, "residual": 1, "fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn},
-    {"weight": 1, "x_scale": 1, "out_dtype": torch.bfloat16},
-    {"x_scale": 0, "out_dtype": torch.float32, "save_mv": True},
-)
-BACKWARD_MODES: tuple[dict[str, Any], ...] = (
-    {"dy": 1, "rstd": 1, "mean": 1, "wants": ("dx",)},
-    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "wants": ("dweight", "dbias", "dx")},
-    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "dresidual_out": 1, "wants": ("dx", "dweight")},
-    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "x_bias": 1, "wants": ("dx", "dx_bias")},
-    {"rstd": 1, "mean": 1, "dresidual_out": 1, "wants": ("dx",)},
-    {"dy": 1, "dy_scale": 1, "rstd": 1, "mean": 1, "wants": ("dx",)},
-    {"dy": 1, "dy_scale": 0, "rstd": 1, "mean": 1, "wants": ("dx",)},
-)
-
-
+MODES: dict[str, list[dict[str, Any]]] = table_at(Path(__file__).with_suffix(".yaml"))
 # What has sharding rules; the others are torch's operators where there are DTensors.
 _OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.family_name}
 
@@ -182,7 +161,7 @@ def operator_calls(name: str) -> Iterator[dict[str, Any]]:
     """The arguments of some calls of a function."""
     takes = FUNCTIONS[name]
     shapes = {each: _SHAPES.get(kind, SHAPE[:-1]) for each, kind, _ in takes.tensors}
-    for mode in FORWARD_MODES if takes.outs else BACKWARD_MODES:
+    for mode in MODES["forward" if takes.outs else "backward"]:
         # A norm that lacks these has no such call.
         if {"residual", "x_bias", "dresidual_out", "dy_scale"} & mode.keys() - {*takes.passed}:
             continue
@@ -240,28 +219,14 @@ def quantised_rows_with_a_gate_are_of_each_ranks() -> None:
 
 
 _MODULATE = ("scale", "shift", "gate")
-# What the quantised norms are called with; of vectors the name and a scale.
 _WIDE = 160
-QUANTISED: tuple[dict[str, Any], ...] = (
-    {"fquant": "static", "y_scale": 1},
-    {"fquant": "static", "y_scale": _WIDE, "residual": 1, "save_unquant": True, "out_dtype": torch.int8},
-    {"scale_ub": 1, "x_bias": _WIDE, "residual": 1},
-    {"fquant": "smooth_dynamic", "smooth_scale": _WIDE, "save_unquant": True},
-    {"group_size": 64, "residual": 1, "save_unquant": True},
-    {"group_size": 64, "scale_layout": "column_major"},
-    {"group_size": 64, "scale_format": "ue8m0_packed", "scale_layout": "column_major", "residual": 1},
-    {"group_size": 32, "scale_format": "ue8m0"},
-    {"group_size": 64, "scale": (2, _WIDE), "shift": _WIDE, "gate": (2, 5, _WIDE), "residual": 1, "save_unquant": True},
-    # Pairs, which are half as many.
-    {"group_size": 16, "scale_format": "e4m3", "global_scale": 1, "out_dtype": torch.float4_e2m1fn_x2},
-)
 
 
 @CASES.case
 def quantised_norms_are_of_each_ranks_rows() -> None:
     """With no communication; scales lie with their rows, in the layout that each part would have by itself."""
     rows_of, vectors = ("x", "residual"), ("y_scale", "scale_ub", "x_bias", "smooth_scale", "global_scale", *_MODULATE)
-    for options, name in product(QUANTISED, ("quantised_layer_norm", "quantised_rms_norm")):
+    for options, name in product(MODES["quantised"], ("quantised_layer_norm", "quantised_rms_norm")):
         function = getattr(normforge, name)
         given = {"out_dtype": torch.float8_e4m3fn, "x": 1, "weight": _WIDE} | options
         given |= {each: torch.randn(2, 5, _WIDE) for each in rows_of if each in given}
