@@ -28,20 +28,6 @@ HOME = "https://server.example/owner/name"
 # Folders of sources that are packages in normforge; runtime/ is normforge itself.
 INNER = ("codegen", "generated", "templates", "tools")
 
-# A mode that normforge's own table lacks: only the user's folder can serve it.
-MANIFEST = """\
-buckets:
-  n64: 1..64
-  nbig: 65..
-groups:
-  mine:
-    norm: layer
-    dtype_in: fp16
-    x_bias: true
-    save_mv: true
-    n: n64
-"""
-
 
 @dataclass(frozen=True)
 class Built:
@@ -144,7 +130,7 @@ def test_every_source_is_in_the_wheel(built: Built) -> None:
 
 @THOROUGH
 def test_a_users_own_kernels_are_generated_and_run(run: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(MANIFEST)
+    shutil.copy(Path(__file__).with_name("mine.yaml"), tmp_path)
     run("normforge", "generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)
     mine: dict[str, Any] = {"cwd": tmp_path, "NORMFORGE_INSTANCES": "kernels", "NORMFORGE_ON_MISS": "error"}
     problem = ("normforge", "run", "-m", "4", "-n", "64")

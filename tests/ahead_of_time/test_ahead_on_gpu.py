@@ -92,34 +92,22 @@ def test_a_folder_compiled_ahead_of_time_runs_without_the_compiler(ahead: Path, 
     assert printed(code, **environment) == "done"
 
 
-# Both layouts, groups that a program holds and groups in parts, few and many, trained and not.
-GROUP_CALLS = """
+# Calls of every family, trained and not, and of groups in both layouts: held by a program or in parts, few and many.
+# Beside them queries and keys of a packed tensor, latents of MLA, and gradients quantised both ways.
+FAMILY_CALLS = """
 import torch, normforge
-from torch.nn import functional
-def run():
+from proving.cases import cases, check, operands
+bf16 = {"dtype": torch.bfloat16, "vectors": torch.bfloat16}
+def run_families():
+    chosen = cases(vary=("norm",), **bf16) + cases("channels", vary=("norm", "layout"), activation="silu", **bf16)
     for shape in ((2, 64, 5, 7), (300, 64, 5, 7), (2, 64, 96, 96)):
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(memory_format=memory_format).requires_grad_()
-            weight, bias = (torch.randn(64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-            y = normforge.group_norm(x, 32, weight, bias, activation="silu")
-            with torch.no_grad():
-                # Kernels that save no statistics contract other products into sums: some values round the other way.
-                alone = normforge.group_norm(x, 32, weight, bias, activation="silu")
-                torch.testing.assert_close(alone.float(), y.float(), rtol=2**-7, atol=2**-12)
-            expected = functional.silu(functional.group_norm(x.float(), 32, weight.float(), bias.float()))
-            torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
-            dy = torch.randn_like(y)
-            ours = torch.autograd.grad(y, (x, weight, bias), dy)
-            theirs = torch.autograd.grad(expected, (x, weight, bias), dy.float())
-            for our, their in zip(ours, theirs):
-                torch.testing.assert_close(our.float(), their.float(), rtol=2e-2, atol=2e-2 * float(their.abs().max()))
-    torch.cuda.synchronize()
-"""
-
-
-# Queries and keys of a packed tensor, trained and not; latents of MLA; L2 norms, channels, statistics, sums behind, and
-# gradients quantised both ways.
-HEAD_CALLS = """
+        for layout in ("contiguous", "channels last"):
+            chosen += cases("group", vary=(), shape=shape, layout=layout, num_groups=32, activation="silu", **bf16)
+    for case in chosen:
+        given = operands(case, "cuda")
+        check(case, given)
+        with torch.no_grad():
+            case.run(given)
 def run_heads():
     q, k = torch.randn(3, 6, 64, device="cuda", dtype=torch.bfloat16).split((4, 2), 1)
     weight = torch.randn(64, device="cuda", requires_grad=True)
@@ -130,19 +118,11 @@ def run_heads():
     latents = torch.randn(3, 2112, device="cuda", dtype=torch.bfloat16)
     groups = {"group_size": 128, "out_dtype": torch.float8_e4m3fn}
     normforge.rms_norms([(latents[:, :1536], None, groups), (latents[:, 1536:2048], None, groups)])
-    x = torch.randn(3, 64, 5, 7, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    for function in (normforge.l2_norm, normforge.normalize, normforge.layer_norm, normforge.rms_norm):
-        shape = () if function in (normforge.l2_norm, normforge.normalize) else ((64,),)
-        for layout in (torch.contiguous_format, torch.channels_last):
-            function(x.to(memory_format=layout), *shape, weight, dim=1, activation="silu").sum().backward()
-    rows = x.view(-1, 64)
-    for function in (normforge.layer_norm_add, normforge.rms_norm_add):
-        sum(map(torch.sum, function(rows, rows, weight, next_norm=True))).backward()
-    normforge.l2_norm(rows).sum().backward()
-    with torch.no_grad():
-        mean, rstd = normforge.layer_statistics(rows)
-        normforge.quantised_layernorm2d_bwd(rows, rows, weight, mean=mean, rstd=rstd, wants=("dweight", "dbias"))
-        normforge.quantised_rmsnorm2d_bwd(rows, rows, rstd=normforge.rms_statistics(rows), group_size=32)
+    rows = torch.randn(105, 64, device="cuda", dtype=torch.bfloat16)
+    mean, rstd = normforge.layer_statistics(rows)
+    weight = weight.detach()
+    normforge.quantised_layernorm2d_bwd(rows, rows, weight, mean=mean, rstd=rstd, wants=("dweight", "dbias"))
+    normforge.quantised_rmsnorm2d_bwd(rows, rows, rstd=normforge.rms_statistics(rows), group_size=32)
     torch.cuda.synchronize()
 """
 
@@ -150,8 +130,7 @@ def run_heads():
 def test_what_was_recorded_runs_without_the_compiler(tmp_path: Path) -> None:
     """The kernels that ran while it was recorded, and no others, whatever the types and classes of rows are."""
     recording, out = str(tmp_path / "needed.yaml"), str(tmp_path / "kernels")
-    program = f"{CALLS}{GROUP_CALLS.replace('def run()', 'def run_groups()')}{HEAD_CALLS}"
-    program += "run(dtype=torch.float32)\nrun_groups()\nrun_heads()\n"
+    program = f"{CALLS}{FAMILY_CALLS}run(dtype=torch.float32)\nrun_families()\nrun_heads()\n"
     listed = """
 from normforge.kernels.obtain import obtained
 print(*sorted({key.portable for key, _ in obtained()}), sep="\\n")

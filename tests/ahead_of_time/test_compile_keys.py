@@ -244,17 +244,8 @@ def test_rows_and_shapes_are_listed_together() -> None:
     assert [(key.instances, key.n) for key in found] == [(("ln_fwd_bf16_n128",), 64), (("gn_fwd_bf16_silu_n128",), 128)]
 
 
-MANIFEST = """
-buckets: {n64: 1..64, nbig: 65..}
-groups:
-  unet: {norm: group, direction: [fwd, bwd], dtype_in: bf16, channels_last: [false, true], n: nbig}
-  rows: {norm: layer, dtype_in: bf16, n: n64}
-"""
-
-
-def test_the_command_takes_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = tmp_path / "needed.yaml"
-    manifest.write_text(MANIFEST)
+def test_the_command_takes_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = Path(__file__).with_name("of_shapes.yaml")
     listing = ["warmup", "--list", "--arch", "sm_90"]
     assert cli.main([*listing, "--shape", "2x64x8x8/32,*x64x16x16/32", "--y", "same,fp32", "gn_fwd_bf16"]) == 0
     told = capsys.readouterr().out

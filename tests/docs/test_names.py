@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import normforge
 
@@ -83,19 +84,7 @@ def test_the_front_door_is_short() -> None:
 OPENING = re.compile(r"(What|Whether|Of|So|Where|Likewise|The same|That|Those|As)\b")
 
 # Words that a reader has to translate first, with the words to use.
-WORDS = {
-    r"likewise": "the sentence again, or 'in the same way'",
-    r"lies? apart": "is strided",
-    r"speed of memory": "memory bandwidth",
-    r"by hand besides": "a sentence that says what is written by hand",
-    r"what of it|the same of": "the noun",
-    r"stands? for": "means",
-    r"in turn with": "alternates with",
-    r"(?:is|are) told": "takes, or knows",
-    r"held against": "compared with",
-    r"a row of scales": "scales per row",
-    r"nobody|somebody": "the name of who",
-}
+WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
 WORD = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
 

@@ -262,8 +262,10 @@ def test_each_thread_reads_the_scales_of_its_rows_once(n: int) -> None:
 
 
 # Groups of a warp's width, and what block-scaled products take, in tiles.
-_SCALED = ("fp8_e4m3fn_addst_dq_g128", "fp8_e4m3fn_addst_dq_g128_ue8m0", "fp8_e4m3fn_addst_dq_g128_ue8m0p")
-_SCALED += ("fp8_e4m3fn_addst_dq_g32_ue8m0_swz", "fp4_e2m1fn_addst_dq_g16_e4m3_swz")
+_SCALED = (
+    *("fp8_e4m3fn_addst_dq_g128", "fp8_e4m3fn_addst_dq_g128_ue8m0", "fp8_e4m3fn_addst_dq_g128_ue8m0p"),
+    *("fp8_e4m3fn_addst_dq_g32_ue8m0_swz", "fp4_e2m1fn_addst_dq_g16_e4m3_swz"),
+)
 
 
 def _ptx_of_chunks(n: int, mode: str = _SCALED[0]) -> str:

@@ -27,7 +27,7 @@ from normforge.parallel import AllReduceNorm, all_reduce
 from ..calling import captured, counted, refusals
 from ..integrations.stand_ins import of_sglang, of_vllm
 from .ranks import DEVICE, Cases
-from .sharded import refused
+from .sharded import MODES, refused
 
 CASES = Cases()
 ROWS, N = 6, 192
@@ -67,15 +67,6 @@ def in_two_steps(yes: bool) -> AbstractContextManager[object]:
     return mock.patch.object(all_reduce, "_ONE_SHOT_BYTES", most)
 
 
-QUANTISED: tuple[dict[str, Any], ...] = (
-    {"fquant": "dynamic"},
-    {"fquant": "dynamic", "out_dtype": FP8, "cast": "before_weight"},
-    {"fquant": "smooth_dynamic", "smooth_scale": (N,)},
-    {"fquant": "dynamic", "out_dtype": FP8, "group_size": 64, "scale_format": "ue8m0", "save_unquant": True},
-    {"fquant": "static", "out_dtype": FP8, "y_scale": (1,)},
-)
-
-
 @CASES.case
 def rows_are_kept_until_a_slow_rank_reads_them() -> None:
     """A rank that is done sends the rows of the next call while another has not read those of the one before."""
@@ -105,10 +96,9 @@ def every_form_is_that_of_the_sum() -> None:
     residual, weight, bias = alike(*x.shape), alike(N).float(), alike(N)
     # The mean of a row is far from 0.
     residual[0, 0] += 20
-    for norm, options, added, twice in product(("rms", "layer"), ({}, *QUANTISED), (None, residual), (False, True)):
-        given = {
-            name: alike(*each).float().abs() if isinstance(each, tuple) else each for name, each in options.items()
-        }
+    forms: Any = ({}, *MODES["of sums"])
+    for norm, options, added, twice in product(("rms", "layer"), forms, (None, residual), (False, True)):
+        given = {name: alike(*each).float().abs() if isinstance(each, list) else each for name, each in options.items()}
         total = summed(x, added)
         own = {"bias": bias} if norm == "layer" else {"weight_offset": 1.0}
         with in_two_steps(twice):
