@@ -175,7 +175,9 @@ def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: tor
 
 
 @pytest.mark.parametrize(
-    ("target", "pipeline"), [(target, each) for target in TARGETS for each in Pipeline if each.runs_on(target.arch)]
+    ("target", "pipeline"),
+    [(target, each) for target in TARGETS for each in Pipeline if each.runs_on(target.arch)],
+    ids=lambda value: value.arch if isinstance(value, Target) else value.value,
 )
 def test_a_bf16_and_an_fp16_are_added_in_fp32(target: Target, pipeline: Pipeline) -> None:
     """LLVM would add in fp16, where a large bf16 is infinite, because the sum is rounded to fp16."""
