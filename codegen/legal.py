@@ -86,11 +86,13 @@ def _served(mode: Mode) -> Iterator[Mode]:
         with suppress(IllegalCombinationError):
             bare: dict[str, Any] = {"fadd": FusedAdd.NONE, "x_bias": False, "x_gate": False, "cast": Cast.AFTER_WEIGHT}
             kind = replace(mode, save_unquant=True, **bare)
-            if mode.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE):
-                for form in _forms(kind):
+            # A quantised sum behind the norm has no plain form, so its forms are listed with those of a stored sum.
+            behind = (FusedAdd.POST_ADD,) if mode.fadd is FusedAdd.PRE_ADD_STORE else ()
+            if mode.fadd is not FusedAdd.PRE_ADD:
+                for fadd, form in itertools.product((mode.fadd, *behind), _forms(kind)):
                     # A bias on x leaves no columns.
                     with suppress(IllegalCombinationError):
-                        yield replace(mode, **form)
+                        yield replace(mode, fadd=fadd, **form)
 
 
 def _reduced(mode: Mode) -> Iterator[Mode]:

@@ -203,10 +203,10 @@ class Mode:
             self._check_reduced()
         if self.dy_format.is_fp8:
             self._check_dy()
-        if self.fadd.is_after and self.fquant.quantises:
+        if self.fadd.is_after and self.fquant.quantises and not self.save_unquant:
             raise IllegalCombinationError(
                 f"fadd {self.fadd.value} makes y the sum that later blocks add to, and fquant {self.fquant.value} "
-                "would quantise that sum; use fquant none, or another fadd"
+                "would quantise that sum; use save_unquant true, which returns the sum too, or fquant none"
             )
         if self.dropout and not (self.fadd.is_before or self.is_backward):
             raise IllegalCombinationError(
@@ -264,7 +264,7 @@ class Mode:
             fquant=self.fquant.quantises,
             dtype_in=not self.dtype_in.is_fp8,
             dtype_out=self.dtype_out in SERVED_DTYPES,
-            fadd=self.fadd in (FusedAdd.NONE, FusedAdd.PRE_ADD_STORE),
+            fadd=self.fadd is not FusedAdd.PRE_ADD,
             scale_dtype=self.scale_dtype is DType.FP32,
             rounding=not self.rounding.truncates,
             save_mv=not self.save_mv,
@@ -376,7 +376,6 @@ class Mode:
             x_bias=not self.x_bias,
             dropout=not self.dropout,
             modulated=not self.modulated,
-            fquant=self.fquant in (FusedQuant.NONE, FusedQuant.SMOOTH_DYNAMIC, FusedQuant.DYNAMIC),
             scale_dtype=self.scale_dtype is DType.FP32,
             rounding=not self.rounding.truncates,
         )
@@ -597,6 +596,11 @@ class Mode:
     def stores_statistics(self) -> bool:
         """Return True if forward kernels store mean and rstd: for the caller, for columns, or for gradients."""
         return self.save_mv or self.columnwise.writes or (self.save_unquant and not self.reduce.exchanges)
+
+    @property
+    def stores_first(self) -> bool:
+        """Return True if forward kernels store the mean and rstd of the first of two norms in tensors of their own."""
+        return self.fadd.renorms and self.stores_statistics and not self.save_mv
 
     @property
     def keeps_row(self) -> bool:

@@ -660,9 +660,28 @@ QUANTISED = Family(
             default=_each("None"),
             meaning=_first("x's shape, fp16, bf16 or fp32: added to x; the sum is returned as residual_out."),
             axis="fadd",
-            wanted="fadd.stores",
+            wanted="fadd.adds",
+            absent="fadd {fadd!r} adds a residual and none was passed; pass residual, or leave fadd out",
+            unused="residual was passed and fadd 'none' would ignore it; leave fadd out, or pass 'post_add'",
             gradient="dx",
             functional=True,
+        ),
+        replace(
+            FORWARD["fadd"],
+            default=_each('"pre_add_store"'),
+            meaning=_first(
+                'where residual goes: "pre_add_store" (1) adds it to x, "post_add" (3) to the normalised rows, and '
+                '"post_add_norm" (4) normalises that sum again.'
+            ),
+            functional=True,
+        ),
+        *(
+            replace(
+                RENORMED[f"next_{name}"],
+                wanted="fadd.renorms",
+                unused=f"next_{name} was passed, and fadd {{fadd!r}} has no second norm; pass fadd='post_add_norm'",
+            )
+            for name in ("weight", "bias")
         ),
         FORWARD["x_bias"],
         replace(MODULATED["scale"], default=_each("None"), positional=False, axis="modulated", wanted="modulated"),
@@ -796,6 +815,8 @@ QUANTISED = Family(
         Result("amax", Kind.VALUE, wanted="save_amax"),
         Result("mean", Kind.PER_ROW, norms=tuple(_centred("")), wanted="stores_statistics"),
         Result("rstd", Kind.PER_ROW, wanted="stores_statistics"),
+        Result("first_mean", Kind.PER_ROW, norms=tuple(_centred("")), wanted="stores_first"),
+        Result("first_rstd", Kind.PER_ROW, wanted="stores_first"),
     ),
 )
 

@@ -209,7 +209,17 @@ _QUANTISED = PublicFunctions(
         _BIAS,
         _EPS,
         _OFFSET,
-        _as(QUANTISED["residual"], f"x's shape, {_FLOATS}: added to x, and the sum is returned as residual_out."),
+        _as(QUANTISED["residual"], f"x's shape, {_FLOATS}: added as fadd says."),
+        _as(
+            QUANTISED["fadd"],
+            '"pre_add_store" (1) adds residual to x and returns the sum as residual_out. "post_add" (3) adds residual '
+            "to the normalised rows and quantises the sum, which save_unquant (required) returns as unquantised. "
+            '"post_add_norm" (4) adds residual to the normalised rows, returns the sum as residual_out, and quantises '
+            "a second norm of the sum, with the same eps, weight_offset and cast. The last two go without modulation, "
+            "and post_add_norm without x_bias.",
+        ),
+        QUANTISED["next_weight"],
+        QUANTISED["next_bias"],
         QUANTISED["x_bias"],
         _as(
             QUANTISED["scale"],
@@ -315,9 +325,9 @@ _QUANTISED = PublicFunctions(
         "for int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent "
         "elements, the last of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in "
         "groups of 128), and 1 if max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or "
-        "Inf has a scale that is NaN or Inf. With save_unquant, unquantised and residual_out are differentiable in x, "
-        "residual, x_bias, weight, bias, scale, shift and gate, straight through the quantisation; no other output is, "
-        "and a call without save_unquant refuses operands that require a gradient while gradients are enabled."
+        "Inf has a scale that is NaN or Inf. With save_unquant, unquantised and residual_out are differentiable in "
+        "every operand that quantises nothing, straight through the quantisation; no other output is, and a call "
+        "without save_unquant refuses operands that require a gradient while gradients are enabled."
     ),
     returns=f"`QuantisedOutput`, or `ColumnwiseOutput` with columnwise or amax_out, {_EVERY_OUTPUT}",
 )

@@ -54,6 +54,11 @@ def _writes_y(mode: Mode) -> bool:
     return not mode.statistics_only
 
 
+def _stores_rows(mode: Mode) -> bool:
+    """Return True if a forward kernel stores the statistics of the rows that y is of, in tensors of their own."""
+    return mode.stores_statistics and not (mode.save_mv and mode.fadd.renorms)
+
+
 _MODULATION = (
     _Row("scale_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
     _Row("shift_ptr", "a row for each of x's, some of them the same", lambda m, p: m.modulated),
@@ -61,6 +66,11 @@ _MODULATION = (
 _MODULATION_STRIDES = (
     _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
     _Row("shift_row_stride", "elements", lambda m, p: m.modulated),
+)
+
+_NEXT = (
+    _Row("next_weight_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms),
+    _Row("next_bias_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms and m.norm.centres),
 )
 
 # The kernel of columns subtracts both from a row.
@@ -83,8 +93,7 @@ _FORWARD = (
     _Row("bias_ptr", "(N,) or None", lambda m, p: _writes_y(m) and m.norm.centres and not m.grouped),
     _Row("weight_ptr", "(groups, N) or None", lambda m, p: m.grouped),
     _Row("bias_ptr", "(groups, N) or None", lambda m, p: m.norm.centres and m.grouped),
-    _Row("next_weight_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms),
-    _Row("next_bias_ptr", "(N,) or None, of the second norm", lambda m, p: m.fadd.renorms and m.norm.centres),
+    *_NEXT,
     *_MODULATION,
     _Row("smooth_scale_ptr", "(N,)", lambda m, p: m.fquant.smooths),
     _Row("static_scale_ptr", "(1,) fp32", lambda m, p: m.fquant.takes_scale),
@@ -100,9 +109,11 @@ _FORWARD = (
     _Row("y_scale_ptr", "tiles of 128 rows by 4 groups, {codes}", lambda m, p: m.scale_layout.swizzles),
     _Row("unquantised_ptr", "(M, N) {dtype_in}", lambda m, p: m.save_unquant),
     _Row("amax_ptr", "(1,) fp32, raised to the largest |y|", lambda m, p: m.save_amax),
-    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.stores_statistics and m.norm.centres and not m.fadd.renorms),
+    _Row("first_mean_ptr", "(M,) fp32, of the first norm", lambda m, p: m.stores_first and m.norm.centres),
+    _Row("first_rstd_ptr", "(M,) fp32, of the first norm", lambda m, p: m.stores_first),
+    _Row("mean_ptr", "(M,) fp32", lambda m, p: _stores_rows(m) and m.norm.centres),
     *_PIVOT,
-    _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.stores_statistics and not m.fadd.renorms),
+    _Row("rstd_ptr", "(M,) fp32", lambda m, p: _stores_rows(m)),
     _Row(
         "rstd_ptr", "fp32, each norm's statistics; `statistics_length` apart", lambda m, p: m.save_mv and m.fadd.renorms
     ),
@@ -171,8 +182,10 @@ _COLUMNWISE_STRIDES = (
 _COLUMNS = (
     _Row("x_ptr", "(M, N) {dtype_in}", _reads_x),
     _Row("residual_out_ptr", "(M, N), the rows to normalise", lambda m, p: m.fadd.stores),
-    _Row("weight_ptr", "(N,) or None"),
-    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres),
+    _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.is_after),
+    _Row("weight_ptr", "(N,) or None", lambda m, p: not m.fadd.renorms),
+    _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres and not m.fadd.renorms),
+    *_NEXT,
     *_MODULATION,
     *_PIVOT,
     _Row("rstd_ptr", "(M,) fp32"),
@@ -180,6 +193,7 @@ _COLUMNS = (
     *_COLUMNWISE,
     _Row("x_row_stride", "elements", lambda m, p: not m.fadd.stores),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
+    _Row("residual_row_stride", "elements", lambda m, p: m.fadd.is_after),
     *_MODULATION_STRIDES,
     _Row("M", "rows"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),

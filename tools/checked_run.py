@@ -12,7 +12,7 @@ from .. import reference
 from ..calls import road
 from ..calls.functions import completed
 from ..calls.outputs import ColumnwiseOutput, LayerNormOutput, QuantisedOutput
-from ..codegen.parameters import FORWARD, QUANTISED, family_of
+from ..codegen.parameters import FORWARD, QUANTISED, RENORMED, family_of
 from ..codegen.values import Norm
 from ..families import post_add, public
 from ..families import statistics as statistics
@@ -57,6 +57,9 @@ _BESIDE = {
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
 REFERENCE_ELEMENTS = 2**26
 
+# The results of quantised norms that have a row for each row of x, but for scales.
+_OF_ROWS = ("y", "residual_out", "unquantised", "mean", "rstd", "first_mean", "first_rstd")
+
 # The arguments that have a row for each row of x, or for each sample; every other tensor is one row long and shared.
 _ROW_ARGUMENTS = ("x", "residual", "x_scale", "scale", "shift", "gate")
 
@@ -98,7 +101,8 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     validate: Callable[..., tuple[Finding, ...]] = validate_quantised if family is QUANTISED else validate_rows
     args, calls = completed(function, arguments), road.ROWS[family.name]
     # The 2d function divides the tensor that holds the statistics of two norms.
-    call = partial(post_add.forward, outs=(None, None)) if mode.fadd.renorms else partial(road.launched, calls)
+    two = family is RENORMED
+    call = partial(post_add.forward, outs=(None, None)) if two else partial(road.launched, calls)
     operands = road.operands_of(calls, args)
     options = road.options_of(calls, mode.norm.value, args)
     return Run(
@@ -143,7 +147,7 @@ def validate_quantised(
     if isinstance(result, ColumnwiseOutput):
         amax = result.amax
         columns = None if result.columnwise is None else columns_of(result, problem.mode)
-    of_rows = {name: result._asdict().get(name) for name in ("y", "residual_out", "unquantised", "mean", "rstd")}
+    of_rows = {name: result._asdict().get(name) for name in _OF_ROWS}
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
@@ -153,6 +157,8 @@ def validate_quantised(
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
         parts = {name: value[rows] for name, value in of_rows.items() if value is not None}
+        if problem.mode.fadd.renorms:
+            sliced["stored"] = parts["residual_out"]
         expected = oracle(**sliced)
         findings += compare_quantised(result._replace(**parts), None if scale is None else scale[rows], expected)
         if columns is not None:

@@ -441,11 +441,12 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
     for name, axis in takes.by_dtype:
         axes[axis] = DTYPES[args[name].dtype]
     for name, axis, without, there in takes.by_presence:
-        axes[axis] = without if args[name] is None else there
+        # A word that says how a tensor is used says nothing about an absent one.
+        absent = args[name] is None and axes.get(axis, there) is there
+        axes[axis] = without if absent else axes.get(axis, there)
     for name, axis in takes.by_groups:
         axes[axis] = axes.get(axis, False) or (args[name] is not None and args[name].dim() > 1)
-    dy, dy_scale = args.get("dy"), args.get("dy_scale")
-    scales = getattr(dy_scale, "shape", ())
+    dy, scales = args.get("dy"), getattr(args.get("dy_scale"), "shape", ())
     axes["dy_format"] = DyFormat.of(DTYPES[getattr(dy, "dtype", torch.float32)], scales, x.shape)
     if "dtype_out" not in axes:
         axes["dtype_out"] = _output_dtype(args, axes)
@@ -464,7 +465,7 @@ def check(function: str, arguments: Mapping[str, Any], *, addressed: bool = True
             f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
             "it takes an even N"
         )
-    if mode.fadd.renorms and takes.family_name != "renormed":
+    if mode.fadd.renorms and takes.family_name not in ("renormed", "quantised"):
         raise ConflictError(
             f"{function} takes no fadd {mode.fadd.value!r}; call normforge.renormed_{function}, or pass 'post_add'"
         )
@@ -611,10 +612,8 @@ def check_normalised(
         if operand is not None:
             wanted, its = (shape, "normalized_shape") if said == Kind.VECTOR.value else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)
-            if said == Kind.SAMPLES.value:
-                check_shape(Kind.SAMPLES, name, operand, x)
-            elif said == Kind.GROUPS.value:
-                check_shape(Kind.GROUPS, name, operand, x)
+            if said in (Kind.SAMPLES.value, Kind.GROUPS.value):
+                check_shape(Kind.SAMPLES if said == Kind.SAMPLES.value else Kind.GROUPS, name, operand, x)
             elif tuple(operand.shape) != wanted:
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)

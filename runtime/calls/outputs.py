@@ -71,7 +71,9 @@ class ColumnwiseOutput(NamedTuple):
             the transposed output.
         amax: the tensor that was passed as amax_out.
         mean: x's shape without the last dimension, fp32; LayerNorm only, with columns or unquantised.
-        rstd: like mean, of both norms: what `layernorm2d_bwd` and `rmsnorm2d_bwd` take.
+        rstd: like mean, of LayerNorm and RMSNorm: what `layernorm2d_bwd` and `rmsnorm2d_bwd` take.
+        first_mean, first_rstd: with fadd "post_add_norm", those of the norm before the add; mean and rstd are those of
+            the norm behind it.
     """
 
     y: torch.Tensor
@@ -83,6 +85,8 @@ class ColumnwiseOutput(NamedTuple):
     amax: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
+    first_mean: torch.Tensor | None = None
+    first_rstd: torch.Tensor | None = None
 
 
 class NormGradients(NamedTuple):

@@ -52,7 +52,7 @@ def check_outs(call: Call, outs: Sequence[torch.Tensor | None], addressed: bool)
         if out is None:
             continue
         if dtype is None:
-            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
+            raise ConflictError(f"{name} was passed and no residual is added to x; pass residual, or leave {name} out")
         rows, packs = call.x, call.mode.dtype_out.packs
         if result == "y" and packs > 1:
             # Torch has fewer elements for y: each holds several.

@@ -69,9 +69,8 @@ def normalise_traced(operands: Operands, dimensions: int, options: Options, drop
     rows = as_operands(operands, dimensions)
     # The condition of `records`, whose names TorchDynamo would guard.
     saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
-    fadd = "none" if operands[3] is None else "pre_add_store"
     calls, p, rng = (CALLS, (), ()) if drops is None else (DROPS, (drops.p,), (drops.rng,))
-    y, total, _ = operate(calls, (*rows, *rng), (*options, fadd, *p, saves))
+    y, total, _ = operate(calls, (*rows, *rng), full_options(rows, options, *p, saves=saves))
     shape = operands[0].shape
     return y.view(shape) if total is None else (y.view(shape), total.view(shape))
 
@@ -330,9 +329,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
-    result: Any = native.calls.added_ahead.normalise(operands, options)
-    if result is None:
-        result = _launched(operands, options)
+    result: Any = native.calls.added_ahead.normalise(operands, options) or _launched(operands, options)
     if result is None:
         return None
     first, second, *_ = result

@@ -26,8 +26,7 @@ from .plain_calls import handed_on, is_handed_on, normalise_family, with_offset
 
 def _gradients(call: BackwardPass) -> Gradients:
     x, weight, x_bias, statistics = call.saved
-    norm, weight_offset, cast, dtypes = call.args
-    due = call.due
+    (norm, weight_offset, cast, dtypes), due = call.args, call.due
     # The residual is no operand of the norm.
     wants = WANTS[due[:3] + due[4:]]
     options = (norm, weight_offset, cast, None, dtypes[2], wants)

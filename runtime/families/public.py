@@ -882,6 +882,9 @@ def quantised_layer_norm(
     *,
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "pre_add_store",
+    next_weight: torch.Tensor | None = None,
+    next_bias: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
@@ -909,16 +912,23 @@ def quantised_layer_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight, bias, scale,
-    shift and gate, straight through the quantisation; no other output is, and a call without save_unquant refuses
-    operands that require a gradient while gradients are enabled.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in every operand that quantises nothing,
+    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
+    a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
         bias: (N,), fp16, bf16 or fp32, or None for 0.
         eps: added to the variance.
-        residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
+        residual: x's shape, fp16, bf16 or fp32: added as fadd says.
+        fadd: "pre_add_store" (1) adds residual to x and returns the sum as residual_out. "post_add" (3) adds residual
+            to the normalised rows and quantises the sum, which save_unquant (required) returns as unquantised.
+            "post_add_norm" (4) adds residual to the normalised rows, returns the sum as residual_out, and quantises a
+            second norm of the sum, with the same eps, weight_offset and cast. The last two go without modulation, and
+            post_add_norm without x_bias.
+        next_weight: (N,), fp16, bf16 or fp32, or None for 1: the weight of the second norm.
+        next_bias: (N,), fp16, bf16 or fp32, or None for 0: the bias of the second norm.
         x_bias: (N,), added to every row of x before anything else, or None.
         scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
             fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
@@ -973,9 +983,12 @@ def quantised_layer_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, bias, residual, x_bias, scale, shift, gate, smooth_scale, None, None, global_scale, scale_ub)
+    operands = (
+        x, weight, bias, residual, next_weight, next_bias, x_bias, scale, shift, gate, smooth_scale, None, None,
+        global_scale, scale_ub,
+    )  # fmt: skip
     options = (
-        "layer", eps, 0.0, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
+        "layer", eps, 0.0, fadd, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
         save_unquant, columnwise, amax_out,
     )  # fmt: skip
     return quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))
@@ -988,6 +1001,8 @@ def quantised_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "pre_add_store",
+    next_weight: torch.Tensor | None = None,
     x_bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
@@ -1015,16 +1030,22 @@ def quantised_rms_norm(
     int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of adjacent elements, the last
     of which may be shorter, is max|y| / qmax (as for DeepSeek-V3's activations, 2024, in groups of 128), and 1 if
     max|y| / qmax is no normal fp32 number, as for zeros. A row or group with a NaN or Inf has a scale that is NaN or
-    Inf. With save_unquant, unquantised and residual_out are differentiable in x, residual, x_bias, weight, bias, scale,
-    shift and gate, straight through the quantisation; no other output is, and a call without save_unquant refuses
-    operands that require a gradient while gradients are enabled.
+    Inf. With save_unquant, unquantised and residual_out are differentiable in every operand that quantises nothing,
+    straight through the quantisation; no other output is, and a call without save_unquant refuses operands that require
+    a gradient while gradients are enabled.
 
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
         eps: added to the mean square.
         weight_offset: added to every weight, in fp32.
-        residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
+        residual: x's shape, fp16, bf16 or fp32: added as fadd says.
+        fadd: "pre_add_store" (1) adds residual to x and returns the sum as residual_out. "post_add" (3) adds residual
+            to the normalised rows and quantises the sum, which save_unquant (required) returns as unquantised.
+            "post_add_norm" (4) adds residual to the normalised rows, returns the sum as residual_out, and quantises a
+            second norm of the sum, with the same eps, weight_offset and cast. The last two go without modulation, and
+            post_add_norm without x_bias.
+        next_weight: (N,), fp16, bf16 or fp32, or None for 1: the weight of the second norm.
         x_bias: (N,), added to every row of x before anything else, or None.
         scale: (B, N) if x is (B, ..., N), one row per sample; x's shape, one row per row of x; or (N,). fp16, bf16 or
             fp32, on any row stride. Normalised rows are modulated, y * (1 + scale) + shift, before they are quantised.
@@ -1079,10 +1100,13 @@ def quantised_rms_norm(
     Raises:
         NormforgeError: one of the errors that `layernorm2d_fwd` lists.
     """
-    operands = (x, weight, None, residual, x_bias, scale, shift, gate, smooth_scale, None, None, global_scale, scale_ub)
+    operands = (
+        x, weight, None, residual, next_weight, None, x_bias, scale, shift, gate, smooth_scale, None, None,
+        global_scale, scale_ub,
+    )  # fmt: skip
     options = (
-        "rms", eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
-        save_unquant, columnwise, amax_out,
+        "rms", eps, weight_offset, fadd, fquant, out_dtype, cast, group_size, scale_format, scale_layout,
+        quantise_rounded, save_unquant, columnwise, amax_out,
     )  # fmt: skip
     return quantised.forward(operands, options, (out, residual_out, y_scale, amax_out))
 

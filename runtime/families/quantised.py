@@ -27,13 +27,13 @@ from ..calls.row_layout import elements_overlap
 from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, QUANTISED_BWD
-from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import FusedAdd, FusedQuant, ScaleFormat, ScaleGroup, ScaleLayout
 from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import ALIGNMENT
 from ..selection.invariance import is_on
 from ..upstream.dynamo_guards import contiguous_strides
-from . import plain
+from . import plain, post_add
 from .modulated import row as modulated
 
 
@@ -45,8 +45,9 @@ def forward(operands: Any, options: Options, outs: Outs) -> QuantisedOutput | Co
     made, slot = road.launched_2d(CALLS, *arranged(operands, options, outs)), outs[-1]
     if slot is not None and made.amax is not slot:
         # An operator accumulates in a tensor of its own. TorchDynamo of torch 2.11 follows no `_replace`.
-        *first, amax, mean, rstd = made
-        made = CALLS.output(*first, slot.copy_(torch.maximum(slot, amax.view(slot.shape))), mean, rstd)
+        *first, amax, mean, rstd, first_mean, first_rstd = made
+        amax = slot.copy_(torch.maximum(slot, amax.view(slot.shape)))
+        made = CALLS.output(*first, amax, mean, rstd, first_mean, first_rstd)
     return returned(made)
 
 
@@ -60,10 +61,12 @@ def returned(outputs: QuantisedOutput | ColumnwiseOutput) -> QuantisedOutput | C
 def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOutput) -> ColumnwiseOutput:
     """Have autograd record y unquantised, and the sum, as the outputs of the norm alone."""
     named = road.named(CALLS, operands, options)
-    calls = plain.CALLS if named["scale"] is None else modulated.CALLS
-    # The norm, eps, weight_offset and cast, of which modulated norms read the first three.
-    settled = plain.full_options(operands, (*options[:3], None, options[5]), saves=True)
-    statistics = packed_of(*[each for each in made[-2:] if each is not None])
+    calls = _BEHIND.get(word(FusedAdd, "fadd", named["fadd"]), plain.CALLS)
+    calls = calls if named["scale"] is None else modulated.CALLS
+    named |= {"fquant": "none", "out_dtype": None, "save_mv": True}
+    settled = road.options_of(calls, options[0], named)
+    # The statistics of both norms, if there are two.
+    statistics = packed_of(*[each for each in (*made[-2:], *made[-4:-2]) if each is not None])
     recorded = made.unquantised, made.residual_out, statistics, is_on()
     y = calls.record(calls, road.operands_of(calls, named), settled, recorded)
     y, total = y if isinstance(y, tuple) else (y, None)
@@ -72,14 +75,14 @@ def _record(_: FamilyCalls, operands: Any, options: Options, made: ColumnwiseOut
 
 def arranged(operands: Any, options: Options, outs: Outs) -> tuple[Any, Options, Outs]:
     """Return the arguments of `forward` as the family's rows have them: a static y_scale is an operand."""
-    norm, eps, weight_offset, fquant, out_dtype, cast, group_size, *of_scales, amax_out = options
+    norm, eps, weight_offset, fadd, fquant, out_dtype, cast, group_size, *of_scales, amax_out = options
     quantisation = word(FusedQuant, "fquant", fquant)
     if quantisation.is_static:
         quantisation, static = _given_scale(operands[0], outs[2])
         operands = (*operands[:_STATIC], *static, *operands[_STATIC + 2 :])
         outs = (*outs[:2], None, *outs[3:])
     group = ScaleGroup.NONE.value if group_size is None else group_size
-    first = (norm, eps, weight_offset, quantisation.value, out_dtype, cast, group)
+    first = (norm, eps, weight_offset, fadd, quantisation.value, out_dtype, cast, group)
     return operands, (*first, *of_scales, amax_out is not None), outs
 
 
@@ -210,9 +213,8 @@ def _scaled(planned: PlannedCall, dtypes: Any, layout: Any, scale: Any = None) -
     plan, _, _, shape, m, _ = planned
     mode, n, layout = plan.mode, plan.n, word(ScaleLayout, "scale_layout", layout)
 
-    def make(sizes: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-        made: torch.Tensor = plan.empty(tuple(sizes), contiguous_strides(tuple(sizes)), dtype)
-        return made
+    def make(sizes: Sequence[int], *, dtype: torch.dtype) -> Any:
+        return plan.empty(tuple(sizes), contiguous_strides(tuple(sizes)), dtype)
 
     if mode.group_size.code:
         scale = group_scales(make, shape[:-1], m, scale_columns(mode, n), dtypes[0], layout) if scale is None else scale
@@ -254,5 +256,7 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
 CALLS = calls_of(QUANTISED, output=ColumnwiseOutput, check=_check, launch=launch, record=_record)
 GRADIENTS = calls_of(QUANTISED_BWD, output=QuantisedGradients, launch=_launch_backward)
 _LAYOUT_OF_GRADIENTS = 1 + GRADIENTS.options.index("scale_layout")
+# How autograd records calls that add the residual behind the norm, with another norm behind the sum or without.
+_BEHIND = {FusedAdd.POST_ADD: post_add.CALLS, FusedAdd.POST_ADD_NORM: post_add.RENORMED_CALLS}
 # The place of the layout among the options, behind the norm, and of the first static scale among the operands.
 _LAYOUT, _STATIC = 1 + CALLS.options.index("scale_layout"), CALLS.inputs.index("static_scale")

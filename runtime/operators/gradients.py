@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..calls.check import FP8_HAS_NO_GRADIENT
-from ..calls.functions import OPERATORS
-from ..calls.outputs import dtype_of_all, dtypes_of
+from ..calls.functions import OPERATORS, Function
+from ..calls.outputs import dtype_of_all, dtypes_of, packed_of
 from ..calls.record import BackwardPass
 from ..calls.road import ROWS, operands_of, options_of
 from ..calls.row_layout import walkable
@@ -49,12 +49,12 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         if not takes.family_name:
             _refuse(args)
         fadd = "none" if args.get("residual") is None else args.get("fadd", "pre_add_store")
+        stores, is_after, renorms = fadd.endswith(("store", "norm")), fadd == "post_add", fadd == "post_add_norm"
         # The output that carries the gradient of y: behind the sum and the scales of a quantised y.
-        at = 1 + (fadd != "none") + (not args["fquant"].startswith("static")) if args.get("save_unquant") else 0
+        at = 1 + stores + (not args["fquant"].startswith("static")) if args.get("save_unquant") else 0
         if args["x"].dtype is output[at].dtype is torch.float32:
             # With x and y in fp32 nothing is rounded before weight, whatever the dtype of the stored sum.
             args["cast"] = "after_weight"
-        stores, is_after = fadd == "pre_add_store", fadd == "post_add"
         unsaved = None if args.get("save_unquant", args.get("save_mv", False)) else _UNSAVED
         ctx.refusal, ctx.at = _UNSTORED if fadd == "pre_add" else unsaved, at
         ctx.shared = {name: args[name] for name in takes.passed if name in computes.passed and name not in kept}
@@ -64,12 +64,18 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         # y, and the sum if a tensor that is summed requires a gradient.
-        summed = [args.get(name) for name in _SUMMED]
+        summed = [args.get(name) for name in (*_SUMMED, *("weight", "bias") * renorms)]
         sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
         # A quantised output has no gradient, although fp8 is a floating-point dtype of torch.
         carry = (at, 1)[: 1 + sum_is_due] if output[at].dtype in FLOATS else ()
         ctx.mark_non_differentiable(*[each for place, each in enumerate(output) if place not in carry])
-        if ctx.refusal is None:
+        ctx.calls = None
+        if ctx.refusal is None and renorms:
+            # The statistics of the first norm come last.
+            one = 1 + takes.norm.centres
+            both = packed_of(*output[-one:], *output[-2 * one : -one])
+            _keep_in_parts(ctx, "renormed", takes, args, output[at], output[1], both)
+        elif ctx.refusal is None:
             held = {**args, "gated": None if args.get("gate") is None else args["x"]}
             if stores:
                 # The sum includes x_bias already.
@@ -77,13 +83,14 @@ def register(library: torch.library.Library, forward: str, backward: str) -> Non
             ctx.save_for_backward(*[held.get(name) for name in kept], *output[len(output) - len(statistics) :])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        if ctx.calls is not None:
+            return _differentiate_in_parts(ctx, takes, arrived[ctx.at], arrived[1])
         _refuse_unsaved(ctx.refusal)
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
         args = ctx.shared | dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        # Without a stored sum no gradient can be computed of a call that adds.
-        stores = "residual" in ctx.dtypes
         dy = arrived[ctx.at]
-        for name, gradient in zip(_ARRIVE, (dy, arrived[1] if stores else None), strict=True):
+        # Without a stored sum no gradient can be computed of a call that adds.
+        for name, gradient in zip(_ARRIVE, (dy, arrived[1] if "residual" in ctx.dtypes else None), strict=True):
             args[name] = gradient if gradient is None or not of_rows else walkable(gradient)
         due: dict[str, torch.Tensor] = {}
         if ctx.added is not None and dy is not None and "residual" in needed:
@@ -106,29 +113,39 @@ def register_in_parts(library: torch.library.Library, forward: str) -> None:
     takes = OPERATORS[forward]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        from . import computing as computing
-
         args = dict(zip(takes.passed, inputs, strict=True))
-        ctx.calls = calls = ROWS[takes.family_name]
-        operands = operands_of(calls, args)
-        ctx.args = calls.args(options_of(calls, takes.norm.value, args), dtypes_of(operands), output[0].dtype)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2 if output[0].dtype in FLOATS else 0 :])
         ctx.refusal = "" if args.get("save_mv", True) else _UNSAVED
         # The sum, or of statistics alone the mean.
-        ctx.save_for_backward(*calls.saved(operands, output[-2] if output[1:] else None), output[-1])
+        total = output[-2] if output[1:] else None
+        _keep_in_parts(ctx, takes.family_name, takes, args, output[0], total, output[-1])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        _refuse_unsaved(ctx.refusal)
-        needed = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
-        due = tuple([needed.get(name, False) for name in ctx.calls.inputs])
-        dy, dresidual_out, *_ = (*arrived, None)
-        call = BackwardPass(ctx.saved_tensors, ctx.args, dy, dresidual_out, due)
-        grads = ctx.calls.recording.gradients(call)
-        by_name = dict(zip(ctx.calls.inputs, grads, strict=True))
-        return tuple([by_name.get(name) for name in takes.passed])
+        return _differentiate_in_parts(ctx, takes, *(*arrived, None)[:2])
 
     register_autograd(library, forward, differentiate, keep)
+
+
+def _keep_in_parts(ctx: Any, family: str, takes: Function, args: Mapping[str, Any], *made: Any) -> None:
+    """Save what a family's backward pass needs of a call that made y, the sum or None, and the statistics."""
+    from . import computing as computing
+
+    y, total, statistics = made
+    ctx.calls = calls = ROWS[family]
+    operands = operands_of(calls, args)
+    ctx.args = calls.args(options_of(calls, takes.norm.value, args), dtypes_of(operands), y.dtype)
+    ctx.save_for_backward(*calls.saved(operands, total), statistics)
+
+
+def _differentiate_in_parts(ctx: Any, takes: Function, dy: Any, dresidual_out: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a call that `_keep_in_parts` saved, given those of y and of the sum."""
+    _refuse_unsaved(ctx.refusal)
+    needed = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
+    due = tuple([needed.get(name, False) for name in ctx.calls.inputs])
+    grads = ctx.calls.recording.gradients(BackwardPass(ctx.saved_tensors, ctx.args, dy, dresidual_out, due))
+    by_name = dict(zip(ctx.calls.inputs, grads, strict=True))
+    return tuple([by_name.get(name) for name in takes.passed])
 
 
 def _refuse_unsaved(refusal: str | None) -> None:
@@ -201,8 +218,7 @@ def _compute(
             # One rounding each.
             types = [dtypes[name] for name, gradient in due.items() if gradient == result.name]
             saved[result.set_by] = dtype_of_all(types) if types else None
-    saved["wants"] = wants
-    args = {**dict(takes.defaults), **saved}
+    args = {**dict(takes.defaults), **saved, "wants": wants}
     if shares_no_row(backward, args):
         outputs = by_formula(backward, args)
     else:

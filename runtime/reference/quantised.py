@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.values import FusedQuant, Norm, ScaleFormat, ScaleGroup
+from ..codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup
 from ..dtypes import DTYPES, word
 from .modulated import modulated
 from .norms import PLAIN, Oracle, ReferenceOutput, quantise, stored_scale
+from .renormed import renormed
 
 
 class ReferenceQuantised(NamedTuple):
@@ -19,13 +20,12 @@ class ReferenceQuantised(NamedTuple):
 
     Attributes:
         y: quantised by `scale`.
-        rows: the norm alone: the stored sum, if there is a residual, and the statistics.
+        rows: the norm alone: y in x's dtype, how far off that may be, the stored sum if there is one, and the
+            statistics.
         scale: of each element, x's shape.
-        unquantised: y before it was quantised, in x's dtype.
         z: what is divided by the scale.
         amax: the largest |z| of each group, (..., G), what is above a bound cut off.
         open: how far off z may be, because fp32 leaves open which way something is rounded before.
-        unquantised_open: how far off `unquantised` may be, for the same reason.
         terms: see `ReferenceOutput`; of z.
         size: neighbours that share a scale.
         kind: what scales are stored as.
@@ -35,11 +35,9 @@ class ReferenceQuantised(NamedTuple):
     y: torch.Tensor
     rows: ReferenceOutput
     scale: torch.Tensor
-    unquantised: torch.Tensor
     z: torch.Tensor
     amax: torch.Tensor
     open: torch.Tensor
-    unquantised_open: torch.Tensor
     terms: torch.Tensor
     size: int
     kind: ScaleFormat
@@ -54,6 +52,8 @@ class ReferenceQuantised(NamedTuple):
         return _in_groups(values, self.size).amax(-1)
 
 
+# The operands of a second norm, and the sum as the call stored it.
+_OF_TWO = ("next_weight", "next_bias", "stored")
 # The largest number of scales in e4m3, and what leaves nothing of any value that is divided by it.
 E4M3_MAX = 448.0
 VANISHING = 2.0**1000
@@ -63,24 +63,22 @@ VANISHING = 2.0**1000
 VALUE_ERROR = 2.0**-22
 
 
-def quantised_by(
-    norm: Oracle,
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    **asked: Any,
-) -> ReferenceQuantised:
+def quantised_by(norm: Oracle, x: torch.Tensor, weight: torch.Tensor | None = None, **asked: Any) -> ReferenceQuantised:
     """Compute in fp64 what a norm's quantised function should return, given the operator's arguments."""
     names = ("bias", "eps", "weight_offset", "x_bias", "cast", "residual", "scale", "shift", "gate")
-    passed = {name: asked[name] for name in names if asked.get(name) is not None}
+    passed = {name: asked[name] for name in (*names, *_OF_TWO) if asked.get(name) is not None}
+    fadd, rounded = word(FusedAdd, "fadd", asked.get("fadd", "pre_add_store")), x
     if "scale" in passed:
         norm = partial(modulated, norm)
+    elif "residual" in passed and fadd.renorms:
+        norm, rounded = partial(renormed, norm), passed["residual"]
     elif "residual" in passed:
-        passed["fadd"] = "pre_add_store"
-    # Rows that are rounded first are rounded to x's 16 bits: y has fewer.
-    rows = norm(x, weight=weight, **passed, out_dtype=x.dtype, save_mv=True)
+        passed["fadd"] = fadd
+    # Rows that are rounded first are rounded to the 16 bits of what is normalised: y has fewer.
+    rows = norm(x, weight=weight, **passed, out_dtype=rounded.dtype, save_mv=True)
     assert rows.terms is not None
     z, terms = rows.z, rows.terms
-    unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open
+    unsure = torch.zeros_like(z) if rows.open is None else rows.open
     if asked.get("quantise_rounded"):
         error = VALUE_ERROR * terms + unsure
         nearest = z.to(x.dtype).double()
@@ -99,16 +97,14 @@ def quantised_by(
     if word(FusedQuant, "fquant", asked.get("fquant", "dynamic")).is_static:
         static = asked["column_scale"] if asked.get("static_scale") is None else asked["static_scale"]
         scale = static.double().expand(z.shape)
-    y, unquantised = quantise(z / scale, out), rows.z.to(x.dtype)
+    y = quantise(z / scale, out)
     return ReferenceQuantised(
         packed(y) if out.is_fp4 else y,
-        rows,
+        rows._replace(y=rows.z.to(x.dtype)),
         scale,
-        unquantised,
         z,
         amax,
         unsure,
-        unquantised_open,
         terms,
         size,
         kind,
@@ -124,7 +120,7 @@ FORWARD: Mapping[Norm, Callable[..., ReferenceQuantised]] = {
 def columnwise(rows: ReferenceQuantised, size: int) -> ReferenceQuantised:
     """Return what y should be along columns: of the transposed rows, in groups of `size` neighbours."""
     z, terms, unsure = (each.reshape(-1, rows.z.shape[-1]).t() for each in (rows.z, rows.terms, rows.open))
-    turned = rows._replace(z=z, unquantised=z, open=unsure, unquantised_open=unsure, terms=terms, size=size)
+    turned = rows._replace(z=z, open=unsure, terms=terms, size=size)
     amax, out = turned.largest(z.abs()), DTYPES[rows.y.dtype]
     scale = turned.spread(scale_of(amax, out.qmax, rows.kind))
     return turned._replace(y=quantise(z / scale, out), scale=scale, amax=amax)

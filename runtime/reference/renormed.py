@@ -16,8 +16,8 @@ from .norms import PLAIN, Oracle, ReferenceOutput
 _ERROR = 1e-5
 
 
-def _renormed(
-    norm: Norm,
+def renormed(
+    norm: Oracle,
     x: torch.Tensor,
     residual: torch.Tensor,
     *,
@@ -31,7 +31,7 @@ def _renormed(
     """Compute what the kernel of two norms should return: the second is that of the stored sum.
 
     Args:
-        norm: of each norm.
+        norm: the oracle of each norm.
         x: as in the call.
         residual: as in the call.
         stored: the sum as the call stored it, which may be any that `sums` allows; None for the nearest.
@@ -41,16 +41,19 @@ def _renormed(
         cast: as in the call.
         others: the other arguments of either norm, and weight, bias, next_weight and next_bias as in the call.
     """
-    oracle = PLAIN[norm]
-    vectors = [others.pop(name, None) for name in ("weight", "bias", "next_weight", "next_bias")]
-    first_vectors, next_vectors = (each[: 1 + norm.centres] for each in (vectors[:2], vectors[2:]))
+    first_vectors, next_vectors = (
+        {name: others.pop(f"{which}{name}") for name in ("weight", "bias") if f"{which}{name}" in others}
+        for which in ("", "next_")
+    )
     y_dtype = out_dtype or (torch.int8 if word(FusedQuant, "fquant", fquant).quantises else x.dtype)
     others["cast"] = word(Cast, "cast", cast).of(DTYPES[y_dtype], DTYPES[x.dtype])
-    first = oracle(x, *first_vectors, residual=residual, fadd="post_add", **others)
+    first = norm(x, **first_vectors, residual=residual, fadd="post_add", **others)
     error = _ERROR * (1 + first.z.abs()) + (0.0 if first.open is None else first.open)
+    # An infinite sum is known.
+    error = error.nan_to_num(posinf=0.0)
     total = first.y if stored is None else stored
     options = {"fquant": fquant, "smooth_scale": smooth_scale, "out_dtype": y_dtype, **others}
-    second = oracle(total, *next_vectors, **options)
+    second = norm(total, **next_vectors, **options)
     least, most = ((first.z + sign * error).to(residual.dtype) for sign in (-1, 1))
     both: dict[str, Any] = {
         name: None if one is None else torch.stack((one, getattr(second, name)), -1)
@@ -59,4 +62,4 @@ def _renormed(
     return second._replace(residual_out=total, sums=(least, most), **both)
 
 
-FORWARD: Mapping[Norm, Oracle] = {norm: partial(_renormed, norm) for norm in PLAIN}
+FORWARD: Mapping[Norm, Oracle] = {norm: partial(renormed, plain) for norm, plain in PLAIN.items()}

@@ -35,6 +35,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
 # The same, and blocks of all rows, for y alone: gradients have none.
 WHOLE: dict[str, Any] = {"out_dtype": E4M3}
 FORMS = BLOCKS | {"whole": (WHOLE, 0), "whole e5m2": ({"out_dtype": E5M2}, 0)}
+PRE = "pre_add_store"
 each_format = pytest.mark.parametrize("name", BLOCKS)
 each_form = pytest.mark.parametrize("name", FORMS)
 each_layout = pytest.mark.parametrize("layout", ["untransposed", "transposed"])
@@ -44,15 +45,28 @@ each_layout = pytest.mark.parametrize("layout", ["untransposed", "transposed"])
 @each_form
 @each_layout
 @pytest.mark.parametrize(
-    ("m", "n"), [(1, 300), (127, 64), (128, 100), (129, 300), (32, 1), (33, 65), (257, 33), (5, 5000)]
+    ("m", "n", "fadd"),
+    [
+        *((m, n, PRE if m % 2 else "") for m, n in ((1, 300), (127, 64), (128, 100), (32, 1), (257, 33), (5, 5000))),
+        *((129, 300, "post_add"), (33, 65, "post_add_norm"), (2, 5000, "post_add"), (2, 20000, "post_add_norm")),
+    ],
 )
-def test_both_directions(norm: str, name: str, layout: str, m: int, n: int) -> None:
-    """Rows and columns are the oracle's, and rows have the bits of a call without columns."""
+def test_both_directions(norm: str, name: str, layout: str, m: int, n: int, fadd: str) -> None:
+    """Rows and columns are the oracle's, and rows have the bits of a call without columns.
+
+    Behind a norm, too: a NaN, an infinity and zeros spoil no other row and block.
+    """
     asked, _ = FORMS[name]
     x = (torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, 1)))).bfloat16()
-    given: dict[str, Any] = {"residual": rows(m, n)} if m % 2 else {"cast": "before_weight"}
+    given: dict[str, Any] = {"residual": rows(m, n), "fadd": fadd} if fadd else {}
+    given |= {} if m % 2 else {"cast": "before_weight"}
     given |= {"bias": rows(n) * 100} if norm == "layer" else {}
     weight = rows(n)
+    if fadd.startswith("post"):
+        given["save_unquant"] = True
+        x[0, n // 2], x[-1], given["residual"][m // 2, 0] = torch.nan, 0.0, torch.inf
+    if fadd == "post_add_norm":
+        given |= {f"next_{each}": rows(n) for each in ("weight", "bias")[: 1 + (norm == "layer")]}
     made = check(norm, x, weight, **given, **asked, columnwise=layout)
     alone = FUNCTION[norm](x, weight, **given, **asked)
     assert all(same_bits(one, other) for one, other in zip(alone[:4], made[:4], strict=True))
@@ -139,6 +153,22 @@ def test_memory(asked: dict[str, Any], layout: str, m: int, strides: tuple[Any, 
 
 
 @each_norm
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_sum_behind_a_norm_goes_where_the_residual_is(norm: str, name: str) -> None:
+    """Of rows on a stride, too, and of operands in other dtypes; a second call is known, and has the same bits."""
+    asked, (m, n) = {**BLOCKS[name][0], "columnwise": "transposed"}, (37, 160)
+    x, wide, residual = rows(m, 2 * n)[:, :n], torch.randn(m, 2 * n)[:, :n], rows(m, n)
+    of_two: dict[str, Any] = {"fadd": "post_add_norm", "next_weight": rows(n).half(), **asked}
+    check(norm, x, torch.randn(n), residual=wide, fadd="post_add", save_unquant=True, amax_out=torch.zeros(1), **asked)
+    assert check(norm, x, torch.randn(n), residual=wide, **of_two).residual_out.dtype == torch.float32
+    expected = FUNCTION[norm](x, residual=residual, **of_two)
+    for total in (residual.clone(), residual):
+        found = FUNCTION[norm](x, residual=total, residual_out=total, **of_two)
+        assert found.residual_out is total
+        assert all(map(same_bits, found, expected))
+
+
+@each_norm
 @each_layout
 @pytest.mark.parametrize("name", ["mxfp8", "fp8"])
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
@@ -216,20 +246,24 @@ def test_an_infinite_amax() -> None:
     assert amax.item() == float("inf")
 
 
-@pytest.mark.parametrize("modulates", [False, True])
+@pytest.mark.parametrize("how", [PRE, "modulated", "post_add", "post_add_norm"])
 @pytest.mark.parametrize("asked", [{**FP8, "columnwise": 2}, {**SWIZZLED, "columnwise": 1}, {**WHOLE, "columnwise": 2}])
-def test_traced_calls(asked: dict[str, Any], modulates: bool) -> None:
+def test_traced_calls(asked: dict[str, Any], how: str) -> None:
     """One operator returns both directions, and the amax is accumulated in the tensor that was passed."""
     x, weight, residual = rows(4, 10, 96).requires_grad_(), rows(96), rows(4, 10, 96)
     given: dict[str, Any] = {"residual": residual, "save_unquant": True, **asked}
-    given |= {name: each.requires_grad_() for name, each in modulations(4, 96, gates=True).items()} if modulates else {}
+    operands = modulations(4, 96, gates=True) if how == "modulated" else {}
+    if how.startswith("post"):
+        given["fadd"], operands["residual"] = how, residual.clone()
+        operands |= {"next_weight": rows(96)} if how == "post_add_norm" else {}
+    given |= {name: each.requires_grad_() for name, each in operands.items()}
     torch.compiler.reset()
     compiled = torch.compile(FUNCTION["rms"], backend="aot_eager", fullgraph=True)
     eager, traced = torch.full((1,), 1e-3), torch.full((1,), 1e-3)
     one = FUNCTION["rms"](x, weight, **given, amax_out=eager)
     other = compiled(x, weight, **given, amax_out=traced)
     assert all(same_bits(each, its) for each, its in zip(one, other, strict=True))
-    due = [x, *[given[name] for name in ("scale", "shift", "gate") if modulates]]
+    due = [x, *operands.values()]
     gradients, its = (torch.autograd.grad(made.unquantised, due, residual) for made in (one, other))
     assert all(map(same_bits, gradients, its))
     assert other.amax is traced
@@ -247,8 +281,16 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-def of_doubles(norm: str, operands: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def of_doubles(norm: str, operands: dict[str, torch.Tensor], fadd: str = PRE) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and the sum of operands in fp64, of which the sum is rounded to 16 bits and differentiated unrounded."""
+    if fadd.startswith("post"):
+        y, _ = of_doubles(
+            norm, {name: operands[name] for name in ("x", "weight", "bias", "x_bias") if name in operands}
+        )
+        total = y + operands["residual"]
+        named = {"x": total, "weight": operands.get("next_weight"), "bias": operands.get("next_bias")}
+        second = {name: each for name, each in named.items() if each is not None}
+        return (total, total) if fadd == "post_add" else of_doubles(norm, second)
     scale, shift, gate = (operands.get(name, torch.zeros(1, 1)).unsqueeze(1) for name in ("scale", "shift", "gate"))
     added = [operands[name] for name in ("x_bias", "residual") if name in operands]
     total = operands["x"] * (gate if "gate" in operands else 1.0) + sum(added)
@@ -265,6 +307,8 @@ def of_doubles(norm: str, operands: dict[str, torch.Tensor]) -> tuple[torch.Tens
         *product(STRAIGHT, ("", "residual", "x_bias")),
         # Modulated rows, of which no call has a static scale or a cast before the weight.
         *product(("rows", "columns", "rounded"), ("scale shift", "scale shift gate residual")),
+        # Sums behind a norm.
+        *product(("rows", "static", "swizzled", "whole"), ("residual post_add", "residual next_weight post_add_norm")),
     ],
 )
 def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added: str) -> None:
@@ -273,14 +317,16 @@ def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added:
     if added == "x_bias":
         asked["columnwise"] = "none"
     names = ["x", "weight", *(["bias"] if norm == "layer" else []), *added.split()]
+    fadd = names.pop() if "post" in added else PRE
+    names += ["next_bias"] if norm == "layer" and "next_weight" in names else []
     leading = {"x": (2, 9), "residual": (2, 9), "scale": (2,), "shift": (2,), "gate": (2,)}
     given = {name: rows(*leading.get(name, ()), 96).requires_grad_() for name in names}
     wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
-    expected, arrived = of_doubles(norm, wide), (rows(2, 9, 96), rows(2, 9, 96))
-    kept = 2 if "residual" in names else 1
+    expected, arrived = of_doubles(norm, wide, fadd), (rows(2, 9, 96), rows(2, 9, 96))
+    kept = 2 if "residual" in names and fadd != "post_add" else 1
 
     def made_of() -> Any:
-        return FUNCTION[norm](**given, eps=1e-5, save_unquant=True, **asked)
+        return FUNCTION[norm](**given, eps=1e-5, save_unquant=True, fadd=fadd, **asked)
 
     def gradients(made: Any, again: bool = False) -> tuple[torch.Tensor, ...]:
         outputs = (made.unquantised, made.residual_out)[:kept]

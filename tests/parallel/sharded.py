@@ -218,7 +218,7 @@ def quantised_rows_with_a_gate_are_of_each_ranks() -> None:
         alike(lambda **given: tuple(operated("gated_layer_norm", given)), given, lies, Shard(0))
 
 
-_MODULATE = ("scale", "shift", "gate")
+_MODULATE = ("scale", "shift", "gate", "next_weight")
 _WIDE = 160
 
 
