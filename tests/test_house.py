@@ -38,15 +38,15 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_097,
+    "all by hand": 15_066,
     "C": 776,
     "emitted": 1_408,
-    "ahead_of_time": 685,
-    "calls": 2_340,
+    "ahead_of_time": 684,
+    "calls": 2_313,
     "families": 2_524,
     "compiled": 536,
     "integrations": 478,
-    "jax": 807,
+    "jax": 804,
     "kernels": 1_282,
     "normforge": 496,
     "operators": 573,

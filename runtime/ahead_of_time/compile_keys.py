@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..call_kinds import FEW, MOST, MOST_ROWS_IN_I32, ROTARY, ROWS, USUAL_ROWS, CallKind
+from ..call_kinds import MOST, MOST_ROWS_IN_I32, ROTARY, ROWS, USUAL_ROWS, CallKind
 from ..codegen.axes import SAME
 from ..codegen.groups import AnyMode, GroupMode, mode_named
 from ..codegen.parameters import family_of
@@ -169,12 +169,13 @@ def keys_of(pairs: Sequence[Pair], target: Target, deployment: Deployment) -> li
         if isinstance(mode, GroupMode) and mode.span.is_group and target.plainly:
             raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
         for plan in plans(mode, size, target, deployment, saves=mode in trained):
-            ms = plan.entry.least_rows()
+            entry = plan.facts.entry
+            ms = entry.least_rows()
             if isinstance(size, GroupShape):
-                ms = size.least_groups(plan.entry, deployment.rows)
+                ms = size.least_groups(entry, deployment.rows)
             for word in (word for word in deployment.rows if word in ms):
                 for launcher in plan.prepared(ms[word]).launchers:
-                    _add(keys, launcher, plan.n, plan.entry.name, word)
+                    _add(keys, launcher, plan.n, entry.name, word)
     return list(keys.values())
 
 
@@ -275,7 +276,7 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, L
     if mode is None:
         yield from _of_heads(kind, target)
         return
-    assembled = [_assembled(each, target, kind.invariant) for each in (kind, *kind.beside)]
+    assembled = [_assembled(each, target) for each in (kind, *kind.beside)]
     recipes = [assembly.walkers[0] for _, assembly in assembled]
     modes = [each.mode for each in (kind, *kind.beside)]
     shared = join(modes, recipes, invariant=kind.invariant) if kind.beside else None
@@ -284,28 +285,25 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry | None, L
             yield entry, Launcher(dispatch.several(shared[0]).load(), shared[1], target, None)
             continue
         # On this GPU the problems may share no launch.
-        for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+        for recipe in assembly.recipes:
             yield entry, Launcher(entry.load(recipe.part), recipe, target, None)
 
 
-def _assembled(kind: CallKind, target: Target, invariant: bool) -> tuple[Entry, Assembly]:
+def _assembled(kind: CallKind, target: Target) -> tuple[Entry, Assembly]:
     mode = mode_named(kind.mode)
     groups, channels = kind.size.get("groups", 1), kind.size.get("channels", 0)
     if channels % groups:
         raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
-    family, n = family_of(mode), kind.n
+    family = family_of(mode)
     dtypes = _dtypes(kind, [row.name for row in family.tensors])
     strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
-    # A scale for all rows, one per row and one per group need the same compilations.
-    further = {str(row.scale_stride_slot): 1 for row in family.inputs if row.kind.is_scale and dtypes[row.name]}
-    described = family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind)
-    facts = Facts(*described, invariant=invariant, sizes=kind.size)
-    entry = dispatch.find(mode, n)
+    entry = dispatch.find(mode, kind.n)
+    facts = Facts(entry, family, mode, kind.n, kind.size, target, dtypes, strides, misaligned_of_kind(kind))
     least = least_groups(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
     m = least.get(kind.rows, 0)
     if m == 0:
         raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
-    return entry, assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
+    return entry, assemble(facts, m)
 
 
 _ANEW = "the recording was changed, or written by another version of normforge; record anew"

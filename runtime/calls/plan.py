@@ -13,24 +13,23 @@ addresses, numbers, and the overlap of outputs with other tensors.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import accumulate
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 
-from ..call_kinds import FEW, ROWS, CallKind
+from ..call_kinds import ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.values import Reduce
 from ..kernels.assembly import SUMS, Assembly, Facts, assemble
 from ..kernels.gpu import ALIGNMENT, Target, pointer_type, target_of
 from ..kernels.launcher import Launcher
-from ..kernels.strides import RowStride, kind_of, row_alignment
+from ..kernels.strides import RowStride, row_alignment
 from ..selection import dispatch
 from ..upstream.dynamo_guards import Fits, allocator, contiguous_strides, guard
 from ..upstream.triton_launcher import Grid, Launch
@@ -299,7 +298,7 @@ class Plan:
         n: row length.
         family: the rows of the call.
         sizes: see `Call`.
-        entry: the instance that serves the call.
+        facts: what the kernels depend on besides M, the instance that serves the call among it.
         empty: makes tensors on the device.
         dtypes: of the family's results; None of what is not asked for.
         sum_dtypes: those of the sums over rows among the results; empty forward.
@@ -322,35 +321,30 @@ class Plan:
         Raises:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
-        self.mode, self.n = mode, n = call.mode, call.n
         self.family = family = call.function.family
-        self.sizes, self._norm = call.sizes, call.function.norm
-        self.entry = dispatch.find(mode, n)
-        self._most_rows = self.entry.most_rows
-        self._target = target or target_of(call.x.device)
+        self._norm = call.function.norm
         self._launches_on = call.x.device if target is None else None
+        self.empty = allocator(call.x.device)
+        dtypes, strides = _dtypes(call), _strides(call)
+        self.dtypes = tuple([dtypes[row.name] for row in family.results])
+        self.sum_dtypes = tuple([dtypes[row.name] for row in family.results if row.is_sum])
+        self.saves_mean = dtypes.get("mean") is not None
+        self.n = call.n
+        self._take(call.mode, call.sizes, target or target_of(call.x.device), dtypes, strides, misaligned)
+        types = self.facts.types
+        self.as_bytes = [row.name for row in family.tensors if str(types.get(row.slot)).startswith(_BYTES)]
+        self.extents = _extents(family, dtypes, strides, self.n) if family.outs else Extents()
+
+    def _take(self, mode: Any, sizes: Mapping[str, int], *described: Any) -> None:
+        """Take the kernels of a mode and sizes, `described` as `Facts` takes them; none is prepared yet."""
+        entry = dispatch.find(mode, self.n)
+        self.mode, self.sizes, self.is_invariant = mode, sizes, entry.is_invariant
+        self.facts = Facts(entry, self.family, mode, self.n, sizes, *described)
         # By class of M.
         self._prepared: list[Prepared | None] = [None] * len(ROWS)
         # Found anew for each call, they took 0.3 us of it.
         self.at: Callable[[torch.Size], Any] = lru_cache(_LAYOUTS)(self._at)
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
-        self.empty = allocator(call.x.device)
-
-        inputs, results = _dtypes(call)
-        self.dtypes = tuple(results.values())
-        self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
-        dtypes = {row.name: dtype for row, dtype in inputs.items()}
-        dtypes |= {row.name: dtype for row, dtype in results.items()}
-        self._dtypes, self.saves_mean = dtypes, dtypes.get("mean") is not None
-        strides, further = _row_strides(call), _scale_strides(family, call)
-        self.is_invariant = is_invariant = self.entry.is_invariant
-        self._facts = facts = Facts(
-            *(family, mode, n, self._target, dtypes, strides, further, misaligned),
-            invariant=is_invariant,
-            sizes=self.sizes,
-        )
-        self.as_bytes = [row.name for row in family.tensors if str(facts.types.get(row.slot)).startswith(_BYTES)]
-        self.extents = _extents(inputs, results, {**strides, **further}, n) if family.outs else Extents()
 
     def sized_by(self, at: Callable[[torch.Size], Any]) -> Plan:
         """Return a plan of the same kernels whose calls are launched as `at` says, from x's shape."""
@@ -360,32 +354,22 @@ class Plan:
 
     def exchanging(self, reduce: Reduce, ranks: int) -> Plan:
         """Return the plan of the same calls whose rows ranks exchange first; `run_sized` takes the exchange."""
-        plan, sizes = copy(self), {**self.sizes, "ranks": ranks}
-        plan.mode, plan.sizes, plan._facts = replace(self.mode, reduce=reduce), sizes, copy(self._facts)
-        plan._facts.mode, plan._facts.sizes = plan.mode, sizes
-        plan.entry = dispatch.find(plan.mode, plan.n)
-        plan._most_rows, plan._prepared = plan.entry.most_rows, [None] * len(ROWS)
-        plan.at, plan.layout = lru_cache(_LAYOUTS)(plan._at), lru_cache(_LAYOUTS)(plan._lay_out)
+        plan, facts, mode = copy(self), self.facts, replace(self.mode, reduce=reduce)
+        described = facts.target, facts.dtypes, {**facts.strides, **facts.further}, facts.misaligned
+        plan._take(mode, {**self.sizes, "ranks": ranks}, *described)
         return plan
 
     def prepared(self, m: int) -> Prepared:
         """Return the kernels for m rows; the first call of each class of M compiles them."""
-        size = bisect_left(self._most_rows, m)
-        return self._prepared[size] or self._prepare(size, m)
-
-    def kind(self, m: int) -> CallKind:
-        """Return the kind of calls of m rows."""
-        facts, size = self._facts, bisect_left(self._most_rows, m)
-        return kind_of(self.mode.name, self.sizes, size, self._dtypes, facts.strides, facts.misaligned)
-
-    def _prepare(self, size: int, m: int) -> Prepared:
-        facts, on = self._facts, self._launches_on
-        assembly = assemble(facts, self.entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
-        if on is not None:
-            dispatch.tell(lambda: self.kind(m))
-        recipes = (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ()))
-        launchers = tuple([Launcher(self.entry.load(each.part), each, self._target, on) for each in recipes])
-        self._prepared[size] = prepared = Prepared(assembly, launchers)
+        facts, on = self.facts, self._launches_on
+        size: int = facts.entry.size(m)
+        prepared = self._prepared[size]
+        if prepared is None:
+            assembly = assemble(facts, m)
+            if on is not None:
+                dispatch.tell(partial(facts.kind, m))
+            launchers = [Launcher(facts.entry.load(each.part), each, facts.target, on) for each in assembly.recipes]
+            self._prepared[size] = prepared = Prepared(assembly, tuple(launchers))
         return prepared
 
     def _at(self, shape: torch.Size) -> Sized:
@@ -457,11 +441,8 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
         call: the call.
         misaligned: see `Plan`.
     """
-    inputs, results = _dtypes(call)
-    dtypes = (*inputs.values(), *results.values())
-    strides = tuple(_row_strides(call).values())
-    sizes, plans = tuple(call.sizes.items()), dispatch.plans
-    key = ("parts", call.mode, sizes, dtypes, strides, frozenset(misaligned), call.x.device)
+    facts, plans = [tuple(each.items()) for each in (call.sizes, _dtypes(call), _strides(call))], dispatch.plans
+    key = ("parts", call.mode, *facts, frozenset(misaligned), call.x.device)
     known: tuple[Plan, ...] = plans.get(key, ())
     if not known:
         known = (Plan(call, misaligned),)
@@ -473,11 +454,11 @@ def _with_numbers(launch: Launch, numbers: tuple[int, ...]) -> Launch:
     return (lambda grid, values: launch(grid, (*values, *numbers))) if numbers else launch
 
 
-def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:
+def _dtypes(call: Call) -> dict[str, torch.dtype | None]:
     """Return the dtypes of a call's inputs and results, None of an absent input or a result that is not asked for."""
     family = call.function.family
-    inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
-    return inputs, {row: call.dtype_of(row.name) for row in family.results}
+    inputs = {row.name: _dtype_of_input(row, call) for row in family.inputs}
+    return inputs | {row.name: call.dtype_of(row.name) for row in family.results}
 
 
 def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
@@ -488,35 +469,25 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _row_strides(call: Call) -> dict[str, RowStride]:
-    """Return the strides of rows by their slots: 0 for an absent tensor, N for a new one."""
-    family = call.function.family
-    outs = {row.result: row.name for row in family.outs}
-    kinds = {row.name: row.kind for row in family.inputs}
-    slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
-    for row in family.results:
-        # The kernels of a plain norm are one, whether dx is due or not.
-        is_new = row.is_wanted(call.mode) and (row.name in call.wants or not call.mode.shares)
-        slots.append((row.row_stride_slot, outs.get(row.name, ""), call.x.shape[-1] if is_new else 0))
-    strides: dict[str, RowStride] = {}
-    for slot, name, absent in slots:
-        if slot is not None:
-            tensor: torch.Tensor | None = getattr(call, name, None)
-            strides[slot] = absent if tensor is None else stride_of(kinds.get(name), name, tensor, call.x)
+def _strides(call: Call) -> dict[str, RowStride]:
+    """Return the strides of rows, and how many scales a row has of its own, by slots, of the tensors that there are."""
+    family, mode, x = call.function.family, call.mode, call.x
+    # The kernels of a plain norm are one, whether dx is due or not.
+    new = [row for row in family.results if row.is_wanted(mode) and (row.name in call.wants or not mode.shares)]
+    strides: dict[str, RowStride] = {row.row_stride_slot: x.shape[-1] for row in new if row.row_stride_slot}
+    for row in family.operands:
+        tensor = getattr(call, row.name)
+        if tensor is None:
+            continue
+        if row.row_stride_slot is not None:
+            strides[row.row_stride_slot] = stride_of(row.kind, row.name, tensor, x)
+        elif row.scale_stride_slot is not None:
+            strides[row.scale_stride_slot] = tensor.numel() // max(1, call.m) * (tensor.numel() != 1)
     return strides
 
 
-def _scale_strides(family: Family, call: Call) -> dict[str, int]:
-    """Return how many scales a row has, by slots, of rows or groups of their own; 0 where one value serves all rows."""
-    scales = [(str(row.scale_stride_slot), getattr(call, row.name)) for row in family.inputs if row.kind.is_scale]
-    return {slot: scale.numel() // max(1, call.m) * (scale.numel() != 1) for slot, scale in scales if scale is not None}
-
-
 def _extents(
-    inputs: Mapping[Parameter, torch.dtype | None],
-    results: Mapping[Result, torch.dtype | None],
-    strides: Mapping[str, RowStride],
-    n: int,
+    family: Family, dtypes: Mapping[str, torch.dtype | None], strides: Mapping[str, RowStride], n: int
 ) -> Extents:
     def extent(row: Parameter | Result, dtype: torch.dtype) -> Extent:
         if isinstance(row, Parameter) and row.scale_stride_slot is not None:
@@ -525,13 +496,10 @@ def _extents(
             return extent_of(0, 2, dtype.itemsize)
         return extent_of(strides.get(row.row_stride_slot or "", 0), n, dtype.itemsize)
 
-    written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}
+    each = {row.name: extent(row, dtype) for row in family.tensors if (dtype := dtypes[row.name]) is not None}
+    there = [(index, row.name) for index, row in enumerate(family.inputs) if row.name in each]
     return Extents(
-        inputs=tuple(
-            (index, *extent(row, dtype), row.name in REPLACEABLE)
-            for index, (row, dtype) in enumerate(inputs.items())
-            if dtype is not None
-        ),
-        y=written["y"],
-        total=written.get("residual_out", (0, 0)),
+        inputs=tuple([(index, *each[name], name in REPLACEABLE) for index, name in there]),
+        y=each["y"],
+        total=each.get("residual_out", (0, 0)),
     )

@@ -149,7 +149,7 @@ def _join(planned: Sequence[PlannedCall]) -> Launcher | None:
     shared = None if apart else join(names, [first for first, *_ in walkers], invariant=is_invariant)
     if shared is None:
         return None
-    kind, *beside = [plan.kind(m) for plan, m in pairs]
+    kind, *beside = [plan.facts.kind(m) for plan, m in pairs]
     dispatch.tell(lambda: replace(kind, beside=tuple(beside)))
     kernels, recipe = shared
     return Launcher(dispatch.several(kernels).load(), recipe, target_of(device), device)

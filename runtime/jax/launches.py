@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import settings
-from ..call_kinds import FEW, MANY, MOST, ROTARY, ROTARY_SIZES, ROWS, CallKind
+from ..call_kinds import MANY, MOST, ROTARY, ROTARY_SIZES, ROWS, CallKind
 from ..codegen.groups import GroupMode
 from ..codegen.parameters import family_of
 from ..codegen.several import suffix
@@ -203,21 +203,18 @@ def _dtypes(op: Operation) -> dict[str, Any]:
 
 
 def _of_rows(op: Operation, known: Mapping[str, jax.Array], target: Target) -> Plan:
-    shape, family = next(iter(known.values())).shape, family_of(op.mode)
+    shape = next(iter(known.values())).shape
     dims = op.operands[0].sizes(shape)
     m, (n,) = prod(dims["..."]), dims["N"]
     # Tables count samples of norms over channels.
     length = prod(shape) // m
     sizes = {"channels": n, "groups": 1, "positions": length // n} if isinstance(op.mode, GroupMode) else {"n": n}
     entry = dispatch.find(op.mode, length)
-    size, dtypes = entry.size(m), {**dict.fromkeys([row.name for row in family.tensors]), **_dtypes(op)}
-    strided = [row for row in family.tensors if row.row_stride_slot is not None]
-    strides = {str(row.row_stride_slot): n if dtypes[row.name] else 0 for row in strided}
-    facts = Facts(family, op.mode, length, target, dtypes, strides, {}, (), invariant=entry.is_invariant, sizes=sizes)
-    assembly = assemble(facts, entry.choices(m, length, target.arch), m, few=ROWS[size] == FEW)
+    facts = Facts(entry, family_of(op.mode), op.mode, length, sizes, target, _dtypes(op), {}, ())
+    assembly = assemble(facts, m)
     programs, partials = assembly.programs(m, 1), {f"{name}_ptr": f"{name}_partials" for name in SUMS}
     steps: list[Any] = []
-    for recipe in (*assembly.walkers, *([assembly.finisher] if assembly.finisher else ())):
+    for recipe in assembly.recipes:
         source = source_of(entry.package, *entry.module_and_symbol(recipe.part))
         steps.append((recipe, source, recipe.grid(m, programs), partials if recipe.part else {}))
     writes: dict[str, tuple[Sequence[int], str]] = dict.fromkeys(partials.values(), ((programs, n), "float32"))
@@ -228,7 +225,7 @@ def _of_rows(op: Operation, known: Mapping[str, jax.Array], target: Target) -> P
     if (rounds := assembly.walkers[0].rounds) is not None:
         # Norms of channels take one round.
         numbers |= zip(("units", "items"), rounds(m)[0][1], strict=True)
-    return Plan(steps, numbers, writes, partial(kind_of, op.mode.name, sizes, size, dtypes, strides, ()))
+    return Plan(steps, numbers, writes, partial(facts.kind, m))
 
 
 def _of_several(op: Operation, known: Mapping[str, jax.Array], target: Target) -> Plan | None:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
+from ..call_kinds import CallKind
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.groups import AnyMode, GroupMode
-from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD
 from ..codegen.several import Kernels, suffix
@@ -21,9 +21,9 @@ from ..codegen.tiling import WARP, power_of_two, with_room
 from ..codegen.values import DType, Part, Pipeline
 from ..errors import ConflictError
 from . import pipelines
-from .gpu import KernelKey, Target, Word, integer_type, pointer_type, row_count_type, scale_warps
+from .gpu import KernelKey, Target, Word, integer_type, pointer_type, row_count_type
 from .pipelines import choose, programs_a_part, refuse_variant, staged, takes_window, window_tile
-from .strides import RowStride, RowWalk, row_alignment, starts_aligned
+from .strides import RowStride, RowWalk, kind_of, row_alignment, starts_aligned
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -73,7 +73,11 @@ _MOST_PROBLEMS = 4
 class Facts:
     """The facts of a call, in addition to M, that determine the call's kernels.
 
+    Calls of torch's tensors and of JAX's arrays, and recorded calls, have the kernels that `assemble` returns for them.
+
     Attributes:
+        entry: the instance that serves the call, a `selection.table.Entry`. For an invariant one the alignment of rows
+            is derived from N alone, so that one kernel serves rows at any address.
         mode: the mode of the call.
         n: row length.
         target: the GPU.
@@ -81,48 +85,50 @@ class Facts:
         numbers: plain numbers, in order, in Triton's words.
         counts: the slots of numbers of rows or parts, which have the type of M.
         strides: row strides, by slots.
-        further: other arguments that are the same at every launch, by slots.
+        further: how far the values of scales are apart, by slots: 0 where one value serves all rows.
+        dtypes: dtypes of torch or numpy, by the names of the family's tensors; None if absent.
         misaligned: pointers that are not multiples of 16 bytes.
         itemsizes: bytes per element of each tensor whose rows are read.
         sums: the pointers to the totals of partial sums, by the names of `SUMS`, which name the sums of any family in
             order; None for a sum that is not wanted. Empty in the forward pass.
-        invariant: whether the alignment of rows is derived from N alone, so that one kernel serves rows at any address.
-        sizes: GroupNorm's "channels", "groups" per sample and "positions" per channel; the "ranks" of an all-reduce.
+        sizes: the sizes by name; see `CallKind`.
     """
 
     def __init__(
         self,
+        entry: Any,
         family: Family,
         mode: AnyMode,
         n: int,
+        sizes: Mapping[str, int],
         target: Target,
         dtypes: Mapping[str, Any],
         strides: Mapping[str, RowStride],
-        further: Mapping[str, int],
         misaligned: Collection[str],
-        *,
-        invariant: bool = False,
-        sizes: Mapping[str, int] | None = None,
     ) -> None:
         """Derive the facts from the types of a family's tensors.
 
         Args:
+            entry: see `Facts`.
             family: the family of the call's function.
             mode: the mode of the call.
             n: row length.
-            target: the GPU.
-            dtypes: dtypes of torch or numpy, by the names of the family's inputs and results; None if absent.
-            strides: see `Facts`.
-            further: see `Facts`.
-            misaligned: slots of pointers that are not multiples of 16 bytes.
-            invariant: see `Facts`; the misaligned rows then follow from N.
             sizes: see `Facts`.
+            target: the GPU.
+            dtypes: see `Facts`; absent tensors may be missing.
+            strides: of rows and of scales, by slots. Rows without one adjoin, and scales without one have a value per
+                row, whose compilations are also those of one value for all rows, or per group.
+            misaligned: slots of pointers that are not multiples of 16 bytes. Under batch invariance the misaligned rows
+                follow from N.
         """
-        self.mode, self.n, self.target, self.strides, self.further = mode, n, target, strides, further
-        self.invariant, self.sizes = invariant, sizes or {}
-        if invariant and strides:
-            rows = [row for row in family.tensors if row.row_stride_slot is not None]
-            misaligned = () if starts_aligned(n) else [row.slot for row in rows if dtypes[row.name] is not None]
+        self.entry, self.mode, self.n, self.target, self.sizes = entry, mode, n, target, sizes
+        self.dtypes = dtypes = {row.name: dtypes.get(row.name) for row in family.tensors}
+        rows = [(row, str(row.row_stride_slot)) for row in family.tensors if row.row_stride_slot]
+        self.strides = {slot: strides.get(slot, n if dtypes[row.name] else 0) for row, slot in rows}
+        scales = [str(row.scale_stride_slot) for row in family.inputs if row.kind.is_scale and dtypes[row.name]]
+        self.further = {slot: strides.get(slot, 1) for slot in scales}
+        if entry.is_invariant and rows:
+            misaligned = () if starts_aligned(n) else [row.slot for row, _ in rows if dtypes[row.name]]
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
             # These may be written to a slice of the caller's tensor.
@@ -163,6 +169,11 @@ class Facts:
         words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in sums]
         self.sums = {**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))}
 
+    def kind(self, m: int) -> CallKind:
+        """Return the kind of calls of m rows."""
+        size = self.entry.size(m)
+        return kind_of(self.mode.name, self.sizes, size, self.dtypes, self.strides, self.misaligned)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -199,15 +210,12 @@ class Recipe:
         words: dict[str, Word] = {**self.types, **self.constants}
         for name, stride in self.strides.items():
             words[name] = stride.types(str(words["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
-        options = {"num_warps": scale_warps(self.warps, target.warp_size), **self.options}
+        # As many threads as a tile's warps of 32 threads have.
+        options = {"num_warps": max(1, self.warps * WARP // target.warp_size), **self.options}
         if "PDL" in parameters and self.constants["PDL"]:
             # Only kernels with this constant wait for the previous kernel: any other would read memory too early.
             options["launch_pdl"] = True
         return KernelKey(kernel, tuple((name, words[name]) for name in parameters), tuple(options.items()))
-
-
-# From M and the number of parts of the rows to the number of programs that share the rows of a part.
-Programs = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,20 +234,23 @@ class Assembly:
 
     walkers: tuple[Recipe, ...]
     finisher: Recipe | None
-    programs: Programs
+    programs: Callable[[int, int], int]
     row_terms: tuple[str, ...]
     exchange: Callable[[int], int] | None = None
     terms: Callable[[int], int] = lambda m: m
 
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """All kernels, in the order of their launches."""
+        return self.walkers if self.finisher is None else (*self.walkers, self.finisher)
 
-def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> Assembly:
+
+def assemble(facts: Facts, m: int) -> Assembly:
     """Return the kernels for m rows.
 
     Args:
         facts: the facts of the call.
-        choices: the table's tile for m rows, and the tile for any GPU.
-        m: the number of rows; only the type that holds the number matters.
-        few: whether m is few rows in the table.
+        m: the number of rows; only the class of M matters.
 
     Raises:
         DeviceError: the GPU can run neither tile.
@@ -247,8 +258,9 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
     if isinstance(mode, GroupMode):
-        return _of_groups(facts, mode, choices, m) if mode.span.is_group else _of_channels(facts, mode)
-    alignment = row_alignment(*([n] if facts.invariant else strides.values()))
+        return _of_groups(facts, mode, m) if mode.span.is_group else _of_channels(facts, mode)
+    choices = facts.entry.choices(m, n, target.arch)
+    alignment = row_alignment(*([n] if facts.entry.is_invariant else strides.values()))
     tile = choose(mode, choices, n, target)
     if mode.is_backward:
         together = pipelines.read_together(n, alignment, facts.misaligned)
@@ -256,11 +268,11 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     elif tile.pipeline is Pipeline.SPREAD and target.compiles:
         tile = with_room(tile, facts.itemsizes, target.arch)
     row = pipelines.row_of(mode, tile.pipeline, target)
-    if facts.invariant:
+    if facts.entry.is_invariant:
         refuse_variant(mode, tile, n, m)
     elif takes_window(mode, tile, n, strides, facts.misaligned):
         row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
-        tile = window_tile(mode, tile, n, few=few)
+        tile = window_tile(mode, tile, n, few=m <= facts.entry.small_m)
     types = {
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
@@ -301,14 +313,14 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     )
 
 
-def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int) -> Assembly:
+def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
     """Return the kernels for GroupNorm, whose M is the number of groups of all samples."""
     from . import group_tiles
 
     channels, groups, positions = facts.sizes.values()
     shape, target = group_tiles.Shape(channels, groups, positions, mode.dtype_in.itemsize), facts.target
-    tile, cut = group_tiles.choose(mode, shape, choices, target)
-    if facts.invariant:
+    tile, cut = group_tiles.choose(mode, shape, facts.entry.choices(m, facts.n, target.arch), target)
+    if facts.entry.is_invariant:
         refuse_variant(mode, tile, facts.n, m)
     alone = cut.parts == 1
     parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
@@ -375,7 +387,7 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
     row = (pipelines.BACKWARD if mode.is_backward else pipelines.FORWARD)[tile.pipeline]
     columns, most = row.columns(tile, channels), row.programs(tile, channels, target)
     # How threads share a tile, and so the order of a sum over channels, follows from the alignment.
-    alignment = 1 if facts.invariant else row_alignment(positions)
+    alignment = 1 if facts.entry.is_invariant else row_alignment(positions)
     tiles, units = -(-positions // tile.rows), positions // alignment
 
     def walker(step: pipelines.Step) -> Recipe:

@@ -136,11 +136,6 @@ def target_of(device: torch.device) -> Target:
     return Target(arch, int(properties.warp_size), int(properties.multi_processor_count), compiles=not interpreting())
 
 
-def scale_warps(warps: int, warp_size: int) -> int:
-    """Return the number of a target's warps that have as many threads as a tile's warps of 32 threads."""
-    return max(1, warps * WARP // warp_size)
-
-
 @cache
 def interpreting() -> bool:
     """Return True if Triton runs kernels in its CPU interpreter."""

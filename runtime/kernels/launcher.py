@@ -42,8 +42,7 @@ class Launcher:
         """
         self.kernel = kernel
         self._device = device
-        strides = recipe.strides.values()
-        walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in strides]
+        walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in recipe.strides.values()]
         self._fixed = (*walked, *recipe.constants.values())
         names = (*recipe.types, *recipe.strides, *recipe.constants)
         # One call in C puts the values of a launch into the order of the kernel's parameters.

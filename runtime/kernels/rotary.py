@@ -40,10 +40,9 @@ HEADS = {kernel: [name for name in names if name in _OF_HEADS] for kernel, names
 NAMES = {kernel: (*names, *TOTALS) for kernel, names in _TENSORS.items()}
 STRIDES = {
     kernel: ["table_row_stride", *[f"{name}_{each}_stride" for name in names for each in ("token", "head")]]
+    + CACHE_STRIDES * (CACHE in _TENSORS[kernel])
     for kernel, names in HEADS.items()
 }
-for _kernel in (FORWARD, _ACROSS_FORWARD):
-    STRIDES[_kernel] += CACHE_STRIDES
 
 # Values of one column of each pair in a program: 8 for each of its threads, 16 bytes of 16-bit values.
 _VALUES = 1024

@@ -126,11 +126,8 @@ def kind_of(
         misaligned: slots of pointers that are not multiples of 16 bytes.
     """
     words = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype is not None}
-    apart = {}
-    for slot, stride in _smallest(strides, sizes.get("n", 0)).items():
-        name = slot.removesuffix(_STRIDE)
-        if stride != _adjoining(name, words, sizes):
-            apart[name] = _word(stride)
+    smallest = {slot.removesuffix(_STRIDE): each for slot, each in _smallest(strides, sizes.get("n", 0)).items()}
+    apart = {name: _word(each) for name, each in smallest.items() if each != _adjoining(name, words, sizes)}
     return CallKind(
         mode=mode,
         sizes=tuple(sizes.items()),

@@ -16,7 +16,7 @@ from normforge.codegen.groups import Span
 from normforge.codegen.values import Norm
 from normforge.jax import launches, primitive
 from normforge.jax.launches import Code
-from normforge.kernels.assembly import assemble
+from normforge.kernels import assembly, pipelines
 from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import interpret
 from normforge.selection import dispatch
@@ -201,12 +201,12 @@ def test_a_window_of_few_rows_keeps_its_warps(
     """As the table calls them few."""
     asked: list[bool] = []
 
-    def heard(*arguments: Any, few: bool) -> Any:
-        asked.append(few)
-        return assemble(*arguments, few=few)
+    def heard(*arguments: Any, **named: Any) -> Any:
+        asked.append(named["few"])
+        return pipelines.window_tile(*arguments, **named)
 
-    monkeypatch.setattr(launches, "assemble", heard)
-    norms.rms_norm(arrays(1, (m, 8), "bfloat16")[0]).block_until_ready()
+    monkeypatch.setattr(assembly, "window_tile", heard)
+    norms.rms_norm(arrays(1, (m, 1501), "bfloat16")[0]).block_until_ready()
     assert asked == [few]
 
 
