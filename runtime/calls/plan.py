@@ -207,8 +207,8 @@ def _pattern(tensor: torch.Tensor, free: int) -> Pattern:
 
 _BYTES = pointer_type("uint8", aligned=False)
 
-# How many shapes, and M, a plan keeps the launches of.
-_LAYOUTS = 64
+# How many shapes, and M, a plan, or a kind of call, keeps the launches of.
+LAYOUTS = 64
 
 
 class Prepared(NamedTuple):
@@ -322,7 +322,6 @@ class Plan:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
         self.family = family = call.function.family
-        self._norm = call.function.norm
         self._launches_on = call.x.device if target is None else None
         self.empty = allocator(call.x.device)
         dtypes, strides = _dtypes(call), _strides(call)
@@ -343,14 +342,8 @@ class Plan:
         # By class of M.
         self._prepared: list[Prepared | None] = [None] * len(ROWS)
         # Found anew for each call, they took 0.3 us of it.
-        self.at: Callable[[torch.Size], Any] = lru_cache(_LAYOUTS)(self._at)
-        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
-
-    def sized_by(self, at: Callable[[torch.Size], Any]) -> Plan:
-        """Return a plan of the same kernels whose calls are launched as `at` says, from x's shape."""
-        plan = copy(self)
-        plan.at = at
-        return plan
+        self.at: Callable[[torch.Size], Any] = lru_cache(LAYOUTS)(self._at)
+        self.layout = lru_cache(LAYOUTS)(self._lay_out)
 
     def exchanging(self, reduce: Reduce, ranks: int) -> Plan:
         """Return the plan of the same calls whose rows ranks exchange first; `run_sized` takes the exchange."""
@@ -384,7 +377,7 @@ class Plan:
     def makes(self, shape: Sequence[int], of_sums: Sequence[Sequence[int]] = ()) -> Makes:
         """Return how to make the results of calls on rows of a shape; `of_sums` has a shape for each that is a sum."""
         rows = self.family.results
-        of_norms = packing(math.prod(shape[:-1]), self._norm.centres, 2)[:1]
+        of_norms = packing(math.prod(shape[:-1]), self.mode.norm.centres, 2)[:1]
         sizes = {Kind.ROWS: shape, Kind.PER_ROW: shape[:-1], Kind.PER_NORM: of_norms}
         others = of_sums or [shape[-1:]] * len(rows)
         shapes = [sizes.get(row.kind, other) for row, other in zip(rows, others, strict=True)]

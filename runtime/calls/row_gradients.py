@@ -26,7 +26,7 @@ from .first import copies_of
 from .functions import UNCHECKED
 from .launch import Ready, run_sized, with_statistics
 from .outputs import rounded, unpacked_of
-from .plan import MISALIGNED, Sized, addresses_of, plan_of, remember
+from .plan import LAYOUTS, MISALIGNED, Sized, addresses_of, plan_of, remember
 from .record import Arrived, BackwardPass, Gradients, Learnt, arrived_in_memory
 
 
@@ -123,7 +123,7 @@ class Backward(NamedTuple):
         # Plans hold none of a call's tensors.
         weight_offset = call.args.weight_offset
 
-        @lru_cache(_SHAPES)
+        @lru_cache(LAYOUTS)
         def sizes(shape: torch.Size) -> Sized | None:
             m = shape.numel() // plan.n
             if m == 0:
@@ -135,8 +135,8 @@ class Backward(NamedTuple):
         sized = sizes(shape)
         assert sized is not None
         results = run_sized(plan, sized, at, read)
-        named = {row.name: result for row, result in zip(self.family.results, results, strict=True)}
-        named = {name: result for name, result in named.items() if result is not None}
+        pairs = zip(self.family.results, results, strict=True)
+        named = {row.name: result for row, result in pairs if result is not None}
         grads = rounded(self.of_results(call, named), call.args.dtypes, call.due)
         indices = [_index_of(gradient, results) for gradient in grads]
         if learnt is None or None in indices:
@@ -161,10 +161,6 @@ class Backward(NamedTuple):
         free = min(x.dim() - 1 - mode.grouped, 1)
         are_rows = [tensor is not None and tensor.shape == x.shape and tensor.dim() > 1 for tensor in arrived[:-1]]
         return [*[free * each for each in are_rows], free]
-
-
-# How many shapes a kind of call that is known keeps the sizes of.
-_SHAPES = 64
 
 
 def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Call:

@@ -74,11 +74,10 @@ def function_traced(family: Family, norm: str, arguments: Mapping[str, Any]) -> 
     function = family.functions[Norm(norm)]
     call = check(function, arguments, addressed=False)
     refuse_gradient(call)
-    if call.function.direction is Direction.BACKWARD:
-        return NormGradients(*operated_as(function, call, NormGradients._fields))
+    output = NormGradients if call.function.direction is Direction.BACKWARD else LayerNormOutput
     outs = call.function.outs
     if all(call.args[name] is None for name, _ in outs):
-        return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
+        return output(*operated_as(function, call, output._fields))
     args = args_of(call)
     results: dict[str, Any] = {}
     for name, result in outs:

@@ -210,7 +210,7 @@ class Recipe:
         words: dict[str, Word] = {**self.types, **self.constants}
         for name, stride in self.strides.items():
             words[name] = stride.types(str(words["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
-        # The number of threads is that of the tile's warps, of 32 threads each.
+        # A tile counts warps of 32 threads, and the target's may have 64.
         options = {"num_warps": max(1, self.warps * WARP // target.warp_size), **self.options}
         if "PDL" in parameters and self.constants["PDL"]:
             # Only kernels with this constant wait for the previous kernel: any other would read memory too early.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from operator import index, itemgetter
 from typing import Any
@@ -17,7 +18,7 @@ from ...calls.backend import backend, is_served, left_to_torch
 from ...calls.check import Call, check_device, check_dtype, check_number, check_tensor
 from ...calls.launch import Ready, Recorded, recorded_of, run, run_recorded
 from ...calls.native import is_last
-from ...calls.plan import Key, Plan, PlannedCall, Sized, addresses_of, make_of, plan_of, remember
+from ...calls.plan import LAYOUTS, Key, Plan, PlannedCall, Sized, addresses_of, make_of, plan_of, remember
 from ...calls.record import (
     BackwardPass,
     Gradients,
@@ -155,8 +156,6 @@ def _plan(direction: Direction, tensors: _Vectors, options: GroupOptions, dtypes
 
 # From what arrived for a backward pass, the means and rstd to what launches bring.
 _INPUTS = itemgetter(0, 2, 3, 4, 6, 7)
-# How many shapes a kind of call keeps the launches of.
-_SHAPES = 64
 
 
 def _sized_by(plan: Plan, x: torch.Tensor, num_groups: int) -> Callable[[torch.Size], Sized | None]:
@@ -168,7 +167,7 @@ def _sized_by(plan: Plan, x: torch.Tensor, num_groups: int) -> Callable[[torch.S
     *_, rows = statistics_shape(x, num_groups)
     sums = [make_of((plan.sizes["channels"],), each) for each in plan.sum_dtypes]
 
-    @lru_cache(_SHAPES)
+    @lru_cache(LAYOUTS)
     def at(shape: torch.Size) -> Sized | None:
         m = shape[0] * groups
         if m == 0:
@@ -192,7 +191,8 @@ def _prepared(operands: GroupOperands, options: GroupOptions, saves: bool, key: 
     plans, addresses = dispatch.plans, tuple(addresses_of(operands))
     dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
     shared = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
-    plan = shared.sized_by(_sized_by(shared, x, options.num_groups))
+    plan = copy(shared)
+    plan.at = _sized_by(shared, x, options.num_groups)
     remember(plans, key, operands, (1, 0, 0), addresses, plan)
     return plan, addresses, operands, x.shape, x.shape[0] * plan.sizes["groups"], (options.eps,)
 
@@ -213,9 +213,8 @@ def launched_backward(call: BackwardPass) -> Gradients:
     if known is not None:
         return known
     gradients = {"dx": x, "dweight": weight, "dbias": bias}
-    wanted = {
-        name: own for (name, own), is_due in zip(gradients.items(), due, strict=True) if is_due and own is not None
-    }
+    pairs = zip(gradients.items(), due, strict=True)
+    wanted = {name: own for (name, own), is_due in pairs if is_due and own is not None}
     if not x.numel():
         return [torch.zeros_like(wanted[name]) if name in wanted else None for name in gradients]
     # A hook of saved tensors may bring the statistics back at any address.
