@@ -25,7 +25,7 @@ from ..calls import traced
 from ..calls.check import Call, check
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import packing, results_of
-from ..codegen.parameters import RENORMED
+from ..codegen.parameters import QUANTISED, RENORMED
 from ..codegen.values import Direction
 from ..dtypes import FLOATS, HALVES, rounded_to
 from ..errors import NormforgeError
@@ -424,8 +424,9 @@ def _sum(norm: Operator) -> Iterator[Match]:
     if dtype not in FLOATS or mode.x_bias or (chain and mode.serves) or not is_near:
         return
     stores = not has_one_user([total, *chain])
-    # A family without the word always returns the sum.
-    words = {"fadd": "pre_add_store" if stores else "pre_add"} if "fadd" in norm.args else {}
+    # Modulated norms, without the word, and quantised ones always return the sum.
+    is_returned = stores or norm.call.function.family is QUANTISED
+    words = {"fadd": "pre_add_store" if is_returned else "pre_add"} if "fadd" in norm.args else {}
     options = [] if stores else [*_biased(total)]
     for each, other in [] if mode.fadd.adds else row_addends(total):
         x, residual = widened_from(each), other if stores else widened_from(other)
@@ -437,8 +438,7 @@ def _sum(norm: Operator) -> Iterator[Match]:
         walkable = all(is_walkable(value(each)) and is_in_memory(each, total) for each in rows)
         if walkable and not is_written(*rows, total):
             args["out_dtype"] = norm.args["out_dtype"] or norm.call.dtype_of("y")
-            replaced = [(total, "residual_out")] if stores else []
-            yield Match(norm, args, min(total.users), replaced, chain[0] if chain else None)
+            yield Match(norm, args, min(total.users), [(total, "residual_out")] * stores, chain[0] if chain else None)
 
 
 def _biased(node: Node) -> Iterator[dict[str, Any]]:
