@@ -173,12 +173,12 @@ def test_several_norms(generates: bool, interpreter: Interpreter, monkeypatch: p
 
 @pytest.mark.parametrize("case", HEADS)
 def test_heads(case: Any, interpreter: Interpreter) -> None:
-    """Weights of one length are added up by one kernel, and of two lengths by two."""
+    """Weights of one length are added up by one kernel, and of two lengths by two; no tokens are walked by none."""
     check_heads(case)
     across = "_across" if case.norm.endswith("_across_heads") else ""
-    lengths = {case.q_heads, case.k_heads} if across else {1}
-    sums = ["sum_partials"] * (len(lengths) if case.weights else 0)
-    assert interpreter.ran == [f"qk_norm_rope{across}_fwd", f"qk_norm_rope{across}_bwd", *sums, interpreter.ran[0]]
+    sums = ["sum_partials"] * (len({case.q_heads, case.k_heads}) if across else 1) * case.weights
+    walks = [f"qk_norm_rope{across}_{way}" for way in ("fwd", "bwd") if case.tokens]
+    assert interpreter.ran == [*walks, *sums, *walks[:1]]
 
 
 @THOROUGH
