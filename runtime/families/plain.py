@@ -329,7 +329,8 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: no kernel can serve the first call of its kind; an instance is missing, for example.
     """
-    result: Any = native.calls.added_ahead.normalise(operands, options) or _launched(operands, options)
+    known = native.calls.added_ahead.normalise(operands, options)
+    result: Any = _launched(operands, options) if known is None else known
     if result is None:
         return None
     first, second, *_ = result

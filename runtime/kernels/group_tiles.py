@@ -23,7 +23,7 @@ _HELD_REGISTERS = 64
 _OTHER_REGISTERS = {False: 40, True: 68}
 # Channels of a backward tile, each of which is summed separately: more channels leave fewer warps, or one, to each.
 _MOST_BESIDE = 8
-# The fewest positions of a tile that has fewer than a channel, if the channel is longer: 128 bytes of 16-bit x.
+# The fewest adjacent positions in a tile, unless a channel has fewer: 128 bytes of 16-bit x.
 _LEAST_POSITIONS = 64
 # The most values that a program reads to merge parts.
 _MOST_PARTS = 1024
