@@ -195,7 +195,8 @@ class GroupMode:
             return (pipeline,)
         if not self.span.is_group:
             return (Part.ROW_TERMS, pipeline) if self.is_backward else (pipeline,)
-        return (Part.TERMS if self.is_backward else Part.MOMENTS, pipeline)
+        merge = (Part.MERGE,) if self.channels_last else ()
+        return (Part.TERMS if self.is_backward else Part.MOMENTS, *merge, pipeline)
 
 
 @cache

@@ -278,71 +278,93 @@ _BACKWARD = (
 # Parameters of GroupNorm's kernels.
 
 
-def _in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return part in (Pipeline.TWO_PASS, Part.MOMENTS, Part.TERMS)
+def _reads(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part is not Part.MERGE
 
 
-def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return part not in (Part.MOMENTS, Part.TERMS)
+def _merges(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part is (Part.MERGE if mode.channels_last else Pipeline.TWO_PASS)
 
 
 def _holds(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part is Pipeline.ONE_PASS
 
 
-def _sums_in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return mode.is_backward and not _holds(mode, part)
+def _in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part is not Pipeline.ONE_PASS
+
+
+def _sweeps(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return _reads(mode, part) and _in_parts(mode, part)
+
+
+def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return isinstance(part, Pipeline)
+
+
+def _finds_statistics(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return _writes(mode, part) or _merges(mode, part)
+
+
+def _finds_sums(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.is_backward and _sweeps(mode, part)
+
+
+def _sums_channels(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return _finds_sums(mode, part) or _holds(mode, part)
 
 
 def _activates(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return mode.activation.is_applied and part is not Part.MOMENTS
+    return mode.activation.is_applied and part not in (Part.MOMENTS, Part.MERGE)
 
 
 _GROUP_SHAPE = (
-    _Row("units", "positions of a channel / ALIGNMENT", lambda m, p: not _holds(m, p)),
+    _Row("units", "positions of a channel / ALIGNMENT", _sweeps),
     _Row("first_item", "of this launch"),
-    _Row("part_tiles", "tiles a part, a multiple of HELD", _in_parts),
+    _Row("part_tiles", "tiles a part, a multiple of HELD", _sweeps),
+    _Row("parts", "of each sample", lambda m, p: p is Part.MERGE),
 )
 _GROUP_CONSTANTS = (
     _Row("C: tl.constexpr", "channels"),
     _Row("CHANNELS: tl.constexpr", "of a group"),
-    _Row("WIDTH: tl.constexpr", "channels of a program, whole groups"),
-    _Row("BLOCK_C: tl.constexpr", "channels a tile"),
-    _Row("BLOCK_S: tl.constexpr", "positions per tile"),
+    _Row("WIDTH: tl.constexpr", "channels of a program", _reads),
+    _Row("BLOCK_C: tl.constexpr", "channels a tile", _reads),
+    _Row("BLOCK_S: tl.constexpr", "positions per tile", _reads),
     _Row("POSITIONS: tl.constexpr", "of a channel", _holds),
-    _Row("HELD: tl.constexpr", "tiles in registers"),
-    _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
-    _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
-    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums_in_parts),
-    _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p is Pipeline.TWO_PASS),
+    _Row("HELD: tl.constexpr", "tiles in registers", _reads),
+    _Row("ALIGNMENT: tl.constexpr", "divides the positions", _reads),
+    _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last", _reads),
+    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _finds_sums),
+    _Row("ALONE: tl.constexpr", "whether a program has whole groups", lambda m, p: p is Pipeline.TWO_PASS),
+    _Row("PEERS: tl.constexpr", "parts to merge at a time, a power of two", _merges),
     _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: _holds(m, p) or _activates(m, p)),
     _PDL,
 )
 
 _GROUP_FORWARD = (
-    _Row("x_ptr", "{rows} {dtype_in}"),
+    _Row("x_ptr", "{rows} {dtype_in}", _reads),
     _Row("weight_ptr", "(C,) or None", _writes),
     _Row("bias_ptr", "(C,) or None", _writes),
-    _Row("partials_ptr", "(groups, 4, parts) fp32", _in_parts),
+    _Row("partials_ptr", "(samples, parts, 4, bundles) fp32", _in_parts),
     _Row("y_ptr", "x's shape", _writes),
-    _Row("mean_ptr", "(groups,) fp32 or None", _writes),
-    _Row("rstd_ptr", "(groups,) fp32 or None", _writes),
+    _Row("mean_ptr", "(groups,) fp32 or None", _finds_statistics),
+    _Row("rstd_ptr", "(groups,) fp32 or None", _finds_statistics),
     *_GROUP_SHAPE,
-    _Row("eps", "fp32", _writes),
+    _Row("eps", "fp32", _finds_statistics),
     *_GROUP_CONSTANTS,
 )
 
 _GROUP_BACKWARD = (
-    _Row("dy_ptr", "x's shape"),
-    _Row("x_ptr", "{rows} {dtype_in}"),
-    _Row("weight_ptr", "(C,) or None"),
-    _Row("bias_ptr", "(C,) or None", lambda m, p: m.activation.is_applied),
-    _Row("mean_ptr", "(groups,) fp32"),
-    _Row("rstd_ptr", "(groups,) fp32"),
-    _Row("partials_ptr", "(groups, 2, parts) fp32", _in_parts),
+    _Row("dy_ptr", "x's shape", _reads),
+    _Row("x_ptr", "{rows} {dtype_in}", _reads),
+    _Row("weight_ptr", "(C,) or None", _reads),
+    _Row("bias_ptr", "(C,) or None", _activates),
+    _Row("mean_ptr", "(groups,) fp32", _reads),
+    _Row("rstd_ptr", "(groups,) fp32", _reads),
+    _Row("partials_ptr", "(samples, parts, 2, bundles) fp32", _in_parts),
     _Row("dx_ptr", "x's shape", _writes),
-    _Row("dweight_ptr", "(sums, C) fp32 or None"),
-    _Row("dbias_ptr", "(sums, C) fp32 or None"),
+    _Row("dweight_ptr", "(sums, C) fp32 or None", _sums_channels),
+    _Row("dbias_ptr", "(sums, C) fp32 or None", _sums_channels),
     *_GROUP_SHAPE,
     *_GROUP_CONSTANTS,
 )
@@ -479,11 +501,13 @@ _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
 # For GroupNorm, by whether the kernel computes gradients.
 _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
     (False, Pipeline.ONE_PASS): "Whole groups, held in registers.",
-    (False, Part.MOMENTS): "The moments of a part of a group.",
-    (False, Pipeline.TWO_PASS): "A part of a group, from the moments of all its parts.",
+    (False, Part.MOMENTS): "The moments of a part of each bundle.",
+    (False, Part.MERGE): "The moments of a group, from those of all its parts.",
+    (False, Pipeline.TWO_PASS): "A part of a group, from the moments of the group.",
     (True, Pipeline.ONE_PASS): "Whole groups, held in registers.",
-    (True, Part.TERMS): "What a part of a group adds to the sums that its gradients need.",
-    (True, Pipeline.TWO_PASS): "A part of a group, from the sums of all its parts.",
+    (True, Part.TERMS): "What a part of each bundle adds to the sums that its gradients need.",
+    (True, Part.MERGE): "The means of a group, from the sums of all its parts.",
+    (True, Pipeline.TWO_PASS): "A part of a group, from the means of the group.",
 }
 
 

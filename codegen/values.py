@@ -650,11 +650,12 @@ class Part(Enum):
     # GroupNorm's, forward and backward.
     MOMENTS = "moments"
     TERMS = "terms"
+    MERGE = "merge"
 
     @property
     def is_of_groups(self) -> bool:
         """Return True if the kernel is GroupNorm's, of which the committed table holds nothing."""
-        return self in (Part.MOMENTS, Part.TERMS)
+        return self in (Part.MOMENTS, Part.TERMS, Part.MERGE)
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)

@@ -38,7 +38,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_066,
+    "all by hand": 15_065,
     "C": 776,
     "emitted": 1_419,
     "ahead_of_time": 684,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "compiled": 536,
     "integrations": 478,
     "jax": 804,
-    "kernels": 1_282,
+    "kernels": 1_281,
     "normforge": 496,
     "operators": 582,
     "override": 191,

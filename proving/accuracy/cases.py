@@ -154,8 +154,8 @@ class GroupCase(Measured[GroupMode]):
     @property
     def parts(self) -> tuple[Pipeline | Part, ...]:
         """The kernels that run: where a tile gives a program whole groups, no other kernel prepares the last one."""
-        parts = self.mode.parts(self.tile.pipeline)
-        return parts[-1:] if cut(self.mode, self.shape, self.tile).parts == 1 else parts
+        parts, found = self.mode.parts(self.tile.pipeline), cut(self.mode, self.shape, self.tile)
+        return parts[-1:] if found.parts == 1 and found.width % self.channels == 0 else parts
 
     def shaped(self, rows: torch.Tensor) -> torch.Tensor:
         """(M, N) rows as x: (samples, channels, positions)."""

@@ -64,6 +64,9 @@ def in_software(dtype: DType, target: Target) -> bool:
 _PARTIAL = pointer_type("float32", aligned=True)
 _EXCHANGE = pointer_type("int64", aligned=True)
 
+# Values that a program of GroupNorm merges at a time: bundles of channels, by parts of a group.
+_MERGED = 1024
+
 # The limit of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
 # The most norms of a launch.
@@ -322,7 +325,7 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
     tile, cut = group_tiles.choose(mode, shape, facts.entry.choices(m, facts.n, target.arch), target)
     if facts.entry.is_invariant:
         refuse_variant(mode, tile, facts.n, m)
-    alone = cut.parts == 1
+    alone = cut.parts == 1 and cut.width % shape.group_channels == 0
     parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
     alignment = 1 if mode.channels_last else row_alignment(positions)
     units = positions // alignment
@@ -330,17 +333,18 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
     sets = -(-positions // cut.block_s) // (cut.held if cut.is_alike(positions) else 1)
     summed = cut.parts if cut.width <= cut.block_c or tile.pipeline is Pipeline.ONE_PASS else sets
 
-    def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
-        items = m // groups * channels // cut.width
-        return [
-            ((min(_MOST_ITEMS, items - first), cut.parts, 1), (units, first, cut.part_tiles))
-            for first in range(0, items, _MOST_ITEMS)
-        ]
+    # The numbers that a part leaves of each bundle of channels, and the channels of a bundle.
+    kinds, bundle = 2 if mode.is_backward else 4, 1 if mode.channels_last else shape.group_channels
 
-    # The sums and counts of a group in each part.
-    kinds = 2 if mode.is_backward else 4
-    walkers = tuple(
-        Recipe(
+    def walker(part: Pipeline | Part) -> Recipe:
+        def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+            items, shared = (m, 1) if part is Part.MERGE else (m // groups * channels // cut.width, cut.parts)
+            return [
+                ((min(_MOST_ITEMS, items - first), shared, 1), (units, first, cut.part_tiles, cut.parts))
+                for first in range(0, items, _MOST_ITEMS)
+            ]
+
+        return Recipe(
             part=part,
             types={
                 **facts.types,
@@ -349,7 +353,7 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
                 **facts.numbers,
                 # The type of positions holds any offset within a group, and those of tiles beyond the group's end.
                 "units": row_count_type(facts.n),
-                **dict.fromkeys(("first_item", "part_tiles"), "i32"),
+                **dict.fromkeys(("first_item", "part_tiles", "parts"), "i32"),
             },
             constants={
                 **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
@@ -360,21 +364,21 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
                 "ALIGNMENT": alignment,
                 "FULL": cut.is_full(positions),
                 "ALIKE": cut.is_alike(positions),
-                "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
+                "ALONE": alone,
+                "PEERS": max(1, min(power_of_two(cut.parts), _MERGED // power_of_two(shape.group_channels // bundle))),
             },
             warps=tile.warps,
             options=pipelines.compiler_options(tile, target, waits=False),
             grid=lambda m, programs: rounds(m)[0][0],
             rounds=rounds,
         )
-        for part in parts
-    )
+
     return Assembly(
-        walkers=walkers,
+        walkers=tuple(map(walker, parts)),
         finisher=finisher(channels, target, facts.sums),
         programs=lambda m, parts: m // groups * summed,
         row_terms=("partials_ptr",),
-        terms=lambda m: m * kinds * cut.parts if len(parts) > 1 else 0,
+        terms=lambda m: 0 if alone else m // groups * cut.parts * kinds * (channels // bundle),
     )
 
 

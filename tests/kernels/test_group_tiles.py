@@ -34,12 +34,13 @@ def test_tiles_have_every_element_and_programs_every_tile(
 ) -> None:
     found = cut(GroupMode(DType.BF16, direction, channels_last=channels_last), shape, tile)
     assert shape.channels % found.width == 0
-    assert found.width % shape.group_channels == 0
+    # Parts of channels that are innermost sum up any channels.
+    assert found.width % shape.group_channels == 0 or (channels_last and tile.pipeline is Pipeline.TWO_PASS)
     assert found.tiles == -(-found.width // found.block_c) * -(-shape.positions // found.block_s)
     assert found.block_c * found.block_s <= tile.block
     assert found.block_c == power_of_two(found.block_c)
     assert found.block_s == power_of_two(found.block_s)
-    # Several groups share no tile with channels of theirs in another.
+    # Several groups share no tile with channels of theirs in another, and nor do some of a group's channels.
     assert found.width == shape.group_channels or found.width <= found.block_c
     assert found.parts * found.part_tiles >= found.tiles
     assert found.part_tiles % found.held == 0

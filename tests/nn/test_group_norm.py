@@ -136,14 +136,14 @@ def test_saved_tensors_may_come_back_at_any_address(monkeypatch: pytest.MonkeyPa
 
 
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a part has that registers do not hold at once, and groups that are launched a few at a time."""
-    from normforge.kernels import assembly, group_tiles
+    """Parts in several rounds, merged a few at a time, of groups that are launched a few at a time."""
+    from normforge.kernels import assembly
 
-    monkeypatch.setattr(group_tiles, "_MOST_PARTS", 2)
     monkeypatch.setattr(assembly, "_MOST_ITEMS", 1)
+    monkeypatch.setattr(assembly, "_MERGED", 2)
     for channels_last, direction in product((False, True), Direction):
         mode = GroupMode(DType.FP32, direction, Activation.NONE, channels_last)
-        with tiled(mode, 6 * 27, Tile(Pipeline.TWO_PASS, 1, 16, 1, held=2)):
+        with tiled(mode, 6 * 27, Tile(Pipeline.TWO_PASS, 2, 16, 1, held=2)):
             hold(group((1, 12, 3, 9), 2, channels_last=channels_last))
 
 
