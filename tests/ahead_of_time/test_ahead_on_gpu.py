@@ -64,17 +64,6 @@ def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> N
     assert "weight_ptr=*fp32:16" in other.stderr
 
 
-@pytest.fixture(scope="module")
-def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same kernels, compiled into a folder by a process that sees no GPU."""
-    base = tmp_path_factory.mktemp("ahead")
-    arch = target_of(torch.device("cuda", 0)).arch
-    argv = ("aot", "--arch", arch, "--n", LENGTHS, "--out", str(base / "kernels"), *MODES)
-    said = printed(command(*argv), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(base / "triton"))
-    assert f"for {arch}" in said
-    return base / "kernels"
-
-
 # By every name that it is called by.
 NO_COMPILER = """
 import triton
@@ -83,13 +72,6 @@ def refuse(*_, **__):
     raise AssertionError("Triton's compiler was called")
 triton.compile = triton.compiler.compile = compiler.compile = refuse
 """
-
-
-@pytest.mark.parametrize("frozen", ["0", "1"])
-def test_a_folder_compiled_ahead_of_time_runs_without_the_compiler(ahead: Path, tmp_path: Path, frozen: str) -> None:
-    code = f"{CALLS}{NO_COMPILER}{LISTENER}run()\nprint('done')"
-    environment = {"NORMFORGE_AOT": str(ahead), "NORMFORGE_FROZEN": frozen, "TRITON_CACHE_DIR": str(tmp_path)}
-    assert printed(code, **environment) == "done"
 
 
 # Calls of every family, trained and not, and of groups in both layouts: held by a program or in parts, few and many.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -26,7 +26,7 @@ from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 from proving.cases import cases, gradients, operands
 
-from ..calling import pieces, table_at
+from ..calling import pieces, table_at, there
 from .ranks import DEVICE, WORLD, Cases
 
 CASES = Cases()
@@ -402,60 +402,26 @@ def checkpointed() -> None:
         alike(partial(checkpoint, normforge.rms_norm, **options), given, Shard(1))
 
 
-class Block(torch.nn.Module):
-    """A pre-norm decoder layer but for attention, with both residual adds in the norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = normforge.AddRMSNorm(N), normforge.AddLayerNorm(N)
-        self.up, self.down = torch.nn.Linear(N, 2 * N, bias=False), torch.nn.Linear(2 * N, N, bias=False)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, residual = self.first(x, residual=residual)
-        y, residual = self.second(self.down(torch.nn.functional.silu(self.up(h))), residual)
-        return y, residual
-
-
-def parallel_block(local: bool = False) -> tuple[Block, torch.nn.Module]:
-    """A block, and the same one parallelized."""
-    block, twin = Block(), Block()
-    twin.load_state_dict(block.state_dict())
-    style = normforge.parallel.SequenceParallel(use_local_output=local)
-    plan = {
-        "first": normforge.parallel.SequenceParallel(),
-        "second": style,
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    return block, parallelize_module(twin, mesh(), plan)
-
-
 @CASES.case
-def a_block_under_sequence_parallel() -> None:
-    """Two inputs and two outputs; the norms themselves communicate nothing."""
-    for local in (False, True):
-        block, parallel = parallel_block(local)
-        x, residual = torch.randn(2, 4, N, requires_grad=True), torch.randn(2, 4, N, requires_grad=True)
-        y, total = block(x, residual)
-        (y.square().sum() + total.sum()).backward()
-        a, b = placed(x, Shard(1)), placed(residual, Shard(1))
-        # Into the linear layers and out of them again, forward and backward.
-        with communicates(all_gather_into_tensor=2, reduce_scatter_tensor=2):
-            one, other = parallel(a, b)
-            if local:
-                one, other = (DTensor.from_local(each, mesh(), [Shard(1)]) for each in (one, other))
-            torch.autograd.backward([one, other], [2 * one.detach(), torch.ones_like(other)])
-        same(one, y, Shard(1))
-        same(other, total, Shard(1))
-        for tensor, whole in ((a, x), (b, residual)):
-            assert whole.grad is not None
-            same(tensor.grad, whole.grad, Shard(1))
-        for (name, parameter), theirs in zip(parallel.named_parameters(), block.parameters(), strict=True):
-            assert theirs.grad is not None
-            assert isinstance(parameter.grad, DTensor)
-            if name.startswith(("first", "second")):
-                assert parameter.grad.placements == (Partial(),), name
-            torch.testing.assert_close(parameter.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)
+def modules_under_sequence_parallel() -> None:
+    """With no communication: gradients of rows lie as rows do, and those of parameters are sums over ranks."""
+    modules: tuple[Any, ...] = (normforge.LayerNorm, normforge.RMSNorm, normforge.AddRMSNorm)
+    for norm in modules:
+        parallel, whole = norm(N), norm(N)
+        parallelize_module(parallel, mesh(), normforge.parallel.SequenceParallel())
+        rows = [torch.randn(2, 4, N, requires_grad=True) for _ in range(1 + (norm is normforge.AddRMSNorm))]
+        parts, expected = [placed(each, Shard(1)) for each in rows], pieces(whole(*rows))
+        dys = [torch.randn_like(each) for each in expected]
+        torch.autograd.backward(expected, dys)
+        arrived = [placed(dy, Shard(1)) for dy in dys]
+        with communicates():
+            found = pieces(parallel(*parts))
+            torch.autograd.backward(found, arrived)
+        ours, theirs = [*found, *(each.grad for each in parts)], [*expected, *(there(each.grad) for each in rows)]
+        for one, other in zip(ours, theirs, strict=True):
+            same(one, other, Shard(1))
+        for one, other in zip(parallel.parameters(), whole.parameters(), strict=True):
+            same(one.grad, there(other.grad), Partial())
 
 
 @CASES.case
@@ -477,20 +443,6 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
     again = module(placed(x, Replicate()), residual=placed(residual, Shard(0)))
     for found, whole in zip(again, expected, strict=True):
         same(found, whole, Shard(1))
-
-
-@CASES.case
-def torchs_own_style_of_one_input() -> None:
-    norm = normforge.LayerNorm(N)
-    module = parallelize_module(norm, mesh(), SequenceParallel())
-    x = torch.randn(2, 4, N)
-    part, gradient = placed(x, Shard(1)), placed(torch.ones_like(x), Shard(1))
-    with communicates():
-        y = module(part)
-        y.backward(gradient)
-    same(y, normforge.LayerNorm(N)(x), Shard(1))
-    assert isinstance(norm.weight.grad, DTensor)
-    assert norm.weight.grad.placements == (Partial(),)
 
 
 @CASES.case
