@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -96,22 +95,6 @@ def change(folder: Path, **entries: Any) -> None:
     (folder / INDEX).write_text(json.dumps(document | entries))
 
 
-@pytest.mark.compile
-@pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("by", ["function", "environment"])
-def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by == "function":
-        normforge.load_aot(folder)
-    else:
-        monkeypatch.setenv("NORMFORGE_AOT", str(folder))
-    rows = read(folder).rows
-    for key in wanted():
-        ((name, binary, shared),) = take(key).loaded
-        row = rows[key.key.portable]
-        assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
-        assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
-
-
 TRAINED = [
     *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
     *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
@@ -136,7 +119,7 @@ def test_a_frozen_process_takes_what_was_recorded(
     assert set(read(out).rows) == {key.portable for key in met}
     request.getfixturevalue("no_compiler")
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    normforge.load_aot(out)
+    monkeypatch.setenv("NORMFORGE_AOT", str(out))
     assert all(take(key).loaded for key in keys)
 
 

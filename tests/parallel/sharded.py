@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,6 +37,9 @@ SHAPE = (2, 5, N)
 
 # How they lie. A large group is asked for the first alone, which leaves some of its ranks without any.
 ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if WORLD == 2 else (Shard(0),)
+
+# How modules are called: eagerly, and by graphs, which are the same in a group of any size.
+BACKENDS = (None, "aot_eager", "inductor") if WORLD == 2 else (None,)
 
 
 def mesh() -> DeviceMesh:
@@ -406,7 +409,8 @@ def checkpointed() -> None:
 def modules_under_sequence_parallel() -> None:
     """With no communication: gradients of rows lie as rows do, and those of parameters are sums over ranks."""
     modules: tuple[Any, ...] = (normforge.LayerNorm, normforge.RMSNorm, normforge.AddRMSNorm)
-    for norm in modules:
+    for norm, backend in product(modules, BACKENDS):
+        torch._dynamo.reset()
         parallel, whole = norm(N), norm(N)
         parallelize_module(parallel, mesh(), normforge.parallel.SequenceParallel())
         rows = [torch.randn(2, 4, N, requires_grad=True) for _ in range(1 + (norm is normforge.AddRMSNorm))]
@@ -414,8 +418,11 @@ def modules_under_sequence_parallel() -> None:
         dys = [torch.randn_like(each) for each in expected]
         torch.autograd.backward(expected, dys)
         arrived = [placed(dy, Shard(1)) for dy in dys]
+        call = torch.compile(parallel, fullgraph=True, backend=backend) if backend else parallel
+        # TorchDynamo compiles nothing while operators are watched.
+        with nullcontext() if backend else communicates():
+            found = pieces(call(*parts))
         with communicates():
-            found = pieces(parallel(*parts))
             torch.autograd.backward(found, arrived)
         ours, theirs = [*found, *(each.grad for each in parts)], [*expected, *(there(each.grad) for each in rows)]
         for one, other in zip(ours, theirs, strict=True):
