@@ -242,28 +242,6 @@ def quantised_norms_are_of_each_ranks_rows() -> None:
 
 
 @CASES.case
-def quantised_outputs_go_where_they_are_told() -> None:
-    """Rows, their sum and their scales, each on its rank."""
-    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
-    by_columns: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major"}
-    modes: tuple[dict[str, Any], ...] = ({}, by_columns)
-    for options in modes:
-        expected: Any = normforge.quantised_rms_norm(x, residual=residual, **options)
-        rows = placed(x, Shard(1))
-        places: dict[str, Any] = {
-            "out": placed(torch.zeros(SHAPE, dtype=torch.int8), Shard(1)),
-            "residual_out": placed(residual, Shard(1)),
-            "y_scale": placed(torch.zeros(*SHAPE[:-1], 1), Shard(1)),
-        }
-        with communicates():
-            found = normforge.quantised_rms_norm(rows, residual=places["residual_out"], **options, **places)
-        assert (found.y, found.y_scale) == (places["out"], places["y_scale"])
-        same(found.y, expected.y, Shard(1))
-        same(found.residual_out, expected.residual_out, Shard(1))
-        same(found.y_scale, expected.y_scale.view(*SHAPE[:-1], 1), Shard(1))
-
-
-@CASES.case
 def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
@@ -294,21 +272,30 @@ def scales_in_tiles_and_columns_are_of_rows_that_are_whole() -> None:
 
 @CASES.case
 def outputs_that_are_written_to() -> None:
-    """Parts are written in place, and nothing is moved to them."""
+    """Parts are written in place: rows, their sum and their scales, each on its rank, and nothing is moved to them."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
-    expected: Any = normforge.rmsnorm2d_fwd(x, residual=residual, fadd=1, save_mv=True)
-    sharded, sum_of = placed(x, Shard(0)), placed(residual, Shard(0))
-    at = sharded.to_local().data_ptr()
-    with communicates():
-        found = normforge.rmsnorm2d_fwd(
-            sharded, residual=sum_of, fadd=1, save_mv=True, out=sharded, residual_out=sum_of
-        )
-    assert found.y is sharded
-    assert sharded.to_local().data_ptr() == at
-    same(sharded, expected.y, Shard(0))
-    same(sum_of, expected.residual_out, Shard(0))
-    same(found.rstd, expected.rstd, Shard(0))
-    refused("placements", lambda: normforge.rmsnorm2d_fwd(sharded, out=placed(x, Shard(1))), errors.LayoutError)
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (normforge.rmsnorm2d_fwd, {"fadd": 1, "save_mv": True}),
+        (normforge.quantised_rms_norm, {}),
+        (normforge.quantised_rms_norm, {"group_size": 32, "scale_layout": "column_major"}),
+    ]
+    for function, options in calls:
+        expected = function(x, residual=residual, **options)
+        rows = placed(x, Shard(1))
+        outs = {"out": rows, "residual_out": placed(residual, Shard(1))}
+        if expected.y_scale is not None:
+            outs["out"] = placed(torch.zeros(SHAPE, dtype=torch.int8), Shard(1))
+            outs["y_scale"] = placed(torch.zeros(*SHAPE[:-1], 1), Shard(1))
+        at = {name: out.to_local().data_ptr() for name, out in outs.items()}
+        with communicates():
+            found = function(rows, residual=outs["residual_out"], **options, **outs)
+        assert (found.y, found.y_scale) == (outs["out"], outs.get("y_scale"))
+        assert at == {name: out.to_local().data_ptr() for name, out in outs.items()}
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) is (other is None)
+            if other is not None:
+                same(one, other.view(one.shape), Shard(1))
+    refused("placements", lambda: normforge.rmsnorm2d_fwd(rows, out=placed(x, Shard(0))), errors.LayoutError)
 
 
 def refused(text: str, call: Callable[[], object], error: type[Exception]) -> None:

@@ -168,21 +168,6 @@ def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(clock: Callable[
         assert decided(case)[1].tile == expected
 
 
-@THOROUGH
-def test_some_rows_may_take_the_tile_that_a_run_finds_for_many(clock: Callable[..., None]) -> None:
-    case = Case(PLAIN, N128, Size.SOME)
-    assert case.rows(Sizes()) == (512, 1024, 2048)
-    _, instead, other, *_ = tiles = case.tiles(CARD.device, MANY)
-    assert instead == MANY
-    both = {tile for size in (Size.LARGE, Size.SMALL) for tile in replace(case, size=size).tiles(CARD.device)[1:]}
-    assert both <= {*tiles}
-    clock(lambda tile, _: 1.0 if tile == other else 2.0)
-    outcomes = tile_trials.Row(PLAIN, N128).decide(CARD.device, SIZES, lambda: None)
-    assert {outcome.case.size for outcome in outcomes} == {*Size}
-    (large,) = [there(outcome.winner) for outcome in outcomes if outcome.case.size is Size.LARGE]
-    assert [each.tile for each in outcomes[-1].tried].index(large.tile) <= 1
-
-
 @pytest.mark.usefixtures("few_tiles")
 def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
     clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -252,7 +237,7 @@ class Bench:
         self.cases: list[Case] = []
         self.ends_at: int | None = None
         self.runs = True
-        self.many: Tile | None = None
+        self.many: dict[Size, Tile | None] = {}
 
     def decide(
         self, case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object], many: Tile | None = None
@@ -260,7 +245,7 @@ class Bench:
         if len(self.cases) == self.ends_at:
             raise KeyboardInterrupt
         self.cases.append(case)
-        self.many = many
+        self.many[case.size] = many
         self.now += self.seconds
         outcome = outcome_of(case, runs=self.runs)
         for _ in outcome.tried:
@@ -415,7 +400,7 @@ def test_some_sizes_are_measured_and_the_others_kept(
     mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234, some alone: "
     assert head(out) == ["# By hand.", f"{mine}fwd_16bit 1..200"]
     # It is held against the tile that the table has for many rows.
-    assert bench.many == other.large
+    assert bench.many[Size.SOME] == other.large
 
     bench.cases.clear()
     # Of those for other sizes none was measured.
@@ -456,6 +441,8 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
         assert (best["tile"], best["us"], best["final_us"]) == (case["best"], 1000.0, 1250.0)
         assert case["gb_per_s"] == 3000.0
     assert line["tiles"]["small"] == line["cases"][1]["best"]
+    # Some rows may take the tile that the run found for many.
+    assert bench.many[Size.SOME] == outcome_of(SHORT[0].cases[0]).tried[-1].tile
     assert bench.measured("--report", path, *THREE, "--resume") == SHORT[1:]
 
 
