@@ -18,7 +18,7 @@ from benchmarks.pages import section
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, Gating, Norm, Pipeline
 from normforge.tools.machine import find_machine
 from proving.accuracy.cases import CAST_MODES, MODES, AnyCase, Case, GroupCase, Layout, cases, forced
 from proving.accuracy.command import main
@@ -124,15 +124,6 @@ def test_every_pipeline_is_measured_in_every_dtype_and_of_heads(where: str) -> N
     together = [pipeline for pipeline in Pipeline if pipeline.takes_rows_alike]
     assert heads >= {*product([Direction.FORWARD], [Norm.RMS], together, [Layout.TOGETHER])}
     assert heads >= {*product([Direction.BACKWARD], FULL, Pipeline, [Layout.HEADS])}
-
-
-@interpreted
-def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
-    odd = [case for case in SLICE if case.mode.has_window and case.n == 1001]
-    odd = [case for case in odd if case.layout is Layout.ADJOINING and not case.mode.cast.comes_first]
-    assert odd
-    for case in odd:
-        assert {cell.pipeline for cell in measure(case, CPU, SEED)} == {Part.WINDOW.value}
 
 
 Spoiler = Callable[[Callable[..., Any]], Callable[..., Any]]
