@@ -1,4 +1,4 @@
-"""The accuracy table: for a terminal, as CSV, and as a summary."""
+"""The accuracy table, as CSV and as a summary."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from .units import MOST
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
 _NORMS = {norm.prefix: norm.row.title for norm in Norm} | {"gn": "GroupNorm"}
+
+
+# The cells of a case, or why it did not run.
+Result = list[Cell] | str
 
 
 @dataclass(frozen=True)
@@ -35,31 +39,18 @@ class Outcome:
         return sorted((cell for cell in self.cells if not cell.ok), key=lambda cell: -cell.ratio)
 
     @property
-    def no_worse(self) -> int:
-        """In how many cells ours is at most torch's."""
-        return sum(cell.ratio <= 1 for cell in self.cells)
-
-    @property
     def ok(self) -> bool:
         """Return True if the rule holds, in every cell and in most."""
-        return bool(self.cells) and not self.broken and not self.failing and 2 * self.no_worse > len(self.cells)
-
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
-        if not self.cells:
-            return "Nothing was measured."
-        found = (
-            f"{len(self.cells) - len(self.failing)} of {len(self.cells)} cells are within {MOST:.0f} times torch's "
-            f"error, and {self.no_worse} are at most torch's"
-        )
-        return f"{found}; {len(self.broken)} cases did not run." if self.broken else f"{found}."
+        most = 2 * sum(cell.ratio <= 1 for cell in self.cells) > len(self.cells)
+        return most and not self.broken and not self.failing
 
 
-def text(outcome: Outcome) -> str:
-    """Return a line per cell that fails and per case that did not run, and the verdict."""
-    broken = [f"did not run: {case}" for case in outcome.broken]
-    return "\n".join((*map(str, outcome.failing), *broken, outcome.verdict))
+def outcome_of(found: Mapping[str, Result]) -> Outcome:
+    """Return the outcome of the results of cases, by name."""
+    return Outcome(
+        [cell for result in found.values() if not isinstance(result, str) for cell in result],
+        [f"{name}: {result}" for name, result in found.items() if isinstance(result, str)],
+    )
 
 
 def table(outcome: Outcome, header: Mapping[str, str]) -> Table:

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
-from normforge.tools.machine import Machine
+from benchmarks.progress import progress_over
 
 from .. import parts
 from .cases import AnyCase
-from .measure import Cell, measure
-from .report import Outcome
-
-# The cells of a case, or why it did not run.
-Result = list[Cell] | str
+from .measure import measure
+from .report import Result
 
 
-def outcome_of(found: Mapping[str, Result]) -> Outcome:
-    """Return the outcome of the results of cases, by name."""
-    return Outcome(
-        [cell for result in found.values() if not isinstance(result, str) for cell in result],
-        [f"{name}: {result}" for name, result in found.items() if isinstance(result, str)],
-    )
-
-
-def run(chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int) -> Generator[tuple[str, Result], None, None]:
+def run(
+    chosen: Sequence[AnyCase], device: torch.device, seed: int, jobs: int
+) -> Generator[tuple[str, Result], None, None]:
     """Measure cases in as many processes, and yield the name and the result of each."""
-    measured = parts.in_processes(chosen, partial(_named, device=machine.device, seed=seed), jobs)
-    yield from tqdm(measured, total=len(chosen), unit=" cases", file=sys.stderr)
+    found = parts.in_processes(chosen, partial(_attempted, device=device, seed=seed), jobs)
+    yield from progress_over(found, what="accuracy", unit="case", total=len(chosen))
 
 
-def _named(case: AnyCase, device: torch.device, seed: int) -> Iterator[tuple[str, Result]]:
+def _attempted(case: AnyCase, device: torch.device, seed: int) -> Iterator[tuple[str, Result]]:
     yield case.name, attempt(case, device, seed)
 
 

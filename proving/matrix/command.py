@@ -47,28 +47,10 @@ class CellError(Exception):
     """A cell in which no test could be run."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The result of one suite in one cell.
-
-    Attributes:
-        cell: where.
-        suite: which.
-        versions: of python, torch, triton and numpy, as they say themselves.
-        passed: how many tests.
-        failed: how many tests, with those that raised outside of the test itself.
-        skipped: how many tests.
-        seconds: of the whole run, collection included.
-    """
-
-    cell: Cell
-    suite: str
-    versions: dict[str, str]
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-
+# A row of the table: the versions as they say themselves, the suite, the counts of tests, and the seconds of the run.
+Row = tuple[str, ...]
+# The two suites of a cell, or why it could not be run.
+Result = list[Row] | str
 
 _VERSIONS = (
     "import json, platform, torch, triton, numpy; print(json.dumps({'python': platform.python_version(), "
@@ -76,7 +58,7 @@ _VERSIONS = (
 )
 
 
-def run(cell: Cell, every: int, jobs: int) -> Iterator[Seen]:
+def run(cell: Cell, every: int, jobs: int) -> Iterator[Row]:
     """Make a cell's environment, if it is not there yet, and run every so many tests of each suite in it.
 
     Raises:
@@ -99,7 +81,8 @@ def run(cell: Cell, every: int, jobs: int) -> Iterator[Seen]:
             seconds = time.monotonic() - started
             if not report.is_file():
                 raise CellError(f"{suite} of {cell}: pytest ended with status {ended.returncode} and no report")
-            yield Seen(cell, suite, versions, *counted(report), seconds)
+            found = (*(versions[name] for name in _COLUMNS[:4]), suite, *counted(report), f"{seconds:.0f}")
+            yield tuple(map(str, found))
 
 
 def counted(report: Path) -> tuple[int, int, int]:
@@ -122,9 +105,6 @@ def _checked(command: list[str], what: str) -> str:
         raise CellError(f"{what}: {(ended.stderr or ended.stdout).strip()[-2000:]}")
     return ended.stdout
 
-
-# The two suites of a cell, or why it could not be run.
-Result = list[Seen] | str
 
 # Of each file: all of both suites takes one core more than half an hour in each cell.
 _EVERY = 64
@@ -154,7 +134,7 @@ def main(argv: list[str]) -> int:
     found = parts.run(cells, lambda due: _seen(due, every, arguments.jobs), arguments, header)
     whole = table(found.results.values(), header)
     conclude(arguments, "versions", whole, summary, page=_PAGE, left=found.left)
-    failed = any(isinstance(result, str) or any(each.failed for each in result) for result in found.results.values())
+    failed = any(row["failed"] != "0" for row in whole.rows) or any(isinstance(r, str) for r in found.results.values())
     return 1 if failed or found.left else 0
 
 
@@ -177,11 +157,7 @@ def table(results: Iterable[Result], header: Mapping[str, str]) -> Table:
     results = [*results]
     broken = [result for result in results if isinstance(result, str)]
     header = {**header, **{f"not run, {number}": " ".join(why.split()) for number, why in enumerate(broken, 1)}}
-    rows = []
-    for found in (seen for result in results if not isinstance(result, str) for seen in result):
-        counts = (found.suite, found.passed, found.failed, found.skipped, f"{found.seconds:.0f}")
-        rows.append((*(found.versions[name] for name in _COLUMNS[:4]), *counts))
-    return Table.of(header, _COLUMNS, rows)
+    return Table.of(header, _COLUMNS, [row for result in results if not isinstance(result, str) for row in result])
 
 
 def summary(table: Table) -> str:

@@ -18,14 +18,14 @@ from benchmarks.pages import section
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, Gating, Norm, Pipeline
 from normforge.tools.machine import find_machine
 from proving.accuracy.cases import CAST_MODES, MODES, AnyCase, Case, GroupCase, Layout, cases, forced
 from proving.accuracy.command import main
 from proving.accuracy.measure import Cell, measure
-from proving.accuracy.report import Outcome, summary, table, text
+from proving.accuracy.report import Outcome, outcome_of, summary, table
 from proving.accuracy.rows import KINDS
-from proving.accuracy.run import attempt, outcome_of, run
+from proving.accuracy.run import attempt, run
 from proving.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
 from proving.cases import FULL
 from proving.evidence import EVIDENCE, load
@@ -95,23 +95,18 @@ def test_no_error_is_over_four_times_torchs(case: AnyCase) -> None:
     assert all(cell.ok for cell in found), told(found)
 
 
-def test_groups_that_one_program_has_whole_take_one_kernel() -> None:
-    whole = [case for case in SPECIAL if isinstance(case, GroupCase)]
-    assert all(len(case.parts) < len(case.mode.parts(Pipeline.TWO_PASS)) for case in whole)
-
-
 @THOROUGH
 @interpreted
 def test_most_errors_are_at_most_torchs() -> None:
-    found = [cell for case in SLICE if case.n < 1000 for cell in measure(case, CPU, SEED)]
+    found = [cell for case in SLICE if case.n == 100 for cell in measure(case, CPU, SEED)]
     assert sum(cell.ratio <= 1 for cell in found) > len(found) / 2
 
 
 @pytest.mark.gpu
 def test_the_whole_table_on_a_card() -> None:
     machine = find_machine()
-    outcome = outcome_of(dict(run(cases(machine.device), machine, SEED, jobs=min(16, os.cpu_count() or 1))))
-    assert outcome.ok, f"{outcome.verdict}\n{told(outcome.failing)}\n" + "\n".join(outcome.broken)
+    outcome = outcome_of(dict(run(cases(machine.device), machine.device, SEED, jobs=min(16, os.cpu_count() or 1))))
+    assert outcome.ok, "\n".join((told(outcome.failing), *outcome.broken))
 
 
 @pytest.mark.parametrize("where", ["interpreted", "compiled"])
@@ -129,15 +124,6 @@ def test_every_pipeline_is_measured_in_every_dtype_and_of_heads(where: str) -> N
     together = [pipeline for pipeline in Pipeline if pipeline.takes_rows_alike]
     assert heads >= {*product([Direction.FORWARD], [Norm.RMS], together, [Layout.TOGETHER])}
     assert heads >= {*product([Direction.BACKWARD], FULL, Pipeline, [Layout.HEADS])}
-
-
-@interpreted
-def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
-    odd = [case for case in SLICE if case.mode.has_window and case.n == 1001]
-    odd = [case for case in odd if case.layout is Layout.ADJOINING and not case.mode.cast.comes_first]
-    assert odd
-    for case in odd:
-        assert {cell.pipeline for cell in measure(case, CPU, SEED)} == {Part.WINDOW.value}
 
 
 Spoiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -210,11 +196,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def test_a_unit_is_the_distance_to_the_next_number() -> None:
     for dtype in FLOATS:
         values = torch.tensor([1.0, 1.5, 0.1, 777.0, 3e-5, 6e-8], dtype=torch.float64).to(dtype)
-        above = torch.nextafter(values, torch.tensor(float("inf"), dtype=dtype)) if dtype is torch.float32 else None
         # The bits of a positive number, counted one up, are the next one's.
         bits = values.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
         following = (bits + 1).view(dtype)
-        assert above is None or torch.equal(above, following)
         assert torch.equal(ulp(values.double(), dtype), following.double() - values.double())
 
 
@@ -283,16 +267,16 @@ def test_the_rule_holds_in_every_cell_and_in_most() -> None:
     assert not Outcome([], []).ok
 
 
-def test_what_fails_is_printed_and_is_in_the_table_and_its_summary() -> None:
+def test_what_fails_is_in_the_table_and_its_summary() -> None:
     good, bad = cell(1.0, 1.0), replace(cell(20.0, 1.0), kind="outlier")
     outcome = Outcome([good, bad], ["a case: OutOfResources"])
     found = table(outcome, {"device": "a card", "seed": "0"})
-    for report in (text(outcome), summary(found)):
-        assert "1 of 2 cells are within 4 times torch's error" in report
-        assert "a case: OutOfResources" in report
-        assert "20.0" in report
-    assert "does not hold in 1 cells of Forward one_pass LayerNorm fp32 y: 20.0 units, torch 1.0." in summary(found)
-    assert "device a card, seed 0" in summary(found)
+    page = summary(found)
+    assert "1 of 2 cells are within 4 times torch's error" in page
+    assert "a case: OutOfResources" in page
+    assert [str(each) for each in outcome.failing] == [str(bad)]
+    assert "does not hold in 1 cells of Forward one_pass LayerNorm fp32 y: 20.0 units, torch 1.0." in page
+    assert "device a card, seed 0" in page
     (row,) = found.rows
     assert (row["cells"], row["beyond"], row["no worse"], row["worst rows"]) == ("2", "1", "1", "outlier")
     assert (row["random"], row["outlier"], row["outlier torch"]) == ("1.0", "20.0", "1.0")

@@ -15,28 +15,22 @@ from ..calling import ORACLE, agree, printed, python
 
 pytestmark = pytest.mark.gpu
 
-# A training step and a quantised forward pass, for few rows and for many, held against torch; a row of 16384 is spread
-# over programs that wait for one another.
+# A training step and a quantised forward pass, for few rows and for many; a row of 16384 is spread over programs that
+# wait for one another.
 LENGTHS = "96,16384"
 CALLS = """
 import torch, normforge
+from proving.cases import cases, check, operands
 def run(lengths=(96, 16384), dtype=torch.bfloat16):
-    for n in lengths:
-        for m in (3, 700):
-            x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            weight, bias = (torch.randn(n, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
-            dy = torch.randn_like(x)
-            y = normforge.layer_norm(x, (n,), weight, bias)
-            expected = torch.nn.functional.layer_norm(x.float(), (n,), weight.float(), bias.float())
-            ours = torch.autograd.grad(y, (x, weight, bias), dy)
-            theirs = torch.autograd.grad(expected, (x, weight, bias), dy.float())
-            torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
-            for ours, theirs in zip(ours, theirs):
-                torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-1)
-            with torch.no_grad():
-                out = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", out_dtype=torch.float8_e4m3fn)
-            wanted = torch.nn.functional.rms_norm(x.float(), (n,), weight.float(), 1e-6)
-            torch.testing.assert_close(out.y.float() * out.y_scale[:, None], wanted, rtol=7e-2, atol=7e-2)
+    for m, n in ((m, n) for n in lengths for m in (3, 700)):
+        at = {"dtype": torch.bfloat16, "vectors": dtype, "without": ("residual", "x_bias")}
+        (case,) = cases("plain", vary=(), shape=(m, n), **at)
+        given = operands(case, "cuda")
+        check(case, given)
+        x, weight = given["x"].detach(), given["weight"].detach()
+        out = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", out_dtype=torch.float8_e4m3fn)
+        wanted = torch.nn.functional.rms_norm(x.float(), (n,), weight.float(), 1e-6)
+        torch.testing.assert_close(out.y.float() * out.y_scale[:, None], wanted, rtol=7e-2, atol=7e-2)
     torch.cuda.synchronize()
 """
 MODES = ("ln_fwd_bf16_mv", "ln_bwd_bf16", "rms_fwd_bf16_fp8_e4m3fn_dq")
@@ -64,17 +58,6 @@ def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> N
     assert "weight_ptr=*fp32:16" in other.stderr
 
 
-@pytest.fixture(scope="module")
-def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same kernels, compiled into a folder by a process that sees no GPU."""
-    base = tmp_path_factory.mktemp("ahead")
-    arch = target_of(torch.device("cuda", 0)).arch
-    argv = ("aot", "--arch", arch, "--n", LENGTHS, "--out", str(base / "kernels"), *MODES)
-    said = printed(command(*argv), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(base / "triton"))
-    assert f"for {arch}" in said
-    return base / "kernels"
-
-
 # By every name that it is called by.
 NO_COMPILER = """
 import triton
@@ -85,18 +68,9 @@ triton.compile = triton.compiler.compile = compiler.compile = refuse
 """
 
 
-@pytest.mark.parametrize("frozen", ["0", "1"])
-def test_a_folder_compiled_ahead_of_time_runs_without_the_compiler(ahead: Path, tmp_path: Path, frozen: str) -> None:
-    code = f"{CALLS}{NO_COMPILER}{LISTENER}run()\nprint('done')"
-    environment = {"NORMFORGE_AOT": str(ahead), "NORMFORGE_FROZEN": frozen, "TRITON_CACHE_DIR": str(tmp_path)}
-    assert printed(code, **environment) == "done"
-
-
 # Calls of every family, trained and not, and of groups in both layouts: held by a program or in parts, few and many.
 # Beside them queries and keys of a packed tensor, latents of MLA, and gradients quantised both ways.
 FAMILY_CALLS = """
-import torch, normforge
-from proving.cases import cases, check, operands
 bf16 = {"dtype": torch.bfloat16, "vectors": torch.bfloat16}
 def run_families():
     chosen = cases(vary=("norm",), **bf16) + cases("channels", vary=("norm", "layout"), activation="silu", **bf16)

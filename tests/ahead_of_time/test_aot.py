@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -96,22 +95,6 @@ def change(folder: Path, **entries: Any) -> None:
     (folder / INDEX).write_text(json.dumps(document | entries))
 
 
-@pytest.mark.compile
-@pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("by", ["function", "environment"])
-def test_kernels_are_loaded_without_the_compiler(by: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by == "function":
-        normforge.load_aot(folder)
-    else:
-        monkeypatch.setenv("NORMFORGE_AOT", str(folder))
-    rows = read(folder).rows
-    for key in wanted():
-        ((name, binary, shared),) = take(key).loaded
-        row = rows[key.key.portable]
-        assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
-        assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
-
-
 TRAINED = [
     *cases("l2", "channels", "statistics", vary=("norm",), dtype=torch.bfloat16),
     *cases("channels", vary=(), dtype=torch.bfloat16, layout="channels last", activation="silu"),
@@ -136,7 +119,7 @@ def test_a_frozen_process_takes_what_was_recorded(
     assert set(read(out).rows) == {key.portable for key in met}
     request.getfixturevalue("no_compiler")
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    normforge.load_aot(out)
+    monkeypatch.setenv("NORMFORGE_AOT", str(out))
     assert all(take(key).loaded for key in keys)
 
 
@@ -227,19 +210,6 @@ def another_architecture(folder: Path) -> str:
     )
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("spoil", [damaged, metadata_changed, missing, another_source, another_architecture])
-def test_a_kernel_that_does_not_fit_is_refused(spoil: Callable[[Path], str], folder: Path) -> None:
-    message = spoil(folder)
-    normforge.load_aot(folder)
-    key = wanted()[0]
-    with driving() as driver, pytest.raises(AotError) as raised:
-        obtain(key.key, key.function, TARGET, 0)
-    assert str(raised.value).startswith(message)
-    assert not driver.loaded
-    assert not obtaining.obtained()
-
-
 def no_folder(folder: Path) -> str:
     shutil.rmtree(folder)
     return f"{folder} holds no compiled kernels: no index.json (No such file or directory); make one: normforge aot"
@@ -258,19 +228,31 @@ def another_triton(folder: Path) -> str:
     )
 
 
+OF_KERNELS = [damaged, metadata_changed, missing, another_source, another_architecture]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("spoil", [no_folder, another_format, another_triton])
+@pytest.mark.parametrize("spoil", [*OF_KERNELS, no_folder, another_format, another_triton])
 @pytest.mark.parametrize("by", ["function", "environment"])
-def test_a_folder_that_does_not_fit_is_refused(
+def test_what_does_not_fit_is_refused(
     spoil: Callable[[Path], str], by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A folder as it is read, and a kernel as it is loaded."""
     message = spoil(folder)
     monkeypatch.setenv("NORMFORGE_AOT", str(folder) if by == "environment" else "")
     key = wanted()[0]
+
+    def run() -> None:
+        if by == "function":
+            normforge.load_aot(folder)
+        obtain(key.key, key.function, TARGET, 0)
+
     for _ in range(2):
-        with pytest.raises(AotError) as raised, driving():
-            obtain(key.key, key.function, TARGET, 0) if by == "environment" else normforge.load_aot(folder)
+        with driving() as driver, pytest.raises(AotError) as raised:
+            run()
         assert str(raised.value).startswith(message)
+        assert not driver.loaded
+        assert not obtaining.obtained()
 
 
 def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -423,16 +405,12 @@ def test_warmup_obtains_every_key_once(
 
 
 @pytest.mark.usefixtures("obtained")
-def test_warmup_builds_what_is_in_c_though_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_builds_what_is_in_c_though_frozen_by_one_job_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(triton_launcher, "library", lambda *, build: asked.append(build))
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     normforge.warmup([64], ["ln_fwd_bf16"], progress=False)
     assert asked == [True]
-
-
-@pytest.mark.usefixtures("obtained")
-def test_jobs_are_at_least_one() -> None:
     with pytest.raises(ConflictError, match="jobs=0 will not do"):
         normforge.warmup([64], ["ln_fwd_bf16"], jobs=0, progress=False)
 

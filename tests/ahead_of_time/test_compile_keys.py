@@ -204,7 +204,7 @@ def test_what_is_refused(what: str, name: str) -> None:
         compile_keys(**{"arch": "sm_90"} | USUAL[what] | given)
 
 
-# A row length for each way to walk a row, odd, as in tests/conformance/test_opinfo.py, and one with aligned rows.
+# An odd row length for each way to walk a row, and one with aligned rows.
 @pytest.mark.parametrize("n", [103, 4096, 4103, 40009])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_compilations_depend_on_m_by_its_class_alone(n: int, arch: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from hashlib import sha256
 from unittest.mock import Mock
@@ -30,7 +29,6 @@ from benchmarks.results import make_row
 from benchmarks.runner import prepare
 from benchmarks.suites import SUITES, sweep
 from benchmarks.suites.batch_invariant import GROUPS, PROVIDER
-from benchmarks.suites.sweep import lengths
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -117,29 +115,6 @@ TURN = 168
 draw = cache(sweep.draw)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_length_has_every_size_and_every_computation_once(seed: int) -> None:
-    cells, drawn = draw(seed), lengths(seed)
-    wanted = [(task, norm) for task in (Task.FORWARD, Task.ADD, Task.ADD_QUANT, Task.BACKWARD) for norm in Norm]
-    eight = cells[: 8 * TURN]
-    assert len({cell.id for cell in eight}) == len(eight)
-    assert {(cell.n, *_computed(cell)) for cell in eight} == {(n, *one) for n in drawn for one in wanted}
-    assert {(cell.n, cell.group) for cell in eight} == {(n, group) for n in drawn for group in sweep.GROUPS}
-    # Each pair of the two as often, and once in any half an octave or so.
-    for start in range(0, TURN, 8):
-        block = [cell for cell in eight if cell.n in drawn[start : start + 8]]
-        assert Counter((cell.group, *_computed(cell)) for cell in block) == {
-            (group, *one): 1 for group in sweep.GROUPS for one in wanted
-        }
-    # A run that is cut has a sample of the whole; however short, of lengths from all over.
-    for start in range(0, len(cells), TURN):
-        turn = cells[start : start + TURN]
-        assert sorted(cell.n for cell in turn) == drawn
-        assert set(Counter(_computed(cell) for cell in turn).values()) == {TURN // 8}
-        assert set(Counter(cell.group for cell in turn).values()) == {TURN // 8}
-    assert sorted(drawn.index(cell.n) // 8 for cell in cells[:21]) == list(range(21))
-
-
 def test_a_seed_decides_the_cells() -> None:
     assert len({draw(seed) for seed in SEEDS}) == len(SEEDS)
     assert SUITES["sweep"].cells == draw(0)
@@ -154,8 +129,3 @@ def test_results_name_their_seed_so_it_means_the_same_cells_for_good() -> None:
 
 
 DIGEST = "0a583690ef39f0080ac8023fa989f15b790f15c9bc78168f8d86075485af205e"
-
-
-def _computed(cell: Cell) -> tuple[Task, Norm]:
-    assert cell.out_dtype == ("fp8" if cell.task is Task.ADD_QUANT else "")
-    return cell.task, cell.norm

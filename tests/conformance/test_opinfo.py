@@ -6,7 +6,6 @@ import importlib.util
 import sys
 import unittest
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +61,9 @@ def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str,
     count = 0
     for sample in op_infos[name].sample_inputs(device, dtype, requires_grad=True):
         if sample.kwargs.get("eps", 0.0) < 0:
+            # Torch returns NaN: a variance of less than -eps has no root.
+            with pytest.raises(ConflictError, match=r"eps.*-0\.5"):
+                getattr(normforge, name)(sample.input, *sample.args, **sample.kwargs)
             continue
         assert normforge.backend(sample.input) == "kernel"
         exact = called(getattr(functional, name), sample.transform(in_fp64))
@@ -76,16 +78,6 @@ def in_fp64(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().double().requires_grad_(value.requires_grad)
-
-
-@each_device
-@each_operator
-def test_samples_with_an_eps_below_0_are_refused(name: str, device: str, op_infos: dict[str, Any]) -> None:
-    """A variance of less than -eps has no root: torch returns NaN for it, and here eps is at least 0."""
-    for sample in op_infos[name].sample_inputs(device, FP32, requires_grad=False):
-        if sample.kwargs.get("eps", 0.0) < 0:
-            with pytest.raises(ConflictError, match=r"eps.*-0\.5"):
-                getattr(normforge, name)(sample.input, *sample.args, **sample.kwargs)
 
 
 def _error_inputs(name: str, op_infos: dict[str, Any], device: str) -> list[tuple[torch.Tensor, tuple[Any, ...]]]:
@@ -136,27 +128,6 @@ def test_two_runs_give_the_same_bits(norm: str, shape: tuple[int, int]) -> None:
     for _ in range(3):
         for a, b in zip(first, once(), strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [103, 4103, 40009])
-def test_compilations_do_not_depend_on_m(n: int, cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a call of each class of M (few, some, many rows) no M compiles anything, forward or backward."""
-
-    def step(m: int) -> None:
-        x = torch.randn(m, n, device="cuda", requires_grad=True)
-        torch.autograd.backward([normforge.layer_norm(x, (n,)).sum()])
-        normforge.rmsnorm2d_fwd(x.detach(), fquant="dynamic")
-
-    for m in (2, 1000, 3000):
-        step(m)
-    compiled = sorted(path.name for path in cold_cache.iterdir())
-    assert compiled
-    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    for m in (1, 3, 4, 5, 16, 37, 64, 255, 256, 257, 999, 1001, 2048, 2049, 4096):
-        step(m)
-    torch.cuda.synchronize()
-    assert sorted(path.name for path in cold_cache.iterdir()) == compiled
 
 
 @pytest.mark.gpu

@@ -19,8 +19,6 @@ from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, write_table
 from normforge.codegen.tiling import (
     CLASSES,
-    MOST_RESIDENT_WARPS,
-    WARP,
     Load,
     TileClass,
     class_of,
@@ -286,20 +284,8 @@ def test_every_mode_of_a_manifest_has_the_tiles_that_it_has_on_demand(expand: Ca
 # NVIDIA's have every pipeline.
 ARCH = "sm_90"
 
-# A row of the bucket without a cap.
-LONG = 262144
 
 FWD_16, BWD_16 = TileClass(Direction.FORWARD, 2), TileClass(Direction.BACKWARD, 2)
-EVERY = [(kind, bucket, few) for kind in CLASSES for bucket in standard_ladder() for few in (False, True)]
-
-
-def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
-    """Warps have slots there, and a thread keeps 24 registers of 65536 or more, which is what addresses take."""
-    for kind, bucket, few in EVERY:
-        for tile in candidates(kind, bucket, bucket.last or LONG, ARCH, few=few):
-            threads = tile.resident * tile.warps * WARP
-            assert threads <= MOST_RESIDENT_WARPS * WARP
-            assert 65536 // threads >= 24
 
 
 @pytest.mark.parametrize(
@@ -316,15 +302,3 @@ def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
 def test_what_an_h200_was_seen_to_prefer_is_among_them(kind: TileClass, length: int, tile: Tile) -> None:
     bucket = next(bucket for bucket in standard_ladder() if length in bucket)
     assert tile in candidates(kind, bucket, length, ARCH, few=False)
-
-
-def test_no_row_is_spread_or_staged_where_no_hardware_sees_to_it() -> None:
-    """Programs cannot wait for one another there, nor rows come to shared memory by themselves."""
-    for kind, bucket, few in EVERY:
-        n = bucket.last or LONG
-        expected = [
-            tile
-            for tile in candidates(kind, bucket, bucket.last or LONG, ARCH, few=few)
-            if tile.pipeline is not Pipeline.SPREAD and tile.stages == 1
-        ]
-        assert candidates(kind, bucket, n, "gfx942", few=few) == expected

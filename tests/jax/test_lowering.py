@@ -109,16 +109,6 @@ def test_launches_take_rows_that_adjoin_and_write_nothing_in_place(folder: Path)
 
 
 @pytest.mark.compile
-def test_a_sum_that_is_stored_is_what_the_gradient_reads(folder: Path) -> None:
-    norms.load_aot(folder)
-    gradient = jax.grad(lambda *o: sum(jnp.sum(each**2) for each in norms.add_rms_norm(*o)), (0, 1, 2))
-    forward, backward, finish = calls(lowered(gradient, X, X, WEIGHT))
-    assert forward.startswith("rms_fwd_bf16_addst_mv_")
-    assert backward.startswith("rms_bwd_bf16_addst_")
-    assert finish == "sum_partials"
-
-
-@pytest.mark.compile
 def test_the_message_has_the_folders_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PTX is the folder's, to the byte; it neither waits for a launch ahead nor has to run all at once."""
     told: list[bytes] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from proving.matrix.command import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted, summary, table
+from proving.matrix.command import ALL, FEW, PYTHONS, TRITONS, counted, summary, table
 
 from ..calling import command
 
@@ -42,8 +42,7 @@ def test_every_third_test_of_each_file(tmp_path: Path, repository: Path) -> None
 
 
 def test_the_table_has_a_line_for_each_run() -> None:
-    versions = {"python": "3.13.1", "torch": "2.13.0", "triton": "3.9.0", "numpy": "2.2.6"}
-    seen = Seen(Cell("3.13", "3.9.0"), "compile", versions, 12, 1, 2, 30.4)
+    seen = ("3.13.1", "2.13.0", "3.9.0", "2.2.6", "compile", "12", "1", "2", "30")
     page = summary(table([[seen], "3.10x3.6.0: no"], {"revision": "abc"}))
     assert page.endswith("| 3.13.1 | 2.13.0 | 3.9.0 | 2.2.6 | compile | 12 | 1 | 2 | 30 |")
     assert "revision: abc; not run, 1: 3.10x3.6.0: no." in page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -26,7 +26,7 @@ from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 from proving.cases import cases, gradients, operands
 
-from ..calling import pieces, table_at
+from ..calling import pieces, table_at, there
 from .ranks import DEVICE, WORLD, Cases
 
 CASES = Cases()
@@ -37,6 +37,9 @@ SHAPE = (2, 5, N)
 
 # How they lie. A large group is asked for the first alone, which leaves some of its ranks without any.
 ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if WORLD == 2 else (Shard(0),)
+
+# How modules are called: eagerly, and by graphs, which are the same in a group of any size.
+BACKENDS = (None, "aot_eager", "inductor") if WORLD == 2 else (None,)
 
 
 def mesh() -> DeviceMesh:
@@ -239,28 +242,6 @@ def quantised_norms_are_of_each_ranks_rows() -> None:
 
 
 @CASES.case
-def quantised_outputs_go_where_they_are_told() -> None:
-    """Rows, their sum and their scales, each on its rank."""
-    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
-    by_columns: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major"}
-    modes: tuple[dict[str, Any], ...] = ({}, by_columns)
-    for options in modes:
-        expected: Any = normforge.quantised_rms_norm(x, residual=residual, **options)
-        rows = placed(x, Shard(1))
-        places: dict[str, Any] = {
-            "out": placed(torch.zeros(SHAPE, dtype=torch.int8), Shard(1)),
-            "residual_out": placed(residual, Shard(1)),
-            "y_scale": placed(torch.zeros(*SHAPE[:-1], 1), Shard(1)),
-        }
-        with communicates():
-            found = normforge.quantised_rms_norm(rows, residual=places["residual_out"], **options, **places)
-        assert (found.y, found.y_scale) == (places["out"], places["y_scale"])
-        same(found.y, expected.y, Shard(1))
-        same(found.residual_out, expected.residual_out, Shard(1))
-        same(found.y_scale, expected.y_scale.view(*SHAPE[:-1], 1), Shard(1))
-
-
-@CASES.case
 def functions_of_every_mode_are_operators_of_dtensors_in_a_graph() -> None:
     x, weight = torch.randn(SHAPE), torch.rand(N)
     options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
@@ -291,21 +272,30 @@ def scales_in_tiles_and_columns_are_of_rows_that_are_whole() -> None:
 
 @CASES.case
 def outputs_that_are_written_to() -> None:
-    """Parts are written in place, and nothing is moved to them."""
+    """Parts are written in place: rows, their sum and their scales, each on its rank, and nothing is moved to them."""
     x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
-    expected: Any = normforge.rmsnorm2d_fwd(x, residual=residual, fadd=1, save_mv=True)
-    sharded, sum_of = placed(x, Shard(0)), placed(residual, Shard(0))
-    at = sharded.to_local().data_ptr()
-    with communicates():
-        found = normforge.rmsnorm2d_fwd(
-            sharded, residual=sum_of, fadd=1, save_mv=True, out=sharded, residual_out=sum_of
-        )
-    assert found.y is sharded
-    assert sharded.to_local().data_ptr() == at
-    same(sharded, expected.y, Shard(0))
-    same(sum_of, expected.residual_out, Shard(0))
-    same(found.rstd, expected.rstd, Shard(0))
-    refused("placements", lambda: normforge.rmsnorm2d_fwd(sharded, out=placed(x, Shard(1))), errors.LayoutError)
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (normforge.rmsnorm2d_fwd, {"fadd": 1, "save_mv": True}),
+        (normforge.quantised_rms_norm, {}),
+        (normforge.quantised_rms_norm, {"group_size": 32, "scale_layout": "column_major"}),
+    ]
+    for function, options in calls:
+        expected = function(x, residual=residual, **options)
+        rows = placed(x, Shard(1))
+        outs = {"out": rows, "residual_out": placed(residual, Shard(1))}
+        if expected.y_scale is not None:
+            outs["out"] = placed(torch.zeros(SHAPE, dtype=torch.int8), Shard(1))
+            outs["y_scale"] = placed(torch.zeros(*SHAPE[:-1], 1), Shard(1))
+        at = {name: out.to_local().data_ptr() for name, out in outs.items()}
+        with communicates():
+            found = function(rows, residual=outs["residual_out"], **options, **outs)
+        assert (found.y, found.y_scale) == (outs["out"], outs.get("y_scale"))
+        assert at == {name: out.to_local().data_ptr() for name, out in outs.items()}
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) is (other is None)
+            if other is not None:
+                same(one, other.view(one.shape), Shard(1))
+    refused("placements", lambda: normforge.rmsnorm2d_fwd(rows, out=placed(x, Shard(0))), errors.LayoutError)
 
 
 def refused(text: str, call: Callable[[], object], error: type[Exception]) -> None:
@@ -402,60 +392,30 @@ def checkpointed() -> None:
         alike(partial(checkpoint, normforge.rms_norm, **options), given, Shard(1))
 
 
-class Block(torch.nn.Module):
-    """A pre-norm decoder layer but for attention, with both residual adds in the norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = normforge.AddRMSNorm(N), normforge.AddLayerNorm(N)
-        self.up, self.down = torch.nn.Linear(N, 2 * N, bias=False), torch.nn.Linear(2 * N, N, bias=False)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, residual = self.first(x, residual=residual)
-        y, residual = self.second(self.down(torch.nn.functional.silu(self.up(h))), residual)
-        return y, residual
-
-
-def parallel_block(local: bool = False) -> tuple[Block, torch.nn.Module]:
-    """A block, and the same one parallelized."""
-    block, twin = Block(), Block()
-    twin.load_state_dict(block.state_dict())
-    style = normforge.parallel.SequenceParallel(use_local_output=local)
-    plan = {
-        "first": normforge.parallel.SequenceParallel(),
-        "second": style,
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    return block, parallelize_module(twin, mesh(), plan)
-
-
 @CASES.case
-def a_block_under_sequence_parallel() -> None:
-    """Two inputs and two outputs; the norms themselves communicate nothing."""
-    for local in (False, True):
-        block, parallel = parallel_block(local)
-        x, residual = torch.randn(2, 4, N, requires_grad=True), torch.randn(2, 4, N, requires_grad=True)
-        y, total = block(x, residual)
-        (y.square().sum() + total.sum()).backward()
-        a, b = placed(x, Shard(1)), placed(residual, Shard(1))
-        # Into the linear layers and out of them again, forward and backward.
-        with communicates(all_gather_into_tensor=2, reduce_scatter_tensor=2):
-            one, other = parallel(a, b)
-            if local:
-                one, other = (DTensor.from_local(each, mesh(), [Shard(1)]) for each in (one, other))
-            torch.autograd.backward([one, other], [2 * one.detach(), torch.ones_like(other)])
-        same(one, y, Shard(1))
-        same(other, total, Shard(1))
-        for tensor, whole in ((a, x), (b, residual)):
-            assert whole.grad is not None
-            same(tensor.grad, whole.grad, Shard(1))
-        for (name, parameter), theirs in zip(parallel.named_parameters(), block.parameters(), strict=True):
-            assert theirs.grad is not None
-            assert isinstance(parameter.grad, DTensor)
-            if name.startswith(("first", "second")):
-                assert parameter.grad.placements == (Partial(),), name
-            torch.testing.assert_close(parameter.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)
+def modules_under_sequence_parallel() -> None:
+    """With no communication: gradients of rows lie as rows do, and those of parameters are sums over ranks."""
+    modules: tuple[Any, ...] = (normforge.LayerNorm, normforge.RMSNorm, normforge.AddRMSNorm)
+    for norm, backend in product(modules, BACKENDS):
+        torch._dynamo.reset()
+        parallel, whole = norm(N), norm(N)
+        parallelize_module(parallel, mesh(), normforge.parallel.SequenceParallel())
+        rows = [torch.randn(2, 4, N, requires_grad=True) for _ in range(1 + (norm is normforge.AddRMSNorm))]
+        parts, expected = [placed(each, Shard(1)) for each in rows], pieces(whole(*rows))
+        dys = [torch.randn_like(each) for each in expected]
+        torch.autograd.backward(expected, dys)
+        arrived = [placed(dy, Shard(1)) for dy in dys]
+        call = torch.compile(parallel, fullgraph=True, backend=backend) if backend else parallel
+        # TorchDynamo compiles nothing while operators are watched.
+        with nullcontext() if backend else communicates():
+            found = pieces(call(*parts))
+        with communicates():
+            torch.autograd.backward(found, arrived)
+        ours, theirs = [*found, *(each.grad for each in parts)], [*expected, *(there(each.grad) for each in rows)]
+        for one, other in zip(ours, theirs, strict=True):
+            same(one, other, Shard(1))
+        for one, other in zip(parallel.parameters(), whole.parameters(), strict=True):
+            same(one.grad, there(other.grad), Partial())
 
 
 @CASES.case
@@ -477,20 +437,6 @@ def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> N
     again = module(placed(x, Replicate()), residual=placed(residual, Shard(0)))
     for found, whole in zip(again, expected, strict=True):
         same(found, whole, Shard(1))
-
-
-@CASES.case
-def torchs_own_style_of_one_input() -> None:
-    norm = normforge.LayerNorm(N)
-    module = parallelize_module(norm, mesh(), SequenceParallel())
-    x = torch.randn(2, 4, N)
-    part, gradient = placed(x, Shard(1)), placed(torch.ones_like(x), Shard(1))
-    with communicates():
-        y = module(part)
-        y.backward(gradient)
-    same(y, normforge.LayerNorm(N)(x), Shard(1))
-    assert isinstance(norm.weight.grad, DTensor)
-    assert norm.weight.grad.placements == (Partial(),)
 
 
 @CASES.case

@@ -122,6 +122,20 @@ def dtensors_lie_as_they_did() -> None:
 
 
 @CASES.case
+def compiled_norms_of_rows_that_are_split() -> None:
+    for norm in (split_layer_norm, split_rms_norm):
+        torch._dynamo.reset()
+        x, weight = torch.randn(3, N, requires_grad=True), torch.randn(N, requires_grad=True)
+        compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+        for given in ((x, weight), (placed(x, Shard(1)), placed(weight, Shard(0)))):
+            found, expected = compiled(*given), norm(*given)
+            torch.testing.assert_close(found, expected)
+            one = torch.autograd.grad(found.sum(), given)
+            other = torch.autograd.grad(expected.sum(), given)
+            torch.testing.assert_close(one, other)
+
+
+@CASES.case
 def rows_that_are_sharded_and_split() -> None:
     """On two dimensions of a mesh: weights have partial gradients of each rank's rows."""
     world = dist.get_world_size()

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import normforge
 
 from .models import Layer, Llama, models
 from .ranks import Cases
-from .sharded import N, mesh
+from .sharded import N
 
 CASES = Cases()
 
@@ -76,16 +76,3 @@ def a_patched_llama_under_fsdp1() -> None:
     told: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Layer}), "device_id": torch.device("cpu")}
     for keeps_parameters in (False, True):
         agree(partial(FullyShardedDataParallel, use_orig_params=keeps_parameters, **told))
-
-
-@CASES.case
-def a_patched_llama_under_fsdp2() -> None:
-    """Each parameter is a DTensor outside of its layer's forward."""
-
-    def wrap(model: Llama) -> torch.nn.Module:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh())
-        fully_shard(model, mesh=mesh())
-        return model
-
-    agree(wrap)

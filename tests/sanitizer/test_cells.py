@@ -47,19 +47,6 @@ def kernels() -> frozenset[tuple[AnyMode, Pipeline | Part]]:
     return frozenset(map(part_of, keys))
 
 
-def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> None:
-    some = [Mode.from_name(entry.mode) for entry in dispatch.loaded()]
-    expected = {
-        (mode.direction, part) for mode in some for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
-    }
-    assert {(mode.direction, part) for mode, part in kernels()} == expected
-    # The table has neither GroupNorm nor columns: see below.
-    of_table = {part for part in Part if not part.is_of_groups} - {Part.COLUMN_AMAX, Part.COLUMNS, Part.BOTH_WAYS}
-    assert {part for _, part in expected} == {*Pipeline, *of_table}
-    assert {direction for direction, _ in expected} == set(Direction)
-    assert FINALISER in {key.symbol for cell in cells() for key in launched(cell)}
-
-
 def test_every_kernel_text_of_the_table_is_touched() -> None:
     expected = set()
     for entry in dispatch.loaded():

@@ -96,25 +96,6 @@ def test_each_model_is_right_as_each_variant_has_it(name: str, dtype: str, tmp_p
     assert kinds == {*job_of(tmp_path, name, dtype=dtype, runs=runs).groups}
 
 
-@THOROUGH
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "t5"])
-def test_ligers_modules_take_the_place_of_norms_and_their_parameters(name: str) -> None:
-    for package in (SPECS[name].package, "liger_kernel"):
-        pytest.importorskip(package, reason=INSTALL)
-    spec = SPECS[name]
-    model = make(spec, spec.tiny, CPU, torch.bfloat16)
-    copied = vary(model, spec, VARIANTS["liger"]).model
-    assert dict(copied.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    assert all(mine is theirs for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True))
-    theirs = dict(model.named_modules())
-    norms = {path: module for path, module in copied.named_modules() if "Norm" in type(module).__name__}
-    assert norms
-    for path, module in norms.items():
-        assert type(module).__name__.startswith("Liger"), path
-        old: Any = theirs[path]
-        assert module.variance_epsilon == (old.variance_epsilon if hasattr(old, "variance_epsilon") else old.eps)
-
-
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(AUTOCAST, marks=THOROUGH)])
 def test_a_wrong_model_is_told_and_not_timed(
     dtype: str, toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
