@@ -13,7 +13,7 @@ import normforge
 from normforge import errors
 from normforge.calls.check import check as checked
 from normforge.codegen.model import Mode
-from normforge.tools.compare import columns_of
+from normforge.tools.compare import columns_of, numbers_of
 
 from ..calling import backward_operands, each_norm, each_of, refusals, same_bits, there
 from ..kernels.problems import assert_in_blocks, check_both_ways
@@ -113,8 +113,10 @@ def test_modulated_rows_in_both_directions(
 @each_form
 @each_layout
 @pytest.mark.parametrize(("m", "n"), [(130, 96), (1, 33), (5, 300), (128, 40), (300, 7)])
-def test_columns_are_rows_of_the_transpose(norm: str, name: str, layout: str, m: int, n: int) -> None:
-    """To the bit, of a y that is stored: what a cast of its transpose makes, its scales in the same format.
+def test_rows_and_columns_are_what_a_reader_of_y_would_quantise(
+    norm: str, name: str, layout: str, m: int, n: int
+) -> None:
+    """To the bit, of a y that is stored: columns are a cast of its transpose, their scales in the same format.
 
     A NaN or an infinity spoils no other column; zeros, and what is too small, have a scale of 1.
     """
@@ -124,7 +126,9 @@ def test_columns_are_rows_of_the_transpose(norm: str, name: str, layout: str, m:
     kept: dict[str, Any] = {**asked, "quantise_rounded": True, "save_unquant": True, "columnwise": layout}
     made = check(norm, x, weight, **kept)
     mode = checked(FUNCTION[norm].__name__, {"x": x, **kept, "group_size": str(size or "none"), "fquant": 2}).mode
-    assert_in_blocks(mode, there(made.unquantised).float().flatten(0, -2).t(), *columns_of(made, mode))
+    y, groups = there(made.unquantised).float().flatten(0, -2), torch.Size((1, m, -(-n // (size or n))))
+    assert_in_blocks(mode, y.t(), *columns_of(made, mode))
+    assert_in_blocks(mode, y, made.y.flatten(0, -2), numbers_of(there(made.y_scale), mode, groups).flatten(0, -2))
     if name == "packed":
         # Four blocks to an int32, zeros behind the last.
         codes = made.columnwise_scale if layout == "transposed" else made.columnwise_scale.t()
