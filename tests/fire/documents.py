@@ -1,4 +1,4 @@
-"""Manifests and tables of tiles, as text: legal in their structure, hostile in places, and cut about."""
+"""Manifests and tiles, as text: legal in their structure, hostile in places, and cut about."""
 
 from __future__ import annotations
 
@@ -106,19 +106,6 @@ def tiles(draw: st.DrawFn, like: Tile | None = None) -> str:
         else:
             values[name] = draw(_mostly(st.sampled_from(_NUMBERS).map(str), scalars))
     return f"{{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
-
-
-@st.composite
-def tile_tables(draw: st.DrawFn) -> bytes:
-    """A table of tiles, of which a third or so can be used."""
-    text = ""
-    for kind in draw(st.lists(st.sampled_from(tuple(_MEASURED)), min_size=1, max_size=2, unique=True)):
-        text += f"{draw(_mostly(st.just(kind), names))}:\n"
-        rows = sorted(draw(st.sets(st.integers(0, len(_MEASURED[kind]) - 1), min_size=1, max_size=2)))
-        for bucket, pair in (_MEASURED[kind][row] for row in rows):
-            text += f"  {draw(_mostly(st.just(str(bucket)), names))}:\n"
-            text += f"    large: {draw(tiles(pair.large))}\n    small: {draw(tiles(pair.small))}\n"
-    return draw(_cut(text))
 
 
 @st.composite

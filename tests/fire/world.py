@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, event, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from normforge.codegen.groups import Span
@@ -115,17 +115,6 @@ def _look_at(name: str, text: str) -> None:
     """Hold a file against what has to be; many examples have the same ones."""
     compile(text, name, "exec")
     assert CANARY not in text
-
-
-def refusal(work: Callable[[], object], error: type[Exception]) -> str | None:
-    """Do some work, and return what it was refused with: None if it was done."""
-    try:
-        work()
-    except error as refused:
-        event("refused")
-        return str(refused)
-    event("taken")
-    return None
 
 
 @st.composite

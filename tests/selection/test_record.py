@@ -206,6 +206,8 @@ def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
     ("below", "text", "said"),
     [
         ("a", "# Recorded by normforge\ngroups: [", r"cannot be added to: .*/a:2: this is not valid YAML"),
+        ("a", "# Recorded by normforge\n\udcff", r"cannot be added to: it is not UTF-8 text"),
+        ("a", "# Recorded by normforge\ngroups: {}\ncalls: 1\n", r"line 3 has more than calls:"),
         ("a", "groups: {}\n", r"was not written by a recording .*; move it elsewhere, or name another file"),
         # It would look like a recording that holds the calls of all its instances.
         (
@@ -216,14 +218,15 @@ def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
         ("none/a", "", "make its folder"),
         ("", "", "name another file"),
     ],
-    ids=["no manifest any more", "a manifest", "an old one", "no folder", "a folder"],
+    ids=["no manifest any more", "no text", "calls in one line", "a manifest", "an old one", "no folder", "a folder"],
 )
 def test_a_file_that_cannot_be_added_to_is_kept(below: str, text: str, said: str, tmp_path: Path) -> None:
     if text:
-        (tmp_path / below).write_text(text)
+        (tmp_path / below).write_text(text, errors="surrogateescape")
     with pytest.raises(RecordError, match=said), normforge.record(tmp_path / below):
         raise AssertionError("entered")
-    assert [path.read_text() for path in tmp_path.iterdir()] == ([text] if text else [])
+    kept = [path.read_text(errors="surrogateescape") for path in tmp_path.iterdir()]
+    assert kept == ([text] if text else [])
     assert not dispatch._observers
 
 
