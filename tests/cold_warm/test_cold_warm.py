@@ -6,10 +6,8 @@ import os
 import sys
 
 import pytest
-import torch
 
 from proving.cold_warm.compare import FAMILIES, run, subjects
-from proving.cold_warm.contexts import CONTEXTS, forward_ad
 
 from ..properties import seed
 from ..thorough import THOROUGH
@@ -52,15 +50,6 @@ def test_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -
 @each_way
 def test_many_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
     hold(family, MANY[family], by_address=by_address)
-
-
-def test_a_fake_mode_makes_each_view_of_a_dual_tensor_as_it_made_the_first() -> None:
-    """What torch caches outlives its fake modes, and no cache of ours: two calls in a row then differ."""
-    gapped = torch.ones(16, 32)[:, :16]
-    for _ in range(2):
-        with CONTEXTS["fake"](), CONTEXTS["dual level"]():
-            dual = forward_ad.make_dual(gapped, torch.ones_like(gapped))
-            assert dual.view(16, 1, 16).shape == (16, 1, 16)
 
 
 # Dictionaries that grow and depend on no call: registries, tables of instances, and code that was read from a folder.

@@ -19,7 +19,7 @@ from normforge.codegen import emit
 from ..calling import FORWARD, check
 from ..thorough import THOROUGH
 from .documents import HOSTILE, NAMES, manifests, quoted
-from .world import CANARY, command, fire, generate, new_world, refused, snapshot, whole
+from .world import command, fire, generate, new_world, refused, snapshot, whole
 
 SHORT = "groups: {a: {norm: rms, dtype_in: bf16, n: n128}}\n"
 
@@ -104,14 +104,6 @@ def test_the_folder_is_the_one_that_is_named(out: str, tmp_path: Path, monkeypat
     for path in after.keys() - before:
         assert f"{path}/".startswith(f"{place}/") or place.startswith(f"{path}/")
     assert {path: after[path] for path in before} == before
-
-
-def test_the_canary_would_be_seen(tmp_path: Path) -> None:
-    generate(tmp_path, SHORT)
-    with (tmp_path / "k" / "primitives.py").open("a") as file:
-        file.write(f"# {CANARY}\n")
-    with pytest.raises(AssertionError):
-        whole(tmp_path / "k")
 
 
 def test_one_bucket_serves_rows_that_start_anywhere(tmp_path: Path) -> None:

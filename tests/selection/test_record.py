@@ -9,7 +9,6 @@ import os
 import py_compile
 import stat
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +138,6 @@ def test_nested_recordings_each_hold_what_was_asked_within(tmp_path: Path) -> No
     assert names(inner) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
     assert names(outer) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
     assert not dispatch._observers
-
-
-def test_eight_threads_share_a_recording(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        in_threads(partial(dispatch.find, PLAIN), LENGTHS)
-    buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
-    assert names(path) == [f"ln_fwd_fp32_n{last}" for last in buckets]
 
 
 def test_the_buckets_of_the_loaded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,3 @@ def test_a_card_takes_the_short_way() -> None:
         assert (made.dtype, made.device) == (expected.dtype, expected.device)
         assert made.data_ptr() % 16 == 0
         assert not made.requires_grad
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_on_a_device_that_is_not_the_current_one() -> None:
-    for index in range(2):
-        with torch.cuda.device(1 - index):
-            assert allocator(torch.device("cuda", index))((2, 3), (3, 1), torch.int8).device.index == index
