@@ -80,10 +80,6 @@ def test_with_several_devices_the_current_one_is_looked_at(monkeypatch: pytest.M
     assert asked == [(1, 4), (1, 4)]
 
 
-def test_the_torch_here_has_the_short_way() -> None:
-    assert callable(getattr(torch._C._dynamo.guards, INNER))
-
-
 @pytest.mark.gpu
 def test_a_card_takes_the_short_way() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
