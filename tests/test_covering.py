@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
 
@@ -31,8 +32,7 @@ def test_each_axis_is_a_column() -> None:
     ids=["all", "two", "three", "four", "one_partner"],
 )
 @pytest.mark.parametrize("strength", [2, 3])
-def test_rules_of_any_number_of_columns(is_legal: object, strength: int) -> None:
-    assert callable(is_legal)
+def test_rules_of_any_number_of_columns(is_legal: Callable[[tuple[int, ...]], bool], strength: int) -> None:
     space = [row for row in product(range(3), range(3), range(3), range(2), range(2)) if is_legal(row)]
     array = covering(space, lambda row: row, strength)
     assert set(array) <= set(space)

@@ -23,48 +23,6 @@ from .thorough import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Threads call norms that are known and norms that are not, and the main thread forks among them; each child calls some.
-FORKS = """
-import threading, time, torch, normforge
-from tests.forking import in_child
-torch.set_num_threads(1)
-
-def call(n):
-    x = torch.randn(2, n)
-    torch.testing.assert_close(normforge.layer_norm(x, (n,)), torch.nn.functional.layer_norm(x, (n,)))
-
-def hammer(n):
-    while not over:
-        call(n)
-        normforge.load_instances()
-
-def calls():
-    call(64)
-    call(80)
-    normforge.load_instances()
-    return True
-
-over = False
-call(64)
-threads = [threading.Thread(target=hammer, args=(n,)) for n in (64, 96, 128)]
-for thread in threads:
-    thread.start()
-found = []
-while len(found) < 8 and None not in found:
-    time.sleep(0.02)
-    found.append(in_child(calls, 20))
-over = True
-for thread in threads:
-    thread.join()
-print(set(found))
-"""
-
-
-@THOROUGH
-def test_a_child_that_is_forked_while_threads_call_norms_calls_them_too() -> None:
-    assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "{True}"
-
-
 # A thread makes the first call of the process, and the main thread forks in the midst of each import that this brings.
 FIRST = """
 import sys, threading, time, torch, normforge

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import modules
 from .functions import JUMPS, SETTINGS, Call, families, settled
 from .operands import Operand
 from .outcome import Outcome, Subject, outcome_of
@@ -51,8 +50,6 @@ def _apart(warm: Any, cold: Any) -> tuple[Any, Any]:
 
 def subjects(family: str) -> list[Subject]:
     """Return what is called of a family."""
-    if family == "modules":
-        return modules.subjects()
     made = []
     for function in families()[family]:
         defaults = {name: default for name, (default, _) in SETTINGS.items()} | dict(function.defaults)
@@ -67,7 +64,6 @@ def subjects(family: str) -> list[Subject]:
 FAMILIES = (
     *("functional", "forward", "backward", "added", "l2", "modulated", "gated", "quantised", "group", "operators"),
     *("statistics", "heads", "several", "parallel"),
-    "modules",
 )
 
 

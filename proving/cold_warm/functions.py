@@ -21,14 +21,14 @@ import yaml
 import normforge
 from normforge.codegen.families import REQUIRED, Kind, Parameter
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
-from normforge.codegen.values import HeadNorm, Norm
+from normforge.codegen.values import FusedQuant, HeadNorm, Norm
 from normforge.dtypes import DTYPES
 
 from ..cases import with_tuples
 from .contexts import CONTEXTS, PLACES, TRANSFORMS
 from .operands import EIGHT_BITS, FLOATS, LAYOUTS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
 
-# A call: its properties by name, each equal to itself when it is printed and read again.
+# A call: its properties by name; those that print alike are the same.
 Call = dict[str, Any]
 Draw = Callable[[Random], Any]
 
@@ -74,7 +74,7 @@ _NUMBERS: Mapping[str, Draw] = {
             True,
             np.float64(1e-5),
             np.float32(1e-5),
-            "torch.tensor(1e-5)",
+            torch.tensor(1e-5),
             -1.0,
             math.inf,
             1e40,
@@ -224,7 +224,7 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
             codes = [word.code for word in row.words if hasattr(word, "code")] if row.takes_codes else []
             return one_of(
                 *words * 2,
-                *(() if operator else (*codes, True, f"{row.words.__name__}.{next(iter(row.words)).name}", "odd")),
+                *(() if operator else (*codes, True, next(iter(row.words)), "odd")),
             )
     raise AssertionError(row.kind)
 
@@ -429,11 +429,7 @@ def _axes(function: Function, call: Call) -> SimpleNamespace:
         row = function.rows.get(name)
         if row is not None and row.words is not None:
             word = call[name]
-            found = [
-                each
-                for each in row.words
-                if word in (each.value, getattr(each, "code", each.value), f"{row.words.__name__}.{each.name}")
-            ]
+            found = [each for each in row.words if word in (each, each.value, getattr(each, "code", each.value))]
             setattr(axes, row.axis or name, found[0] if found else next(iter(row.words)))
         elif row is not None and row.kind.is_tensor and row.axis:
             setattr(axes, row.axis, call[name] is not None)
@@ -450,7 +446,7 @@ def _result_dtype(name: str, call: Call) -> torch.dtype:
         return torch.float32
     if name == "residual_out":
         return residual.dtype if isinstance(residual, Operand) and residual.dtype else torch.float32
-    quantises = call.get("fquant") not in ("none", 0, False, None, "FusedQuant.NONE")
+    quantises = call.get("fquant") not in ("none", 0, False, None, FusedQuant.NONE)
     of_x = x.dtype if isinstance(x, Operand) and x.dtype else torch.float32
     found: torch.dtype = call.get("out_dtype") or (torch.int8 if quantises else of_x)
     return torch.uint8 if found is torch.float4_e2m1fn_x2 else found
@@ -486,23 +482,9 @@ def arguments(function: Function, call: Call) -> dict[str, Any]:
             q, k = made["q"], made["k"]
             pairs = {"in place": (q, k), "of q alone": (q, torch.empty_like(k))}
             made[name] = pairs.get(value, (torch.empty_like(q), torch.empty_like(k)))
-        elif isinstance(value, str) and "." in value:
-            made[name] = _EVALUATED[value]
         else:
             made[name] = list(value) if function.name.startswith("torch.") and isinstance(value, tuple) else value
     target, _, source = call["alias"].partition("=")
     if target in made and source in made and made[target] is not None:
         made[target] = made[source]
     return made
-
-
-_EVALUATED: Mapping[str, Any] = {
-    "torch.tensor(1e-5)": torch.tensor(1e-5),
-    **{
-        f"{row.words.__name__}.{each.name}": each
-        for family in FAMILIES
-        for row in family.parameters
-        for each in row.words or ()
-        if row.words is not None
-    },
-}

@@ -70,10 +70,6 @@ def quantised(x: torch.Tensor) -> Results:
     return named(normforge.rmsnorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store", **smooth))
 
 
-def as_fp8(x: torch.Tensor) -> Results:
-    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), fquant="dynamic", out_dtype=torch.float8_e4m3fn))
-
-
 def in_groups(x: torch.Tensor) -> Results:
     fp8: Any = {"group_size": 64, "out_dtype": torch.float8_e4m3fn, "scale_layout": "column_major"}
     return named(normforge.quantised_layer_norm(x, vector(1, x), residual=x.flip(-1), **fp8))
@@ -126,7 +122,7 @@ def renormed_backward(x: torch.Tensor) -> Results:
     return {"y": y.detach(), "residual_out": total.detach(), "dx": dx, "dresidual": dresidual}
 
 
-FORWARD = (plain, root_mean_square, statistics, added, quantised, as_fp8)
+FORWARD = (plain, root_mean_square, statistics, added, quantised)
 # What engines ask for; mostly with y in x's dtype too: few bits may hide that a row was added up otherwise.
 SERVING = (in_groups, by_given_scale, stored_twice, as_nvfp4)
 TWICE = (renormed, renormed_backward)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 import normforge
+from normforge import random_mask
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
@@ -20,7 +21,6 @@ from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
-from .. import philox
 from ..calling import BACKWARD, BACKWARD_ORACLE, FORWARD, each_device, each_norm, same_bits, there
 
 P = 0.3
@@ -65,24 +65,28 @@ def added(x: torch.Tensor, residual: torch.Tensor | None = None, **given: Any) -
     return there(total)
 
 
-def signed(seed: int, offset: int) -> torch.Tensor:
-    """Both as int64, which has the same bits."""
-    return torch.tensor([number - 2**64 if number >= 2**63 else number for number in (seed, offset)])
+def signed(*numbers: int) -> torch.Tensor:
+    """Numbers as int64, which has the same bits."""
+    return torch.tensor([number - 2**64 if number >= 2**63 else number for number in numbers])
 
 
-def test_the_oracle_is_philox() -> None:
-    """The known answers that Random123 is published with (kat_vectors, philox4x32 10)."""
-    for counter, key, answer in (
-        ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, (0xFFFFFFFF, 0xFFFFFFFF), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ((0,) * 6, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 6, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            (0xA4093822, 0x299F31D0),
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
         ),
-    ):
-        words = philox.philox([np.array([word], np.uint64) for word in counter], key)
-        assert [int(word[0]) for word in words] == answer
+    ],
+)
+def test_the_formula_draws_by_philox(words: tuple[int, ...], answer: tuple[int, ...]) -> None:
+    """The known answers that Random123 is published with (kat_vectors, philox4x32 10): counter and key."""
+    counter, offset, seed = signed(*(low + (high << 32) for low, high in zip(words[::2], words[1::2], strict=True)))
+    drawn = random_mask._bits(seed, offset, counter)
+    assert drawn[:, 0].tolist() == [*answer]
+    assert drawn[:, 1].tolist() == [(word >> 16) | (word & 0xFFFF) << 16 for word in answer]
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -90,7 +94,7 @@ def test_kernels_drop_what_the_formula_says(name: str) -> None:
     tile, lengths = TILES[name]
     for n, (seed, offset) in zip(lengths, STATES * 2, strict=False):
         x = torch.ones(2 * tile.rows + 1, n)
-        kept = torch.from_numpy(philox.mask(np.arange(len(x)), n, P, seed, offset))
+        kept = dropout_mask(x.shape, P, signed(seed, offset))
         with dispatch.using(at("rms_fwd_fp32_drop_addst", n, tile)):
             total = added(x, dropout_rng=(seed, offset))
         # 1 / (1 - p) in fp32, from p in fp32.
@@ -107,22 +111,15 @@ def test_kernels_drop_what_the_formula_says(name: str) -> None:
         assert torch.equal(there(found.ddropped), total)
 
 
-@pytest.mark.parametrize(("seed", "offset"), STATES)
-def test_the_mask_is_a_function_of_its_own(seed: int, offset: int) -> None:
-    for row in (0, 2**31 - 1, 2**32 - 1, 2**33 + 7, 2**40):
-        for n in (1, 9, 4096):
-            expected = philox.mask(np.arange(row, row + 2), n, 0.5, seed, offset)
-            assert np.array_equal(dropout_mask((2, n), 0.5, signed(seed, offset), first_row=row).numpy(), expected)
-
-
 @each_device
-def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
-    """What kernels draw by, of rows that no tensor of a test has."""
-    state = torch.tensor([123, 456], device=device)
-    for row in (0, 2**31, 2**33 + 7):
+@pytest.mark.parametrize(("seed", "offset"), STATES)
+def test_kernels_count_rows_beyond_32_bits(seed: int, offset: int, device: str) -> None:
+    """As the formula does, of rows that no tensor of a test has."""
+    state = signed(seed, offset).to(device)
+    for row in (0, 2**31 - 1, 2**32 - 1, 2**33 + 7, 2**40):
         out = torch.empty(64, device=device)
         draw_kernel[(1,)](out, state, row, 64)
-        assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
+        assert torch.equal(out != 0, dropout_mask((64,), 0.5, state, first_row=row))
 
 
 @each_norm

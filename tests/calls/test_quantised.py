@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from normforge.calls.functions import FUNCTIONS
 from normforge.dtypes import DTYPES
 from normforge.errors import LayoutError
 from normforge.reference import quantised as quantisation_reference
+from normforge.reference.norms import quantise
 
 from ..calling import each_norm, same_bits, there
 from ..kernels.problems import check_quantised
@@ -153,19 +155,6 @@ def test_y_in_xs_dtype_too(norm: str) -> None:
     torch.testing.assert_close(other.unquantised, plain, rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize("size", [None, 64])
-def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | None) -> None:
-    """To the bit: from the y that was stored, in fp32."""
-    made = check("rms", rows(4, N), rows(N), group_size=size, quantise_rounded=True, save_unquant=True, out_dtype=E4M3)
-    width = size or N
-    y = torch.nn.functional.pad(there(made.unquantised).float(), (0, -N % width)).view(4, -1, width)
-    # A tensor, since on a card torch multiplies by a number's reciprocal.
-    scale = y.abs().amax(-1) / torch.full((), 448.0)
-    assert torch.equal(there(made.y_scale).reshape(scale.shape), scale)
-    q = (y * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(E4M3).flatten(-2)[..., :N]
-    assert same_bits(made.y, q.contiguous())
-
-
 def test_what_is_above_a_bound_saturates() -> None:
     x = rows(4, N)
     bound = torch.tensor([1.0])
@@ -247,18 +236,6 @@ def test_what_is_no_bound(n: int, size: int | None) -> None:
     assert same_bits(unbounded.y_scale, normforge.quantised_rms_norm(x, **asked).y_scale)
 
 
-@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, torch.int8])
-@pytest.mark.parametrize("smooth", [False, True])
-def test_a_measured_scale_hides_no_nan(dtype: torch.dtype, spoilt: float, smooth: bool) -> None:
-    for n in (N, 40):
-        x = rows(2, n)
-        x[1, 5] = spoilt
-        asked: dict[str, Any] = {"fquant": "smooth_dynamic", "smooth_scale": torch.full((n,), -2.0)} if smooth else {}
-        made = normforge.quantised_layer_norm(x, out_dtype=dtype, **asked)
-        assert there(made.y_scale).isfinite().tolist() == [True, False]
-
-
 def of_weight(weight: list[float], **asked: Any) -> Any:
     """The RMSNorm of ones without epsilon is its weight."""
     return check("rms", torch.ones(1, len(weight)), torch.tensor(weight), eps=0.0, **asked)
@@ -268,29 +245,6 @@ def test_powers_of_two_are_rounded_up_and_exact() -> None:
     for largest, exponent in ((448.0, 127), (448.5, 128), (896.0, 128), (1e-30, 127 - 108), (0.0, 127)):
         made = of_weight([largest] + [0.0] * 31, group_size=32, scale_format="ue8m0", out_dtype=E4M3)
         assert there(made.y_scale).view(torch.uint8).tolist() == [[exponent]]
-
-
-def test_what_is_no_number_stays_in_its_group() -> None:
-    for spoilt in (float("nan"), float("inf")):
-        weight = [1.0] * 96
-        weight[40] = spoilt
-        for kind, code in (("ue8m0", 255), ("ue8m0_packed", 255)):
-            asked: dict[str, Any] = {"eps": 0.0, "group_size": 32, "out_dtype": E4M3, "scale_format": kind}
-            made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), **asked)
-            codes = there(made.y_scale).view(torch.uint8).flatten().tolist()
-            # 1 / 448 is rounded up to 2**-8. Bytes of groups that there are none of are 0.
-            assert codes[:3] == [119, code, 119]
-            assert codes[3:] in ([], [0])
-        made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), eps=0.0, group_size=32)
-        assert there(made.y_scale).isfinite().tolist() == [[True, False, True]]
-        assert (made.y[0, :32] == 127).all()
-        assert (made.y[0, 64:] == 127).all()
-
-
-def test_a_group_of_zeros() -> None:
-    made = of_weight([0.0] * 64 + [2.0] * 64, group_size=64)
-    assert there(made.y_scale)[0, 0] == 1.0
-    assert (made.y[0, :64] == 0).all()
 
 
 def poisoned(*shape: int) -> torch.Tensor:
@@ -409,18 +363,6 @@ def test_scales_at_odd_addresses() -> None:
     assert dict(key.key.arguments)["y_scale_ptr"] == "*fp32"
 
 
-# What the codes from 0 to 7 stand for; 8 to 15 are the same with a sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def nearest(q: torch.Tensor) -> torch.Tensor:
-    """The codes of values by distance: of two as near the even one, and beyond 6 that of 6."""
-    distance = (q.abs().double().unsqueeze(-1) - torch.tensor(E2M1, dtype=torch.float64, device=q.device)).abs()
-    # An odd code is a little further off than an even one.
-    code = (distance + torch.arange(8, device=q.device) % 2 * 1e-12).argmin(-1)
-    return (code + 8 * q.signbit()).to(torch.uint8)
-
-
 def by_formula(y: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of y and of its scales by the formula, in fp32: what a second kernel would make of y."""
     n = y.shape[-1]
@@ -428,7 +370,7 @@ def by_formula(y: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tenso
     scale = (groups.abs().amax(-1) / 6.0 * global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
     stored = scale.float()
     inverse = torch.where(stored == 0, 0.0, global_scale / stored)
-    codes = nearest((groups * inverse.unsqueeze(-1)).flatten(-2)[..., :n])
+    codes = quantise((groups * inverse.unsqueeze(-1)).flatten(-2)[..., :n], DTYPES[FP4])
     return codes[..., ::2] + 16 * codes[..., 1::2], scale.view(torch.uint8)
 
 
@@ -469,74 +411,76 @@ def test_scales_in_each_layout(norm: str, layout: str) -> None:
         n = shape[-1]
         asked: dict[str, Any] = {"residual": rows(*shape), "x_bias": rows(n), "smooth_scale": rows(n)}
         asked |= {"fquant": "smooth_dynamic", "global_scale": scale_of(300.0), "scale_layout": layout, **NVFP4}
-        x, weight = rows(*shape), rows(n)
-        made = check(norm, x, weight, **asked)
-        linear = FUNCTION[norm](x, weight, **{**asked, "scale_layout": "row_major"})
-        assert same_bits(byte(made.y), byte(linear.y))
-        scale, groups = there(made.y_scale), -(-n // 16)
-        if layout == "swizzled_128x4":
-            assert torch.equal(byte(scale).flatten(), blocked(byte(linear.y_scale).reshape(-1, groups)))
-        else:
-            assert tuple(scale.shape) == (*shape[:-1], groups)
-            assert torch.equal(byte(scale.contiguous()), byte(linear.y_scale))
-
-
-def codes_of_weight(weight: list[float], global_scale: float) -> tuple[list[int], list[int]]:
-    """Codes and bytes of scales of some values: the RMSNorm of ones without epsilon is its weight."""
-    asked: dict[str, Any] = {"eps": 0.0, "global_scale": scale_of(global_scale)}
-    made = check("rms", torch.ones(1, len(weight)), torch.tensor(weight), **asked, **NVFP4)
-    return quantisation_reference.unpacked(made.y)[0].tolist(), byte(made.y_scale)[0].tolist()
+        scale = there(check(norm, rows(*shape), rows(n), **asked).y_scale)
+        swizzles = layout == "swizzled_128x4"
+        assert tuple(scale.shape) == ((128, -(-n // 64) * 4) if swizzles else (*shape[:-1], -(-n // 16)))
 
 
 # In e4m3.
 ONE, LARGEST, NAN = 0x38, 0x7E, 0x7F
+ZEROS = [0.0] * 15
+# Between two neighbours each, and half of the smallest scale but for a step of fp4.
+TIES, HALF = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), 6 * 2.0**-10
 
 
-def test_ties_go_to_the_even_code() -> None:
-    """Of each two neighbours; and what is next to a tie goes where it is nearer."""
-    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    codes, scales = codes_of_weight([6.0, *ties, *[-tie for tie in ties], 0.0], 1.0)
-    even = [0, 2, 2, 4, 4, 6, 6]
-    assert scales == [ONE]
-    assert codes == [7, *even, *[8 + code for code in even], 0]
-    for side, moved in ((torch.inf, [1, 2, 3, 4, 5, 6, 7]), (0.0, [0, 1, 2, 3, 4, 5, 6])):
-        near = torch.nextafter(torch.tensor(ties), torch.tensor(side)).tolist()
-        assert codes_of_weight([6.0, *near, *[0.0] * 8], 1.0)[0][1:8] == moved
+@pytest.mark.parametrize(
+    ("weight", "global_scale", "expected", "scales"),
+    [
+        (
+            [6.0, *TIES.tolist(), *(-TIES).tolist(), 0.0],
+            1.0,
+            [7, 0, 2, 2, 4, 4, 6, 6, 8, 10, 10, 12, 12, 14, 14],
+            [ONE],
+        ),
+        ([6.0, *torch.nextafter(TIES, TIES + 1).tolist(), *ZEROS[7:]], 1.0, [7, 1, 2, 3, 4, 5, 6, 7], [ONE]),
+        ([6.0, *torch.nextafter(TIES, TIES - 1).tolist(), *ZEROS[7:]], 1.0, [7, 0, 1, 2, 3, 4, 5, 6], [ONE]),
+        # amax / 6 is halfway between 1 and 1.125, and 1 is even.
+        ([6.375, -6.375, 1.0, *ZEROS[2:]], 1.0, [7, 15, 2], [ONE]),
+        # As where the global scale was calibrated with smaller values.
+        ([6.0, 0.75, *ZEROS[1:], 1.0, *ZEROS], 1792.0, [7, 5, *[0] * 14, 7], [LARGEST, 0x79]),
+        # The smallest scale is 2**-9: half of that is rounded to 0, which divides nothing. Values here are half a step.
+        (
+            [HALF, *ZEROS, HALF * (1 + 2.0**-20), *ZEROS, -1e-30, *ZEROS, 0.0, *ZEROS],
+            1.0,
+            [*[0] * 16, 5, *[0] * 15, 8],
+            [0, 1, 0, 0],
+        ),
+    ],
+    ids=["ties", "above ties", "below ties", "beyond 6", "beyond 448", "too small"],
+)
+def test_codes_and_bytes_of_scales(
+    weight: list[float], global_scale: float, expected: list[int], scales: list[int]
+) -> None:
+    """By hand; codes behind those that are expected are 0."""
+    made = of_weight(weight, global_scale=scale_of(global_scale), **NVFP4)
+    codes = quantisation_reference.unpacked(made.y)[0].tolist()
+    assert codes == expected + [0] * (len(codes) - len(expected))
+    assert byte(made.y_scale)[0].tolist() == scales
 
 
-def test_what_a_scale_that_was_rounded_down_leaves_above_6_is_6() -> None:
-    # amax / 6 is halfway between 1 and 1.125, and 1 is even.
-    assert codes_of_weight([6.375, -6.375, 1.0, *[0.0] * 13], 1.0) == ([7, 15, 2, *[0] * 13], [ONE])
-
-
-def test_scales_end_at_448() -> None:
-    """Beyond that values are cut off, as they are where the global scale was calibrated with smaller ones."""
-    codes, scales = codes_of_weight([6.0, 0.75, *[0.0] * 14, 1.0, *[0.0] * 15], 1792.0)
-    assert scales == [LARGEST, 0x79]
-    assert codes[:2] == [7, 5]
-    assert codes[16] == 7
-
-
-def test_a_scale_too_small_for_e4m3_is_0_and_so_are_its_values() -> None:
-    """The smallest is 2**-9, and half of that is rounded to 0, which divides nothing."""
-    half, above = 6 * 2.0**-10, 6 * 2.0**-10 * (1 + 2.0**-20)
-    zeros = [0.0] * 15
-    codes, scales = codes_of_weight([half, *zeros, above, *zeros, -1e-30, *zeros, 0.0, *zeros], 1.0)
-    assert scales == [0, 1, 0, 0]
-    # A step is 2**-9, of which values here are half: 3.
-    assert [codes[at] for at in (0, 16, 32, 48)] == [0, 5, 8, 0]
-
-
-def test_what_is_no_number_stays_in_its_group_of_16() -> None:
-    for spoilt in (float("nan"), float("inf"), -float("inf")):
-        weight = [1.0] * 48
-        weight[20] = spoilt
-        asked: dict[str, Any] = {"eps": 0.0, "global_scale": scale_of(6.0)}
-        made = normforge.quantised_rms_norm(torch.ones(1, 48), torch.tensor(weight), **asked, **NVFP4)
-        assert byte(made.y_scale).tolist() == [[ONE, NAN, ONE]]
-        codes = quantisation_reference.unpacked(made.y)[0]
-        assert (codes[:16] == 7).all()
-        assert (codes[32:] == 7).all()
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({"group_size": 32}, None),
+        (MXFP8, 255),
+        ({**MXFP8, "scale_format": "ue8m0_packed"}, 255),
+        ({**NVFP4, "global_scale": 6.0}, NAN),
+    ],
+)
+def test_what_is_no_number_stays_in_its_group(asked: dict[str, Any], code: int | None, spoilt: float) -> None:
+    """Of three groups the second."""
+    given = asked | ({"global_scale": scale_of(asked["global_scale"])} if "global_scale" in asked else {})
+    weight = torch.ones(3 * asked["group_size"])
+    usual = normforge.quantised_rms_norm(torch.ones(1, len(weight)), weight.clone(), eps=0.0, **given)
+    weight[asked["group_size"] + 4] = spoilt
+    made = normforge.quantised_rms_norm(torch.ones(1, len(weight)), weight, eps=0.0, **given)
+    scales, expected = (
+        (there(each.y_scale) if code is None else byte(each.y_scale)).flatten().tolist() for each in (made, usual)
+    )
+    assert scales[1] == code if code else not math.isfinite(scales[1])
+    assert scales[:1] + scales[2:] == expected[:1] + expected[2:]
+    assert same_bits(byte(made.y).view(3, -1)[::2], byte(usual.y).view(3, -1)[::2])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Manifests and tables of tiles, as text: legal in their structure, hostile in places, and cut about."""
+"""Manifests and tiles, as text: legal in their structure, hostile in places, and cut about."""
 
 from __future__ import annotations
 
@@ -87,17 +87,15 @@ _NUMBERS = (*(1 << at for at in range(16)), 0, 3, 5, 7, 48, 1 << 20, 1 << 31, 1 
 _FIELDS = ("rows", "block", "warps", "resident", "held", "stages")
 
 
-# Tiles that somebody has measured or a rule gives, with what they are for.
-_MEASURED = {kind.name: rows for kind, rows in own_tables()["sm_90"].rows.items()}
-_KNOWN = tuple(
-    dict.fromkeys(tile for rows in _MEASURED.values() for _, pair in rows for tile in (pair.large, pair.small))
-)
+# Tiles that somebody has measured or a rule gives.
+_PAIRS = [pair for rows in own_tables()["sm_90"].rows.values() for _, pair in rows]
+_KNOWN = tuple(dict.fromkeys(tile for pair in _PAIRS for tile in (pair.large, pair.small)))
 
 
 @st.composite
-def tiles(draw: st.DrawFn, like: Tile | None = None) -> str:
+def tiles(draw: st.DrawFn) -> str:
     """A tile, which a kernel may or may not be able to have."""
-    tile = like or draw(st.sampled_from(_KNOWN))
+    tile = draw(st.sampled_from(_KNOWN))
     values = {field.name: str(getattr(tile, field.name)) for field in fields(Tile)} | {"pipeline": tile.pipeline.value}
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
         name = draw(st.sampled_from(("pipeline", *_FIELDS)))
@@ -106,19 +104,6 @@ def tiles(draw: st.DrawFn, like: Tile | None = None) -> str:
         else:
             values[name] = draw(_mostly(st.sampled_from(_NUMBERS).map(str), scalars))
     return f"{{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
-
-
-@st.composite
-def tile_tables(draw: st.DrawFn) -> bytes:
-    """A table of tiles, of which a third or so can be used."""
-    text = ""
-    for kind in draw(st.lists(st.sampled_from(tuple(_MEASURED)), min_size=1, max_size=2, unique=True)):
-        text += f"{draw(_mostly(st.just(kind), names))}:\n"
-        rows = sorted(draw(st.sets(st.integers(0, len(_MEASURED[kind]) - 1), min_size=1, max_size=2)))
-        for bucket, pair in (_MEASURED[kind][row] for row in rows):
-            text += f"  {draw(_mostly(st.just(str(bucket)), names))}:\n"
-            text += f"    large: {draw(tiles(pair.large))}\n    small: {draw(tiles(pair.small))}\n"
-    return draw(_cut(text))
 
 
 @st.composite

@@ -1,87 +1,16 @@
-"""Whatever a dispatch table or an index of compiled kernels says: an error that changes nothing, or a folder to use."""
+"""Whatever an index of compiled kernels says: an error that names the folder and changes nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import normforge
-from normforge.codegen.emit import render_folder
-from normforge.codegen.model import Mode
-from normforge.codegen.tiling import standard_ladder
-from normforge.codegen.values import DType, Norm
-from normforge.errors import AotError, MissingInstanceError, TableError
+from normforge.errors import AotError
 from normforge.kernels import binaries
-from normforge.selection import dispatch
-
-from ..folders import PLAIN, RMS, distinct_tiles, instance
-from ..thorough import LONG, THOROUGH
-from .world import changed, cut, fire, new_world, refusal, snapshot, values
-
-BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
-FILES = render_folder([instance(mode, bucket.first) for mode in (PLAIN, RMS, BF16) for bucket in standard_ladder()])
-
-
-def _defined(text: str) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    exec(text, names)
-    return {name: names[name] for name in ("FORMAT", "SMALL_M", "TABLE")}
-
-
-TABLE = _defined(FILES["dispatch.py"])
-
-_VALUES = values("rows", "one_pass", "spread", "any", "../x", 0, -1, 1.0, 1 << 70, "n128", (), [], {}, 128, 129)
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> str:
-    """The text of a dispatch.py with other data, or cut about."""
-    if draw(st.integers(0, 3)):
-        data = draw(changed(TABLE, _VALUES))
-        return (
-            "".join(f"{name} = {value!r}\n" for name, value in data.items()) if isinstance(data, dict) else repr(data)
-        )
-    return str(draw(cut(FILES["dispatch.py"], st.just("\x00"))))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_but_the_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let a call take what the loaded table holds and nothing else; afterwards the own table is back."""
-    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    yield
-    normforge.load_instances()
-
-
-@THOROUGH
-@LONG
-@fire(150)
-@given(tables())
-def test_a_dispatch_table(text: str) -> None:
-    with new_world() as world:
-        normforge.load_instances()
-        own = dispatch.loaded()
-        (world / "__init__.py").write_text(FILES["__init__.py"])
-        (world / "dispatch.py").write_text(text)
-        said = refusal(lambda: normforge.load_instances(world), TableError)
-        if said is not None:
-            assert str(world) in said
-            assert dispatch.loaded() is own
-            return
-        names = [entry.name for entry in normforge.instances()]
-        assert all(distinct_tiles(entry) for entry in normforge.instances())
-        for dtype, n in ((torch.float32, 1), (torch.float32, 129), (torch.bfloat16, 5000), (torch.bfloat16, 1 << 20)):
-            try:
-                assert normforge.which(torch.empty(0, n, dtype=dtype)) in names
-            except MissingInstanceError:
-                assert Path(dispatch.loaded().where) == world
-
 
 ROW = {
     "key": "rms_fwd_bf16_rows x_ptr=*bf16",
@@ -97,56 +26,66 @@ INDEX: dict[str, Any] = {
     "normforge": "0.1.0",
     "triton": binaries.triton_version(),
     "arch": "sm_90",
-    "kernels": [ROW, ROW | {"key": "b", "file": "rms_bwd_bf16_rows-0123456789abcdef"}],
+    "kernels": [ROW],
 }
+NO_TEXTS: tuple[Any, ...] = (None, 1, [])
+NO_ROWS: tuple[Any, ...] = (None, 3, "x", {"a": 1}, [None], [{}], [ROW | {"x": ""}])
 
-# Stands for a number of more digits than Python reads.
-_ENDLESS = "endless"
 
-_IN_INDEXES = values(
-    *("../../x-0123456789abcdef", "/etc/passwd", "a\0b", "cubin", "json", "", "x" * 10_000, _ENDLESS, -1, 1.0)
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries, "_folder", None)
+
+
+def with_row(**changed: Any) -> dict[str, Any]:
+    return {"kernels": [ROW, ROW | changed]}
+
+
+def test_the_index_that_is_spoilt_here_is_read(tmp_path: Path) -> None:
+    (tmp_path / binaries.INDEX).write_text(json.dumps(INDEX))
+    normforge.load_aot(tmp_path)
+    assert [*getattr(binaries.loaded(), "rows", ())] == [ROW["key"]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        *(({"format": version}, "has format") for version in (None, True, float(binaries.FORMAT), "1", -1)),
+        *(({name: 3}, "is damaged") for name in ("normforge", "triton", "arch")),
+        *(({"kernels": rows}, "is damaged") for rows in NO_ROWS),
+        *((with_row(**{name: value}), "is damaged") for name in ROW for value in NO_TEXTS),
+        *((with_row(**{name: value}), "is damaged") for name in [*ROW][1:] for value in ("../x", "a\0b")),
+        # Names that lead elsewhere.
+        *((with_row(file=name), "is damaged") for name in ("/etc/passwd-0123456789abcdef", "../x-0123456789abcdef")),
+        (with_row(binary="x" * 10_000), "is damaged"),
+    ],
 )
+def test_a_damaged_index_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    refuse(json.dumps(INDEX | changed).encode(), said, tmp_path)
 
 
-def _text(document: Any) -> bytes:
-    text = json.dumps(document).replace(f'"{_ENDLESS}"', "1" * 5000)
-    return text.encode("utf-8", "surrogatepass")
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        *((data, "is damaged") for data in (b"", b"\xff", b"{", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 5000)),
+        *((data, "has format None") for data in (b"NaN", b"[]", b"{}", b'"x"')),
+    ],
+)
+def test_what_is_no_index_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
+    refuse(data, said, tmp_path)
 
 
-_OTHERS = st.sampled_from((b'{"a":' * 50_000, b"[" * 100_000, b"NaN"))
-_CUT = st.one_of(cut(_text(INDEX), st.just(b"\xff")), _OTHERS)
-indexes = st.one_of(changed(INDEX, _IN_INDEXES).map(_text), changed(INDEX, _IN_INDEXES).map(_text), _CUT)
+def refuse(data: bytes, said: str, folder: Path) -> None:
+    index = folder / binaries.INDEX
+    index.write_bytes(data)
+    with pytest.raises(AotError) as raised:
+        normforge.load_aot(folder)
+    assert str(folder) in str(raised.value)
+    assert said in str(raised.value)
+    assert [path.read_bytes() for path in folder.iterdir()] == [data]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_loaded() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binaries, "_folder", None)
-        yield
-
-
-@fire(300)
-@given(indexes)
-def test_an_index(data: bytes) -> None:
-    with new_world() as world:
-        (world / "kernels").mkdir()
-        (world / "kernels" / binaries.INDEX).write_bytes(data)
-        before = snapshot(world)
-        said = refusal(lambda: normforge.load_aot(world / "kernels"), AotError)
-        assert snapshot(world) == before
-        if said is not None:
-            assert str(world / "kernels") in said
-            return
-        there: Any = binaries.loaded()
-        for key, row in there.rows.items():
-            assert isinstance(key, str)
-            for name in row.files:
-                assert Path(name).name == name
-                assert name not in (".", "..")
-
-
-@fire(40)
-@given(st.one_of(st.text(max_size=30), st.sampled_from(("~", "~nobody-of-that-name", "/dev/zero", "/proc/self/mem"))))
-def test_a_path(path: str) -> None:
+@pytest.mark.parametrize("path", ["", "~", "~nobody-of-that-name", "a\0b", "/dev/zero", "/proc/self/mem"])
+def test_a_path_without_an_index_is_refused(path: str) -> None:
     with pytest.raises(AotError):
         normforge.load_aot(path)

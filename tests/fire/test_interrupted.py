@@ -79,15 +79,6 @@ def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     assert len(seen) >= len(after)
 
 
-@THOROUGH
-def test_a_first_run_that_is_killed_at_any_step(world: Path) -> None:
-    for _ in at_each_step(KILL, partial(generate, world, "after"), world / "k"):
-        if (world / "k" / "dispatch.py").exists():
-            loads(world / "k")
-        made(world, "after")
-        shutil.rmtree(world / "k")
-
-
 def test_runs_into_one_folder_at_once(world: Path) -> None:
     after, before = made(world, "after"), made(world, "before")
     children = [child(partial(generate, world, name, 8), world / "errors") for name in ("before", "after", "after")]

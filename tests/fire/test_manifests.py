@@ -1,4 +1,4 @@
-"""Whatever a manifest, a template or a recording says: an error of one line, or a folder or manifest that is whole."""
+"""Whatever a manifest or a template says: an error of one line, or a folder that is whole."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge.codegen import emit, manifest
-from normforge.codegen.instance import Bucket
-from normforge.codegen.model import Mode
-from normforge.codegen.tiling import standard_ladder
-from normforge.codegen.values import DType, Norm
-from normforge.errors import RecordError
-from normforge.selection import recording
+from normforge.codegen import emit
 
 from ..calling import FORWARD, check
 from ..thorough import THOROUGH
-from .documents import HOSTILE, NAMES, manifests, quoted, scalars
-from .world import CANARY, command, cut, fire, generate, new_world, refusal, refused, snapshot, whole
+from .documents import HOSTILE, NAMES, manifests, quoted
+from .world import command, fire, generate, new_world, refused, snapshot, whole
 
 SHORT = "groups: {a: {norm: rms, dtype_in: bf16, n: n128}}\n"
 
@@ -51,17 +45,6 @@ def test_a_manifest_that_is_only_looked_at(data: bytes, verb: str) -> None:
             refused(outcome, "normforge generate")
         else:
             assert outcome.status == (1 if verb == "--check" else 0)
-
-
-_SELECTIONS = st.text(alphabet="*?[]!abn_,=<>| 0189fpl'\"\\{}\n\x00é", max_size=20)
-
-
-@fire(60)
-@given(_SELECTIONS, st.one_of(_SELECTIONS, st.sampled_from(("n<=4096", "norm=rms", "n=1|2", "dtype_in=same"))))
-def test_a_selection(globs: str, where: str) -> None:
-    with new_world() as world:
-        manifest = "groups: {a: {norm: [layer, rms], dtype_in: bf16, n: [n128, n4096]}}\n"
-        generate(world, manifest, f"--filter={globs}", f"--where={where}")
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[str(index) for index in range(len(NAMES))])
@@ -123,14 +106,6 @@ def test_the_folder_is_the_one_that_is_named(out: str, tmp_path: Path, monkeypat
     assert {path: after[path] for path in before} == before
 
 
-def test_the_canary_would_be_seen(tmp_path: Path) -> None:
-    generate(tmp_path, SHORT)
-    with (tmp_path / "k" / "primitives.py").open("a") as file:
-        file.write(f"# {CANARY}\n")
-    with pytest.raises(AssertionError):
-        whole(tmp_path / "k")
-
-
 def test_one_bucket_serves_rows_that_start_anywhere(tmp_path: Path) -> None:
     """Its tile is two_pass for every N, and rows of which none starts a vector have a kernel of their own."""
     manifest = "buckets: {nbig: 1..}\ngroups: {a: {norm: [layer, rms], dtype_in: bf16}}\n"
@@ -183,47 +158,3 @@ def test_a_template_that_is_gone_is_named(template: Path) -> None:
 )
 def test_the_line_of_a_mistake_is_named(fragment: bytes, said: str, template: Path) -> None:
     assert said_of(template, fragment).startswith(f"normforge generate: error: {template}:5: {said}")
-
-
-MODES = (Mode(Norm.LAYER, DType.FP32, DType.FP32), Mode(Norm.RMS, DType.BF16, DType.BF16, save_mv=True))
-BUCKETS = (*standard_ladder(), Bucket("n4096", 1, 4096), Bucket("n100", 50, 100), Bucket("nbig", 3000, None))
-_MARKER = b"# Recorded by normforge\n"
-
-
-@st.composite
-def recordings(draw: st.DrawFn) -> bytes:
-    """What a recording wrote, cut about; or another manifest behind its first line."""
-    if draw(st.booleans()):
-        return _MARKER + draw(manifests())
-    pairs = st.tuples(st.sampled_from(MODES), st.sampled_from(BUCKETS))
-    data = recording.manifest_of(draw(st.lists(pairs, min_size=1, max_size=4))).encode()
-    if draw(st.booleans()):
-        data = draw(cut(data, scalars.map(lambda word: word.encode("utf-8", "surrogatepass"))))
-    return data
-
-
-@fire(100)
-@given(recordings())
-def test_a_recording(data: bytes) -> None:
-    with new_world() as world:
-        path = world / "needed.yaml"
-        path.write_bytes(data)
-        before = snapshot(world)
-
-        def record() -> None:
-            with normforge.record(path):
-                normforge.layernorm2d_fwd(torch.empty(0, 200))
-
-        said = refusal(record, RecordError)
-        if said is not None:
-            assert str(path) in said
-            assert snapshot(world) == before
-            return
-        assert set(snapshot(world)) == {"needed.yaml"}
-        made = manifest.load(path).instances
-        assert any(instance.mode == MODES[0] and 200 in instance.bucket for instance in made)
-        if data:
-            path.write_bytes(data)
-            made_alone = manifest.load(path).instances
-            held = {(each.mode, n) for each in made_alone for n in (each.bucket.first, each.bucket.last or 10**17)}
-            assert all(any(mode == instance.mode and n in instance.bucket for instance in made) for mode, n in held)

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, event, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from normforge.codegen.groups import Span
@@ -115,55 +115,6 @@ def _look_at(name: str, text: str) -> None:
     """Hold a file against what has to be; many examples have the same ones."""
     compile(text, name, "exec")
     assert CANARY not in text
-
-
-def refusal(work: Callable[[], object], error: type[Exception]) -> str | None:
-    """Do some work, and return what it was refused with: None if it was done."""
-    try:
-        work()
-    except error as refused:
-        event("refused")
-        return str(refused)
-    event("taken")
-    return None
-
-
-def values(*special: Any) -> st.SearchStrategy[Any]:
-    """Values of every type that a document may hold, and some that its reader may stumble over."""
-    return st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(),
-        st.text(max_size=20),
-        st.sampled_from(special),
-        st.tuples(st.integers(0, 300), st.integers(0, 300)),
-        st.recursive(st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner)),
-    )
-
-
-@st.composite
-def changed(draw: st.DrawFn, document: Any, values: st.SearchStrategy[Any]) -> Any:
-    """Data of dictionaries, lists and tuples, with another value, key or length somewhere."""
-    if isinstance(document, dict) and document and draw(st.integers(0, 3)):
-        key = draw(st.sampled_from(sorted(document)))
-        what = draw(st.sampled_from(("value", "value", "value", "drop", "rename", "add")))
-        kept = {name: value for name, value in document.items() if name != key}
-        if what == "value":
-            return kept | {key: draw(changed(document[key], values))}
-        if what == "drop":
-            return kept
-        return (kept if what == "rename" else document) | {draw(st.text(max_size=5)): document[key]}
-    if isinstance(document, (list, tuple)) and document and draw(st.integers(0, 5)):
-        at = draw(st.integers(0, len(document) - 1))
-        before, behind = list(document[:at]), list(document[at + 1 :])
-        what = draw(st.sampled_from(("value", "value", "value", "drop", "twice", "swap")))
-        if what == "value":
-            other = [draw(changed(document[at], values))]
-        else:
-            other = {"drop": [], "twice": [document[at]] * 2, "swap": [*behind[:1], document[at]]}[what]
-        return type(document)([*before, *other, *(behind[1:] if what == "swap" else behind)])
-    return draw(values)
 
 
 @st.composite

@@ -13,10 +13,10 @@ import torch
 from normforge.calls.outputs import NormGradients
 from proving.cases import AXES, IMAGES, LAYOUTS, Case, Tensors, arriving_at, axes, gradients, hold, operands
 
-from ..calling import BACKWARD, BACKWARD_ORACLE, ORACLE
+from ..calling import BACKWARD, BACKWARD_ORACLE, FLOATS, ORACLE
 from . import oracle
 from .memory import Memory, row_strides
-from .problems import CASTS, FLOATS, MOST_ELEMENTS, ROWS, VECTORS, Choose, Kind, Made, Options, draw_leading
+from .problems import CASTS, MOST_ELEMENTS, ROWS, VECTORS, Choose, Kind, Made, Options, draw_leading
 
 
 def _some(*names: str) -> list[tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """What every forward call computes, in fp64, and how far from it an fp32 computation may be.
 
-Nothing here reads normforge. The bounds follow from the formats, not from what kernels were seen to do:
+Of normforge it reads how numbers are rounded to quantised types, which tests/test_reference.py holds to a list of all
+values. The bounds follow from the formats, not from what kernels were seen to do:
 
 - U is fp32's unit roundoff, and each operation is off by at most U of its result.
 - A sum is off by `depth` U of what its terms add up to without their signs: the longest chain of additions that a term
@@ -23,11 +24,11 @@ from typing import NamedTuple
 
 import torch
 
-U = 2.0**-24
+from normforge.codegen.values import Rounding
+from normforge.dtypes import DTYPES
+from normforge.reference.norms import quantise
 
-# The largest magnitude of each quantised type, the bits of its fraction, and its smallest normal exponent.
-QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2: 57344.0}
-_FP8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e4m3fnuz: (3, -7), torch.float8_e5m2: (2, -14)}
+U = 2.0**-24
 
 
 class Bounded(NamedTuple):
@@ -154,25 +155,14 @@ def hold(name: str, got: torch.Tensor, want: Bounded, rows: torch.Tensor | None 
         )
 
 
-def quantise(ratio: torch.Tensor, dtype: torch.dtype, truncate: bool = False) -> torch.Tensor:
-    """fp64 values rounded to a quantised type's, saturated; still fp64."""
-    ratio = ratio.clamp(-QMAX[dtype], QMAX[dtype])
-    if dtype is torch.int8:
-        return ratio.trunc() if truncate else ratio.round()
-    bits, smallest = _FP8[dtype]
-    exponent = (torch.frexp(ratio).exponent - 1).clamp(min=smallest)
-    step = torch.ldexp(torch.ones_like(ratio), exponent - bits)
-    return ((ratio / step).round() * step).clamp(-QMAX[dtype], QMAX[dtype])
-
-
-def hold_quantised(y: torch.Tensor, y_scale: torch.Tensor, z: Bounded, truncate: bool, rows: torch.Tensor) -> None:
+def hold_quantised(y: torch.Tensor, y_scale: torch.Tensor, z: Bounded, rounding: Rounding, rows: torch.Tensor) -> None:
     """Hold quantised rows (M, N) and their scales (M,) to z; `rows` selects those to look at.
 
     Raises:
         AssertionError: a scale or a value is off.
     """
-    dtype = y.dtype
-    qmax = QMAX[dtype]
+    out = DTYPES[y.dtype]
+    qmax = out.qmax
     amax, error = z.value.abs().amax(-1), z.error.amax(-1)
     want = amax / qmax
     got = y_scale.double()
@@ -189,8 +179,9 @@ def hold_quantised(y: torch.Tensor, y_scale: torch.Tensor, z: Bounded, truncate:
         )
     scale = torch.where(rows, got, 1.0).unsqueeze(-1)
     ratio = z.value / scale
-    slack = z.error / scale + 4 * U * ratio.abs()
-    low, high = quantise(ratio - slack, dtype, truncate), quantise(ratio + slack, dtype, truncate)
+    # Of four U one is what rounding to fp8 by way of fp32 may add, as torch rounds fp64.
+    slack = z.error / scale + 3 * U * ratio.abs()
+    low, high = (quantise(each, out, rounding).double() for each in (ratio - slack, ratio + slack))
     values = y.double()
     wrong = rows.unsqueeze(-1) & ~((low <= values) & (values <= high))
     if wrong.any():

@@ -16,15 +16,13 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
+from normforge.codegen.values import FusedAdd, FusedQuant, Rounding
 
-from ..calling import FORWARD
+from ..calling import FLOATS, FORWARD, QUANTISED
 from . import oracle
 from .memory import Memory, row_strides
 
 T = TypeVar("T")
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-QUANTISED = tuple(oracle.QMAX)
 
 
 class Choose(Protocol):
@@ -38,10 +36,6 @@ def _swapped(sizes: Sequence[int]) -> tuple[int, ...]:
     return (*sizes[:-2], *reversed(sizes[-2:]))
 
 
-def _with_columns(rows: Callable[[int, Sequence[int]], tuple[int, ...]], shape: Sequence[int]) -> tuple[int, ...]:
-    return (*rows(shape[-1], shape[:-1]), 1)
-
-
 # Elements from row to row, from N and the sizes of leading dimensions: of the last two one for each dimension.
 ROW_STRIDES: dict[str, Callable[[int, Sequence[int]], tuple[int, ...]]] = {
     "adjoin": lambda n, leading: row_strides(leading, n),
@@ -52,13 +46,6 @@ ROW_STRIDES: dict[str, Callable[[int, Sequence[int]], tuple[int, ...]]] = {
     "expanded": lambda n, leading: row_strides(leading, 0),
     "heads": lambda n, leading: (n * (math.prod(leading[1:]) + 2), *row_strides(leading[1:], n))[: len(leading)],
     "transposed": lambda n, leading: _swapped(row_strides(_swapped(leading), n)),
-}
-# Strides of a shape: those of rows that kernels walk, and those that the functional API copies.
-LAYOUTS: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
-    **{name: partial(_with_columns, strides) for name, strides in ROW_STRIDES.items()},
-    "stepped": lambda shape: row_strides(shape, 2),
-    "columns": lambda shape: tuple(reversed(row_strides(tuple(reversed(shape)), 1))),
-    "one value": lambda shape: (0,) * len(shape),
 }
 # Elements to an output between x's rows, where those are wide.
 _BESIDE = 4
@@ -82,7 +69,8 @@ class Operand:
     ) -> Memory:
         """A tensor like this, filled with values or poison, with room for another between its rows if it is shared."""
         beside = shape[-1] + _BESIDE if shared else None
-        return Memory(shape, LAYOUTS[self.rows](shape), self.dtype, device, self.offset, values, beside)
+        strides = (*ROW_STRIDES[self.rows](shape[-1], shape[:-1]), 1)
+        return Memory(shape, strides, self.dtype, device, self.offset, values, beside)
 
 
 class Kind(SimpleNamespace):
@@ -180,17 +168,6 @@ _WEIGHT_OFFSETS = (0.0, 1.0, -1.0, 0.25, 1)
 
 # Rows take fp64 copies; more than so many elements would take the device's memory.
 MOST_ELEMENTS = 1 << 23
-
-# The modes' words as ck_tile's integers.
-_CODES = {
-    "none": 0,
-    "pre_add_store": 1,
-    "pre_add": 2,
-    "post_add": 3,
-    "post_add_norm": 4,
-    "smooth_dynamic": 1,
-    "dynamic": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -311,8 +288,8 @@ class MadeCall(Made):
             **inputs,
             "eps": call.eps,
             "weight_offset": call.weight_offset,
-            "fadd": _CODES[kind.fadd] if call.coded else kind.fadd,
-            "fquant": _CODES[kind.fquant] if call.coded else kind.fquant,
+            "fadd": FusedAdd(kind.fadd).code if call.coded else kind.fadd,
+            "fquant": FusedQuant(kind.fquant).code if call.coded else kind.fquant,
             **{name: getattr(kind, name) for name in ("out_dtype", "scale_dtype", "rounding", "cast", "save_mv")},
             "out": out,
             "residual_out": residual_out,
@@ -390,7 +367,7 @@ class MadeCall(Made):
             smooth = before["smooth_scale"]
             z = y if smooth is None else oracle.scaled(y, smooth)
             y_scale = output.y_scale.reshape(m)
-            oracle.hold_quantised(output.y.reshape(m, n), y_scale, z, kind.rounding == "truncate", rows)
+            oracle.hold_quantised(output.y.reshape(m, n), y_scale, z, Rounding(kind.rounding), rows)
             lost = ~y_scale.isfinite()
         assert bool((lost | finite).all()), "a row with a NaN or an infinity came out as if it had none"
 

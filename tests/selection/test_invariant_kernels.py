@@ -76,13 +76,6 @@ def test_no_tile_for_every_m_spreads_rows(arch: str) -> None:
         assert entry.invariant.choices(1, entry.first, arch) == entry.invariant.choices(1 << 20, entry.first, arch)
 
 
-@pytest.mark.parametrize("n", [4096, 4097, 96])
-def test_without_it_kernels_follow_m_and_place(n: int) -> None:
-    """Which is what the test above is able to see."""
-    mode = Mode.from_name("ln_fwd_bf16")
-    assert len({str(compilations(mode, n, "sm_90", **lying)) for lying in places(n)}) > 1
-
-
 def test_a_tile_that_spreads_rows_is_refused() -> None:
     """Of a folder that an older normforge made, say: its rows have no tile of their own for every M."""
     mode = Mode.from_name("rms_fwd_bf16")

@@ -43,16 +43,6 @@ def test_rows_on_any_strides_are_added_up_alike(mode: str, n: int) -> None:
         assert arithmetic(other) == arithmetic(found[0])
 
 
-def test_rows_at_worse_addresses_would_not_be() -> None:
-    """Which is why what lies otherwise is copied."""
-    keys = [
-        normforge.compile_keys([1024], ["ln_fwd_bf16"], arch=TARGET.arch, rows=["few"], misaligned=[names])
-        for names in ((), ("x",))
-    ]
-    aligned, elsewhere = (compile_for(found.key, found.function, TARGET).asm for (found,) in keys)
-    assert arithmetic(aligned) != arithmetic(elsewhere)
-
-
 @pytest.mark.parametrize("norm", ["ln", "rms"])
 def test_no_square_of_a_tile_is_fused_with_a_sum(norm: str) -> None:
     """Of two products LLVM may fuse either, and did not take the same one for each row of a tile."""

@@ -80,10 +80,6 @@ def test_with_several_devices_the_current_one_is_looked_at(monkeypatch: pytest.M
     assert asked == [(1, 4), (1, 4)]
 
 
-def test_the_torch_here_has_the_short_way() -> None:
-    assert callable(getattr(torch._C._dynamo.guards, INNER))
-
-
 @pytest.mark.gpu
 def test_a_card_takes_the_short_way() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -96,11 +92,3 @@ def test_a_card_takes_the_short_way() -> None:
         assert (made.dtype, made.device) == (expected.dtype, expected.device)
         assert made.data_ptr() % 16 == 0
         assert not made.requires_grad
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_on_a_device_that_is_not_the_current_one() -> None:
-    for index in range(2):
-        with torch.cuda.device(1 - index):
-            assert allocator(torch.device("cuda", index))((2, 3), (3, 1), torch.int8).device.index == index
