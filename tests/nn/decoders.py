@@ -16,23 +16,17 @@ VOCABULARY = 17
 
 
 class Attention(torch.nn.Module):
-    """Causal attention with a cache, which returns its weights too, or None."""
+    """Causal attention, which returns its weights too, or None."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(
-        self, hidden_states: torch.Tensor, cache: dict[Any, Any] | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(hidden_states).chunk(3, -1))
-        if cache is not None:
-            past = cache.get(self)
-            k, v = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
-            cache[self] = (k, v)
         scores = q @ k.transpose(-1, -2) * 8**-0.5
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(k.shape[2] - q.shape[2])
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
         h = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
         return self.out(h), weights if kwargs.get("output_attentions") else None
@@ -161,7 +155,7 @@ class PostNormLayer(torch.nn.Module):
         self.last = torch.nn.LayerNorm(WIDTH, eps=1e-12)
 
     def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        attended = self.attention(hidden_states, cache, **kwargs)[0]
+        attended = self.attention(hidden_states, cache=cache, **kwargs)[0]
         hidden_states = self.first(attended + hidden_states)
         normed: torch.Tensor = self.last(self.dense(functional.gelu(hidden_states)) + hidden_states)
         return normed
@@ -192,15 +186,6 @@ class Decoder(torch.nn.Module):
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
-    def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        """Greedy decoding with a cache."""
-        cache: dict[Any, Any] = {}
-        logits = self(tokens, cache=cache)
-        for _ in range(steps):
-            tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
-            logits = self(tokens[:, -1:], cache=cache)
-        return tokens
-
 
 def layer_norm(bias: bool = True) -> torch.nn.Module:
     return torch.nn.LayerNorm(WIDTH, bias=bias)
@@ -220,7 +205,7 @@ FAMILIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
         ("input_layernorm", "pre_feedforward_layernorm"),
     ),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
-    # Attention is torch's own, which has no cache.
+    # Attention is torch's own.
     "torch": (lambda: Decoder(Block, lambda: layer_norm(bias=False)), ("second",), ("first",)),
     "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
 }
