@@ -235,8 +235,7 @@ def test_a_cpu_without_the_interpreter_runs_torchs_operators(monkeypatch: pytest
     assert normforge.LayerNorm(8, device="meta")(torch.empty(2, 8, device="meta")).shape == (2, 8)
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_a_cpu_without_the_interpreter_needs_no_triton(value: str | None) -> None:
+def test_a_cpu_without_the_interpreter_needs_no_triton() -> None:
     """It need not even be installed, as it is not on macOS."""
     code = """
 import sys, torch
@@ -245,9 +244,7 @@ import normforge
 print(normforge.backend(torch.empty(1)), normforge.LayerNorm(8)(torch.ones(8)).tolist() == [0] * 8)
 print("triton" in {*sys.modules} - brought)
 """
-    backend, zeros, brought = printed(code, TRITON_INTERPRET=value).split()
-    assert (backend, zeros) == ("torch", "True")
-    assert value or brought == "False"
+    assert printed(code, TRITON_INTERPRET=None).split() == ["torch", "True", "False"]
 
 
 def test_a_cpu_under_the_interpreter_runs_kernels() -> None:

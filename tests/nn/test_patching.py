@@ -202,6 +202,23 @@ class Rescaling(models.LlamaRMSNorm):
     """Called nothing like a norm."""
 
 
+class SlottedRMSNorm(models.LlamaRMSNorm):
+    """Has slots."""
+
+    __slots__ = ("extra",)
+
+
+class Registering(models.LlamaRMSNorm):
+    """Is told of every class that is derived from it, which has to have a key."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+
+
+class RegisteredRMSNorm(Registering, key="own"):
+    """Has a key."""
+
+
 def on_meta() -> torch.nn.Module:
     with torch.device("meta"):
         return torch.nn.Sequential(models.LlamaRMSNorm(), torch.nn.LayerNorm(WIDTH), LlamaLayer())
@@ -221,8 +238,10 @@ MODELS: dict[str, tuple[Make, tuple[str, ...] | None, int]] = {
     "Hugging Face's": (lambda: torch.nn.Sequential(*(cls() for cls in HUGGING_FACE)), tuple("01234"), 0),
     "of any width": (lambda: torch.nn.Sequential(*(models.LlamaRMSNorm(n) for n in (1, 2, 3, 4097))), tuple("0123"), 0),
     "of any name": (
-        lambda: torch.nn.Sequential(SwitchLayerNorm(), Rescaling(), TimmGroupNorm(2, WIDTH)),
-        tuple("012"),
+        lambda: torch.nn.Sequential(
+            SwitchLayerNorm(), Rescaling(), TimmGroupNorm(2, WIDTH), SlottedRMSNorm(), RegisteredRMSNorm()
+        ),
+        tuple("01234"),
         0,
     ),
     "on meta": (on_meta, ("0", "1", "2.input_layernorm", "2.post_attention_layernorm"), 1),

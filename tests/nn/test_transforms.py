@@ -183,9 +183,10 @@ TRANSFORMED: list[Any] = [
     # Torch's own GroupNorm, which ours comes to, takes gradients of one shape for those of another (2.13).
     if (name, norm) != ("functional.hessian, forward", "group")
 ]
-# Dropout takes those that differentiate, and those that map it.
+# Dropout takes those that differentiate, those that map it, and those that record it.
 TRANSFORMED += [
     *product(("vmap", "grad", "jvp", "double backward", "batched gradients"), DROPPED),
+    *product(("make_fx", "jit.trace", "fx.symbolic_trace"), DROPPED),
     ("jit.trace of other rows", "grouped"),
 ]
 
