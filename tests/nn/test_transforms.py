@@ -266,24 +266,6 @@ def test_a_patched_model(transform: Callable[[torch.nn.Module, torch.Tensor], An
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("norm", ALL)
-def test_what_make_fx_records_is_written(norm: str, checkpointed: bool, recorded: bool) -> None:
-    """Of a call that is known, in the mode that runs what it records: an operator, and no memory that it only made."""
-    ours, _ = pair(norm, "cpu")
-    x = torch.randn(M, N, requires_grad=recorded)
-
-    def operators(call: Call) -> list[str]:
-        call = partial(checkpoint, call, use_reentrant=False) if checkpointed else of_one(call)
-        return [str(node.target) for node in make_fx(call)(x).graph.nodes if node.op == "call_function"]
-
-    # Releases of torch before 2.13 record what a checkpoint itself makes.
-    own = [operator for operator in operators(torch.neg) if "empty" in operator]
-    assert any("normforge" in operator for operator in operators(ours))
-    assert [operator for operator in operators(ours) if "empty" in operator] == own
-
-
 ONE, RSTD = torch.ones(M, N), torch.ones(M)
 
 UNFOLLOWED: dict[str, tuple[str, Call]] = {
@@ -379,21 +361,6 @@ def test_fx_records_one_call(make: Callable[..., torch.nn.Module], recorded: obj
     given = torch.randn(2, M, N).bfloat16()[: len(inspect.signature(module.forward).parameters)]
     actual, expected = (torch.utils._pytree.tree_leaves(each(*given)) for each in (traced, module))
     assert all(map(same_bits, actual, expected))
-
-
-@pytest.mark.parametrize(
-    ("function", "vectors"),
-    [
-        *((normforge.add_layer_norm, 1), (normforge.add_rms_norm, 1), (normforge.l2_norm, 1)),
-        *((normforge.modulated_rms_norm, 2), (normforge.gated_layer_norm, 1)),
-    ],
-)
-def test_fx_records_a_function_by_its_name(function: Callable[..., Any], vectors: int) -> None:
-    def call(x: torch.Tensor, others: torch.Tensor) -> Any:
-        return function(x, *[others] * vectors)
-
-    traced = torch.fx.symbolic_trace(call)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [function]
 
 
 @pytest.mark.parametrize("name", ["normalise", "normalise_cast_before_weight", "dropped_add_normalise"])
