@@ -150,18 +150,10 @@ def test_what_no_kernel_takes_is_computed_as_before(
     assert actual.device.type == "meta" or torch.equal(actual, wanted)
 
 
-def test_complex_and_integer_rows_are_taken_as_before() -> None:
+def test_integer_rows_are_taken_as_before() -> None:
     module, ours = called(*REPLACED["Llama"])
     x = torch.arange(2 * WIDTH).view(2, WIDTH)
     assert torch.equal(ours(x), module(x))
-    found: list[Any] = []
-    z = torch.randn(2, WIDTH, dtype=torch.complex64)
-    for norm in called(*REPLACED["RMSNorm"]):
-        try:
-            found.append(norm.to(torch.complex64)(z).detach())
-        except RuntimeError as error:
-            found.append(type(error))
-    assert found[0] is found[1] or torch.equal(*found)
 
 
 def test_rounding_once_holds_where_no_kernel_runs() -> None:
