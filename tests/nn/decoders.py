@@ -211,10 +211,10 @@ FAMILIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def made(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def made(family: str, device: str = "cpu") -> Any:
     """A model with weights that do something."""
     torch.manual_seed(0)
     model = FAMILIES[family][0]()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
-    return model.to(device, dtype)
+    return model.to(device)
