@@ -65,8 +65,6 @@ def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "past" in kwargs:
-            kwargs["cache"] = kwargs.pop("past")
         return function(*args, **kwargs)
 
     return wrapper
@@ -84,10 +82,10 @@ class LlamaLayer(CheckpointingLayer):
         self.dropout = torch.nn.Dropout(p)
 
     @renamed
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
         hidden_states = residual + self.dropout(hidden_states)
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
@@ -108,10 +106,10 @@ class GPT2Layer(torch.nn.Module):
         self.mlp = MLP()
 
     def forward(
-        self, hidden_states: torch.Tensor, cache: Any = None, encoded: torch.Tensor | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, encoded: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
         residual = hidden_states
-        outputs = self.attn(self.ln_1(hidden_states), cache=cache, **kwargs)
+        outputs = self.attn(self.ln_1(hidden_states), **kwargs)
         hidden_states = outputs[0] + residual
         if encoded is not None:
             residual = hidden_states
@@ -130,10 +128,10 @@ class GemmaLayer(LlamaLayer):
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
 
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = residual + hidden_states
         residual = hidden_states
@@ -154,8 +152,8 @@ class PostNormLayer(torch.nn.Module):
         self.first = torch.nn.LayerNorm(WIDTH, eps=1e-12)
         self.last = torch.nn.LayerNorm(WIDTH, eps=1e-12)
 
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        attended = self.attention(hidden_states, cache=cache, **kwargs)[0]
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended = self.attention(hidden_states, **kwargs)[0]
         hidden_states = self.first(attended + hidden_states)
         normed: torch.Tensor = self.last(self.dense(functional.gelu(hidden_states)) + hidden_states)
         return normed
@@ -171,15 +169,13 @@ class Decoder(torch.nn.Module):
         self.norm = norm()
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(
-        self, tokens: torch.Tensor, cache: Any = None, hidden: list[torch.Tensor] | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, hidden: list[torch.Tensor] | None = None, **kwargs: Any) -> torch.Tensor:
         """Logits; the hidden states before each layer, and behind the last, are added to a list."""
         x = self.embedding(tokens)
         for layer in self.layers:
             if hidden is not None:
                 hidden.append(x)
-            x = layer(x, cache=cache, **kwargs)
+            x = layer(x, **kwargs)
             x = x[0] if isinstance(x, tuple) else x
         if hidden is not None:
             hidden.append(x)

@@ -113,11 +113,6 @@ def hooked(model: Any, given: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def offloaded(model: Any, given: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return loss_of(model, given)
-
-
 def with_autocast(model: Any, given: torch.Tensor) -> torch.Tensor:
     """Of fp32 weights and residuals, and branches in bf16."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -129,7 +124,6 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Ten
     "dropout, which draws what it drew": (with_dropout, seeded, CLOSE),
     "dropout in evaluation": (with_dropout, lambda model, given: loss_of(model.eval(), given), CLOSE),
     "hooks on hidden states": (partial(made, "Llama"), hooked, CLOSE),
-    "saved tensors offloaded": (partial(made, "Llama"), offloaded, CLOSE),
     **{f"autocast, {name}": (partial(made, name), with_autocast, (1e-2, 5e-2)) for name in ("Llama", "torch")},
     # The norm is of another sum, that of a branch between.
     "an encoder's output": (partial(made, "GPT2"), partial(loss_of, encoded=torch.randn(2, 3, WIDTH)), CLOSE),
@@ -201,7 +195,6 @@ def test_torchs_own_layers(fused: Counted) -> None:
             torch.testing.assert_close(patched.eval()(x), model.eval()(x))
 
 
-@THOROUGH
 def test_layers_under_fully_shard(mesh: DeviceMesh, fused: Counted) -> None:
     """Sums are joined within the layers, whose norms are gathered with them; and the layers stay sharded unpatched."""
     model, patched = twins(made("Llama"))
@@ -212,7 +205,9 @@ def test_layers_under_fully_shard(mesh: DeviceMesh, fused: Counted) -> None:
         agree(model, patched)
         assert fused.counts() == {"sum_before": 2, "input_added": 2}
     normforge.unpatch(patched)
-    assert [type(layer).__bases__ for layer in patched.layers] == [(FSDPModule, LlamaLayer)] * 2
+    # Layers that shared a class do so still.
+    assert type(patched.layers[0]) is type(patched.layers[1])
+    assert type(patched.layers[0]).__bases__ == (FSDPModule, LlamaLayer)
     torch.testing.assert_close(loss_of(patched, tokens()), loss_of(model, tokens()))
     assert fused.counts() == {}
 

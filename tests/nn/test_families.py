@@ -256,7 +256,7 @@ def test_a_gradient_that_arrives_may_lie_anyhow(case: Case, layout: str, device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(*BOTH, vary=("norm",), dtype=torch.bfloat16), ids=str)
+@pytest.mark.parametrize("case", cases(*BOTH, "group", vary=("norm",), dtype=torch.bfloat16), ids=str)
 def test_autocast_gives_the_type_that_torch_gives(case: Case) -> None:
     given = operands(case, "cuda")
     plain = getattr(torch.nn.functional, f"{case['norm']}_norm")

@@ -355,30 +355,6 @@ def test_parametrising_a_patched_norm(make: Make, unpatched: str) -> None:
     assert sorted(model.state_dict()) == sorted(keys)
 
 
-def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
-    model = made("torch")
-    tokens = torch.randint(17, (2, 5))
-    wanted = model(tokens).detach()
-    done = normforge.patch(model, fuse=False).swapped
-    norms = [model.get_submodule(swapped.path) for swapped in done]
-    for module in norms:
-        fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert normforge.patch(model, fuse=False) == normforge.Patch((), ())
-    assert len(normforge.unpatch(model)) == len(norms)
-    for module, swapped in zip(norms, done, strict=True):
-        assert isinstance(module, FSDPModule)
-        assert type(module).__bases__ == (FSDPModule, swapped.old)
-        module.unshard()
-        module.reshard()
-    # Modules that shared a class do so still.
-    assert len({type(module) for module in norms}) == 2
-    actual = model(tokens)
-    torch.testing.assert_close(actual, wanted)
-    actual.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_a_norm_under_fully_shard_is_reported(mesh: DeviceMesh) -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), models.LlamaRMSNorm())
     for module in model:

@@ -418,17 +418,8 @@ def test_a_traced_call_writes_to_the_cache() -> None:
     def run(q: torch.Tensor, cache: torch.Tensor) -> Any:
         return call(CACHED, operands | {"q": q}, key_cache=cache, slot_mapping=SLOTS)
 
-    class Module(torch.nn.Module):
-        def forward(self, q: torch.Tensor, cache: torch.Tensor) -> Any:
-            return run(q, cache)
-
     args = operands["q"], _cache(CACHED, torch.float8_e4m3fn)
-    runs: list[Any] = [
-        torch.compile(run, backend="aot_eager", fullgraph=True),
-        make_fx(run)(*args),
-        torch.export.export(Module(), args).module(),
-    ]
-    for traced in runs:
+    for traced in (torch.compile(run, backend="aot_eager", fullgraph=True), make_fx(run)(*args)):
         for _ in range(2):
             cache = _cache(CACHED, torch.float8_e4m3fn)
             traced(operands["q"], cache)
@@ -650,11 +641,6 @@ def test_one_kernel_serves_heads_wherever_they_lie() -> None:
     assert len(set.union(*met)) == 1
 
 
-def _trained(case: Case, operands: Tensors) -> None:
-    results = call(case, leaves_of(operands))
-    torch.autograd.backward(results, [torch.ones_like(each) for each in results])
-
-
 def test_a_mean_far_from_zero() -> None:
     """The spread of a row is kept beside a mean ten thousand times as large."""
     operands = given(EXACT)
@@ -680,7 +666,8 @@ def test_a_mean_far_from_zero() -> None:
 def test_compile(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both directions launch one kernel, and gradients of weights another; so does one that writes to a cache."""
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
-        _trained(case, given(case))
+        results = call(case, leaves_of(given(case)))
+        torch.autograd.backward(results, [torch.ones_like(each) for each in results])
         cache, scale = _cache(case, torch.float8_e4m3fn), torch.ones(1)
         with launching_nothing(target) as cached:
             call(case, given(case), key_cache=cache, slot_mapping=SLOTS, k_scale=scale)
