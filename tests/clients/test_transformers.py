@@ -133,23 +133,3 @@ def test_lora_on_a_patched_model_trains_and_merges() -> None:
         results.append((gradients, {"logits": out.logits.detach(), "merged": merged(_TOKENS).logits.detach()}))
     for theirs, ours in zip(*results, strict=True):
         close_all(ours, theirs)
-
-
-def test_accelerate_prepares_a_patched_model() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="an extra of its own: make test-clients installs it")
-    losses = []
-    for patches in (False, True):
-        model = language_model("gpt2", patched=patches).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(4):
-            with accelerator.accumulate(model):
-                loss = model(_TOKENS, labels=_TOKENS).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append({"loss": loss.detach()})
-    close_all(losses[1], losses[0])

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer
 
 from .alike import train_alike
 from .families import language_model
@@ -47,20 +47,6 @@ def _tokenizer() -> Any:
 
 def _text(first: int) -> str:
     return " ".join(f"w{i % 60}" for i in range(first, first + 6))
-
-
-def test_supervised_tuning(tmp_path: Path) -> None:
-    examples = Dataset.from_list([{"text": _text(first)} for first in range(8)])
-
-    def trainer(patches: bool) -> Any:
-        return SFTTrainer(
-            model=language_model("llama", patched=patches),
-            args=SFTConfig(output_dir=str(tmp_path), **_OPTIONS),
-            train_dataset=examples,
-            processing_class=_tokenizer(),
-        )
-
-    train_alike(trainer, 2)
 
 
 @pytest.mark.parametrize("reference_is_patched", [False, pytest.param(True, marks=THOROUGH)])

@@ -27,8 +27,8 @@ class Traced:
         applied: how often each rule was applied.
     """
 
-    def __init__(self, function: Callable[..., Any], *inputs: Any, symbolic: bool = False) -> None:
-        self._module = make_fx(function, select_decomp_table(), "symbolic" if symbolic else "fake")(*inputs)
+    def __init__(self, function: Callable[..., Any], *inputs: Any) -> None:
+        self._module = make_fx(function, select_decomp_table(), "fake")(*inputs)
         self.graph = self._module.graph
         self.graph.eliminate_dead_code()
         self.applied = fuse(self.graph)

@@ -151,31 +151,6 @@ def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [function.count(ADD, graph) for graph in (0, 1)] == [0, 0]
 
 
-class TwoOutputs(Block):
-    """A block that returns its branch's norm as well, as do models whose hidden states are asked for."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        total = x + self.branches[0](self.norms[0](x))
-        return total, self.norms[1](total)
-
-
-@THOROUGH
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_backward_pass_of_some_outputs_and_again(used: int) -> None:
-    model, x = TwoOutputs(), rows()
-    function = Compiled(model)
-    inputs = [x, *model.branches[0].parameters()]
-
-    def twice(outputs: Any) -> list[torch.Tensor]:
-        losses = [outputs[used].square().sum()] * 2
-        return [each for loss in losses for each in torch.autograd.grad(loss, inputs, retain_graph=True)]
-
-    for _ in range(2):
-        outputs, expected = function(x), model(x)
-        agree([*outputs, *twice(outputs)], [*expected, *twice(expected)])
-    assert function.applied[0]["join_sum"] == 1
-
-
 class WithDropout(Block):
     """A block that drops some of what its branches add."""
 

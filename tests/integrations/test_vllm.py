@@ -148,29 +148,25 @@ def test_rms_norms_are_made_of_our_classes_without_an_ir(layers: Any, ran: list[
     assert ran == ["rmsnorm2d_fwd"] * 4
 
 
-def test_layer_norms_are_left_alone_unless_vllms_list_names_us(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("named", "others", "says"),
+    [("", [], "VLLM_PLUGINS does not name it"), ("normforge", ["LayerNorm"], "normforge serves no LayerNorm")],
+    ids=["not named", "another plugin's class"],
+)
+def test_layer_norms_are_left_alone(
+    named: str, others: list[str], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_vllm.stand_in(monkeypatch)
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", named)
+    registry: Any = sys.modules[of_vllm.CUSTOM]
+    theirs = {
+        name: registry.CustomOp.register_oot(name=name)(type("Other", (registry.CustomOp,), {})) for name in others
+    }
     with caplog.at_level(logging.INFO, "vllm.normforge"):
         plug.register()
-    registry: Any = sys.modules[of_vllm.CUSTOM]
-    assert registry.op_registry_oot == {}
+    assert registry.op_registry_oot == theirs
     assert "normforge" in sys.modules["vllm.ir.ops"].rms_norm.impls
-    assert "VLLM_PLUGINS does not name it" in caplog.text
-
-
-def test_a_class_that_another_plugin_put_there_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    of_vllm.stand_in(monkeypatch)
-    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
-    registry: Any = sys.modules[of_vllm.CUSTOM]
-    other = registry.CustomOp.register_oot(name="LayerNorm")(type("Other", (registry.CustomOp,), {}))
-    plug.register()
-    assert registry.op_registry_oot == {"LayerNorm": other}
-    assert "normforge serves no LayerNorm" in caplog.text
+    assert says in caplog.text
 
 
 @pytest.mark.parametrize("layers", ["own"], indirect=True)

@@ -45,7 +45,7 @@ CASES = [
 def compiled(
     mode: GroupMode, sizes: tuple[int, int, int], m: int, arch: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the texts of each kernel but the last of sums, of tensors in x's dtype with all there can be."""
+    """Yield the name and the texts of each kernel but the finisher, for tensors of x's dtype, all of them present."""
     own, family, target = TORCH_DTYPES[mode.dtype_in], family_of(mode), named_target(arch)
     tensors = {row.name: torch.empty(0, dtype=own, device="cpu") for row in family.inputs}
     dtypes = {row.name: torch.float32 if row.name in ("mean", "rstd") else own for row in family.results}

@@ -16,23 +16,17 @@ VOCABULARY = 17
 
 
 class Attention(torch.nn.Module):
-    """Causal attention with a cache, which returns its weights too, or None."""
+    """Causal attention, which returns its weights too, or None."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(
-        self, hidden_states: torch.Tensor, cache: dict[Any, Any] | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(hidden_states).chunk(3, -1))
-        if cache is not None:
-            past = cache.get(self)
-            k, v = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
-            cache[self] = (k, v)
         scores = q @ k.transpose(-1, -2) * 8**-0.5
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(k.shape[2] - q.shape[2])
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
         h = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
         return self.out(h), weights if kwargs.get("output_attentions") else None
@@ -71,8 +65,6 @@ def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "past" in kwargs:
-            kwargs["cache"] = kwargs.pop("past")
         return function(*args, **kwargs)
 
     return wrapper
@@ -90,10 +82,10 @@ class LlamaLayer(CheckpointingLayer):
         self.dropout = torch.nn.Dropout(p)
 
     @renamed
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
         hidden_states = residual + self.dropout(hidden_states)
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
@@ -114,10 +106,10 @@ class GPT2Layer(torch.nn.Module):
         self.mlp = MLP()
 
     def forward(
-        self, hidden_states: torch.Tensor, cache: Any = None, encoded: torch.Tensor | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, encoded: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
         residual = hidden_states
-        outputs = self.attn(self.ln_1(hidden_states), cache=cache, **kwargs)
+        outputs = self.attn(self.ln_1(hidden_states), **kwargs)
         hidden_states = outputs[0] + residual
         if encoded is not None:
             residual = hidden_states
@@ -136,10 +128,10 @@ class GemmaLayer(LlamaLayer):
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
 
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = residual + hidden_states
         residual = hidden_states
@@ -160,8 +152,8 @@ class PostNormLayer(torch.nn.Module):
         self.first = torch.nn.LayerNorm(WIDTH, eps=1e-12)
         self.last = torch.nn.LayerNorm(WIDTH, eps=1e-12)
 
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
-        attended = self.attention(hidden_states, cache, **kwargs)[0]
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended = self.attention(hidden_states, **kwargs)[0]
         hidden_states = self.first(attended + hidden_states)
         normed: torch.Tensor = self.last(self.dense(functional.gelu(hidden_states)) + hidden_states)
         return normed
@@ -177,29 +169,18 @@ class Decoder(torch.nn.Module):
         self.norm = norm()
         self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(
-        self, tokens: torch.Tensor, cache: Any = None, hidden: list[torch.Tensor] | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, hidden: list[torch.Tensor] | None = None, **kwargs: Any) -> torch.Tensor:
         """Logits; the hidden states before each layer, and behind the last, are added to a list."""
         x = self.embedding(tokens)
         for layer in self.layers:
             if hidden is not None:
                 hidden.append(x)
-            x = layer(x, cache=cache, **kwargs)
+            x = layer(x, **kwargs)
             x = x[0] if isinstance(x, tuple) else x
         if hidden is not None:
             hidden.append(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
-
-    def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        """Greedy decoding with a cache."""
-        cache: dict[Any, Any] = {}
-        logits = self(tokens, cache=cache)
-        for _ in range(steps):
-            tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
-            logits = self(tokens[:, -1:], cache=cache)
-        return tokens
 
 
 def layer_norm(bias: bool = True) -> torch.nn.Module:
@@ -220,16 +201,16 @@ FAMILIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
         ("input_layernorm", "pre_feedforward_layernorm"),
     ),
     "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
-    # Attention is torch's own, which has no cache.
+    # Attention is torch's own.
     "torch": (lambda: Decoder(Block, lambda: layer_norm(bias=False)), ("second",), ("first",)),
     "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
 }
 
 
-def made(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def made(family: str, device: str = "cpu") -> Any:
     """A model with weights that do something."""
     torch.manual_seed(0)
     model = FAMILIES[family][0]()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
-    return model.to(device, dtype)
+    return model.to(device)

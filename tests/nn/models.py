@@ -41,7 +41,7 @@ class Block(torch.nn.Module):
         self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
         self.narrow = torch.nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
         h = self.narrow(functional.gelu(self.wide(self.second(x))))

@@ -25,7 +25,6 @@ from .models import WIDTH, Counted, LlamaRMSNorm, assert_near, copies, twins
 each_family = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in ("Llama", "torch") else [THOROUGH]) for name in FAMILIES]
 )
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
 # By family, the norms of each layer that are computed together with the sum of their result.
 ADDED: dict[str, tuple[str, ...]] = {
@@ -67,18 +66,18 @@ def agree(
     assert_near(gradients(patched), gradients(model), tolerance, 1e-3)
 
 
-def calls_of(family: str, times: int = 1) -> dict[str, int]:
-    """Return how often a model of a family, of two layers, fuses what in some forward passes without gradients."""
+def calls_of(family: str) -> dict[str, int]:
+    """Return how often a model of a family, of two layers, fuses what in a forward pass."""
     # GPT2's norm of its other branch is not called. Gemma's block normalises the first of its sums again.
     added, again = 0 if family == "GPT2" else len(ADDED.get(family, ())), int(family == "Gemma2")
     counts = {"sum_before": len(FAMILIES[family][1]) - again, "sum_behind": added - again, "norm_behind": again}
-    return {name: 2 * count * times for name, count in counts.items() if count}
+    return {name: 2 * count for name, count in counts.items() if count}
 
 
 @each_family
 @each_device
 def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, fused: Counted) -> None:
-    model = made(family, device=device)
+    model = made(family, device)
     patched = copy.deepcopy(model)
     done = normforge.patch(patched)
     _, norms, inputs = FAMILIES[family]
@@ -94,54 +93,6 @@ def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, fu
         assert fused.counts() == calls_of(family) | ({"input_added": 2 * len(called)} if called else {})
     normforge.unpatch(patched)
     assert type(patched.layers[0]) is type(model.layers[0])
-
-
-@THOROUGH
-@every_family
-def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(family: str, fused: Counted) -> None:
-    """The distance from fp64 is that of the unfused model, give or take."""
-    exact = made(family, torch.float64)
-    model = made(family, torch.bfloat16)
-    with torch.no_grad():
-        for wide, narrow in zip(exact.parameters(), model.parameters(), strict=True):
-            wide.copy_(narrow)
-    model, patched = twins(model)
-    # The last of patched's two steps; both added up.
-    for each in (exact, model, patched, patched):
-        each.zero_grad()
-        backward(loss_of(each, tokens()))
-    assert fused.counts()
-    wanted, unfused, found = (gradients(each) for each in (exact, model, patched))
-    for name, gradient in wanted.items():
-        size = gradient.norm() + 1e-3
-        off = (found[name].double() - gradient).norm() / size
-        assert off <= 2 * (unfused[name].double() - gradient).norm() / size + 0.02, name
-
-
-@THOROUGH
-@every_family
-def test_greedy_decoding_with_a_cache(family: str, fused: Counted) -> None:
-    model, patched = twins(made(family).eval())
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            wanted = model.generate(tokens(), 4)
-            fused.counts()
-            assert torch.equal(patched.generate(tokens(), 4), wanted)
-            # Without gradients nothing else is fused.
-            assert fused.counts() == calls_of(family, times=5)
-
-
-@THOROUGH
-@every_family
-def test_a_compiled_model_is_one_graph(family: str) -> None:
-    model, patched = twins(made(family))
-    wanted = loss_of(model, tokens())
-    compiled = torch.compile(patched, fullgraph=True, backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(loss_of(compiled, tokens()), wanted)
-        # Eager calls in between change nothing of the graph.
-        with torch.compiler.set_stance("force_eager"):
-            torch.testing.assert_close(loss_of(patched, tokens()), wanted)
 
 
 def with_dropout() -> Any:
@@ -162,11 +113,6 @@ def hooked(model: Any, given: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def offloaded(model: Any, given: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return loss_of(model, given)
-
-
 def with_autocast(model: Any, given: torch.Tensor) -> torch.Tensor:
     """Of fp32 weights and residuals, and branches in bf16."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -178,7 +124,6 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], torch.Ten
     "dropout, which draws what it drew": (with_dropout, seeded, CLOSE),
     "dropout in evaluation": (with_dropout, lambda model, given: loss_of(model.eval(), given), CLOSE),
     "hooks on hidden states": (partial(made, "Llama"), hooked, CLOSE),
-    "saved tensors offloaded": (partial(made, "Llama"), offloaded, CLOSE),
     **{f"autocast, {name}": (partial(made, name), with_autocast, (1e-2, 5e-2)) for name in ("Llama", "torch")},
     # The norm is of another sum, that of a branch between.
     "an encoder's output": (partial(made, "GPT2"), partial(loss_of, encoded=torch.randn(2, 3, WIDTH)), CLOSE),
@@ -250,7 +195,6 @@ def test_torchs_own_layers(fused: Counted) -> None:
             torch.testing.assert_close(patched.eval()(x), model.eval()(x))
 
 
-@THOROUGH
 def test_layers_under_fully_shard(mesh: DeviceMesh, fused: Counted) -> None:
     """Sums are joined within the layers, whose norms are gathered with them; and the layers stay sharded unpatched."""
     model, patched = twins(made("Llama"))
@@ -261,7 +205,9 @@ def test_layers_under_fully_shard(mesh: DeviceMesh, fused: Counted) -> None:
         agree(model, patched)
         assert fused.counts() == {"sum_before": 2, "input_added": 2}
     normforge.unpatch(patched)
-    assert [type(layer).__bases__ for layer in patched.layers] == [(FSDPModule, LlamaLayer)] * 2
+    # Layers that shared a class do so still.
+    assert type(patched.layers[0]) is type(patched.layers[1])
+    assert type(patched.layers[0]).__bases__ == (FSDPModule, LlamaLayer)
     torch.testing.assert_close(loss_of(patched, tokens()), loss_of(model, tokens()))
     assert fused.counts() == {}
 

@@ -75,16 +75,6 @@ def test_a_nan_is_not_clamped() -> None:
     assert normforge.normalize(x).isnan().all(-1).tolist() == [False, True, False]
 
 
-def test_a_graph_writes_where_it_is_told() -> None:
-    def write(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        normforge.l2norm2d_fwd(x, eps=EPS, out=out)
-        return out
-
-    x, out = torch.randn(3, 32), torch.zeros(3, 32)
-    torch.compile(write, backend="aot_eager", fullgraph=True)(x, out)
-    agree(out, exact(Norm.L2, x))
-
-
 BESIDE: dict[str, dict[str, Any]] = table_at(Path(__file__).with_name("l2_norm.yaml"))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import normforge
-from proving.cases import EPS, Case, Tensors, check, close, doubled, formula, operands
+from proving.cases import EPS, Case, Tensors, check, doubled, formula, operands
 
 from ..calling import FUNCTIONS, each_device, pieces, plain
 from ..thorough import THOROUGH
@@ -56,33 +56,6 @@ def test_an_offset_and_a_bias_of_x(norm: str, dtype: torch.dtype, device: str) -
     # The second call is known, and of other tensors; the offset is a number of each call.
     for offset in (1.0, 1.0, -0.5, 0.0):
         check(case_of(norm, offset=offset), tensors(norm, dtype, device))
-
-
-@pytest.mark.parametrize("norm", [pytest.param("add_layer", marks=THOROUGH), "add_rms"])
-def test_the_gradient_of_x_bias_is_summed_before_it_is_rounded(norm: str) -> None:
-    """A sum in bf16 of nine such gradients would have lost some bits."""
-    given = tensors(norm, torch.bfloat16, shape=(9, N))
-    outputs, (wide, wanted) = call(norm, given), exact(norm, given, 0.0)
-    # Of the sum as it is stored, so that it alone decides.
-    dy = torch.zeros_like(outputs[0])
-    dresidual_out = torch.full_like(outputs[1], 1 + 2**-7)
-    (gradient,) = torch.autograd.grad(outputs, [given["x_bias"]], (dy, dresidual_out))
-    (expected,) = torch.autograd.grad(wanted, [wide["x_bias"]], (dy.double(), dresidual_out.double()))
-    assert torch.equal(gradient, expected.float())
-
-
-@each_function
-def test_the_bias_of_x_may_be_another_operand_too(norm: str) -> None:
-    """One tensor in several places gets the sum of their gradients."""
-    given = tensors(norm, torch.float32)
-    given["x_bias"] = given["weight"]
-    for _ in range(2):
-        y, *_ = call(norm, given)
-        dy = torch.randn_like(y)
-        (gradient,) = torch.autograd.grad(y, [given["weight"]], dy)
-        wide, (wanted, *_) = exact(norm, given, 0.0)
-        parts = torch.autograd.grad(wanted, [wide["weight"], wide["x_bias"]], dy.double())
-        close("both", gradient, parts[0] + parts[1], 1e-4)
 
 
 MODULES: dict[str, type[torch.nn.Module]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -11,14 +11,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import errors
-from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.families import several
-from normforge.kernels import binaries
-from normforge.kernels.gpu import KernelKey, Target, named_target
+from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch
-from normforge.tools import cli
 from proving import cases
 from proving.cases import LAYOUTS, Case
 
@@ -158,34 +154,11 @@ def test_transforms(name: str, device: str) -> None:
     alike(name, *both, device)
 
 
-def _together(met: Iterable[KernelKey]) -> list[KernelKey]:
-    return [key for key in met if key.symbol.startswith("several_")]
-
-
-@pytest.mark.compile
-@pytest.mark.usefixtures("cold_cache")
-def test_a_folder_of_recorded_kernels_serves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it lacks is refused by a frozen process."""
-    path, out, target = tmp_path / "needed.yaml", tmp_path / "kernels", named_target("sm_90")
-    with dispatch.using(dispatch.loaded()), launching_nothing(target), normforge.record(path):
-        normforge.rms_norms(problems(MIXES["latents"]))
-    assert cli.main(["aot", "--recorded", str(path), "--arch", "sm_90", "--out", str(out)]) == 0
-    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    for key in recorded_keys_for(path, target, None):
-        assert binaries.read(out).find(key.key, key.function, target) is not None
-    (*_, groups), last = MIXES["latents"]
-    with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
-        normforge.rms_norms(problems([(5, 384, groups), last]))
-    (other,) = _together(met)
-    with pytest.raises(errors.FrozenError, match=r"by making the call once .*, or of calls that were recorded"):
-        compile_for(other, resolve_name(other.kernel), target)
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @each_mix
 def test_compile(mix: str, target: Target) -> None:
     with dispatch.using(dispatch.loaded()), launching_nothing(target) as met:
         normforge.rms_norms(problems(MIXES[mix]))
-    (together,) = _together(met)
+    (together,) = [key for key in met if key.symbol.startswith("several_")]
     assert binary_of(target) in compile_for(together, resolve_name(together.kernel), target).asm

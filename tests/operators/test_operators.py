@@ -278,17 +278,6 @@ def test_one_graph_without_a_copy(function: Callable[..., torch.Tensor]) -> None
     assert not [name for name in called if name in ("clone", "copy_")]
 
 
-@THOROUGH
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_gradients_on_strides_of_their_own() -> None:
-    compiled: Any = torch.compile(functional, backend="aot_eager", fullgraph=True)
-    qkv, weight = torch.randn(3, ALL_HEADS * HEAD, requires_grad=True), torch.randn(HEAD, requires_grad=True)
-    dy = torch.randn(HEADS, 3, HEAD).transpose(0, 1)
-    found = torch.autograd.grad(compiled(qkv, weight), (qkv, weight), dy)
-    expected = torch.autograd.grad(functional(qkv, weight), (qkv, weight), dy)
-    assert all(same_bits(got, want) for got, want in zip(found, expected, strict=True))
-
-
 # Operators without a rule, and why none can be kept.
 _TWO = "q and k are two tensors of rows; the function refuses DTensors"
 UNRULED = {
