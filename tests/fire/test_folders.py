@@ -37,52 +37,47 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binaries, "_folder", None)
 
 
+def of(**changed: Any) -> bytes:
+    return json.dumps(INDEX | changed).encode()
+
+
 def with_row(**changed: Any) -> dict[str, Any]:
     return {"kernels": [ROW, ROW | changed]}
 
 
 def test_the_index_that_is_spoilt_here_is_read(tmp_path: Path) -> None:
-    (tmp_path / binaries.INDEX).write_text(json.dumps(INDEX))
+    (tmp_path / binaries.INDEX).write_bytes(of())
     normforge.load_aot(tmp_path)
     assert [*getattr(binaries.loaded(), "rows", ())] == [ROW["key"]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        *(({"format": version}, "has format") for version in (None, True, float(binaries.FORMAT), "1", -1)),
-        *(({name: 3}, "is damaged") for name in ("normforge", "triton", "arch")),
-        *(({"kernels": rows}, "is damaged") for rows in NO_ROWS),
-        *((with_row(**{name: value}), "is damaged") for name in ROW for value in NO_TEXTS),
-        *((with_row(**{name: value}), "is damaged") for name in [*ROW][1:] for value in ("../x", "a\0b")),
-        # Names that lead elsewhere.
-        *((with_row(file=name), "is damaged") for name in ("/etc/passwd-0123456789abcdef", "../x-0123456789abcdef")),
-        (with_row(binary="x" * 10_000), "is damaged"),
-    ],
+DAMAGED: tuple[dict[str, Any], ...] = (
+    *({name: 3} for name in ("normforge", "triton", "arch")),
+    *({"kernels": rows} for rows in NO_ROWS),
+    *(with_row(**{name: value}) for name in ROW for value in NO_TEXTS),
+    *(with_row(**{name: value}) for name in [*ROW][1:] for value in ("../x", "a\0b")),
+    # Names that lead elsewhere.
+    *(with_row(file=name) for name in ("/etc/passwd-0123456789abcdef", "../x-0123456789abcdef")),
+    with_row(binary="x" * 10_000),
 )
-def test_a_damaged_index_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    refuse(json.dumps(INDEX | changed).encode(), said, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
+        *((of(format=version), "has format") for version in (None, True, float(binaries.FORMAT), "1", -1)),
+        *((of(**changed), "is damaged") for changed in DAMAGED),
         *((data, "is damaged") for data in (b"", b"\xff", b"{", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 5000)),
         *((data, "has format None") for data in (b"NaN", b"[]", b"{}", b'"x"')),
     ],
 )
 def test_what_is_no_index_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
-    refuse(data, said, tmp_path)
-
-
-def refuse(data: bytes, said: str, folder: Path) -> None:
-    index = folder / binaries.INDEX
-    index.write_bytes(data)
+    (tmp_path / binaries.INDEX).write_bytes(data)
     with pytest.raises(AotError) as raised:
-        normforge.load_aot(folder)
-    assert str(folder) in str(raised.value)
+        normforge.load_aot(tmp_path)
+    assert str(tmp_path) in str(raised.value)
     assert said in str(raised.value)
-    assert [path.read_bytes() for path in folder.iterdir()] == [data]
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [data]
 
 
 @pytest.mark.parametrize("path", ["", "~", "~nobody-of-that-name", "a\0b", "/dev/zero", "/proc/self/mem"])
