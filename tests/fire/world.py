@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,11 +41,8 @@ command = partial(outcome_of, cli.main)
 @contextmanager
 def new_world() -> Iterator[Path]:
     """An empty folder, for one example."""
-    path = Path(tempfile.mkdtemp(prefix="normforge-fire-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
+    with tempfile.TemporaryDirectory(prefix="normforge-fire-") as path:
+        yield Path(path)
 
 
 def snapshot(folder: Path, without: Path | None = None) -> dict[str, bytes | str]:
