@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge.calls import native
@@ -24,6 +20,7 @@ from normforge.kernels.gpu import POINTERS
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from proving.cases import Case, cases, check, operands
+from proving.cold_warm.contexts import CONTEXTS
 
 from .. import calling
 from ..calling import LENGTHS, each_norm
@@ -130,14 +127,6 @@ def test_a_forward_function(
     assert looked == []
 
 
-AROUND: tuple[Callable[[], AbstractContextManager[object]], ...] = (
-    # Made by `type`, as torch declares no types of what a subclass's statement calls.
-    type("Seeing", (TorchDispatchMode,), {}),
-    forward_ad.dual_level,
-    torch.inference_mode,
-)
-
-
 def test_gradients_of_another_call_are_not_found(launched: Launched) -> None:
     x, weight, dy = torch.randn(M, N, requires_grad=True), torch.randn(N, requires_grad=True), torch.randn(M, N)
     torch.autograd.grad(normforge.layer_norm(x, (N,), weight, weight), (x, weight), dy)
@@ -154,8 +143,8 @@ def test_gradients_of_another_call_are_not_found(launched: Launched) -> None:
         (operands, (*options[:-1], ("dx",))),
     ):
         assert find(given, said)[1] is None
-    for around in AROUND:
-        with around():
+    for around in ("dispatch mode", "dual level", "inference"):
+        with CONTEXTS[around]():
             assert find(operands, options)[1] is None
 
 

@@ -17,6 +17,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.errors import ConflictError, GradientError, ShapeError
 from proving.cases import Case, Tensors, cases, operands
+from proving.cold_warm.contexts import CONTEXTS
 
 from ..calling import BACKWARD, FORWARD, backward_operands, each_device, each_norm, printed, same_bits
 from ..kernels.problems import Problem
@@ -142,12 +143,8 @@ CALLS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_default_device_and_type_change_nothing(call: Callable[[], Any]) -> None:
     wanted = list(call())
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            actual = list(call())
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with CONTEXTS["default fp64"](), CONTEXTS["default meta"]():
+        actual = list(call())
     torch.testing.assert_close(
         *([each for each in of if isinstance(each, torch.Tensor)] for of in (actual, wanted)), rtol=0, atol=0
     )

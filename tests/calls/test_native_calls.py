@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import settings
@@ -27,6 +24,7 @@ from normforge.families.plain_calls import is_plain
 from normforge.selection import dispatch
 from normforge.upstream import dynamo_guards, triton_launcher
 from normforge.upstream.dynamo_guards import by_attributes, guard
+from proving.cold_warm.contexts import CONTEXTS
 
 from ..calling import ORACLE, agree, table_at
 
@@ -62,6 +60,7 @@ OTHER: dict[str, tuple[Change, tuple[Any, ...], Any]] = {
     **{name: (change, OPTIONS, (N,)) for name, change in {**TABLES["operands"], **SERVED_IN_GRAPHS}.items()},
     **{name: (list, options, (N,)) for name, options in TABLES["options"].items()},
     **{name: (list, OPTIONS, shape) for name, shape in TABLES["shapes"].items()},
+    "an offset of a weight that is not there": (at(1, None), ("rms", 1e-5, 1.0, *OPTIONS[3:]), (N,)),
 }
 
 
@@ -70,12 +69,6 @@ def test_another_call_is_not_plain(name: str) -> None:
     change, options, shape = OTHER[name]
     assert is_plain(operands(), (N,), OPTIONS)
     assert is_plain(change(operands()), shape, options) == (name in SERVED_IN_GRAPHS)
-
-
-def test_an_offset_of_a_weight_that_is_not_there_is_not_plain() -> None:
-    options = ("rms", 1e-5, 1.0, *OPTIONS[3:])
-    assert is_plain(operands(), (N,), options)
-    assert not is_plain(at(1, None)(operands()), (N,), options)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +145,6 @@ def test_it_is_not_compiled_where_that_is_not_wanted(
 each_guard = pytest.mark.parametrize("make", [guard, by_attributes])
 
 
-class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for what it calls
-    """One that changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **kwargs or {})
-
-
 @each_guard
 def test_several_at_once_do_not_fit(make: Callable[..., Any]) -> None:
     """As autograd's batched gradients are, which are no tensors of a transform of torch.func."""
@@ -175,9 +161,9 @@ def test_several_at_once_do_not_fit(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("make", [dynamo_guards._inner(), by_attributes])
 def test_both_tell_apart_what_differs_wherever_they_are_first_asked(make: Callable[..., Any]) -> None:
-    for around in (nullcontext, Mode, FakeTensorMode, torch.inference_mode):
+    for around in ("", "dispatch mode", "fake", "inference"):
         dynamo_guards._tells_apart.cache_clear()
-        with around():
+        with CONTEXTS[around]():
             assert dynamo_guards._tells_apart(make)
 
 
