@@ -17,9 +17,6 @@ import normforge
 from normforge import errors
 from normforge.calls import road
 from normforge.calls.outputs import NormGradients
-from normforge.codegen.model import Mode
-from normforge.codegen.tiling import SMALL_M
-from normforge.codegen.values import DType, Norm
 from normforge.errors import ConflictError, ShapeError
 from normforge.families.gated import row as gated
 from normforge.families.public import layernorm2d_bwd
@@ -190,14 +187,6 @@ def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(
             else:
                 layernorm2d_bwd(x, x, mean=torch.zeros(m), rstd=torch.ones(m))
     assert taken == [*warps.values()]
-
-
-def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
-    """Up to SMALL_M rows: `normforge tune` times the tile for a few up to there, and the rule's is made for those."""
-    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
-    small, _, large = entry.tiles_on("any").by_rows
-    assert large != small
-    assert [entry.tile(m, 128, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]
 
 
 (MODULATED,) = cases("modulated", vary=(), shape=(2, 3, N), without=("weight", "bias"))
