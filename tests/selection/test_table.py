@@ -31,19 +31,6 @@ def entry_of(mode: str, length: tuple[int, int], tiles: dict[str, tuple[Any, ...
     return entry
 
 
-def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
-    tiles = {
-        "any": (("rows", 8, 64, 2), ("rows", 1, 64, 1)),
-        "sm_90": (("one_pass", 1, 64, 1), ("rows", 2, 64, 1)),
-    }
-    entry = entry_of("rms_fwd_fp32", (1, 64), tiles, 512)
-    taken = {(m, arch): entry.tile(m, 64, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
-    for (m, arch), tile in taken.items():
-        assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
-        assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
-    assert len(distinct_tiles(entry)) == 4
-
-
 def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     many, few, some = ("rows", 8, 64, 2), ("rows", 1, 64, 1), ("one_pass", 1, 64, 2)
     tiles = {"any": (many, few), "sm_90": (many, few, many, some), "gfx942": (many, few, few, some)}
