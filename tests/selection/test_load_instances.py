@@ -36,19 +36,6 @@ def names() -> list[str]:
     return [entry.name for entry in normforge.instances()]
 
 
-def test_calls_use_the_folder(tmp_path: Path) -> None:
-    normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64), instance(PLAIN, 1500), instance(RMS, 64)]))
-    assert names() == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n1536", "rms_fwd_fp32_n128"]
-    for n in (64, 1500):
-        assert not dispatch.find(PLAIN, n).package.startswith("normforge.")
-        check("layer", torch.randn(3, n), torch.randn(n))
-    check("rms", torch.randn(3, 100))
-    with pytest.raises(MissingInstanceError):
-        normforge.layernorm2d_fwd(torch.randn(3, 300))
-    with pytest.raises(MissingInstanceError):
-        normforge.rmsnorm2d_fwd(torch.randn(3, 1500))
-
-
 def test_the_folder_is_what_runs(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
     module = folder / "ln_fwd_fp32.py"
