@@ -39,6 +39,12 @@ BF16 = torch.bfloat16
 ASK: dict[str, Any] = {"fquant": "dynamic", "rounding": "truncate"}
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a recording goes, of which nothing is there yet."""
+    return tmp_path / "needed.yaml"
+
+
 def names(path: Path) -> list[str]:
     """The instances that a manifest makes."""
     return [instance.name for instance in manifest.load(path).instances]
@@ -81,10 +87,10 @@ LENGTHS = (64, 200, 300, 600, 1500, 2500, 3500, 5000)
 
 
 def test_what_was_recorded_is_all_that_the_same_calls_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    path, folder = tmp_path / "needed.yaml", tmp_path / "mine"
+    folder = tmp_path / "mine"
     with normforge.record(path):
         for call in CALLS:
             if call in (missing, grouped):
@@ -103,8 +109,7 @@ def test_what_was_recorded_is_all_that_the_same_calls_need(
         check("rms", torch.randn(2, 64))
 
 
-def test_the_file_reads_as_one_that_people_write(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
+def test_the_file_reads_as_one_that_people_write(path: Path) -> None:
     with normforge.record(path):
         fused()
         forward()
@@ -112,31 +117,24 @@ def test_the_file_reads_as_one_that_people_write(tmp_path: Path) -> None:
     assert path.read_text() == Path(__file__).with_name("recorded.yaml").read_text()
 
 
-def test_calls_that_were_known_before_are_recorded(tmp_path: Path) -> None:
-    forward()
-    trained()
-    path = tmp_path / "needed.yaml"
-    with normforge.record(path):
-        forward()
-        trained()
-    assert names(path) == ["ln_bwd_fp32_n256", "ln_fwd_fp32_n128", "ln_fwd_fp32_mv_n256"]
-
-
 def test_nested_recordings_each_hold_what_was_asked_within(tmp_path: Path) -> None:
-    """In a file that is there before the recording ends, however it ends."""
+    """Of calls that were known before too, in a file that is there before the recording ends, however it ends."""
     outer, inner = tmp_path / "outer.yaml", tmp_path / "inner.yaml"
+    known = ["ln_bwd_fp32_n256", "ln_fwd_fp32_n128", "ln_fwd_fp32_mv_n256"]
     with normforge.record(outer):
         forward()
+        trained()
         with contextlib.suppress(ZeroDivisionError), normforge.record(inner):
             forward()
-            assert names(inner) == ["ln_fwd_fp32_n128"]
+            trained()
+            assert names(inner) == known
             check("rms", torch.randn(2, 64))
             assert sorted(tmp_path.iterdir()) == [inner, outer]
             raise ZeroDivisionError
         check("rms", torch.randn(2, 200))
     check("rms", torch.randn(2, 300))
-    assert names(inner) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
-    assert names(outer) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
+    assert names(inner) == [*known, "rms_fwd_fp32_n128"]
+    assert names(outer) == [*known, "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
     assert not dispatch._observers
 
 
@@ -155,9 +153,8 @@ def test_the_buckets_of_the_loaded_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert [str(bucket) for bucket in manifest.load(path).buckets] == ["1..100", "101..300", "301.."]
 
 
-def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
+def test_buckets_of_several_ladders_are_made_in_parts(path: Path) -> None:
     wide, narrow, long = (Bucket("n4096", 1, 4096), Bucket("n256", 129, 256), Bucket("nbig", 5121, None))
-    path = tmp_path / "needed.yaml"
     path.write_text(recording.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
     found = manifest.load(path)
     assert found.buckets == ladder_of((128, 256, 4096, 5120, None))
@@ -175,8 +172,7 @@ def test_any_legal_mode_can_be_written(tmp_path: Path) -> None:
     assert sorted(names(path)) == sorted(f"{mode.name}_n128" for mode in modes)
 
 
-def test_an_empty_recording_writes_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "needed.yaml"
+def test_an_empty_recording_writes_nothing_and_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="normforge"), normforge.record(path):
         normforge.which(torch.empty(2, 64))
     assert not path.exists()
@@ -185,8 +181,7 @@ def test_an_empty_recording_writes_nothing_and_says_so(tmp_path: Path, caplog: p
     ]
 
 
-def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
+def test_an_earlier_recording_is_added_to(path: Path) -> None:
     for n, made in ((64, ["rms_fwd_fp32_n128"]), (200, ["rms_fwd_fp32_n128", "rms_fwd_fp32_n256"])):
         with normforge.record(path):
             check("rms", torch.randn(2, n))
@@ -249,8 +244,7 @@ def test_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @THOROUGH
-def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "needed.yaml"
+def test_processes_that_record_at_once_lose_nothing(path: Path, tmp_path: Path) -> None:
     modes = ("ln_fwd_bf16", "ln_fwd_fp16", "rms_fwd_bf16", "rms_fwd_fp16")
     code = """
 from normforge.call_kinds import CallKind
@@ -419,6 +413,13 @@ def miss() -> None:
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
 
 
+def not_served(error: type[errors.NormforgeError], said: str | None = None) -> None:
+    """Neither a call of what the table lacks, nor `which`."""
+    for function in (normforge.layernorm2d_fwd, normforge.which):
+        with pytest.raises(error, match=said):
+            function(torch.empty(0, 64), **ASK)
+
+
 @pytest.fixture
 def filled(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a cache that an earlier process filled: this one has imported nothing from there."""
@@ -493,15 +494,12 @@ def test_the_cache_is_the_users_unless_the_variable_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("NORMFORGE_CACHE", str(tmp_path / "mine"))
-    assert on_demand.cache_folder().parent == tmp_path / "mine"
-    monkeypatch.setenv("NORMFORGE_CACHE", "")
-    assert on_demand.cache_folder().parent == tmp_path / "xdg" / "normforge"
-    monkeypatch.delenv("NORMFORGE_CACHE")
-    assert on_demand.cache_folder().parent == tmp_path / "xdg" / "normforge"
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NORMFORGE_CACHE", "~/mine")
-    assert on_demand.cache_folder().parent == tmp_path / "mine"
+    monkeypatch.delenv("NORMFORGE_CACHE", raising=False)
+    assert on_demand.cache_folder().parent == tmp_path / "xdg" / "normforge"
+    for said, folder in ((str(tmp_path / "mine"), "mine"), ("", "xdg/normforge"), ("~/mine", "mine")):
+        monkeypatch.setenv("NORMFORGE_CACHE", said)
+        assert on_demand.cache_folder().parent == tmp_path / folder
 
 
 @pytest.mark.parametrize("blocked", ["root", "folder", "file"])
@@ -529,9 +527,7 @@ def test_a_cache_that_cannot_be_written(blocked: str, empty_cache: Path) -> None
 def test_the_strict_policy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
     x = torch.randn(2, 64)
-    for function in (normforge.layernorm2d_fwd, normforge.which):
-        with pytest.raises(MissingInstanceError):
-            function(x, **ASK)
+    not_served(MissingInstanceError)
     check("layer", x)
     assert not empty_cache.exists()
     for policy in ("generate", ""):
@@ -539,15 +535,12 @@ def test_the_strict_policy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
         check("layer", x, **ASK)
     # What was generated before is missing too.
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    with pytest.raises(MissingInstanceError):
-        normforge.which(x, **ASK)
+    not_served(MissingInstanceError)
 
 
 def test_a_policy_that_is_none(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMFORGE_ON_MISS", "ERROR")
-    for function in (normforge.layernorm2d_fwd, normforge.which):
-        with pytest.raises(SettingError, match=r"NORMFORGE_ON_MISS='ERROR' is no policy.*'generate'.*or 'error'"):
-            function(torch.randn(2, 64), **ASK)
+    not_served(SettingError, r"NORMFORGE_ON_MISS='ERROR' is no policy.*'generate'.*or 'error'")
 
 
 @pytest.mark.parametrize(
@@ -653,9 +646,7 @@ def test_what_was_generated_does_not_outlive_the_table(
     normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
     assert [entry.name for entry in normforge.instances()] == ["ln_fwd_fp32_n128"]
     monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
-    for function in (normforge.layernorm2d_fwd, normforge.which):
-        with pytest.raises(MissingInstanceError):
-            function(torch.empty(0, 64), **ASK)
+    not_served(MissingInstanceError)
 
 
 @THOROUGH
