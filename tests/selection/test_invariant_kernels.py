@@ -13,11 +13,12 @@ import pytest
 import normforge
 from normforge.codegen.legal import legal_modes
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Pipeline
+from normforge.codegen.values import Direction, Pipeline
 from normforge.errors import InvarianceError
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
+from ..kernels.compile_cases import SPREAD_TILES
 from ..thorough import THOROUGH
 
 # Read while no test has generated others.
@@ -79,14 +80,7 @@ def test_no_tile_for_every_m_spreads_rows(arch: str) -> None:
 def test_a_tile_that_spreads_rows_is_refused() -> None:
     """Of a folder that an older normforge made, say: its rows have no tile of their own for every M."""
     mode = Mode.from_name("rms_fwd_bf16")
-    spread = next(
-        tile
-        for entry in normforge.instances()
-        if entry.mode == mode.name
-        for tile in entry.tiles_on("sm_90").every
-        if tile.pipeline is Pipeline.SPREAD
-    )
-    table = RetiledTable(dispatch.loaded(), dispatch.find(mode, 70000), spread)
+    table = RetiledTable(dispatch.loaded(), dispatch.find(mode, 70000), SPREAD_TILES[Direction.FORWARD])
     with dispatch.using(table), normforge.batch_invariant(), pytest.raises(InvarianceError, match="spread") as raised:
         compilations(mode, 70000, "sm_90")
     assert "generate the folder anew" in str(raised.value)
