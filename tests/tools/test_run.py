@@ -18,7 +18,7 @@ import normforge
 from normforge.calls.outputs import LayerNormOutput
 from normforge.codegen import cli as generator
 from normforge.codegen.model import Mode
-from normforge.codegen.values import DType, Norm
+from normforge.codegen.values import Norm
 from normforge.tools import checked_run, group_run, list_instances
 from normforge.tools.cli import VERBS, main
 from normforge.tools.measured_run import Run
@@ -30,8 +30,6 @@ from ..calling import Done, Outcome, command, outcome_of, printed, python, there
 from ..thorough import THOROUGH
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("run.yaml").read_text())
-
-_FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 
 SMALL = ("run", "-m=3", "-n=48")
 
@@ -61,7 +59,7 @@ def replace_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
 def test_the_defaults_are_those_of_ck_tiles_example() -> None:
     request = parse([], "run")
-    assert request.problem == Problem(3328, 4096, _FP16, eps=1e-5, strides=Strides.all(4096))
+    assert request.problem == Problem(3328, 4096, Mode.from_name("ln_fwd_fp16"), eps=1e-5, strides=Strides.all(4096))
     assert (request.validate, request.print_names, request.warmup, request.repeat) == (True, True, 5, 20)
     assert not request.json
 
@@ -207,9 +205,6 @@ def test_demo_agrees_with_the_reference_and_fails_with_its_kernels(replace_forwa
     assert "FAIL: y" in done.out
 
 
-COMMAND = ["run", "-m", "3", "-n", "48"]
-
-
 def normforge_command(*argv: str, **environment: str) -> Done:
     """A command line in a process of its own, where no GPU is to be seen and only `environment` speaks of Triton."""
     hidden: dict[str, str | None] = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -250,7 +245,7 @@ def test_a_list_onto_a_full_disk_is_an_error() -> None:
 def test_without_a_gpu_the_interpreter_is_turned_on_unless_it_is_forbidden(
     environment: dict[str, str], ended: int, said: str
 ) -> None:
-    done = normforge_command(*COMMAND, **environment)
+    done = normforge_command(*SMALL, **environment)
     assert done.returncode == ended, done.stderr
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
