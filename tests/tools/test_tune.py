@@ -255,9 +255,6 @@ class Bench:
         """What a run measures that ends well."""
         self.cases.clear()
         assert run(*argv) == 0
-        return self.rows()
-
-    def rows(self) -> list[Row]:
         return list(dict.fromkeys(Row(case.kind, case.bucket) for case in self.cases))
 
 
