@@ -242,24 +242,18 @@ def test_a_norm_behind_a_sum_that_is_of_another_kind(change: Callable[[Any], obj
     assert fused.counts() == {"sum_behind": 1}
 
 
-def test_a_norm_that_was_changed_since(fused: Counted) -> None:
-    """Replaced, given another forward, or parametrised: it is called."""
-    model = ByFunction()
+def test_what_was_replaced_since_is_called(fused: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function, a norm's forward, and a norm."""
+    model, (x, c) = ByFunction(), given()
     normforge.patch(model)
-    x, c = given()
+    with monkeypatch.context() as replaced:
+        replaced.setitem(globals(), "modulate", lambda x, shift, scale: x - shift[:, None] * scale[:, None])
+        torch.testing.assert_close(model(x, c), model.last(modulate(model.norm(x), *model.said(c))))
     model.norm.forward = lambda x: x * 0
     torch.testing.assert_close(model(x, c), model.last(modulate(x * 0, *model.said(c))))
     del model.norm.forward
     model.norm = torch.nn.Identity()
     torch.testing.assert_close(model(x, c), model.last(modulate(x, *model.said(c))))
-    assert fused.counts() == {}
-
-
-def test_a_function_that_was_replaced_since(fused: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (x, c) = ByFunction(), given()
-    normforge.patch(model)
-    monkeypatch.setitem(globals(), "modulate", lambda x, shift, scale: x - shift[:, None] * scale[:, None])
-    torch.testing.assert_close(model(x, c), model.last(modulate(model.norm(x), *model.said(c))))
     assert fused.counts() == {}
 
 

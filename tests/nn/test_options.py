@@ -112,16 +112,14 @@ def test_options_are_shown_and_may_be_changed(norm: str) -> None:
     module = module_of(norm)
     given = {name: tensor for name, tensor in tensors(norm, torch.bfloat16).items() if name in ("x", "residual")}
     linear = torch.nn.Linear(N, N)
-    module.x_bias, module.weight_offset, module.cast = linear.bias, 0.5, "before_weight"
-    vectors = dict(module.named_parameters())
-    assert vectors["x_bias"] is linear.bias
-    expected = call(norm, {**given, **vectors}, weight_offset=0.5, cast="before_weight")
-    assert all(map(torch.equal, module_call(module, given), expected))
-    module.x_bias = None
-    assert "x_bias" not in str(module)
-    del vectors["x_bias"]
-    expected = call(norm, {**given, **vectors}, weight_offset=0.5, cast="before_weight")
-    assert all(map(torch.equal, module_call(module, given), expected))
+    module.weight_offset, module.cast = 0.5, "before_weight"
+    for x_bias in (linear.bias, None):
+        module.x_bias = x_bias
+        assert ("x_bias" in str(module)) == (x_bias is not None)
+        vectors = dict(module.named_parameters())
+        assert vectors.get("x_bias") is x_bias
+        expected = call(norm, {**given, **vectors}, weight_offset=0.5, cast="before_weight")
+        assert all(map(torch.equal, module_call(module, given), expected))
 
 
 def test_a_patched_norm_takes_options_too() -> None:

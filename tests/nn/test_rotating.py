@@ -206,8 +206,6 @@ def test_calls_that_no_kernel_serves_are_computed_as_before(fused: Counted) -> N
         (cos[..., :1], sin[..., :1]),
     ):
         torch.testing.assert_close(ours(x, *tables), model(x, *tables), rtol=2e-6, atol=2e-6)
-    model.q_norm.variance_epsilon = ours.q_norm.variance_epsilon = 0.5
-    torch.testing.assert_close(ours(x, cos, sin), model(x, cos, sin), rtol=2e-6, atol=2e-6)
     assert fused.counts() == {}
 
 

@@ -426,13 +426,6 @@ def test_export_with_a_dynamic_last_dimension(norm: str, strict: bool) -> None:
     torch.testing.assert_close(program.module()(x), Model()(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_make_fx_of_sizes_that_are_not_integers(mode: str) -> None:
-    graph = make_fx(lambda x: normforge.layer_norm(x, x.shape[-1:]), tracing_mode=mode)(torch.randn(M, N))
-    x = torch.randn(M, N)
-    assert same_bits(graph(x), normforge.layer_norm(x, (N,)))
-
-
 def test_float64_is_said_once() -> None:
     code = """
 import torch, normforge

@@ -108,11 +108,6 @@ MASKS = [torch.tensor(mask) for mask in ([True, False, True, True, False, False]
 PLANES = [torch.linspace(-1, 2, 12 * N).view(3, 4, N).requires_grad_(), torch.ones(4, N, requires_grad=True)]
 # By name: the call, tensors of calls of it, and how many graphs they take.
 GRAPHS: dict[str, tuple[Callable[..., Any], list[tuple[torch.Tensor, ...]], int]] = {
-    "M that changes unannounced": (
-        lambda x: normforge.layer_norm(x, (N,)),
-        [(torch.randn(m, N),) for m in (5, 6, 7, 1000)],
-        2,
-    ),
     "several dimensions that are dynamic": (
         normforge.add_rms_norm,
         [marked(torch.randn(*size, N), torch.randn(*size, N)) for size in ((2, 3), (4, 5), (7, 9))],
@@ -375,31 +370,31 @@ class Model(torch.nn.Module):
         return leaves(self.call(x))
 
 
-def check_traced(traced: Any, model: Model, x: torch.Tensor) -> None:
-    for actual, expected in zip(traced(x), model(x), strict=True):
-        assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
-        assert same_bits(actual, expected)
-
-
-@each_call
-@pytest.mark.parametrize("start", [2, pytest.param(COLUMNS, marks=THOROUGH)])
-def test_exported(call: str, start: int) -> None:
-    model = Model(call)
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(
-        model, (torch.randn(start, COLUMNS),), dynamic_shapes=({0: batch},), strict=False
-    ).module()
+def exported(model: Model, start: int) -> Any:
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (torch.randn(start, COLUMNS),), dynamic_shapes=shapes, strict=False).module()
     assert any("normforge" in str(node.target) for node in program.graph.nodes)
-    for size in SIZES:
-        check_traced(program, model, torch.randn(size, COLUMNS))
+    return program
 
 
 @each_call
-def test_compiled(call: str) -> None:
+@pytest.mark.parametrize(
+    "trace",
+    [
+        partial(exported, start=2),
+        pytest.param(partial(exported, start=COLUMNS), marks=THOROUGH),
+        partial(torch.compile, dynamic=True, backend="aot_eager", fullgraph=True),
+    ],
+    ids=["exported", "exported from as many rows as columns", "compiled"],
+)
+def test_a_trace_serves_all_sizes(call: str, trace: Callable[[Model], Any]) -> None:
     model = Model(call)
-    compiled = torch.compile(model, dynamic=True, backend="aot_eager", fullgraph=True)
+    traced = trace(model)
     for size in SIZES:
-        check_traced(compiled, model, torch.randn(size, COLUMNS))
+        x = torch.randn(size, COLUMNS)
+        for actual, expected in zip(traced(x), model(x), strict=True):
+            assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
+            assert same_bits(actual, expected)
 
 
 @each_device
