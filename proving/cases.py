@@ -93,7 +93,7 @@ def _innermost(dimension: int, tensor: torch.Tensor) -> torch.Tensor:
 LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "offset": _offset,
-    "gapped": lambda tensor: _wide(tensor.shape[-1], tensor),
+    "gapped": lambda tensor: _wide(tensor.shape[-1], tensor) if tensor.dim() else tensor,
     "transposed": partial(_innermost, 0),
     "channels last": partial(_innermost, 1),
     "expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),
