@@ -221,9 +221,10 @@ def read(path: Path) -> Folder:
         about = {name: _text(document, name) for name in ("normforge", "triton", "arch")}
         rows = [_row(row) for row in document["kernels"]]
     except OSError as error:
-        within = sorted(index.parent.name for index in path.glob(f"*/{INDEX}"))
-        if within:
-            make = f"name the folder in it that is for the GPU: {', '.join(within)}"
+        # A path that cannot be looked at, as its name is too long, cannot be listed either.
+        listed = path.glob(f"*/{INDEX}") if isinstance(error, FileNotFoundError) else ()
+        within = sorted(index.parent.name for index in listed)
+        make = f"name the folder in it that is for the GPU: {', '.join(within)}" if within else make
         raise AotError(f"{path} holds no compiled kernels: no {INDEX} ({error.strerror}); {make}") from error
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
