@@ -25,16 +25,6 @@ def test_the_newest_heading_of_the_changelog_is_the_version_with_upgrade_notes(r
     assert f"### Upgrading from {before}\n" in text
 
 
-def test_the_changelog_states_each_change_once(repository: Path) -> None:
-    text = (repository / "CHANGELOG.md").read_text()
-    entries = [" ".join(entry.split()) for entry in re.split(r"^(?:- |#)", text, flags=re.MULTILINE)]
-    changes = [entry for entry in entries if entry and not entry.startswith("#")]
-    assert [change for change in changes if changes.count(change) > 1] == []
-    for version in re.split(r"^## ", text, flags=re.MULTILINE):
-        headings = re.findall(r"^### (.*)$", version, re.MULTILINE)
-        assert len(headings) == len(set(headings)), headings
-
-
 def workflow(repository: Path, name: str) -> dict[Any, Any]:
     read: dict[Any, Any] = yaml.safe_load((repository / ".github" / "workflows" / f"{name}.yml").read_text())
     return read
