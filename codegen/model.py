@@ -593,6 +593,13 @@ class Mode:
         return self.streams and self.dtype_in.itemsize == 2 and not self.statistics_only
 
     @property
+    def has_unaligned(self) -> bool:
+        """Return True if two_pass has a second kernel for unaligned rows, in which columns have other numbers."""
+        numbered = self.dropout or self.group_size.code or self.fquant.takes_column_scales or self.columnwise.writes
+        other = self.is_backward or self.shares or self.fadd.renorms or self.reduce.exchanges
+        return self.dtype_in.itemsize == 2 and not (numbered or other)
+
+    @property
     def stores_statistics(self) -> bool:
         """Return True if forward kernels store mean and rstd: for the caller, for columns, or for gradients."""
         return self.save_mv or self.columnwise.writes or (self.save_unquant and not self.reduce.exchanges)

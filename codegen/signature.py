@@ -141,7 +141,7 @@ _FORWARD = (
     _Row("y_scale_row_stride", "{scale_elements}", lambda m, p: m.has_scale_strides),
     _Row("y_scale_group_stride", "{scale_elements}{of_four}", lambda m, p: m.has_scale_strides),
     _Row("N: tl.constexpr", "columns, exact"),
-    _Row(_ALIGNMENT.declaration, _ALIGNMENT.comment, lambda m, p: p is not Part.WINDOW),
+    _Row(_ALIGNMENT.declaration, _ALIGNMENT.comment, lambda m, p: p not in (Part.WINDOW, Part.UNALIGNED)),
     _Row("ROWS: tl.constexpr", "rows a program", lambda m, p: p is Pipeline.ROWS),
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
     _Row("HELD: tl.constexpr", "chunks of the row to keep", lambda m, p: p is Pipeline.TWO_PASS and m.streams),
@@ -151,7 +151,11 @@ _FORWARD = (
     _PAIRED,
     _Row("RANKS: tl.constexpr", "of the exchange", lambda m, p: m.reduce.exchanges),
     _PTX,
-    _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
+    _Row(
+        "VECTOR: tl.constexpr",
+        "elements that a thread is to move at once",
+        lambda m, p: p in (Part.WINDOW, Part.UNALIGNED),
+    ),
     _PDL,
 )
 
@@ -461,8 +465,8 @@ def _words(mode: Mode) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class RowTensor:
-    """A tensor that a forward kernel points at its row.
+class Pointed:
+    """A tensor that a forward kernel points at its row, or at the row's first column.
 
     Attributes:
         name: the tensor's name.
@@ -475,18 +479,27 @@ class RowTensor:
     is_optional: bool
 
 
-def row_tensors(mode: Mode, part: Pipeline | Part) -> list[RowTensor]:
+def row_tensors(mode: Mode, part: Pipeline | Part) -> list[Pointed]:
     """Return the tensors whose rows a forward kernel points at: all with a row stride except scales."""
     comments = {param.declaration: param.comment for param in params(mode, part)}
     names = [name.removesuffix("_row_stride") for name in comments if name.endswith("_row_stride")]
     return [
-        RowTensor(
+        Pointed(
             name,
             "pair_offset" if name == "y" and mode.dtype_out.packs > 1 else "row_offset",
             comments[f"{name}_ptr"].endswith("or None"),
         )
         for name in names
         if name != "y_scale"
+    ]
+
+
+def vectors(mode: Mode, part: Pipeline | Part) -> list[Pointed]:
+    """Return the tensors of one value per column that a forward kernel takes."""
+    return [
+        Pointed(param.declaration.removesuffix("_ptr"), "", param.comment.endswith("or None"))
+        for param in params(mode, part)
+        if param.comment.startswith("(N,)")
     ]
 
 
@@ -538,6 +551,8 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
         return "Blocks of rows, quantised by column, from the statistics of each row."
     if part is Part.WINDOW:
         return "Rows in turn, each held in registers, where rows start anywhere."
+    if part is Part.UNALIGNED:
+        return "One row a program, chunk by chunk, where rows start anywhere."
     if mode.statistics_only and (part is Pipeline.TWO_PASS or (part is Pipeline.ONE_PASS and not mode.keeps_row)):
         return "One row a program, chunk by chunk."
     assert isinstance(part, Pipeline)

@@ -644,6 +644,7 @@ class Part(Enum):
 
     ROW_TERMS = "row_terms"
     WINDOW = "window"
+    UNALIGNED = "unaligned"
     COLUMN_AMAX = "column_amax"
     COLUMNS = "columns"
     BOTH_WAYS = "both_ways"

@@ -9,7 +9,7 @@ stages of a loop over rows).
 A mode's name is also its module's; its kernels are called <mode>_<pipeline>.
 """
 
-FORMAT = 7
+FORMAT = 8
 SMALL_M = 256
 SOME_M = 2048
 

@@ -260,6 +260,59 @@ def l2c_fwd_bf16_two_pass(
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
+def l2c_fwd_bf16_unaligned(
+    x_ptr,  # (M, N) bf16
+    weight_ptr,  # (N,) or None
+    y_ptr,  # (M, N) bf16
+    x_row_stride,  # elements
+    y_row_stride,  # elements
+    eps,  # fp32
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
+):
+    """One row a program, chunk by chunk, where rows start anywhere."""
+    wait_for_launch_ahead(PDL)
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # Columns count from the first vector that starts in the row. The ends, in front of it and behind the last whole
+    # vector, are read and stored element by element.
+    head = tl.minimum((VECTOR - row * x_row_stride % VECTOR) % VECTOR, N).to(tl.int32)
+    body = tl.multiple_of((N - head) // VECTOR * VECTOR, VECTOR)
+    ends = tl.arange(0, 2 * VECTOR)
+    ends_mask = tl.where(ends < VECTOR, ends < head, body + ends < N - head + VECTOR)
+    ends = tl.where(ends < VECTOR, ends - head, body + ends - VECTOR)
+    x_ptr += tl.multiple_of(row * x_row_stride + head, VECTOR)
+    y_ptr += tl.multiple_of(row * y_row_stride + head, VECTOR)
+    if weight_ptr is not None:
+        weight_ptr += head
+
+    # Statistics.
+    end_s = load_swept(x_ptr, ends, ends_mask, "")
+    squares = tl.zeros((BLOCK // GROUP,), tl.float32)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        squares += tl.sum(grouped(s * s), axis=1)
+    rstd = inverse_norm((tl.sum(squares) + tl.sum(end_s * end_s)), eps)
+
+    # Read the row again, scale and store.
+    end_y = scale(end_s * rstd, weight_ptr, weight_offset, ends, ends_mask)
+    store_chunk(y_ptr, ends, end_y, ends_mask)
+    for back in range(0, N, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_first")
+        y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
+        store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def l2c_fwd_bf16_spread(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None

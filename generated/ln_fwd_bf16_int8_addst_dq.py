@@ -11,9 +11,11 @@ from .primitives import (
     GROUP,
     HEAD,
     UNSPECIALISED,
+    add_to_first,
     as_stored,
     centre,
     compensated_sum,
+    deviations_around,
     group_deviations,
     group_means,
     grouped,
@@ -26,6 +28,7 @@ from .primitives import (
     magnitude_bits,
     mean_of_head,
     merge_groups,
+    merge_groups_and_ends,
     moments_around,
     row_moments,
     row_offset,
@@ -341,6 +344,129 @@ def ln_fwd_bf16_int8_addst_dq_two_pass(
     for back in range(0, N, BLOCK):
         cols = LAST - back + lanes
         mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_first")
+        s += load_swept(residual_ptr, cols, mask, "evict_first")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
+        q = to_int8(y * inverse_scale, y_ptr.dtype.element_ty)
+        store_chunk(y_ptr, cols, q, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def ln_fwd_bf16_int8_addst_dq_unaligned(
+    x_ptr,  # (M, N) bf16
+    residual_ptr,  # (M, N)
+    weight_ptr,  # (N,) or None
+    bias_ptr,  # (N,) or None
+    y_ptr,  # (M, N) int8
+    residual_out_ptr,  # (M, N), may be residual_ptr
+    y_scale_ptr,  # (M,) fp32
+    x_row_stride,  # elements
+    residual_row_stride,  # elements
+    y_row_stride,  # elements
+    residual_out_row_stride,  # elements
+    eps,  # fp32
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
+):
+    """One row a program, chunk by chunk, where rows start anywhere."""
+    wait_for_launch_ahead(PDL)
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # Columns count from the first vector that starts in the row. The ends, in front of it and behind the last whole
+    # vector, are read and stored element by element.
+    head = tl.minimum((VECTOR - row * x_row_stride % VECTOR) % VECTOR, N).to(tl.int32)
+    body = tl.multiple_of((N - head) // VECTOR * VECTOR, VECTOR)
+    ends = tl.arange(0, 2 * VECTOR)
+    ends_mask = tl.where(ends < VECTOR, ends < head, body + ends < N - head + VECTOR)
+    ends = tl.where(ends < VECTOR, ends - head, body + ends - VECTOR)
+    x_ptr += tl.multiple_of(row * x_row_stride + head, VECTOR)
+    residual_ptr += tl.multiple_of(row * residual_row_stride + head, VECTOR)
+    y_ptr += tl.multiple_of(row * y_row_stride + head, VECTOR)
+    residual_out_ptr += tl.multiple_of(row * residual_out_row_stride + head, VECTOR)
+    if weight_ptr is not None:
+        weight_ptr += head
+    if bias_ptr is not None:
+        bias_ptr += head
+
+    # Statistics.
+    end_s = load_swept(x_ptr, ends, ends_mask, "")
+    end_s += load_swept(residual_ptr, ends, ends_mask, "")
+    end_s = as_stored(end_s, x_ptr, residual_out_ptr)
+    cols = lanes
+    first_mask = cols < body
+    s = load_swept(x_ptr, cols, first_mask, "evict_last")
+    s += load_swept(residual_ptr, cols, first_mask, "evict_last")
+    s = as_stored(s, x_ptr, residual_out_ptr)
+    pivots = group_means(s, first_mask)
+    deviations = tl.zeros_like(pivots)
+    squares = tl.zeros_like(pivots)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        s += load_swept(residual_ptr, cols, mask, "evict_last")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+        deviations += chunk_deviations
+        squares += chunk_squares
+    pivot, shift, variance, pivots_were_near = merge_groups_and_ends(
+        pivots, deviations, squares, end_s, ends_mask, body, N, BLOCK
+    )
+    if not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
+        # beside the rest that each chunk's share is rounded alike.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        lost_deviations = tl.zeros_like(pivots)
+        lost_squares = tl.zeros_like(pivots)
+        for start in range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < body
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            s += load_swept(residual_ptr, cols, mask, "evict_last")
+            s = as_stored(s, x_ptr, residual_out_ptr)
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
+        end_deviation, end_square = deviations_around(pivot, end_s, ends_mask)
+        deviations = add_to_first(deviations, end_deviation)
+        squares = add_to_first(squares, end_square)
+        shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
+    rstd = tl.rsqrt(variance + eps)
+
+    # Read the row again for its amax.
+    amax_bits = tl.zeros((BLOCK // GROUP,), tl.int32)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        s += load_swept(residual_ptr, cols, mask, "evict_last")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+        amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
+    end_y = scale_and_shift((end_s - pivot - shift) * rstd, weight_ptr, bias_ptr, ends, ends_mask)
+    amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(end_y, ends_mask)))
+    y_scale = row_scale(tl.max(amax_bits), 127.0, tl.float32)
+    tl.store(y_scale_ptr + row, y_scale)
+    inverse_scale = tl.div_rn(1.0, y_scale)
+
+    # Once more to quantise it.
+    end_y = scale_and_shift((end_s - pivot - shift) * rstd, weight_ptr, bias_ptr, ends, ends_mask)
+    store_chunk(residual_out_ptr, ends, end_s, ends_mask)  # not before the residual's last reading
+    end_q = to_int8(end_y * inverse_scale, y_ptr.dtype.element_ty)
+    store_chunk(y_ptr, ends, end_q, ends_mask)
+    for back in range(0, N, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < body
         s = load_swept(x_ptr, cols, mask, "evict_first")
         s += load_swept(residual_ptr, cols, mask, "evict_first")
         s = as_stored(s, x_ptr, residual_out_ptr)

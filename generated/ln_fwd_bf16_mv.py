@@ -11,8 +11,10 @@ from .primitives import (
     HEAD,
     UNROLLED,
     UNSPECIALISED,
+    add_to_first,
     centre,
     compensated_sum,
+    deviations_around,
     gather,
     group_deviations,
     group_means,
@@ -28,6 +30,7 @@ from .primitives import (
     load_window,
     mean_of_head,
     merge_groups,
+    merge_groups_and_ends,
     merge_slices,
     moments_around,
     publish,
@@ -385,6 +388,96 @@ def ln_fwd_bf16_mv_two_pass(
             s = load_swept(x_ptr, cols, mask, "evict_first")
             y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
             store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def ln_fwd_bf16_mv_unaligned(
+    x_ptr,  # (M, N) bf16
+    weight_ptr,  # (N,) or None
+    bias_ptr,  # (N,) or None
+    y_ptr,  # (M, N) bf16
+    mean_ptr,  # (M,) fp32
+    rstd_ptr,  # (M,) fp32
+    x_row_stride,  # elements
+    y_row_stride,  # elements
+    eps,  # fp32
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
+):
+    """One row a program, chunk by chunk, where rows start anywhere."""
+    wait_for_launch_ahead(PDL)
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # Columns count from the first vector that starts in the row. The ends, in front of it and behind the last whole
+    # vector, are read and stored element by element.
+    head = tl.minimum((VECTOR - row * x_row_stride % VECTOR) % VECTOR, N).to(tl.int32)
+    body = tl.multiple_of((N - head) // VECTOR * VECTOR, VECTOR)
+    ends = tl.arange(0, 2 * VECTOR)
+    ends_mask = tl.where(ends < VECTOR, ends < head, body + ends < N - head + VECTOR)
+    ends = tl.where(ends < VECTOR, ends - head, body + ends - VECTOR)
+    x_ptr += tl.multiple_of(row * x_row_stride + head, VECTOR)
+    y_ptr += tl.multiple_of(row * y_row_stride + head, VECTOR)
+    if weight_ptr is not None:
+        weight_ptr += head
+    if bias_ptr is not None:
+        bias_ptr += head
+
+    # Statistics.
+    end_s = load_swept(x_ptr, ends, ends_mask, "")
+    cols = lanes
+    first_mask = cols < body
+    s = load_swept(x_ptr, cols, first_mask, "evict_last")
+    pivots = group_means(s, first_mask)
+    deviations = tl.zeros_like(pivots)
+    squares = tl.zeros_like(pivots)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+        deviations += chunk_deviations
+        squares += chunk_squares
+    pivot, shift, variance, pivots_were_near = merge_groups_and_ends(
+        pivots, deviations, squares, end_s, ends_mask, body, N, BLOCK
+    )
+    if not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
+        # beside the rest that each chunk's share is rounded alike.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        lost_deviations = tl.zeros_like(pivots)
+        lost_squares = tl.zeros_like(pivots)
+        for start in range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < body
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
+        end_deviation, end_square = deviations_around(pivot, end_s, ends_mask)
+        deviations = add_to_first(deviations, end_deviation)
+        squares = add_to_first(squares, end_square)
+        shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(mean_ptr + row, pivot + shift)
+    tl.store(rstd_ptr + row, rstd)
+
+    # Read the row again, scale and store.
+    end_y = scale_and_shift((end_s - pivot - shift) * rstd, weight_ptr, bias_ptr, ends, ends_mask)
+    store_chunk(y_ptr, ends, end_y, ends_mask)
+    for back in range(0, N, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_first")
+        y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+        store_chunk(y_ptr, cols, y, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

@@ -478,8 +478,7 @@ def merge_groups(pivots, deviations, squares, N: tl.constexpr, BLOCK: tl.constex
     whether the groups' pivots were near enough: around the mean of its first chunk, a group of two chunks has at most
     twice the squares that it has around its own mean; of more, the row is asked. One of noise has 1.125 times as many.
     """
-    ragged = tl.minimum(tl.maximum(N % BLOCK - tl.arange(0, BLOCK // GROUP) * GROUP, 0), GROUP)
-    counts = (ragged + N // BLOCK * GROUP).to(tl.float32)
+    counts = group_counts(N, BLOCK)
     offsets = deviations / tl.maximum(counts, 1.0)
     totals = counts * (pivots + offsets)
     if N > 2 * BLOCK:
@@ -491,6 +490,47 @@ def merge_groups(pivots, deviations, squares, N: tl.constexpr, BLOCK: tl.constex
     distances = pivots - pivot + offsets
     shift, variance = row_moments(counts * distances, squares + counts * distances * distances, N, 0)
     return pivot, shift, variance, is_near(mean_square, variance, 1.5)
+
+
+@triton.jit
+def group_counts(N, BLOCK: tl.constexpr):
+    """How many of N values each group has, in all chunks."""
+    ragged = tl.minimum(tl.maximum(N % BLOCK - tl.arange(0, BLOCK // GROUP) * GROUP, 0), GROUP)
+    return (ragged + N // BLOCK * GROUP).to(tl.float32)
+
+
+@triton.jit
+def merge_groups_and_ends(pivots, deviations, squares, ends, ends_mask, body, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of a row that starts anywhere, whose ends are a group more, around their own mean."""
+    end_count = tl.sum(ends_mask.to(tl.float32))
+    end_pivot = tl.sum(ends) / tl.maximum(end_count, 1.0)
+    end_deviation, end_square = deviations_around(end_pivot, ends, ends_mask)
+    end_offset = end_deviation / tl.maximum(end_count, 1.0)
+    counts = group_counts(body, BLOCK)
+    offsets = deviations / tl.maximum(counts, 1.0)
+    totals = add_to_first(counts * (pivots + offsets), end_count * (end_pivot + end_offset))
+    pivot, mean_square = row_means(totals, add_to_first(squares, end_square), N, 0)
+    distances = pivots - pivot + offsets
+    end_distance = end_pivot - pivot + end_offset
+    squares += counts * distances * distances - deviations * offsets
+    end_square += end_count * end_distance * end_distance - end_deviation * end_offset
+    shift, variance = row_moments(
+        add_to_first(counts * distances, end_count * end_distance), add_to_first(squares, end_square), N, 0
+    )
+    return pivot, shift, variance, is_near(mean_square, variance, 1.5)
+
+
+@triton.jit
+def deviations_around(pivot, values, mask):
+    """The sum of deviations from a pivot, and that of their squares."""
+    centred = tl.where(mask, values - pivot, 0.0)
+    return tl.sum(centred), tl.sum(centred * centred)
+
+
+@triton.jit
+def add_to_first(sums, more):
+    """Sums of which the first has another added to it."""
+    return sums + tl.where(tl.arange(0, sums.shape[0]) == 0, more, 0.0)
 
 
 @triton.jit

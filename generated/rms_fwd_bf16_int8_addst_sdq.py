@@ -253,3 +253,95 @@ def rms_fwd_bf16_int8_addst_sdq_two_pass(
         store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         q = to_int8(y * inverse_scale, y_ptr.dtype.element_ty)
         store_chunk(y_ptr, cols, q, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rms_fwd_bf16_int8_addst_sdq_unaligned(
+    x_ptr,  # (M, N) bf16
+    residual_ptr,  # (M, N)
+    weight_ptr,  # (N,) or None
+    smooth_scale_ptr,  # (N,)
+    y_ptr,  # (M, N) int8
+    residual_out_ptr,  # (M, N), may be residual_ptr
+    y_scale_ptr,  # (M,) fp32
+    x_row_stride,  # elements
+    residual_row_stride,  # elements
+    y_row_stride,  # elements
+    residual_out_row_stride,  # elements
+    eps,  # fp32
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
+):
+    """One row a program, chunk by chunk, where rows start anywhere."""
+    wait_for_launch_ahead(PDL)
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # Columns count from the first vector that starts in the row. The ends, in front of it and behind the last whole
+    # vector, are read and stored element by element.
+    head = tl.minimum((VECTOR - row * x_row_stride % VECTOR) % VECTOR, N).to(tl.int32)
+    body = tl.multiple_of((N - head) // VECTOR * VECTOR, VECTOR)
+    ends = tl.arange(0, 2 * VECTOR)
+    ends_mask = tl.where(ends < VECTOR, ends < head, body + ends < N - head + VECTOR)
+    ends = tl.where(ends < VECTOR, ends - head, body + ends - VECTOR)
+    x_ptr += tl.multiple_of(row * x_row_stride + head, VECTOR)
+    residual_ptr += tl.multiple_of(row * residual_row_stride + head, VECTOR)
+    y_ptr += tl.multiple_of(row * y_row_stride + head, VECTOR)
+    residual_out_ptr += tl.multiple_of(row * residual_out_row_stride + head, VECTOR)
+    if weight_ptr is not None:
+        weight_ptr += head
+    smooth_scale_ptr += head
+
+    # Statistics.
+    end_s = load_swept(x_ptr, ends, ends_mask, "")
+    end_s += load_swept(residual_ptr, ends, ends_mask, "")
+    end_s = as_stored(end_s, x_ptr, residual_out_ptr)
+    squares = tl.zeros((BLOCK // GROUP,), tl.float32)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        s += load_swept(residual_ptr, cols, mask, "evict_last")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        squares += tl.sum(grouped(s * s), axis=1)
+    rstd = tl.rsqrt((tl.sum(squares) + tl.sum(end_s * end_s)) / N + eps)
+
+    # Read the row again for its amax.
+    amax_bits = tl.zeros((BLOCK // GROUP,), tl.int32)
+    for start in range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        s += load_swept(residual_ptr, cols, mask, "evict_last")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
+        y *= load_chunk(smooth_scale_ptr, cols, mask)
+        amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
+    end_y = scale(end_s * rstd, weight_ptr, weight_offset, ends, ends_mask)
+    end_y *= load_chunk(smooth_scale_ptr, ends, ends_mask)
+    amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(end_y, ends_mask)))
+    y_scale = row_scale(tl.max(amax_bits), 127.0, tl.float32)
+    tl.store(y_scale_ptr + row, y_scale)
+    inverse_scale = tl.div_rn(1.0, y_scale)
+
+    # Once more to quantise it.
+    end_y = scale(end_s * rstd, weight_ptr, weight_offset, ends, ends_mask)
+    end_y *= load_chunk(smooth_scale_ptr, ends, ends_mask)
+    store_chunk(residual_out_ptr, ends, end_s, ends_mask)  # not before the residual's last reading
+    end_q = to_int8(end_y * inverse_scale, y_ptr.dtype.element_ty)
+    store_chunk(y_ptr, ends, end_q, ends_mask)
+    for back in range(0, N, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < body
+        s = load_swept(x_ptr, cols, mask, "evict_first")
+        s += load_swept(residual_ptr, cols, mask, "evict_first")
+        s = as_stored(s, x_ptr, residual_out_ptr)
+        y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
+        y *= load_chunk(smooth_scale_ptr, cols, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
+        q = to_int8(y * inverse_scale, y_ptr.dtype.element_ty)
+        store_chunk(y_ptr, cols, q, mask)

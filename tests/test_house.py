@@ -38,7 +38,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_065,
+    "all by hand": 15_056,
     "C": 776,
     "emitted": 1_419,
     "ahead_of_time": 684,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "compiled": 536,
     "integrations": 478,
     "jax": 804,
-    "kernels": 1_281,
+    "kernels": 1_272,
     "normforge": 496,
     "operators": 582,
     "override": 191,
@@ -58,7 +58,7 @@ MOST_CODE_LINES = {
     "upstream": 667,
 }
 # Code lines of the folders beside runtime/; the goals are 30,000 and 6,000.
-MOST_CODE_LINES_BESIDE = {("tests", "proving"): 30_019, ("benchmarks",): 5_921}
+MOST_CODE_LINES_BESIDE = {("tests", "proving"): 30_000, ("benchmarks",): 5_921}
 # Modules of ours that `import normforge` loads; the goal is 60.
 MOST_MODULES = 60
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an

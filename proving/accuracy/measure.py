@@ -120,8 +120,8 @@ def _tiled(case: AnyCase) -> Iterator[list[str | None]]:
 def _label(case: AnyCase, loaded: list[str | None]) -> str:
     """Return the kernels that ran, which must be those that the case is about."""
     ran, asked = {name for name in loaded if name}, case.tile.pipeline.value
-    if isinstance(case, Case) and ran == {Part.WINDOW.value} and case.mode.has_window:
-        return Part.WINDOW.value
+    if isinstance(case, Case) and ran in ({Part.WINDOW.value}, {Part.UNALIGNED.value}):
+        return ran.pop()
     own = {Layout.TOGETHER: {asked, SEVERAL}, Layout.ROTATED: {rotary.NAME}}
     expected = own.get(case.layout) or {part.value for part in case.parts}
     if ran != expected:

@@ -16,6 +16,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.parameters import FORWARD, RENORMED, family_of
 from normforge.codegen.values import Direction, DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES, arguments_of
+from normforge.kernels.pipelines import anywhere
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
 
@@ -24,7 +25,7 @@ from .beside import TABLE, Beside, beside
 # Whose tiles are sanitised.
 ARCH = "sm_90"
 _FEW = 3
-# Elements of 16 bytes of a 16-bit type: rows that start at multiples of it are read by one_pass, others by window.
+# Elements of 16 bytes of a 16-bit type: for rows that do not start at multiples of it there are other kernels.
 _VECTOR = 8
 
 
@@ -154,9 +155,10 @@ def _candidates(entry: Entry) -> Iterator[_Candidate]:
         tile = entry.tile(m, n, ARCH)
         kind = kind_of(mode.direction, tile, few=few)
         yield _candidate(mode, m, n, tile.pipeline, kind)
-        if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
-            # Lengths such as 4097 start no row where a vector starts but the first.
-            yield _candidate(mode, m, _odd(entry), Part.WINDOW, kind._replace(staged=False))
+        # Lengths such as 4097 start no row where a vector starts but the first.
+        odd = _odd(entry)
+        if found := anywhere(mode, tile, odd, {"x_ptr": odd}, (), few=few):
+            yield _candidate(mode, m, odd, found[0], kind._replace(staged=False))
 
 
 def _candidate(mode: Mode, m: int, n: int, part: Pipeline | Part, kind: TileKind) -> _Candidate:
@@ -171,7 +173,7 @@ def _odd(entry: Entry) -> int:
 
 def _length(entry: Entry, mode: Mode, tile: Tile) -> int:
     """Return a short row whose last chunk is ragged, where the kernel that a tile names runs as it says."""
-    if mode.has_window and tile.pipeline is not Pipeline.ROWS:
+    if (mode.has_window or mode.has_unaligned) and tile.pipeline is not Pipeline.ROWS:
         return _odd(entry) + _VECTOR - 1
     # 16-bit rows go to shared memory, and between programs, in pairs.
     in_pairs = mode.dtype_in.itemsize == 2 and (tile.stages > 1 or tile.pipeline is Pipeline.SPREAD)

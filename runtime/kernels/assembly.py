@@ -22,11 +22,15 @@ from ..codegen.values import DType, Part, Pipeline
 from ..errors import ConflictError
 from . import pipelines
 from .gpu import KernelKey, Target, Word, integer_type, pointer_type, row_count_type
-from .pipelines import choose, programs_a_part, refuse_variant, staged, takes_window, window_tile
+from .pipelines import anywhere, choose, programs_a_part, refuse_variant, staged
 from .strides import RowStride, RowWalk, kind_of, row_alignment, starts_aligned
 
 if TYPE_CHECKING:
+    from ..codegen.instance import Tile
     from ..upstream.triton_launcher import Grid
+
+    # The grid of each launch, and the numbers after all other values.
+    _Rounds = Sequence[tuple[Grid, tuple[int, ...]]]
 
 # The gradients that are sums over rows: programs write partial sums of each, and a last kernel adds the sums up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
@@ -88,6 +92,7 @@ class Facts:
         numbers: plain numbers, in order, in Triton's words.
         counts: the slots of numbers of rows or parts, which have the type of M.
         strides: row strides, by slots.
+        pointed: row strides of the tensors that are there, by pointers.
         further: how far the values of scales are apart, by slots: 0 where one value serves all rows.
         dtypes: dtypes of torch or numpy, by the names of the family's tensors; None if absent.
         misaligned: pointers that are not multiples of 16 bytes.
@@ -128,6 +133,7 @@ class Facts:
         self.dtypes = dtypes = {row.name: dtypes.get(row.name) for row in family.tensors}
         rows = [(row, str(row.row_stride_slot)) for row in family.tensors if row.row_stride_slot]
         self.strides = {slot: strides.get(slot, n if dtypes[row.name] else 0) for row, slot in rows}
+        self.pointed = {row.slot: self.strides[slot] for row, slot in rows if dtypes[row.name]}
         scales = [str(row.scale_stride_slot) for row in family.inputs if row.kind.is_scale and dtypes[row.name]]
         self.further = {slot: strides.get(slot, 1) for slot in scales}
         if entry.is_invariant and rows:
@@ -190,7 +196,7 @@ class Recipe:
         warps: warps per program, of 32 threads.
         options: further options of the compiler.
         grid: a function from M and the programs that share the rows to the grid of a launch.
-        rounds: for GroupNorm, a function from M to the grid of each launch, and the numbers after all other values.
+        rounds: for GroupNorm and norms over channels, a function from M to the launches.
     """
 
     part: Pipeline | Part | None
@@ -200,7 +206,7 @@ class Recipe:
     warps: int
     options: Mapping[str, Any] = field(default_factory=dict)
     grid: Callable[[int, int], Grid]
-    rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
+    rounds: Callable[[int], _Rounds] | None = None
 
     def key(self, kernel: str, parameters: Sequence[str], target: Target) -> KernelKey:
         """Return the compilation of the kernel.
@@ -273,9 +279,9 @@ def assemble(facts: Facts, m: int) -> Assembly:
     row = pipelines.row_of(mode, tile.pipeline, target)
     if facts.entry.is_invariant:
         refuse_variant(mode, tile, n, m)
-    elif takes_window(mode, tile, n, strides, facts.misaligned):
-        row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
-        tile = window_tile(mode, tile, n, few=m <= facts.entry.small_m)
+    elif found := anywhere(mode, tile, n, facts.pointed, facts.misaligned, few=m <= facts.entry.small_m):
+        part, tile = found
+        row, strides = pipelines.ANYWHERE[part], {**strides, "row_stride": strides["x_row_stride"]}
     types = {
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
@@ -336,41 +342,28 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
     # The numbers that a part leaves of each bundle of channels, and the channels of a bundle.
     kinds, bundle = 2 if mode.is_backward else 4, 1 if mode.channels_last else shape.group_channels
 
+    constants = {
+        **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
+        "C": channels,
+        "CHANNELS": shape.group_channels,
+        "POSITIONS": positions,
+        "ALIGNMENT": alignment,
+        "FULL": cut.is_full(positions),
+        "ALIKE": cut.is_alike(positions),
+        "ALONE": alone,
+        "PEERS": max(1, min(power_of_two(cut.parts), _MERGED // power_of_two(shape.group_channels // bundle))),
+    }
+
     def walker(part: Pipeline | Part) -> Recipe:
-        def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+        def rounds(m: int) -> _Rounds:
             items, shared = (m, 1) if part is Part.MERGE else (m // groups * channels // cut.width, cut.parts)
             return [
                 ((min(_MOST_ITEMS, items - first), shared, 1), (units, first, cut.part_tiles, cut.parts))
                 for first in range(0, items, _MOST_ITEMS)
             ]
 
-        return Recipe(
-            part=part,
-            types={
-                **facts.types,
-                "partials_ptr": _PARTIAL,
-                "exchange_ptr": None,
-                **facts.numbers,
-                # The type of positions holds any offset within a group, and those of tiles beyond the group's end.
-                "units": row_count_type(facts.n),
-                **dict.fromkeys(("first_item", "part_tiles", "parts"), "i32"),
-            },
-            constants={
-                **pipelines.constants(tile, facts.n, 1, facts.misaligned, target),
-                **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
-                "C": channels,
-                "CHANNELS": shape.group_channels,
-                "POSITIONS": positions,
-                "ALIGNMENT": alignment,
-                "FULL": cut.is_full(positions),
-                "ALIKE": cut.is_alike(positions),
-                "ALONE": alone,
-                "PEERS": max(1, min(power_of_two(cut.parts), _MERGED // power_of_two(shape.group_channels // bundle))),
-            },
-            warps=tile.warps,
-            options=pipelines.compiler_options(tile, target, waits=False),
-            grid=lambda m, programs: rounds(m)[0][0],
-            rounds=rounds,
+        return _in_rounds(
+            facts, part, tile, ("partials_ptr",), ("first_item", "part_tiles", "parts"), constants, rounds
         )
 
     return Assembly(
@@ -379,6 +372,35 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
         programs=lambda m, parts: m // groups * summed,
         row_terms=("partials_ptr",),
         terms=lambda m: 0 if alone else m // groups * cut.parts * kinds * (channels // bundle),
+    )
+
+
+def _in_rounds(
+    facts: Facts,
+    part: Pipeline | Part,
+    tile: Tile,
+    terms: Sequence[str],
+    counts: Sequence[str],
+    constants: Mapping[str, int],
+    rounds: Callable[[int], _Rounds],
+) -> Recipe:
+    """Return a kernel of GroupNorm or of a norm over channels; `terms` are pointers between kernels."""
+    return Recipe(
+        part=part,
+        types={
+            **facts.types,
+            **dict.fromkeys(terms, _PARTIAL),
+            "exchange_ptr": None,
+            **facts.numbers,
+            # The type of positions holds any offset within a group, and those of tiles beyond the group's end.
+            "units": row_count_type(facts.n),
+            **dict.fromkeys(counts, "i32"),
+        },
+        constants={**pipelines.constants(tile, facts.n, 1, facts.misaligned, facts.target), **constants},
+        warps=tile.warps,
+        options=pipelines.compiler_options(tile, facts.target, waits=False),
+        grid=lambda m, programs: rounds(m)[0][0],
+        rounds=rounds,
     )
 
 
@@ -395,27 +417,12 @@ def _of_channels(facts: Facts, mode: GroupMode) -> Assembly:
     tiles, units = -(-positions // tile.rows), positions // alignment
 
     def walker(step: pipelines.Step) -> Recipe:
-        def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+        def rounds(m: int) -> _Rounds:
             items = m * tiles
             return [(step.grid(replace(tile, rows=1), columns, target, items, min(most, items)), (units, items))]
 
-        return Recipe(
-            part=step.part or tile.pipeline,
-            types={
-                **facts.types,
-                **dict.fromkeys(row.row_terms, _PARTIAL),
-                "exchange_ptr": None,
-                **facts.numbers,
-                # The type of positions holds any offset within a sample.
-                "units": row_count_type(facts.n),
-                "items": "i32",
-            },
-            constants=pipelines.constants(tile, channels, 1, facts.misaligned, target) | {"ALIGNMENT": alignment},
-            warps=tile.warps,
-            options=pipelines.compiler_options(tile, target, waits=False),
-            grid=lambda m, programs: rounds(m)[0][0],
-            rounds=rounds,
-        )
+        part, constants = step.part or tile.pipeline, {"N": channels, "ALIGNMENT": alignment}
+        return _in_rounds(facts, part, tile, row.row_terms, ("items",), constants, rounds)
 
     return Assembly(
         walkers=tuple(map(walker, row.steps)),

@@ -8,10 +8,9 @@ from math import gcd, inf
 
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
-from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, WARP, power_of_two
+from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, REGISTERS, WARP, power_of_two
 from ..codegen.values import Pipeline
 from .gpu import Target
-from .pipelines import REGISTERS
 
 # The contiguous bytes that a program reads where channels are innermost, unless groups are longer: two sectors, which
 # memory delivers together. On an H200 128 bytes were no faster, and 256 to 1024 bytes up to 1.8 times as slow.

@@ -159,12 +159,12 @@ def _smallest(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride]:
     smallest: dict[str, RowStride] = {
         slot: _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n) for slot, stride in strides.items()
     }
-    x, y = "x_row_stride", "y_row_stride"
-    # Kernels for rows that start anywhere require that the strides of x and y are equal.
-    of_y = smallest.get(y)
-    if isinstance(of_y, int) and smallest.get(x) == of_y and strides[x] != strides[y]:
-        smallest[y] = of_y + MOST_ALIGNED
-    return smallest
+    # Kernels for rows that start anywhere require that the strides of tensors are equal to that of x.
+    of_x = smallest.get("x_row_stride")
+    if not isinstance(of_x, int):
+        return smallest
+    unlike_x = {slot for slot, each in smallest.items() if each == of_x and strides[slot] != strides["x_row_stride"]}
+    return {slot: of_x + MOST_ALIGNED if slot in unlike_x else each for slot, each in smallest.items()}
 
 
 def _like(stride: int, n: int) -> int:

@@ -26,7 +26,7 @@ from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
 # The table layout that this runtime reads; the generator writes the number as FORMAT.
-FORMAT = 7
+FORMAT = 8
 
 # The module and the symbol of the kernel that adds up the partial sums of a backward kernel.
 _FINALISER = ("finalise", "sum_partials")

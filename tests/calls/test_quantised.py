@@ -195,6 +195,13 @@ def test_a_given_scale_hides_no_nan(n: int, dtype: torch.dtype, columns: int | N
     assert (layer == -127).all() if dtype == torch.int8 else layer.float().isnan().all()
 
 
+def test_the_largest_value_may_be_at_an_end_of_a_row() -> None:
+    """Of long rows that start anywhere: at the first element, in the middle and at the last."""
+    x = torch.ones(3, 32771, dtype=torch.bfloat16)
+    x[torch.arange(3), torch.tensor([0, 16000, -1])] = 64.0
+    assert (normforge.quantised_rms_norm(x, out_dtype=torch.int8).y == 127).sum(1).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
 def test_a_given_scale_is_divided_by_whatever_it_is(dtype: torch.dtype) -> None:
     """NaN makes NaN, 0 saturates and makes NaN of 0, an infinity makes 0, and the sign is the scale's too."""

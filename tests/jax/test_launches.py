@@ -16,7 +16,6 @@ from normforge.codegen.groups import Span
 from normforge.codegen.values import Norm
 from normforge.jax import launches, primitive
 from normforge.jax.launches import Code
-from normforge.kernels import assembly, pipelines
 from normforge.kernels.gpu import KernelKey, Target
 from normforge.kernels.launcher import interpret
 from normforge.selection import dispatch
@@ -191,23 +190,6 @@ def test_rows_that_start_anywhere(interpreter: Interpreter) -> None:
 def test_programs_share_rows_as_many_as_the_gpu_runs(interpreter: Interpreter) -> None:
     """More rows than programs: each leaves one row of partial sums, and the last kernel adds them up."""
     check_gradients("rms", "", "float32", (40, 64), 2e-5, 1e-5, scale=5)
-
-
-@THOROUGH
-@pytest.mark.parametrize(("m", "few"), [(256, True), (257, False)])
-def test_a_window_of_few_rows_keeps_its_warps(
-    m: int, few: bool, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the table calls them few."""
-    asked: list[bool] = []
-
-    def heard(*arguments: Any, **named: Any) -> Any:
-        asked.append(named["few"])
-        return pipelines.window_tile(*arguments, **named)
-
-    monkeypatch.setattr(assembly, "window_tile", heard)
-    norms.rms_norm(arrays(1, (m, 1501), "bfloat16")[0]).block_until_ready()
-    assert asked == [few]
 
 
 jnp, P = jax.numpy, jax.sharding.PartitionSpec

@@ -23,7 +23,7 @@ from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.codegen import emit
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.tiling import WARP
+from normforge.codegen.tiling import REGISTERS, WARP
 from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.obtain import compile_for
@@ -41,6 +41,7 @@ LENGTHS: dict[Pipeline | Part, int] = {
     Part.WINDOW: 1901,
     **dict.fromkeys((Part.COLUMN_AMAX, Part.COLUMNS, Part.BOTH_WAYS), 1904),
     Pipeline.TWO_PASS: 20000,
+    Part.UNALIGNED: 20003,
     Part.ROW_TERMS: 20000,
     # Only measured tables take it; these are tiles that an H200 prefers, and the last slice is ragged.
     Pipeline.SPREAD: 70000,
@@ -130,7 +131,6 @@ TARGETS = tuple(map(named_target, ("sm_80", "sm_90", "sm_100", "gfx942")))
 NVIDIA = tuple(target for target in TARGETS if target.is_nvidia)
 SM_90 = TARGETS[1]
 
-_REGISTERS = 65536
 _MOST_REGISTERS = 255
 
 
@@ -144,7 +144,7 @@ class Usage:
 
     def assert_fits(self, tile: Tile, most_stack: int = 0) -> None:
         """Fail unless a multiprocessor holds as many programs as the tile says, and next to nothing is spilled."""
-        assert self.registers <= min(_REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
+        assert self.registers <= min(REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
         assert self.local == 0
         assert self.stack <= most_stack
 

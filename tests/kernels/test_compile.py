@@ -17,7 +17,7 @@ from normforge.calls.plan import Plan
 from normforge.codegen import emit
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.tiling import STANDARD_LENGTHS
+from normforge.codegen.tiling import STANDARD_LENGTHS, window_tile
 from normforge.codegen.values import (
     Direction,
     DType,
@@ -29,7 +29,6 @@ from normforge.codegen.values import (
 )
 from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
-from normforge.kernels.pipelines import window_tile
 
 from ..calling import there
 from ..covering import parametrize
@@ -469,8 +468,8 @@ WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
 def ptx_of(mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target = SM_90) -> str:
-    # Rows of odd length start anywhere.
-    n = N + 1 if part is Part.WINDOW else N
+    # Rows of odd length start anywhere, and are longer than a window for the kernel that reads them twice.
+    n = {Part.WINDOW: N + 1, Part.UNALIGNED: 5 * N + 1}.get(part, N)
     return str(compiled(mode, n, target, TILES[pipeline], part).asm["ptx"])
 
 

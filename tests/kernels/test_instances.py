@@ -115,6 +115,8 @@ CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
     Pipeline.ONE_PASS: (600, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
     Pipeline.TWO_PASS: (600, Tile(Pipeline.TWO_PASS, 1, 256, 1)),
     Part.WINDOW: (601, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
+    # Longer than a window.
+    Part.UNALIGNED: (7171, Tile(Pipeline.TWO_PASS, 1, 256, 1)),
     **dict.fromkeys((Part.COLUMN_AMAX, Part.COLUMNS), (100, Tile(Pipeline.ROWS, 4, 128, 1))),
 }
 

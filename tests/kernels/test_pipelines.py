@@ -15,13 +15,13 @@ from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS, with_room
-from normforge.codegen.values import DType, Norm, Pipeline
+from normforge.codegen.values import DType, Norm, Part, Pipeline
 from normforge.errors import DeviceError
 from normforge.families.public import rmsnorm2d_bwd
 from normforge.kernels import pipelines
 from normforge.kernels.gpu import Target, named_target, row_count_type
 from normforge.kernels.launcher import new_exchange
-from normforge.kernels.pipelines import choose, staged, takes_window
+from normforge.kernels.pipelines import anywhere, choose, staged
 from normforge.kernels.strides import row_alignment
 from normforge.selection import dispatch
 from normforge.upstream.dynamo_guards import allocator
@@ -59,19 +59,23 @@ def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
     """A program takes every so many rows, and what a row's start lacks to a vector repeats after eight rows."""
     aligned = tile(Pipeline.ONE_PASS, resident=resident)
     for m in (1, 7, 8, 9, 131, 132, 133, 400, 1000, 10**6):
-        programs, *others = pipelines.WINDOW.steps[0].grid(aligned, 1, SM_90, m, 1)
+        programs, *others = pipelines.ANYWHERE[Part.WINDOW].steps[0].grid(aligned, 1, SM_90, m, 1)
         assert others == [1, 1]
         assert programs == m or programs % 8 == 0
         assert programs <= m
 
 
-@pytest.mark.parametrize(("pipeline", "n", "apart", "misaligned", "window"), TABLES["windows"])
-def test_a_window_needs_rows_of_x_and_y_that_start_alike(
-    pipeline: str, n: int, apart: int, misaligned: str, window: bool
-) -> None:
-    """And takes rows that start anywhere where others are read twice."""
-    strides = {"x_row_stride": n + apart, "y_row_stride": n}
-    assert takes_window(LN_BF16, tile(Pipeline(pipeline)), n, strides, [f"{misaligned}_ptr"]) == window
+@pytest.mark.parametrize(("mode", "pipeline", "strides", "misaligned", "part"), TABLES["anywhere"])
+def test_rows_start_alike(mode: str, pipeline: str, strides: list[Any], misaligned: str, part: str | None) -> None:
+    """Those of all tensors, with one stride, for the kernels that take rows that start anywhere."""
+    given = dict(zip(("x_ptr", "y_ptr", "residual_ptr"), strides, strict=False))
+    found = anywhere(Mode.from_name(mode), tile(Pipeline(pipeline)), strides[0], given, [f"{misaligned}_ptr"], few=True)
+    assert (found and found[0].value) == part
+
+
+def test_a_window_of_few_rows_keeps_the_warps_of_its_tile() -> None:
+    (found,) = normforge.compile_keys([1501], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])
+    assert dict(found.key.options)["num_warps"] == 8
 
 
 @pytest.mark.parametrize("mode", ["ln_fwd_bf16", "ln_bwd_bf16"])

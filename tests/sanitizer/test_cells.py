@@ -17,7 +17,7 @@ from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
 from proving.cold_warm.session import forgotten
 from proving.sanitizer.beside import beside
-from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
+from proving.sanitizer.cells import ARCH, Cell, TileKind, cells, every, kind_of, share, text_of
 
 from ..launching import launching_nothing
 
@@ -78,13 +78,6 @@ def test_every_class_of_tiles_is_touched() -> None:
     assert touched == expected
     for name in ("few", "staged", "held", "resident"):
         assert {getattr(kind, name) for kind in expected} == {False, True}
-
-
-def test_rows_that_start_anywhere_are_read_by_window_and_end_with_their_memory() -> None:
-    odd = [cell for cell in edges() if cell.mode.has_window and cell.stride is None and cell.n in (100, 4099, 5137)]
-    assert {cell.m for cell in odd} >= {3, 300, 2305}
-    for cell in odd:
-        assert {key.symbol for key in launched(cell)} == {cell.mode.kernel(Part.WINDOW)}, cell.name
 
 
 def test_shares_are_every_cell_once() -> None:
