@@ -469,7 +469,7 @@ WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 def ptx_of(mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target = SM_90) -> str:
     # Rows of odd length start anywhere, and are longer than a window for the kernel that reads them twice.
-    n = {Part.WINDOW: N + 1, Part.UNALIGNED: 5 * N + 1}.get(part, N)
+    n = 5 * N + 1 if part is Part.UNALIGNED else N + (part is Part.WINDOW)
     return str(compiled(mode, n, target, TILES[pipeline], part).asm["ptx"])
 
 
