@@ -332,7 +332,6 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
     if facts.entry.is_invariant:
         refuse_variant(mode, tile, facts.n, m)
     alone = cut.parts == 1 and cut.width % shape.group_channels == 0
-    parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
     alignment = 1 if mode.channels_last else row_alignment(positions)
     units = positions // alignment
     # Partial sums per part, or, in parts of several tiles of channels, per set of tiles held at once.
@@ -341,6 +340,8 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
 
     # The numbers that a part leaves of each bundle of channels, and the channels of a bundle.
     kinds, bundle = 2 if mode.is_backward else 4, 1 if mode.channels_last else shape.group_channels
+    # What parts leave of a group that is one bundle is merged at once.
+    most = cut.parts if bundle == shape.group_channels else _MERGED // power_of_two(shape.group_channels)
 
     constants = {
         **{name.upper(): getattr(cut, name) for name in ("width", "block_c", "block_s", "held")},
@@ -351,7 +352,7 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
         "FULL": cut.is_full(positions),
         "ALIKE": cut.is_alike(positions),
         "ALONE": alone,
-        "PEERS": max(1, min(power_of_two(cut.parts), _MERGED // power_of_two(shape.group_channels // bundle))),
+        "PEERS": power_of_two(max(1, min(cut.parts, most))),
     }
 
     def walker(part: Pipeline | Part) -> Recipe:
@@ -367,7 +368,7 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
         )
 
     return Assembly(
-        walkers=tuple(map(walker, parts)),
+        walkers=tuple(map(walker, mode.parts(tile.pipeline)[-1 if alone else 0 :])),
         finisher=finisher(channels, target, facts.sums),
         programs=lambda m, parts: m // groups * summed,
         row_terms=("partials_ptr",),
