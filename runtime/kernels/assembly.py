@@ -340,7 +340,7 @@ def _of_groups(facts: Facts, mode: GroupMode, m: int) -> Assembly:
 
     # The numbers that a part leaves of each bundle of channels, and the channels of a bundle.
     kinds, bundle = 2 if mode.is_backward else 4, 1 if mode.channels_last else shape.group_channels
-    # What parts leave of a group that is one bundle is merged at once.
+    # The parts of a group that is one bundle are merged at once.
     most = cut.parts if bundle == shape.group_channels else _MERGED // power_of_two(shape.group_channels)
 
     constants = {
