@@ -14,6 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -32,6 +33,7 @@ def install() -> None:
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_shapes()
+    _take_operands_of_one_type()
 
 
 @cache
@@ -54,7 +56,18 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     for name in _builtins_of(package):
         member = getattr(package, name)
         if tl.core.is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, _interpreted(member))
+
+
+@cache
+def _interpreted(member: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a member of the language as the interpreter calls it, which passes what it computes by."""
+    function = inspect.unwrap(member)
+
+    def interpreted(*arguments: Any, _semantic: Any = None, **others: Any) -> Any:
+        return function(*arguments, **others, _semantic=interpreter.interpreter_semantic)
+
+    return interpreted
 
 
 _patch_whole_lang, _np_dtype_of_element = interpreter._patch_lang, cache(interpreter._get_np_dtype)
@@ -85,16 +98,60 @@ def _remember_shapes() -> None:
         key = (element_ty.name, *space, *[size.value if isinstance(size, tl.constexpr) else size for size in sizes])
         if key not in types:
             new_type(self, element_ty, shape)
-            types[key] = vars(self).copy()
+            types[key] = vars(self) | {"of_tensor": described(self)}
         vars(self).update(types[key])
+
+    def described(type: Any) -> dict[str, Any]:
+        tensor = tl.tensor.__new__(tl.tensor)
+        new_tensor(tensor, None, type)
+        return dict(vars(tensor))
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
         if "of_tensor" not in vars(type):
-            new_tensor(self, handle, type)
-            type.of_tensor = vars(self).copy()
+            type.of_tensor = described(type)
         vars(self).update(type.of_tensor, handle=handle, type=type)
 
     tl.block_type.__init__ = type_init
     tl.tensor.__init__ = tensor_init
     # Most values are neither constants nor sequences of them.
     tl.core._unwrap_if_constexpr = lambda value: value if isinstance(value, (int, float, tl.tensor)) else unwrap(value)
+
+
+# What operators compute with two operands of one of these types in, which is that type; quotients of 16 bits are fp32.
+_KEPT = {"fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64"}
+_OFFSETS = {"int32", "int64"}
+# How many elements a block of one number has at most that is kept.
+_MOST_KEPT = 4096
+
+
+def _take_operands_of_one_type() -> None:
+    """Have binary operators neither convert nor broadcast operands that are alike, and keep blocks of one number."""
+    semantic = interpreter.TritonSemantic
+    convert = semantic.binary_op_type_checking_impl
+    blocks: dict[Any, Any] = {}
+
+    def converted(self: Any, lhs: Any, rhs: Any, *options: bool) -> Any:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+            one, other = lhs.type.scalar, rhs.type.scalar.name
+            offset = one.is_ptr() and options[:1] == (True,) and other in _OFFSETS
+            if offset or (one.name == other and other in _KEPT):
+                # Blocks of one shape share its description; numbers have none.
+                shape, its = vars(lhs.type).get("shape"), vars(rhs.type).get("shape")
+                if shape is its:
+                    return lhs, rhs
+                if its is None and not offset:
+                    data = np.full(lhs.handle.data.shape, rhs.handle.data, rhs.handle.data.dtype)
+                    return lhs, tl.tensor(interpreter.TensorHandle(data, rhs.handle.dtype), lhs.type)
+        elif isinstance(lhs, tl.tensor) or isinstance(rhs, tl.tensor):
+            tensor, number, at = (lhs, rhs, 1) if isinstance(lhs, tl.tensor) else (rhs, lhs, 0)
+            # Text tells -0.0 from 0.0.
+            key = (tensor.type.scalar.name, id(vars(tensor.type).get("shape")), type(number), str(number), options, at)
+            if key not in blocks:
+                found = convert(self, lhs, rhs, *options)
+                if found[1 - at] is not tensor or tensor.numel.value > _MOST_KEPT:
+                    return found
+                blocks[key] = found[at]
+            return (tensor, blocks[key]) if at else (blocks[key], tensor)
+        return convert(self, lhs, rhs, *options)
+
+    semantic.binary_op_type_checking_impl = converted
