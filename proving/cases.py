@@ -329,11 +329,7 @@ def check(
 
 
 def hold(
-    case: Case,
-    given: Tensors,
-    outputs: Sequence[torch.Tensor],
-    arriving: Sequence[torch.Tensor | None],
-    found: Tensors,
+    case: Case, given: Tensors, outputs: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor | None], found: Tensors
 ) -> None:
     """Fail unless the outputs of a call, and the gradients for what arrived at them, are those of the formula."""
     with torch.no_grad():

@@ -6,7 +6,7 @@ modes there are, and an axis that `Mode` gains is covered without a word here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields
 from enum import Enum
 from functools import cache
@@ -20,6 +20,7 @@ import pytest
 
 from normforge.codegen.legal import legal_modes
 from normforge.codegen.model import Mode
+from proving.cases import Case
 
 from . import thorough
 
@@ -109,27 +110,47 @@ def parametrize(
     metafunc.parametrize(name, cases)
 
 
+def few_first(cases: Sequence[T], columns: Callable[[T], tuple[Any, ...]], ids: Callable[[T], str]) -> list[Any]:
+    """Parameters of a test: cases that together have each value of each column, and the others as thorough ones."""
+    few = [ids(case) for case in covering(cases, columns, 1)]
+    return thorough.first_of_each(cases, lambda case: ids(case) if ids(case) in few else None, ids)
+
+
 def leave_to_thorough_runs(metafunc: pytest.Metafunc) -> None:
     """Mark the cases of a test that are not needed to have each value of each of its parameters."""
     together = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
     on_a_card: dict[bool, list[Any]] = {}
     for call in metafunc._calls:
-        on_a_card.setdefault(any(mark.name == "gpu" for mark in call.marks), []).append(call)
+        marks = {mark.name for mark in call.marks}
+        # A case that is thorough anyway stands for no other.
+        if "thorough" not in marks:
+            on_a_card.setdefault("gpu" in marks, []).append(call)
     for calls in on_a_card.values():
         named = groups + [[name] for name in calls[0].params if all(name not in group for group in groups)]
-        varied = [column for column in (_column(calls, group) for group in named) if len(set(column)) > 1]
+        varied = [column for group in named for column in _columns(calls, group) if len(set(column)) > 1]
         if len(varied) > 1:
             kept = covering(list(enumerate(zip(*varied, strict=True))), lambda case: case[1], 1)
             for place in {*range(len(calls))} - {place for place, _ in kept}:
                 calls[place].marks.append(thorough.THOROUGH.mark)
 
 
-def _column(calls: Iterable[Any], names: Iterable[str]) -> tuple[int, ...]:
-    """For each case of a test which values it has of parameters that are given together, counted as they appear."""
-    places: dict[tuple[int, ...], int] = {}
-    # A value of a parameter is one object in all of its cases.
-    values = (tuple(id(call.params[name]) for name in names) for call in calls)
+def _columns(calls: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """For each case of a test which values it has of parameters that are given together, counted as they appear.
+
+    A case of `proving/cases.yaml` has a column for each axis.
+    """
+    given = [tuple(call.params[name] for name in names) for call in calls]
+    of_table = [(case.family, dict(case.at)) for case, *_ in given if isinstance(case, Case)]
+    if len(of_table) < len(given):
+        # A value of a parameter is one object in all of its cases.
+        return [_counted(tuple(map(id, values)) for values in given)]
+    axes = dict.fromkeys(axis for _, at in of_table for axis in at)
+    return [_counted((family, at.get(axis)) for family, at in of_table) for axis in axes]
+
+
+def _counted(values: Iterable[Hashable]) -> tuple[int, ...]:
+    places: dict[Hashable, int] = {}
     return tuple(places.setdefault(value, len(places)) for value in values)
 
 

@@ -88,9 +88,7 @@ def test_without_a_gpu_both_curves_are_equal_and_drawn(repository: Path, tmp_pat
 
 @THOROUGH
 @pytest.mark.parametrize(
-    "flags",
-    [("--norm", "layer"), ("--norm", "rms", "--dtype", "bf16", "--fused-add")],
-    ids=["layer", "rms-bf16-fused"],
+    "flags", [("--norm", "layer"), ("--norm", "rms", "--dtype", "bf16", "--fused-add")], ids=["layer", "rms-bf16-fused"]
 )
 def test_generated_kernels_train_alike(
     flags: tuple[str, ...], repository: Path, capsys: pytest.CaptureFixture[str]

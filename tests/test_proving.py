@@ -14,6 +14,8 @@ from proving import parts
 from proving.__main__ import WHAT, main
 from proving.engines.command import difference
 
+from .thorough import THOROUGH
+
 HEADER = {"device": "a GPU", "revision": "abc"}
 CASES = {name: index for index, name in enumerate("abcd")}
 
@@ -56,6 +58,7 @@ def squares_until_3(number: int) -> Generator[tuple[str, int], None, None]:
     yield str(number), number * number
 
 
+@THOROUGH
 def test_a_process_that_ends_leaves_cases_and_keeps_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert dict(parts.in_processes(range(3), squares_until_3, 2)) == {"0": 0, "1": 1, "2": 4}
     assert "3" not in dict(parts.in_processes(range(4), squares_until_3, 2))

@@ -178,8 +178,7 @@ _OWN: Mapping[str, Mapping[str, Draw]] = {
             for name, forms in _INTEGERS.items()
         },
         **dict.fromkeys(
-            ("q_weight", "k_weight"),
-            operand((*["vector"] * 6, "of all heads", "longer"), _OF_VECTORS, True, 0.4),
+            ("q_weight", "k_weight"), operand((*["vector"] * 6, "of all heads", "longer"), _OF_VECTORS, True, 0.4)
         ),
         "key_cache": operand(("blocks",), (torch.float32, *FLOATS, torch.float8_e4m3fn), True, 0.03),
         "k_scale": operand(("one", "none", "vector"), (*[torch.float32] * 8, torch.float16), True, 0.03),
@@ -222,10 +221,7 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
             assert row.words is not None
             words = [str(word.value) for word in row.words]
             codes = [word.code for word in row.words if hasattr(word, "code")] if row.takes_codes else []
-            return one_of(
-                *words * 2,
-                *(() if operator else (*codes, True, next(iter(row.words)), "odd")),
-            )
+            return one_of(*words * 2, *(() if operator else (*codes, True, next(iter(row.words)), "odd")))
     raise AssertionError(row.kind)
 
 

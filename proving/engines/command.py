@@ -32,10 +32,7 @@ ROUNDS = 5
 _OF_TIMED = ("", "_gpu", "_norms", "_graphs", "_ours", "_theirs")
 # Ours, torch's and vLLM's, and Inductor's, which are named by the operators in them.
 _NORMS = re.compile(r"\b((rms|ln)_fwd_\w*|\w*norm\w*_kernel|triton_\w*(rsqrt|norm)\w*)")
-COLUMNS = [
-    *["model", "equal", "margin", "native", "frozen"],
-    *(f"{name}{of}" for name in TIMED for of in _OF_TIMED),
-]
+COLUMNS = [*["model", "equal", "margin", "native", "frozen"], *(f"{name}{of}" for name in TIMED for of in _OF_TIMED)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,10 +37,7 @@ ALL = tuple(Cell(*pair) for pair in product(PYTHONS, TRITONS))
 FEW = (Cell("3.10", "3.6.0"), Cell("3.11", "3.7.1"), Cell("3.12", "3.9.0"), Cell("3.13", "3.9.0"))
 
 # By the name of a suite: the arguments of pytest, and the value of TRITON_INTERPRET.
-SUITES: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "interpreter": ((), "1"),
-    "compile": (("-m", "compile"), None),
-}
+SUITES: dict[str, tuple[tuple[str, ...], str | None]] = {"interpreter": ((), "1"), "compile": (("-m", "compile"), None)}
 
 
 class CellError(Exception):

@@ -102,10 +102,7 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("weight", "x_bias", "smooth_scale", "residual"),
         {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True},
     ),
-    "dropout": (
-        ("weight", "residual"),
-        {"fadd": "pre_add_store", **DROPS, "save_mv": True},
-    ),
+    "dropout": (("weight", "residual"), {"fadd": "pre_add_store", **DROPS, "save_mv": True}),
 }
 
 

@@ -16,7 +16,9 @@ from normforge.codegen.model import Mode
 from normforge.tools.compare import columns_of, numbers_of
 
 from ..calling import backward_operands, each_norm, each_of, refusals, same_bits, there
+from ..covering import few_first
 from ..kernels.problems import assert_in_blocks, check_both_ways
+from ..thorough import THOROUGH
 from .test_quantised import E5M2, FUNCTION, SWIZZLED, check, rows
 from .test_wrong_tensors import E4M3, MXFP8
 
@@ -85,12 +87,12 @@ def modulations(*sizes: int, gates: bool = False) -> dict[str, torch.Tensor]:
     ("added", "shape", "sizes"),
     [
         # Samples that end within a tile, of one row, as many as rows, in several tiles, and a row for all.
-        ("gate", (3, 43, 300), (3, 300)),
+        pytest.param("gate", (3, 43, 300), (3, 300), marks=THOROUGH),
         ("", (130, 1, 64), (130, 64)),
         ("residual", (130, 64), (130, 64)),
         ("gate", (2, 2, 65, 33), (2, 33)),
         ("", (5, 5000), (5000,)),
-        ("residual", (2, 3, 20000), (2, 20000)),
+        pytest.param("residual", (2, 3, 20000), (2, 20000), marks=THOROUGH),
     ],
 )
 def test_modulated_rows_in_both_directions(
@@ -157,7 +159,7 @@ def test_memory(asked: dict[str, Any], layout: str, m: int, strides: tuple[Any, 
 
 
 @each_norm
-@pytest.mark.parametrize("name", BLOCKS)
+@each_format
 def test_a_sum_behind_a_norm_goes_where_the_residual_is(norm: str, name: str) -> None:
     """Of rows on a stride, too, and of operands in other dtypes; a second call is known, and has the same bits."""
     asked, (m, n) = {**BLOCKS[name][0], "columnwise": "transposed"}, (37, 160)
@@ -191,7 +193,7 @@ def test_no_rows_have_no_columns(layout: str) -> None:
 
 
 @each_norm
-@pytest.mark.parametrize("n", [40, 600, 20000])
+@pytest.mark.parametrize("n", [40, 600, pytest.param(20000, marks=THOROUGH)])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -260,6 +262,16 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 }
 
 
+# What is added to the rows of each.
+ADDED_STRAIGHT = [
+    *product(STRAIGHT, ("", "residual", "x_bias")),
+    # Modulated rows, of which no call has a static scale or a cast before the weight.
+    *product(("rows", "columns", "rounded"), ("scale shift", "scale shift gate residual")),
+    # Sums behind a norm.
+    *product(("rows", "static", "swizzled", "whole"), ("residual post_add", "residual next_weight post_add_norm")),
+]
+
+
 def of_doubles(norm: str, operands: dict[str, torch.Tensor], fadd: str = PRE) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and the sum of operands in fp64, of which the sum is rounded to 16 bits and differentiated unrounded."""
     if fadd.startswith("post"):
@@ -280,18 +292,10 @@ def of_doubles(norm: str, operands: dict[str, torch.Tensor], fadd: str = PRE) ->
 
 
 @each_norm
-@pytest.mark.parametrize(
-    ("form", "added"),
-    [
-        *product(STRAIGHT, ("", "residual", "x_bias")),
-        # Modulated rows, of which no call has a static scale or a cast before the weight.
-        *product(("rows", "columns", "rounded"), ("scale shift", "scale shift gate residual")),
-        # Sums behind a norm.
-        *product(("rows", "static", "swizzled", "whole"), ("residual post_add", "residual next_weight post_add_norm")),
-    ],
-)
-def test_gradients_go_straight_through_y_in_16_bits(norm: str, form: str, added: str) -> None:
+@pytest.mark.parametrize("case", few_first(ADDED_STRAIGHT, tuple, "-".join))
+def test_gradients_go_straight_through_y_in_16_bits(norm: str, case: tuple[str, str]) -> None:
     """By kernels, and of the gradients again, as fp64 differentiates the norm alone; columns have no x_bias."""
+    form, added = case
     asked = {name: torch.full((1,), each) if isinstance(each, float) else each for name, each in STRAIGHT[form].items()}
     if added == "x_bias":
         asked["columnwise"] = "none"
@@ -441,6 +445,7 @@ def test_an_amax_in_memory_that_is_read_is_refused() -> None:
         normforge.quantised_rms_norm(rows(4, 64), weight, amax_out=weight[3])
 
 
+@THOROUGH
 def test_several_norms_in_one_launch_have_no_columns() -> None:
     """Each takes launches of its own, with the same results; modulated rows alone take one launch."""
     asked = {**FP8, "columnwise": "transposed"}

@@ -27,6 +27,7 @@ from ..calling import (
     same_bits,
     there,
 )
+from ..thorough import THOROUGH
 
 M = 5
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -187,7 +188,7 @@ FORMS = ("row", "one", "groups of 32", "groups of 128")
 
 @each_device
 @each_norm
-@pytest.mark.parametrize("n", [*LENGTHS.values(), 1, 33, 128, 300])
+@pytest.mark.parametrize("n", [64, 1500, pytest.param(LENGTHS["two_pass"], marks=THOROUGH), 1, 33, 128, 300])
 def test_gradients_of_fp8(norm: str, n: int, device: str) -> None:
     """Those of the oracle, and to the bit those of the dequantised dy in fp32, by whichever scales."""
     asked = ("dx", "dweight", "dx_bias", *(("dbias",) if norm == "layer" else ()))

@@ -26,10 +26,7 @@ from .test_wrong_tensors import E4M3, E8M0, FP4, MXFP8
 pytestmark = pytest.mark.usefixtures("on_each_device")
 
 E5M2 = torch.float8_e5m2
-FUNCTION: dict[str, Callable[..., Any]] = {
-    "layer": normforge.quantised_layer_norm,
-    "rms": normforge.quantised_rms_norm,
-}
+FUNCTION: dict[str, Callable[..., Any]] = {"layer": normforge.quantised_layer_norm, "rms": normforge.quantised_rms_norm}
 # The dtype of scales by their format, and how many share an element.
 FORMATS = {
     "float": (torch.float32, 1),

@@ -107,9 +107,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
 
 # The front door first, and docs/ with time.
 FRONT_DOOR = first_of_each(
-    WITH_BLOCKS,
-    lambda path: path if path.parent == ROOT else None,
-    lambda path: str(path.relative_to(ROOT)),
+    WITH_BLOCKS, lambda path: path if path.parent == ROOT else None, lambda path: str(path.relative_to(ROOT))
 )
 
 

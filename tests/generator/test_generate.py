@@ -188,8 +188,7 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
 
 @THOROUGH
 @pytest.mark.parametrize(
-    ("narrower", "what"),
-    [(("--filter", "*_fp16_*"), "selection"), (("--manifest", "mine.yaml"), "manifest")],
+    ("narrower", "what"), [(("--filter", "*_fp16_*"), "selection"), (("--manifest", "mine.yaml"), "manifest")]
 )
 def test_nothing_is_removed_from_a_checkouts_own_folder_unless_asked(
     checkout: Path, narrower: tuple[str, str], what: str

@@ -17,14 +17,7 @@ from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, write_table
-from normforge.codegen.tiling import (
-    CLASSES,
-    Load,
-    TileClass,
-    class_of,
-    generic_tiles,
-    standard_ladder,
-)
+from normforge.codegen.tiling import CLASSES, Load, TileClass, class_of, generic_tiles, standard_ladder
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline, ScaleGroup
 from normforge.selection.table import load_folder
 

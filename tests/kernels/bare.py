@@ -98,11 +98,7 @@ def hard_rows(n: int, large: float = 1e6) -> dict[str, torch.Tensor]:
 
 
 def run_backward(
-    mode: Mode,
-    part: Pipeline | Part,
-    grid: tuple[int, ...],
-    given: dict[str, torch.Tensor],
-    constants: dict[str, Any],
+    mode: Mode, part: Pipeline | Part, grid: tuple[int, ...], given: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> NormGradients:
     """Launch a backward kernel whose grid ends in the programs that share the rows, and add up what they leave.
 
@@ -116,11 +112,7 @@ def run_backward(
 
 
 def run_forward(
-    mode: Mode,
-    part: Pipeline | Part,
-    grid: tuple[int, ...],
-    given: dict[str, torch.Tensor],
-    constants: dict[str, Any],
+    mode: Mode, part: Pipeline | Part, grid: tuple[int, ...], given: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> LayerNormOutput:
     """Launch a forward kernel, whose y, unless it is given, and statistics begin as NaN."""
     m, n = given["x"].shape

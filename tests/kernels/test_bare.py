@@ -281,14 +281,7 @@ def launches() -> Iterator[tuple[Pipeline, dict[str, Any], int, int, int, torch.
 @pytest.mark.parametrize(("pipeline", "cut", "m", "n", "programs", "dy", "lacks"), [*launches()])
 @pytest.mark.parametrize("mode", map(Mode.from_name, BACKWARD_MODES), ids=BACKWARD_MODES)
 def test_gradients(
-    pipeline: Pipeline,
-    cut: dict[str, Any],
-    m: int,
-    n: int,
-    programs: int,
-    dy: torch.dtype,
-    lacks: str,
-    mode: Mode,
+    pipeline: Pipeline, cut: dict[str, Any], m: int, n: int, programs: int, dy: torch.dtype, lacks: str, mode: Mode
 ) -> None:
     operands = draw(mode, m, n, dy, lacks)
     dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])

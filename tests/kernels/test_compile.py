@@ -18,15 +18,7 @@ from normforge.codegen import emit
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import STANDARD_LENGTHS, window_tile
-from normforge.codegen.values import (
-    Direction,
-    DType,
-    FusedAdd,
-    FusedQuant,
-    Norm,
-    Part,
-    Pipeline,
-)
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Part, Pipeline
 from normforge.kernels.gpu import Target
 from normforge.kernels.obtain import compile_for
 

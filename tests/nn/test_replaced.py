@@ -125,10 +125,7 @@ LEFT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @each_replaced
 @pytest.mark.parametrize("change", LEFT.values(), ids=LEFT)
 def test_what_no_kernel_takes_is_computed_as_before(
-    make: Make,
-    shape: tuple[int, ...],
-    change: Callable[[torch.Tensor], torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the same functions of torch, and so to the bit."""
     module, ours = called(make, shape)

@@ -21,6 +21,7 @@ from proving.cases import LAYOUTS, Case
 from ..calling import captured, counted, each_device, each_of, pieces, refusals, same_bits, table_at
 from ..kernels.compile_cases import TARGETS, binary_of
 from ..launching import launching_nothing
+from ..thorough import THOROUGH
 from .test_transforms import Call, M, N, alike
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 # The rows, columns and options of each problem.
 Sizes = Sequence[tuple[int, int, dict[str, Any]]]
 MIXES: Mapping[str, Sizes] = table_at(Path(__file__).with_name("several_cases.yaml"))
-each_mix = pytest.mark.parametrize("mix", MIXES)
+each_mix = pytest.mark.parametrize(
+    "mix", [pytest.param(mix, marks=THOROUGH) if mix == "four" else mix for mix in MIXES]
+)
 
 
 def problems(sizes: Sizes, device: str = "cpu") -> list[Any]:

@@ -19,16 +19,7 @@ import normforge
 from normforge import errors
 from proving.cases import Case, Tensors, check, operands
 
-from ..calling import (
-    FUNCTIONS,
-    backward,
-    each_device,
-    pieces,
-    plain,
-    same_bits,
-    slices,
-    table_at,
-)
+from ..calling import FUNCTIONS, backward, each_device, pieces, plain, same_bits, slices, table_at
 from ..calls.test_quantised import NVFP4
 from ..calls.test_wrong_tensors import MXFP8
 from ..nn import models

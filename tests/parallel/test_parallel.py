@@ -36,9 +36,15 @@ def test_ranks_agree_with_whole_tensors(world: int, tmp_path: Path) -> None:
     _check(run(world, list(modules), tmp_path, limit=300 * world), modules)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=THOROUGH)])
+@THOROUGH
+@pytest.mark.parametrize("world", [2, 4])
 def test_sums_of_ranks_are_normalised(world: int, tmp_path: Path) -> None:
     _check(run(world, list(REDUCED), tmp_path, limit=300 * world), REDUCED)
+
+
+def test_a_few_sums_of_two_ranks(tmp_path: Path) -> None:
+    names = ("every_type_keeps_its_bits", "calls_keep_their_order_whoever_is_late", "wrong_arguments_are_refused")
+    assert run(2, [f"reduced.{name}" for name in names], tmp_path, limit=300) == dict.fromkeys(names, "")
 
 
 @pytest.mark.gpu

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.codegen.legal import legal_modes
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Pipeline
 from normforge.errors import InvarianceError
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
+from ..covering import modes_of_one_gpu
 from ..kernels.compile_cases import SPREAD_TILES
 from ..thorough import THOROUGH
 
@@ -54,7 +54,7 @@ def test_any_mode_has_one_kernel_for_every_m_and_place(arch: str) -> None:
     """Of plain, gated, grouped, modulated and served norms, backward as forward, some of each and of their N."""
     pick = random.Random(f"any {arch}")
     # Modes behind an exchange are compiled for a number of ranks, from recordings alone.
-    legal = [mode for mode in legal_modes() if not mode.reduce.exchanges]
+    legal = modes_of_one_gpu()
     shared = [mode for mode in legal if mode.shares or mode.modulated or mode.gating.gates]
     backward = [mode for mode in shared if mode.is_backward]
     # Backward passes that round rows first are for a dy of 16 bits, and are listed with its type alone.

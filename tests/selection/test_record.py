@@ -21,7 +21,6 @@ from normforge import errors, settings
 from normforge.call_kinds import CallKind
 from normforge.codegen import cli, emit, manifest
 from normforge.codegen.instance import Bucket
-from normforge.codegen.legal import legal_modes
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import CacheError, MissingInstanceError, RecordError, SettingError
@@ -29,6 +28,7 @@ from normforge.selection import dispatch, on_demand, recording
 from normforge.tools.cli import main
 
 from ..calling import check, each_norm, each_pipeline, in_threads, printed, printed_at_once, python
+from ..covering import every_mode
 from ..folders import PLAIN, RMS, instance, write
 from ..thorough import THOROUGH
 
@@ -167,7 +167,7 @@ def test_buckets_of_several_ladders_are_made_in_parts(path: Path) -> None:
 @THOROUGH
 def test_any_legal_mode_can_be_written(tmp_path: Path) -> None:
     """One in five of them: a manifest of all takes 26 s."""
-    path, modes = tmp_path / "needed.yaml", tuple(legal_modes())[::5]
+    path, modes = tmp_path / "needed.yaml", every_mode()[::5]
     path.write_text(recording.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
     assert sorted(names(path)) == sorted(f"{mode.name}_n128" for mode in modes)
 
